@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of the cache rank, and the clock that says how long it has been busy.
+
+Written by the service thread, read by the heartbeat thread; every value is one attribute, so
+a reader sees an old or a new one, never half of one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the process started, and gauges of the moment."""
+
+    resident_hits_total: int = 0
+    resident_misses_total: int = 0
+    fetched_rows_total: int = 0
+    evictions_total: int = 0
+    selected_tokens_total: int = 0
+    selections_total: int = 0
+    exact_rows_total: int = 0
+    bytes_sent_total: int = 0
+    bytes_received_total: int = 0
+    steps_total: int = 0
+    seeds_total: int = 0
+    slots_live: int = 0
+    slots_free: int = 0
+    rows_live: int = 0
+    stale_reads_total: int = 0
+    old_epoch_total: int = 0
+    protocol_errors_total: int = 0
+    transport_errors_total: int = 0
+    refused_total: int = 0
+    epochs_total: int = 0
+    withheld_packs_total: int = 0
+    staleness_steps: int = 0
+
+    def values(self) -> dict[str, float]:
+        """Return every value by its name, as floats."""
+        return {name: float(value) for name, value in asdict(self).items()}
+
+
+class BusyClock:
+    """Measures how long the current message has been worked on, waits for the peer excluded."""
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+        self._waited = 0.0
+        self._wait_started: float | None = None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Mark the time in which one message is handled."""
+        self._waited, self._wait_started = 0.0, None
+        self._started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._started = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Mark a wait for the peer inside `working`."""
+        self._wait_started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited += time.monotonic() - self._wait_started
+            self._wait_started = None
+
+    def busy_s(self) -> float:
+        """Seconds of own work on the current message; 0 when idle. Safe from any thread."""
+        started, wait_started, now = self._started, self._wait_started, time.monotonic()
+        if started is None:
+            return 0.0
+        waited = self._waited + (now - wait_started if wait_started is not None else 0.0)
+        return max(0.0, now - started - waited)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the inference rank has in its resident slots, kept here because only we decide it.
+
+A book per layer, row, KV head and slot: the logical position (``-1`` empty) and when it was
+last selected. Packs are applied in order over there, so the book is ahead of the truth by the
+packs under way, never in conflict with it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class ResidentMirror:
+    """Books ``[num_layers, max_rows + 1, num_kv_heads, num_resident]`` int32.
+
+    `last_used` counts the steps of the epoch from 1; what a seed put there counts down from 0,
+    best first, so that it is evicted worst first.
+    """
+
+    def __init__(
+        self, *, num_layers: int, max_rows: int, num_kv_heads: int, num_resident: int
+    ) -> None:
+        shape = (num_layers, max_rows + 1, num_kv_heads, num_resident)
+        self.positions = torch.empty(shape, dtype=torch.int32)
+        self.last_used = torch.empty(shape, dtype=torch.int32)
+        self._identity = torch.arange(num_resident, dtype=torch.int32)
+        self._owners: dict[int, int] = {}
+
+    @property
+    def num_resident(self) -> int:
+        """R: slots per KV head."""
+        return len(self._identity)
+
+    def is_seeded(self, row: int, generation: int) -> bool:
+        """Whether the books of (`row`, `generation`) are filled."""
+        return self._owners.get(row) == generation
+
+    def seed_identity(self, row: int, generation: int) -> None:
+        """Enter that slot i holds position i, later positions being the more recent ones."""
+        self.positions[:, row] = self._identity
+        self.last_used[:, row] = self._identity - self.num_resident
+        self._owners[row] = generation
+
+    def seed(self, layer: int, row: int, generation: int, positions: torch.Tensor) -> None:
+        """Enter the positions ``[H, R]`` of one layer, best first behind the sink."""
+        self.positions[layer, row] = positions
+        self.last_used[layer, row] = -self._identity
+        self._owners[row] = generation
+
+    def load(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of (positions, last_used), ``[S, H, R]``, of `rows` ``[S]`` int64."""
+        return self.positions[layer][rows], self.last_used[layer][rows]
+
+    def commit(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        last_used: torch.Tensor,
+    ) -> None:
+        """Enter what `load` returned and a diff changed."""
+        self.positions[layer][rows] = positions
+        self.last_used[layer][rows] = last_used
+
+    def release(self, row: int, generation: int) -> None:
+        """Forget the books of an occupancy."""
+        if self._owners.get(row) == generation:
+            del self._owners[row]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies: who is attended to. One file per method; `registry` finds them by name."""

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam between the service and a method of selection.
+
+A policy sees queries and a scorer, and answers with token positions. It owns what it
+remembers about a request, keyed by (row, generation), and never touches pools or transports.
+All calls come from the service thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.kernels.topk import topk_positions
+
+Owner = tuple[int, int]
+"""A request while it occupies a row: (row, generation)."""
+
+Scorer = Callable[[torch.Tensor], torch.Tensor]
+"""Scores of the candidates under queries ``[S, Hq, D]``: ``[S, H, width]`` float32, ``-inf``
+where a position is no candidate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyCapabilities:
+    """What a policy declares about itself.
+
+    `all_exact`: every layer takes the exact step, nothing is selected. `wants_query_window`:
+    `Policy.observe` is called with the queries of every step, not only of those in which a
+    selection is made (next-step policies only). `devices`: where it can run.
+    """
+
+    timing: Timing
+    all_exact: bool = False
+    wants_query_window: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+    @property
+    def selects(self) -> bool:
+        """Whether anything is selected in decode."""
+        return self.timing is not Timing.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotary embedding of a model: ``inv_freq`` ``[head_dim / 2]`` float32, and its factor."""
+
+    inv_freq: torch.Tensor
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyContext:
+    """What a policy is built from. `rotary` is None if no model directory is at hand."""
+
+    model: ModelSpec
+    selection: SelectionSettings
+    rotary: Rotary | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionInput:
+    """One selection in one layer, for S requests.
+
+    Attributes
+    ----------
+    layer : int
+        The layer that will use it.
+    owners : Sequence[Owner]
+        The requests.
+    query : torch.Tensor
+        ``[S, num_qo_heads, head_dim]``, after RoPE: the predicted query of the layer
+        (`Timing.SAME_STEP_HIDDEN`), else its true query.
+    positions, use_positions : torch.Tensor
+        ``[S]`` int64: position of `query`, and of the query that the selection is for.
+    score : Scorer
+        Scores of the candidates; sink and recent tokens are none.
+    budget : int
+        K, positions per KV head.
+    """
+
+    layer: int
+    owners: Sequence[Owner]
+    query: torch.Tensor
+    positions: torch.Tensor
+    use_positions: torch.Tensor
+    score: Scorer
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Logical positions ``[S, num_kv_heads, budget]`` int32, best first, padded with ``-1``."""
+
+    positions: torch.Tensor
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        """Refuse another shape or dtype: policies may be the user's.
+
+        Raises
+        ------
+        PolicyError
+            If the positions are not ``[S, H, K]`` int32.
+        """
+        if self.positions.dtype != torch.int32 or tuple(self.positions.shape) != shape:
+            raise PolicyError(
+                f"selection {self.positions.dtype}{tuple(self.positions.shape)} must be "
+                f"int32{shape}: [requests, KV heads, budget]"
+            )
+
+
+class PolicyError(TandemKVError):
+    """A policy is unknown, cannot be built, or answered with something else than it must."""
+
+
+class Policy(ABC):
+    """A method of selection.
+
+    Parameters
+    ----------
+    context : PolicyContext
+        Model and settings; a user's own class is built with the same argument.
+    """
+
+    capabilities: ClassVar[PolicyCapabilities]
+
+    def __init__(self, context: PolicyContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def select(self, request: SelectionInput) -> Selection:
+        """Choose the positions of one layer. Pure towards everything but the policy's own state."""
+
+    def observe_prompt(
+        self, layer: int, owner: Owner, queries: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Take note of the last prompt queries ``[W, Hq, D]`` at `positions` ``[W]``."""
+        del layer, owner, queries, positions
+
+    def observe(
+        self, layer: int, owners: Sequence[Owner], queries: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Take note of a step's queries ``[B, Hq, D]``, before `select`; see `wants_query_window`."""
+        del layer, owners, queries, positions
+
+    def release(self, owner: Owner) -> None:
+        """Forget a request."""
+        del owner
+
+
+class ScoringPolicy(Policy):
+    """A policy that scores every candidate with one query per head, and takes the best."""
+
+    def query_for(self, request: SelectionInput) -> torch.Tensor:
+        """Return the query ``[S, Hq, D]`` to score with; the given one by default."""
+        return request.query
+
+    def select(self, request: SelectionInput) -> Selection:
+        """See `Policy.select`."""
+        scores = request.score(self.query_for(request))
+        return Selection(topk_positions(scores, request.budget))
+
+
+class UnselectivePolicy(Policy):
+    """A policy that selects nothing in decode."""
+
+    def select(self, request: SelectionInput) -> Selection:
+        """Raise: nobody may ask.
+
+        Raises
+        ------
+        PolicyError
+            Always.
+        """
+        raise PolicyError(f"{type(self).__name__} selects nothing (layer={request.layer})")

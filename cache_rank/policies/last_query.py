@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Select with the last true query, for a later step."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tandemkv.cache_rank.protocol.messages import Timing
+
+from .base import PolicyCapabilities, ScoringPolicy
+
+
+class LastQueryPolicy(ScoringPolicy):
+    """Score with q_t what step t + `lag` uses: `async_spade` with all weight on the newest query."""
+
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.NEXT_STEP)

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Select with the query that the residual stream of an earlier layer predicts, in the same step."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tandemkv.cache_rank.protocol.messages import Timing
+
+from .base import PolicyCapabilities, ScoringPolicy
+
+
+class LookAheadPolicy(ScoringPolicy):
+    """Score with ``rope(q_norm(W_q^l norm_l(h_m)))``, m = l - `look_ahead_layers`.
+
+    The session predicts the query (`tandemkv.cache_rank.model_adapters`); here it is scored
+    against every candidate. Our own default: see docs/policies.md for what it is worth.
+    Relatives: InfiniGen's partial-weight speculation and OasisKV's draft queries; this one
+    takes the exact full-width W_q, selects tokens per KV head, and runs on another device.
+    """
+
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.SAME_STEP_HIDDEN)

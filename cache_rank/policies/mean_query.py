@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Select with the mean of the latest queries, for a later step: an ablation of `async_spade`."""
+
+from __future__ import annotations
+
+import torch
+
+from .predictors import predict_mean
+from .windowed import WindowedPolicy
+
+
+class MeanQueryPolicy(WindowedPolicy):
+    """Score with the mean of the latest ``ridge_window + 1`` queries."""
+
+    def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """See `WindowedPolicy.predict`."""
+        return predict_mean(windows, counts)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract between the ranks: messages, sizes, transports. The only part others import."""

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control plane: announcements from the inference rank to the cache rank, in order.
+
+The server lives in the cache rank's service loop, the client in the scheduler's thread of
+the inference rank. A client serves one epoch: make a new one for the next, so that nothing
+of the old one can still be queued in it.
+"""
+
+from __future__ import annotations
+
+from .errors import CacheRankLostError
+from .ipc import IpcDealer, IpcRouter
+from .messages import Message
+from .run_dir import RunDir
+
+
+class ControlServer:
+    """The cache rank's end.
+
+    Raises
+    ------
+    CacheRankError
+        If another live process serves this run directory.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._router = IpcRouter(run_dir.control_socket)
+
+    @property
+    def malformed(self) -> int:
+        """Frames dropped because they were no message of ours."""
+        return self._router.malformed
+
+    def poll(self, timeout_s: float) -> tuple[bytes, Message] | None:
+        """Return the next message and its sender, or None after `timeout_s`."""
+        return self._router.receive(timeout_s)
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Send to `peer` without waiting; False if it is gone."""
+        return self._router.send(peer, message)
+
+    def close(self) -> None:
+        """Close and remove the socket. Idempotent."""
+        self._router.close()
+
+
+class ControlClient:
+    """The inference rank's end; for one thread and one epoch."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._dealer = IpcDealer(run_dir.control_socket)
+
+    def send(self, message: Message) -> None:
+        """Queue `message`; waits 50 ms at most.
+
+        Raises
+        ------
+        CacheRankLostError
+            If the cache rank has stopped reading.
+        """
+        self._dealer.send(message)
+
+    def request(self, message: Message, timeout_s: float) -> Message:
+        """Send `message` and return the answer.
+
+        Raises
+        ------
+        CacheRankLostError
+            If there is none within `timeout_s`.
+        ProtocolError
+            If it is malformed.
+        """
+        self._dealer.send(message)
+        reply = self._dealer.receive(timeout_s)
+        if reply is None:
+            raise CacheRankLostError(
+                f"the cache rank did not answer {type(message).__name__} within {timeout_s:g} s; "
+                f"is it running? `tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
+            )
+        return reply
+
+    def close(self) -> None:
+        """Close; what is still queued is dropped. Idempotent."""
+        self._dealer.close()

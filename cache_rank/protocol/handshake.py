@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open an epoch: both ranks compare everything that must agree, and name what does not."""
+
+from __future__ import annotations
+
+import hmac
+
+import msgspec
+
+from .control import ControlClient
+from .errors import HandshakeRefusedError, ProtocolError
+from .ipc import refuse_version
+from .messages import PROTOCOL_VERSION, Hello, Refused, Welcome
+from .model_spec import ModelSpec
+from .settings import RankSettings
+
+_SHOWN = 128
+_ADVICE = {
+    "model_hash": "point both ranks at the same model directory",
+    "dtype": "give both ranks the same --dtype",
+    "max_context": "give both ranks the same --context-length",
+    "page_size": "give both ranks the same --page-size",
+}
+
+
+def make_hello(
+    *, token: bytes, model: ModelSpec, settings: RankSettings, max_rows: int, page_size: int
+) -> Hello:
+    """Return the `Hello` of an inference rank with `max_rows` request rows."""
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        token=token,
+        model=model,
+        settings=settings.flat(),
+        max_rows=max_rows,
+        page_size=page_size,
+    )
+
+
+def check_hello(
+    hello: Hello, *, token: bytes, model: ModelSpec, settings: RankSettings, page_size: int
+) -> Refused | None:
+    """Compare `hello` with what the cache rank has.
+
+    The order is version, token, model, page size, settings. Nothing about the model or the
+    settings is told to a peer without the token.
+
+    Returns
+    -------
+    Refused or None
+        The first field that differs with both values and what to do; never the token.
+    """
+    if hello.protocol_version != PROTOCOL_VERSION:
+        return refuse_version(hello.protocol_version)
+    if not hmac.compare_digest(hello.token, token):
+        return Refused(
+            field="token",
+            message="the tokens differ; start both ranks with the same --run-dir",
+        )
+    theirs, ours = msgspec.structs.asdict(hello.model), msgspec.structs.asdict(model)
+    for field in ("model_hash", *(name for name in ours if name != "model_hash")):
+        if theirs[field] != ours[field]:
+            return _refuse(field, theirs[field], ours[field])
+    if hello.page_size != page_size:
+        return _refuse("page_size", hello.page_size, page_size)
+    flat = settings.flat()
+    for field in (*flat, *sorted(set(hello.settings) - set(flat))):
+        if hello.settings.get(field) != flat.get(field):
+            return _refuse(field, hello.settings.get(field), flat.get(field))
+    return None
+
+
+def open_epoch(client: ControlClient, hello: Hello, timeout_s: float) -> Welcome:
+    """Send `hello` and return the cache rank's `Welcome`.
+
+    Raises
+    ------
+    HandshakeRefusedError
+        If the cache rank refuses; `field` names what differs.
+    CacheRankLostError
+        If there is no answer within `timeout_s`.
+    ProtocolError
+        If the answer is neither.
+    """
+    reply = client.request(hello, timeout_s)
+    if isinstance(reply, Refused):
+        raise HandshakeRefusedError(reply.field, reply.message)
+    if not isinstance(reply, Welcome):
+        raise ProtocolError(f"Hello was answered with {type(reply).__name__}")
+    return reply
+
+
+def _refuse(field: str, theirs: object, ours: object) -> Refused:
+    advice = _ADVICE.get(field, "start both ranks with the same settings")
+    return Refused(
+        field=field[:_SHOWN],
+        message=f"inference rank has {field[:_SHOWN]}={_show(theirs)}, "
+        f"cache rank has {_show(ours)}; {advice}",
+    )
+
+
+def _show(value: object) -> str:
+    return "no such field" if value is None else str(value)[:_SHOWN]

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""zmq sockets on ipc paths with every bound set. One message is one frame.
+
+Each socket owns its context, so that closing it waits for its file to be gone.
+Neither class may be used by two threads at once; handing one over to a thread is fine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import zmq
+
+from .errors import CacheRankError, CacheRankLostError, ProtocolError
+from .messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Message,
+    Refused,
+    decode,
+    encode,
+    hello_version,
+)
+
+_HIGH_WATER = 1024
+_SEND_TIMEOUT_MS = 50
+_MAX_CONNECTIONS_WAITING = 64
+
+
+class IpcRouter:
+    """The serving end. Garbage is counted in `malformed` and dropped.
+
+    Parameters
+    ----------
+    path : Path
+        The socket. A file that a dead process left is taken over.
+
+    Raises
+    ------
+    CacheRankError
+        If a live process serves `path`, or it cannot be bound.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.malformed = 0
+        self._path = path
+        self._closed = False
+        self._lock = _lock(path)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        _bound(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.BACKLOG, _MAX_CONNECTIONS_WAITING)
+        try:
+            self._socket.bind(f"ipc://{path}")
+            path.chmod(0o600)
+        except (zmq.ZMQError, OSError) as error:
+            self.close()
+            raise CacheRankError(f"cannot bind {path}: {error}") from error
+
+    def receive(self, timeout_s: float) -> tuple[bytes, Message] | None:
+        """Return the next sound message and who sent it, or None after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while _readable(self._socket, deadline):
+            parts, is_whole = _receive_parts(self._socket, limit=2)
+            if len(parts) != 2 or not is_whole:
+                self.malformed += 1
+                continue
+            try:
+                return parts[0], decode(parts[1])
+            except ProtocolError:
+                self.malformed += 1
+                self._refuse_other_version(parts[0], parts[1])
+        return None
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Send to `peer`; False if it is gone or does not read."""
+        try:
+            self._socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close and remove the socket file. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._socket.close(linger=0)
+        self._context.term()
+        self._path.unlink(missing_ok=True)
+        os.close(self._lock)  # gives up the lock last: the next owner finds a clean path
+
+    def _refuse_other_version(self, peer: bytes, frame: bytes) -> None:
+        version = hello_version(frame)
+        if version is not None and version != PROTOCOL_VERSION:
+            self.send(peer, refuse_version(version))
+
+
+class IpcDealer:
+    """The calling end. Messages wait in a bounded queue while nobody serves `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _bound(self._socket)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        self._socket.connect(f"ipc://{path}")
+
+    def send(self, message: Message) -> None:
+        """Queue `message`; waits 50 ms at most.
+
+        Raises
+        ------
+        CacheRankLostError
+            If the queue is full: the other side has not read for long.
+        """
+        try:
+            self._socket.send(encode(message))
+        except zmq.ZMQError as error:
+            raise CacheRankLostError(
+                f"{self._path}: nobody reads, {_HIGH_WATER} messages are waiting ({error})"
+            ) from error
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """Return the next message, or None after `timeout_s`.
+
+        Raises
+        ------
+        ProtocolError
+            If it is malformed.
+        """
+        if not _readable(self._socket, time.monotonic() + timeout_s):
+            return None
+        parts, is_whole = _receive_parts(self._socket, limit=1)
+        if not is_whole:
+            raise ProtocolError(f"{self._path}: a message of several frames")
+        return decode(parts[0])
+
+    def close(self) -> None:
+        """Close; what still waits to be sent is dropped. Idempotent."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+def refuse_version(version: int) -> Refused:
+    """Return the refusal of a peer that speaks protocol `version`."""
+    return Refused(
+        field="protocol_version",
+        message=f"inference rank has {version}, cache rank has {PROTOCOL_VERSION}; "
+        "install the same tandemkv version on both sides",
+    )
+
+
+def _bound(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+    socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+
+
+def _readable(socket: zmq.Socket[bytes], deadline: float) -> bool:
+    left_ms = max(0, round((deadline - time.monotonic()) * 1e3))
+    return bool(socket.poll(left_ms, zmq.POLLIN))
+
+
+def _receive_parts(socket: zmq.Socket[bytes], limit: int) -> tuple[list[bytes], bool]:
+    """Return the first `limit` frames of a message, and whether these are all."""
+    parts: list[bytes] = []
+    is_whole, more = True, True
+    while more:
+        frame = socket.recv(zmq.NOBLOCK)
+        if len(parts) < limit:
+            parts.append(frame)
+        else:
+            is_whole = False
+        more = bool(socket.getsockopt(zmq.RCVMORE))
+    return parts, is_whole
+
+
+def _lock(path: Path) -> int:
+    # zmq removes an existing socket file without asking, be it stale or in use. The kernel
+    # drops this lock with its process, so it tells the two apart.
+    try:
+        handle = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CacheRankError(f"cannot lock {path}: {error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.close(handle)
+        raise CacheRankError(
+            f"{path}: another live process serves it; stop that one or give another --run-dir"
+        ) from error
+    return handle

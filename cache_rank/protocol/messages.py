@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of the control plane: msgspec arrays with integer tags and bounded fields.
+
+Bulk data never travels here: a message announces the sizes, the data plane moves the bytes.
+The inference rank speaks first; only `Hello`, `StatusRequest` and `Heartbeat` are answered.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+import msgspec
+
+from .errors import ProtocolError
+from .model_spec import ModelSpec
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 1 << 20
+
+Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
+Row = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+Length = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Token = Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class Timing(IntEnum):
+    """When a policy's selection is used. Travels in the handshake."""
+
+    NONE = 0
+    """Selects nothing in decode (streaming, exact)."""
+    SAME_STEP_HIDDEN = 1
+    """Answers within the step from the residual stream of an earlier layer (look_ahead)."""
+    SAME_STEP_QUERY = 2
+    """Answers within the step from the true query (oracle)."""
+    NEXT_STEP = 3
+    """Answers `lag` steps later, in layer packs (async_spade, last_query)."""
+
+
+class StepKind(IntEnum):
+    """What the forward pass of a step is."""
+
+    EXTEND = 0
+    DECODE = 1
+
+
+class RowFlag(IntEnum):
+    """Bits of `RowStep.flags`."""
+
+    SPARSE = 1
+    """Some of the row's tokens are not resident: the policy selects for it."""
+    EXACT = 2
+    """Every layer of the row takes the exact step on the cache rank."""
+    SEED = 4
+    """Extend only: the prompt ends here, fill the resident set."""
+
+
+class Hello(_Message, frozen=True, tag=1):
+    """Open an epoch."""
+
+    protocol_version: Id
+    token: Token
+    model: ModelSpec
+    settings: Annotated[dict[ShortText, Text], msgspec.Meta(max_length=128)]
+    max_rows: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    page_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+    def __repr__(self) -> str:  # the token must not reach a log
+        return f"Hello(protocol_version={self.protocol_version}, model={self.model!r}, ...)"
+
+
+class _AnyHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """What is common to the `Hello` of every protocol version."""
+
+    protocol_version: Id
+
+
+class Welcome(_Message, frozen=True, tag=2):
+    """The epoch is open; `store_name` is the rendezvous file in the run directory."""
+
+    epoch: Id
+    num_slots: Id
+    timing: Annotated[int, msgspec.Meta(ge=0, le=3)]
+    all_exact: bool
+    store_name: ShortText
+
+
+class Refused(_Message, frozen=True, tag=3):
+    """The handshake failed on `field`."""
+
+    field: ShortText
+    message: Text
+
+
+class RowStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One request of a step.
+
+    `length` counts the tokens after the step. `prefix_len` is the number of tokens whose K/V
+    the cache rank has already (decode: ``length - 1``). `window` is the number of prompt
+    queries that follow for seeding (0 unless `RowFlag.SEED`).
+    """
+
+    row: Row
+    generation: Id
+    length: Length
+    prefix_len: Length
+    flags: Annotated[int, msgspec.Meta(ge=0, le=7)]
+    window: Length
+
+
+class StepBegin(_Message, frozen=True, tag=4):
+    """Announce a step; its transfers follow as `step_program` lists them.
+
+    The first transfer is the slot table, ``[num_table_slots]`` int32: for each of `dirty`
+    its slots ``[0, length)``, then per request of an extend ``[0, length)``, of a decode the
+    one new slot.
+    """
+
+    epoch: Id
+    step_id: Id
+    kind: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    rows: Annotated[list[RowStep], msgspec.Meta(max_length=4096)]
+    dirty: Annotated[list[RowStep], msgspec.Meta(max_length=4096)]
+    num_table_slots: Length
+    applied_seq: Id
+
+
+class FreeSlots(_Message, frozen=True, tag=5):
+    """Hint: `num_slots` slot ids follow on the data plane, int32; they may be reused."""
+
+    epoch: Id
+    num_slots: Length
+
+
+class ClearSlots(_Message, frozen=True, tag=6):
+    """All slots are free (cache flush)."""
+
+    epoch: Id
+
+
+class ReleaseRow(_Message, frozen=True, tag=7):
+    """The occupancy (`row`, `generation`) ended: finish, abort or retraction."""
+
+    epoch: Id
+    row: Row
+    generation: Id
+
+
+class Goodbye(_Message, frozen=True, tag=8):
+    """Close the epoch in good order."""
+
+    epoch: Id
+
+
+class Heartbeat(_Message, frozen=True, tag=9):
+    """Prove that the inference rank lives; answered at once with `HeartbeatReply`."""
+
+    epoch: Id
+    sequence: Id
+
+
+class HeartbeatReply(_Message, frozen=True, tag=10):
+    """`busy_s` is how long the current message has kept the service busy, waits for us excluded."""
+
+    epoch: Id
+    sequence: Id
+    busy_s: Seconds
+
+
+class StatusRequest(_Message, frozen=True, tag=11):
+    """Ask for counters; anybody who can open the socket may."""
+
+
+class StatusReply(_Message, frozen=True, tag=12):
+    """Counters and gauges by name."""
+
+    role: ShortText
+    epoch: Id
+    ready: bool
+    values: Annotated[dict[ShortText, float], msgspec.Meta(max_length=512)]
+    info: Annotated[dict[ShortText, Text], msgspec.Meta(max_length=64)]
+
+
+Message = (
+    Hello
+    | Welcome
+    | Refused
+    | StepBegin
+    | FreeSlots
+    | ClearSlots
+    | ReleaseRow
+    | Goodbye
+    | Heartbeat
+    | HeartbeatReply
+    | StatusRequest
+    | StatusReply
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_HELLO_DECODER = msgspec.msgpack.Decoder(_AnyHello)
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame of `message`.
+
+    Raises
+    ------
+    ProtocolError
+        If the frame exceeds `MAX_FRAME_BYTES`.
+    """
+    frame = _ENCODER.encode(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+    return frame
+
+
+def decode(frame: bytes) -> Message:
+    """Return the message in `frame`.
+
+    Raises
+    ------
+    ProtocolError
+        If the frame is too long, malformed, or a field is out of bounds.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+    try:
+        return _DECODER.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
+
+
+def hello_version(frame: bytes) -> int | None:
+    """Return the protocol version of a `Hello` that `decode` refuses, None if it is not one."""
+    try:
+        return _HELLO_DECODER.decode(frame).protocol_version
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

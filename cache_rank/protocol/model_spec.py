@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of a model as both ranks must see it, read from its directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from .errors import UnsupportedModelError
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_HASHED_BYTES = 1 << 20
+
+
+class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Shape and identity of a model.
+
+    `max_context` is in tokens; `dtype` is the torch name of the KV dtype, e.g. ``float32``.
+    """
+
+    architecture: Text
+    num_layers: Count
+    num_qo_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    hidden_size: Count
+    max_context: Count
+    dtype: Text
+    model_hash: Text
+
+    @property
+    def gqa_group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale of the attention logits."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """Return ``config.json`` of a model directory.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If there is no readable ``config.json``.
+    """
+    path = model_dir / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"model={model_dir}: no readable config.json ({error}); give a model directory "
+            "in Hugging Face layout, or `smollm2`"
+        ) from error
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"model={model_dir}: config.json is not an object")
+    return config
+
+
+def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = None) -> ModelSpec:
+    """Read and check the shape of the model in `model_dir`.
+
+    Parameters
+    ----------
+    model_dir : Path
+        Directory with ``config.json`` and safetensors.
+    dtype : str
+        Torch name of the dtype that the KV is kept in.
+    max_context : int, optional
+        Longest request in tokens; the model's own limit if not given.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the attention is not plain grouped-query attention over the whole context.
+    """
+    config = read_config(model_dir)
+    architecture = str((config.get("architectures") or ["unknown"])[0])
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"architecture={architecture} is not supported; supported: "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)} (grouped-query attention, "
+            "no MLA, no hybrid layers)"
+        )
+    layer_types = set(config.get("layer_types") or [])
+    if layer_types - {"full_attention"} or (
+        config.get("use_sliding_window") and config.get("sliding_window")
+    ):
+        raise UnsupportedModelError(
+            f"model={model_dir.name}: sliding-window attention is not supported; "
+            "serve this model with stock SGLang"
+        )
+    try:
+        heads = int(config["num_attention_heads"])
+        spec = ModelSpec(
+            architecture=architecture,
+            num_layers=int(config["num_hidden_layers"]),
+            num_qo_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            hidden_size=int(config["hidden_size"]),
+            max_context=max_context or int(config["max_position_embeddings"]),
+            dtype=dtype,
+            model_hash=model_hash(model_dir),
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UnsupportedModelError(
+            f"model={model_dir}: config.json lacks or garbles a field of the attention's shape "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if spec.num_qo_heads % spec.num_kv_heads:
+        raise UnsupportedModelError(
+            f"model={model_dir}: num_attention_heads={spec.num_qo_heads} must be a multiple of "
+            f"num_key_value_heads={spec.num_kv_heads}"
+        )
+    return spec
+
+
+def model_hash(model_dir: Path) -> str:
+    """Hash of the model's identity: configuration, and head and tail of each weight file.
+
+    Not a checksum of every weight (16 GB would delay each start by many seconds); it tells
+    two models apart, and two versions of one whose file sizes, headers or last MiB differ.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in [model_dir / "config.json", *sorted(model_dir.glob("*.safetensors"))]:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size};".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HASHED_BYTES))
+            if size > _HASHED_BYTES:
+                file.seek(max(_HASHED_BYTES, size - _HASHED_BYTES))
+                digest.update(file.read(_HASHED_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory through which the ranks of one machine find and trust each other.
+
+It holds the ipc sockets, the token and the rendezvous files. Nobody but its owner can enter
+it: that, not the token, is what keeps other users of the machine out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from .errors import ProtocolError, SettingsError
+
+TOKEN_BYTES = 32
+MAX_SOCKET_PATH_BYTES = 107
+"""What fits into ``sockaddr_un.sun_path`` on Linux, the closing zero not counted."""
+
+_SOCKET_NAMES = ("control.sock", "heartbeat.sock", "inference.sock")
+_STORE_NAME = re.compile(r"store-[0-9]{1,19}")
+
+
+class RunDir:
+    """An existing run directory. Use `create` or `open`, which check it.
+
+    Parameters
+    ----------
+    path : Path
+        The directory; its owner and mode have been checked.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._token: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    @classmethod
+    def create(cls, path: Path | str | None = None) -> RunDir:
+        """Make the directory and its token; an existing directory of ours keeps its token.
+
+        Parameters
+        ----------
+        path : Path or str, optional
+            Made with mode 0700 if missing. By default a fresh directory under
+            ``XDG_RUNTIME_DIR``, or under ``/tmp`` if that is not set.
+
+        Raises
+        ------
+        SettingsError
+            If the directory belongs to somebody else, is open to group or others, is a
+            symbolic link, cannot be made, or is too long a path for a socket.
+        """
+        try:
+            directory = _default_path() if path is None else Path(path).absolute()
+            _check_length(directory)
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir(mode=0o700, parents=True)
+            _check_private(directory, is_directory=True)
+            run_dir = cls(directory)
+            run_dir._create_token()
+        except OSError as error:
+            raise SettingsError(f"run_dir={path}: cannot be made: {error}") from error
+        _ = run_dir.token
+        return run_dir
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunDir:
+        """Return an existing run directory.
+
+        Raises
+        ------
+        SettingsError
+            If it does not exist, is not private to us, or holds no usable token.
+        """
+        directory = Path(path).absolute()
+        _check_length(directory)
+        _check_private(directory, is_directory=True)
+        run_dir = cls(directory)
+        _ = run_dir.token
+        return run_dir
+
+    @property
+    def control_socket(self) -> Path:
+        """Where the cache rank takes control messages."""
+        return self.path / _SOCKET_NAMES[0]
+
+    @property
+    def heartbeat_socket(self) -> Path:
+        """Where the cache rank answers heartbeats and status requests."""
+        return self.path / _SOCKET_NAMES[1]
+
+    @property
+    def inference_socket(self) -> Path:
+        """Where the inference rank answers status requests."""
+        return self.path / _SOCKET_NAMES[2]
+
+    @property
+    def token(self) -> bytes:
+        """The shared secret, 32 bytes; read once.
+
+        Raises
+        ------
+        SettingsError
+            If the file is missing, not private to us, or of another length.
+        """
+        if self._token is None:
+            path = self.path / "token"
+            _check_private(path, is_directory=False)
+            token = path.read_bytes()
+            if len(token) != TOKEN_BYTES:
+                raise SettingsError(
+                    f"{path}: {len(token)} bytes, must be {TOKEN_BYTES}; delete it and restart"
+                )
+            self._token = token
+        return self._token
+
+    def store_path(self, epoch: int) -> Path:
+        """Rendezvous file of `epoch`."""
+        return self.path / f"store-{epoch}"
+
+    def fresh_store(self, epoch: int) -> Path:
+        """Remove what an earlier run left at `store_path` and return it (cache rank only).
+
+        To be called before `Welcome` is sent: a stale file would pair us with the dead.
+        """
+        path = self.store_path(epoch)
+        path.unlink(missing_ok=True)
+        return path
+
+    def resolve_store(self, name: str) -> Path:
+        """Return the path of the rendezvous file that a `Welcome` names.
+
+        Raises
+        ------
+        ProtocolError
+            If `name` is not one that `store_path` makes.
+        """
+        if not _STORE_NAME.fullmatch(name):
+            raise ProtocolError(f"store_name={name[:64]!r} must look like store-<epoch>")
+        return self.path / name
+
+    def remove(self) -> None:
+        """Delete the directory with all that it holds."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _create_token(self) -> None:
+        # Written aside and linked into place, so that nobody ever reads half a token and of
+        # two processes that start together one wins.
+        handle, name = tempfile.mkstemp(dir=self.path, prefix=".token-")
+        draft = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(secrets.token_bytes(TOKEN_BYTES))
+            with contextlib.suppress(FileExistsError):
+                (self.path / "token").hardlink_to(draft)
+        finally:
+            draft.unlink()
+
+
+def _default_path() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if not (base and Path(base).is_dir() and os.access(base, os.W_OK)):
+        base = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="tandemkv-", dir=base))
+
+
+def _check_length(directory: Path) -> None:
+    longest = max(len(os.fsencode(directory / name)) for name in _SOCKET_NAMES)
+    if longest > MAX_SOCKET_PATH_BYTES:
+        raise SettingsError(
+            f"run_dir={directory}: its sockets would have paths of {longest} bytes, the system "
+            f"allows {MAX_SOCKET_PATH_BYTES}; give a shorter --run-dir"
+        )
+
+
+def _check_private(path: Path, *, is_directory: bool) -> None:
+    try:
+        status = path.lstat()
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: {error.strerror}; start `tandemkv cache-rank` with this --run-dir first"
+        ) from error
+    is_kind = stat.S_ISDIR if is_directory else stat.S_ISREG
+    if not is_kind(status.st_mode):
+        kind = "directory" if is_directory else "file"
+        raise SettingsError(f"{path}: must be a {kind} (and no symbolic link)")
+    if status.st_uid != os.geteuid():
+        raise SettingsError(
+            f"{path}: belongs to uid {status.st_uid}, must belong to uid {os.geteuid()}; "
+            "run both ranks as one user, or give another --run-dir"
+        )
+    if status.st_mode & 0o077:
+        raise SettingsError(
+            f"{path}: mode {stat.S_IMODE(status.st_mode):04o} lets others in; "
+            f"chmod {'0700' if is_directory else '0600'} it, or give another --run-dir"
+        )

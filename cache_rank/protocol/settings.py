@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that both ranks must agree on.
+
+They travel as one JSON value (environment variable ``TANDEMKV_SETTINGS``) and are compared
+field by field in the handshake. The launcher's own settings (`tandemkv.server.settings`)
+embed this tree.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SETTINGS_VARIABLE = "TANDEMKV_SETTINGS"
+RUN_DIR_VARIABLE = "TANDEMKV_RUN_DIR"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SelectionSettings(_Strict):
+    """What is attended to, and who decides it. Token counts are per KV head."""
+
+    policy: str = Field(
+        default="look_ahead", description="Policy name, or module:Class of your own."
+    )
+    budget_tokens: int = Field(
+        default=1024, ge=0, le=65536, description="K, tokens selected per KV head in one selection."
+    )
+    resident_factor: float = Field(
+        default=2.0, ge=1.0, le=16.0, description="c: the resident set holds num_sink + c*K tokens."
+    )
+    num_sink_tokens: int = Field(
+        default=4, ge=0, le=1024, description="First tokens, always resident."
+    )
+    num_recent_tokens: int = Field(default=64, ge=2, le=16384, description="Latest tokens, a ring.")
+    fetch_cap: int | None = Field(
+        default=None,
+        ge=1,
+        le=65536,
+        description="Rows fetched per head and step at most; default K/16.",
+    )
+    index_dtype: Literal["native", "int8"] = Field(
+        default="native",
+        description="Precision of the keys that are scanned; attention is never quantised.",
+    )
+    exact_layers: tuple[int, ...] = Field(
+        default=(0, 1), description="Layers that always take the exact step on the cache rank."
+    )
+    look_ahead_layers: int = Field(
+        default=1,
+        ge=0,
+        le=8,
+        description="Layers between the hidden state and the query it predicts.",
+    )
+    lag: int = Field(
+        default=1, ge=1, le=8, description="Steps between a selection and its use (async_spade)."
+    )
+    refresh_every: int = Field(default=1, ge=1, le=1024, description="Select every n-th step.")
+    seed_window: int = Field(
+        default=64, ge=1, le=1024, description="Prompt queries that seed the set."
+    )
+    dense_while_fits: bool = Field(
+        default=True, description="Skip selection while everything is resident; off only for tests."
+    )
+    pooling: Literal["softmax_mean", "max_logit", "mean_logit"] = Field(
+        default="softmax_mean", description="How the query heads of a group are pooled."
+    )
+    ridge_window: int = Field(
+        default=16, ge=1, le=64, description="async_spade: W, queries regressed on."
+    )
+    ridge_eps: float = Field(
+        default=1e-2, ge=0.0, description="async_spade: relative ridge regulariser."
+    )
+    ridge_sign: Literal[1, -1] = Field(
+        default=1, description="async_spade: sign in the softmax of Eq. 3."
+    )
+    ridge_normalise: Literal["softmax", "none"] = Field(
+        default="softmax", description="async_spade: normalisation of the regression weights."
+    )
+    ridge_unrotate: bool = Field(
+        default=True,
+        description="async_spade: regress on queries without RoPE, rotate the prediction.",
+    )
+
+    @property
+    def num_resident(self) -> int:
+        """R: slots of the resident set, the ring not counted."""
+        if self.policy in ("streaming", "exact"):
+            return self.num_sink_tokens
+        return self.num_sink_tokens + int(self.resident_factor * self.budget_tokens)
+
+    @property
+    def fetch_cap_tokens(self) -> int:
+        """Rows fetched per head and step at most."""
+        return self.fetch_cap if self.fetch_cap is not None else max(1, self.budget_tokens // 16)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.policy not in ("streaming", "exact"):
+            floor = self.num_sink_tokens + self.num_recent_tokens
+            if self.budget_tokens < floor:
+                raise ValueError(
+                    f"budget_tokens={self.budget_tokens} is smaller than num_sink_tokens + "
+                    f"num_recent_tokens = {floor}; raise --budget-tokens or lower the other two"
+                )
+        if self.lag >= self.num_recent_tokens:
+            raise ValueError(
+                f"lag={self.lag} must be smaller than num_recent_tokens={self.num_recent_tokens}"
+            )
+        if not self.dense_while_fits and (self.refresh_every != 1 or self.lag != 1):
+            raise ValueError("dense_while_fits=false needs refresh_every=1 and lag=1")
+        if any(layer < 0 for layer in self.exact_layers):
+            raise ValueError(f"exact_layers={self.exact_layers} must not be negative")
+        return self
+
+
+class ExchangeSettings(_Strict):
+    """How the ranks talk."""
+
+    layers_per_pack: int = Field(default=6, ge=1, le=128, description="Layers in one bulk message.")
+    deterministic: bool = Field(
+        default=True, description="Await every reply; lateness is an error instead of a stale set."
+    )
+    deadline_us: int = Field(
+        default=2000,
+        ge=10,
+        le=60_000_000,
+        description="Longest wait for a selection when not deterministic.",
+    )
+    transfer_timeout_s: float = Field(
+        default=60.0, gt=0, le=3600, description="A transfer that takes longer ends the epoch."
+    )
+    heartbeat_interval_s: float = Field(default=1.0, gt=0, le=60)
+    heartbeat_misses: int = Field(default=3, ge=1, le=60)
+    transport: Literal["gloo"] = Field(default="gloo", description="Data plane between the ranks.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.transfer_timeout_s * 1e6 < self.deadline_us:
+            raise ValueError("deadline_us must not exceed transfer_timeout_s")
+        return self
+
+
+class CacheSettings(_Strict):
+    """The store on the cache rank."""
+
+    capacity_tokens: int = Field(
+        default=65536,
+        ge=256,
+        le=1 << 30,
+        description="Tokens that the cache rank holds, all requests.",
+    )
+    poison_freed_slots: bool = Field(
+        default=False, description="Fill freed slots with NaN, so that a stale read shows at once."
+    )
+    kv_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="Dtype of K and V on both ranks; that of the model as served.",
+    )
+    max_context: int | None = Field(
+        default=None,
+        ge=16,
+        le=1 << 24,
+        description="Longest request in tokens; default: the model's limit.",
+    )
+
+
+class RankSettings(_Strict):
+    """Everything that both ranks must agree on."""
+
+    selection: SelectionSettings = Field(default_factory=SelectionSettings)
+    exchange: ExchangeSettings = Field(default_factory=ExchangeSettings)
+    cache: CacheSettings = Field(default_factory=CacheSettings)
+    evaluation: bool = Field(
+        default=False, description="Allow forced tokens and attention probes; off when serving."
+    )
+
+    def flat(self) -> dict[str, str]:
+        """Dotted name to JSON-like text, for the field-by-field comparison."""
+        flat: dict[str, str] = {}
+        for group, value in self.model_dump(mode="json").items():
+            if isinstance(value, dict):
+                flat.update({f"{group}.{key}": str(item) for key, item in value.items()})
+            else:
+                flat[group] = str(value)
+        return flat

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures, for evaluation, how much of the true attention mass a decode step attends to.
+
+With ``evaluation`` on and ``TANDEMKV_PROBE_FILE`` set, the probe keeps its own copy of the
+keys of every request and, every `PROBE_EVERY` decode steps, compares in float64: the softmax
+mass over all tokens that falls on the attended ones, and on the same number of tokens chosen
+by the true query (the oracle). One JSON line per probed (step, layer).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .decode_step import DecodeStep
+from .extend_step import ExtendStep
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
+PROBE_EVERY = 8
+
+
+class AttentionProbe:
+    """Recovered attention mass of sparse rows in selecting layers. Costs time and memory."""
+
+    def __init__(self, runtime: Runtime, path: Path) -> None:
+        self._runtime = runtime
+        self._path = path
+        self._keys: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    @classmethod
+    def from_settings(cls, runtime: Runtime) -> AttentionProbe | None:
+        """The probe, if evaluation is on and a file was asked for."""
+        path = os.environ.get(PROBE_VARIABLE)
+        if not path or not runtime.settings.evaluation:
+            return None
+        return cls(runtime, Path(path))
+
+    def after_layer(
+        self, layer: int, step: ExtendStep | DecodeStep, q: torch.Tensor, k: torch.Tensor
+    ) -> None:
+        """Record the keys of a layer and, in probed decode steps, its recovered mass.
+
+        Parameters
+        ----------
+        layer : int
+            Layer id.
+        step : ExtendStep or DecodeStep
+            The step whose attention was just computed.
+        q, k : torch.Tensor
+            ``[T, num_qo_heads, head_dim]`` and ``[T, num_kv_heads, head_dim]``.
+        """
+        start = 0
+        for row in step.row_steps:
+            end = start + row.length - row.prefix_len
+            self._record(layer, row.row, row.generation, row.prefix_len, k[start:end])
+            start = end
+        if isinstance(step, DecodeStep) and self._runtime.decode_step % PROBE_EVERY == 0:
+            for i, row in enumerate(step.row_steps):
+                if row.flags and layer not in self._runtime.settings.selection.exact_layers:
+                    self._measure(layer, row.row, row.generation, row.length, q[i])
+
+    def _record(
+        self, layer: int, row: int, generation: int, prefix_len: int, k: torch.Tensor
+    ) -> None:
+        key = (layer, row, generation)
+        old = self._keys.get(key)
+        if old is None:
+            self._keys = {x: t for x, t in self._keys.items() if x[:2] != (layer, row)}
+            old = k.new_empty(0, *k.shape[1:])
+        # A prefix from the radix cache never passes here: such requests are not probed.
+        if old.shape[0] == prefix_len:
+            self._keys[key] = torch.cat((old, k))
+
+    def _measure(
+        self, layer: int, row: int, generation: int, length: int, q: torch.Tensor
+    ) -> None:
+        runtime = self._runtime
+        keys = self._keys.get((layer, row, generation))
+        if keys is None or keys.shape[0] != length:
+            return
+        heads, dim = runtime.model.num_kv_heads, runtime.model.head_dim
+        grouped = q.double().view(heads, -1, dim)
+        logits = torch.einsum("hgd,nhd->hgn", grouped, keys.double()) * runtime.model.scale
+        mass = torch.softmax(logits, dim=-1).mean(dim=1)  # [H, length]
+        resident = runtime.resident
+        ring_start = max(0, length - resident.ring)
+        filled = min(resident.num_resident, ring_start)
+        positions = resident.positions[layer, row, :, :filled].to(torch.int64)
+        if bool((positions < 0).any()) or bool((positions >= ring_start).any()):
+            raise AssertionError(f"resident set of layer {layer} row {row} has a hole")
+        ring_mass = mass[:, ring_start:].sum(-1)
+        got = mass.gather(1, positions).sum(-1) + ring_mass
+        best = mass.topk(min(length, filled + length - ring_start), dim=-1).values.sum(-1)
+        line = {
+            "decode_step": runtime.decode_step,
+            "row": row,
+            "layer": layer,
+            "length": length,
+            "attended": filled + length - ring_start,
+            "mass": got.tolist(),
+            "oracle_mass": best.tolist(),
+            "distinct": int(torch.unique(positions[0]).numel()) == filled,
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

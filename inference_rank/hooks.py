@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every place where the plugin reaches into SGLang: one table, one small function each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from . import recovery, teacher_forcing
+from . import runtime as runtime_module
+
+Hook = tuple[str, Callable[..., Any], HookType]
+
+_ALLOCATOR = "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+def register_backend(name: str) -> None:
+    """Make ``--attention-backend tandemkv`` known to SGLang."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+
+    if name not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([name])
+
+    @register_attention_backend(name)
+    def _create(runner: Any) -> Any:
+        from .attention_backend import TandemKVAttentionBackend
+        from .process import start
+
+        start(runner, [target for target, _, _ in scheduler_hooks(name)])
+        return TandemKVAttentionBackend(runner)
+
+
+def scheduler_hooks(backend: str) -> list[Hook]:
+    """Hooks of the process that runs the model."""
+
+    def support_triton(original: Callable[[str], bool], name: str) -> bool:
+        return False if name == backend else original(name)
+
+    return [
+        # An unknown backend counts as Triton-capable, which a CPU is not.
+        ("sglang.srt.utils.common.support_triton", support_triton, HookType.AROUND),
+        (
+            "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
+            _build_pool,
+            HookType.AROUND,
+        ),
+        # A slot costs nothing here, so --max-total-tokens alone decides the capacity.
+        (
+            "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator."
+            "_compute_cell_size",
+            _no_cell_size,
+            HookType.AROUND,
+        ),
+        # Models that fuse RoPE with the KV write would write into the placeholder pool.
+        ("sglang.srt.models.utils.enable_fused_set_kv_buffer", _never, HookType.AROUND),
+        (f"{_ALLOCATOR}.free", _on_free, HookType.BEFORE),
+        (f"{_ALLOCATOR}.clear", _on_clear, HookType.AFTER),
+        ("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear", _on_rows_clear, HookType.AFTER),
+        ("sglang.srt.mem_cache.common.release_kv_cache", _on_release, HookType.BEFORE),
+        (
+            "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req",
+            _on_cache_unfinished,
+            HookType.AFTER,
+        ),
+        (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
+        (f"{_SCHEDULER}.process_input_requests", recovery.before_requests, HookType.BEFORE),
+        (f"{_SCHEDULER}._add_request_to_queue", recovery.around_queue, HookType.AROUND),
+        ("sglang.srt.layers.sampler.Sampler.forward", teacher_forcing.around_sampler,
+         HookType.AROUND),
+    ]  # fmt: skip
+
+
+def http_hooks() -> list[Hook]:
+    """Hooks of the process that serves HTTP."""
+    from .http_routes import add_routes
+
+    return [
+        (
+            "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+            add_routes,
+            HookType.BEFORE,
+        )
+    ]
+
+
+def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    from .kv_pool import make_pool_class
+
+    kwargs["mha_pool_class"] = make_pool_class(kwargs["mha_pool_class"])
+    return original(self, **kwargs)
+
+
+def _no_cell_size(_original: Callable[..., int], *_: Any, **__: Any) -> int:
+    return 0
+
+
+def _never(_original: Callable[..., bool], *_: Any, **__: Any) -> bool:
+    return False
+
+
+def _on_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
+    runtime = runtime_module.current()
+    # Inside a free group the call only collects; the closing call carries all of them.
+    if runtime is not None and allocator.is_not_in_free_group and free_index.numel():
+        runtime.client.free(free_index)
+        runtime.counters.freed_slots_total += free_index.numel()
+
+
+def _on_clear(_result: Any, *_: Any, **__: Any) -> None:
+    runtime = runtime_module.current()
+    if runtime is not None:
+        runtime.client.clear()
+
+
+def _on_rows_clear(_result: Any, *_: Any, **__: Any) -> None:
+    runtime = runtime_module.current()
+    if runtime is not None:
+        runtime.num_flushes += 1  # SGLang's row generations restart at zero
+
+
+def _on_release(req: Any, *_: Any, **__: Any) -> None:
+    runtime = runtime_module.current()
+    if runtime is not None and req.req_pool_idx is not None:
+        runtime.release(int(req.req_pool_idx))
+
+
+def _on_cache_unfinished(_result: Any, _cache: Any, req: Any, *_: Any, **__: Any) -> None:
+    runtime = runtime_module.current()
+    if runtime is not None and req.req_pool_idx is not None:
+        runtime.mark_dirty(int(req.req_pool_idx))
+
+
+def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any,
+               **kwargs: Any) -> Any:  # fmt: skip
+    runtime = runtime_module.current()
+    if runtime is None:
+        return original(scheduler, batch, *args, **kwargs)
+    chunked = getattr(batch, "chunked_req", None)
+    in_batch = chunked is not None and any(chunked is req for req in batch.reqs)
+    runtime.middle_chunk_row = int(chunked.req_pool_idx) if in_batch else None
+    runtime.forced_reqs = batch.reqs
+    result = original(scheduler, batch, *args, **kwargs)
+    recovery.after_batch(runtime, batch)
+    return result

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of the SGLang plugin (group ``sglang.srt.plugins``).
+
+SGLang calls `register` in its launcher and in every scheduler process, logs any exception
+and goes on. So nothing here may be relied on silently: the attention backend proves, when it
+is created, that every hook was applied (`sglang_contract.check_hooks_applied`), and without
+this module the backend name ``tandemkv`` does not exist, so the server cannot start.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE
+
+BACKEND_NAME = "tandemkv"
+
+
+def register() -> None:
+    """Register backend and hooks. Dormant unless a run directory was handed over."""
+    if RUN_DIR_VARIABLE not in os.environ:
+        return
+    from .hooks import http_hooks, register_backend, scheduler_hooks
+    from .sglang_contract import check_contract
+
+    check_contract()
+    register_backend(BACKEND_NAME)
+    hooks = list(scheduler_hooks(BACKEND_NAME))
+    if multiprocessing.parent_process() is None:
+        hooks += http_hooks()
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for target, hook, kind in hooks:
+        HookRegistry.register(target, hook, kind)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start-up of the plugin in the process that runs the model: checks, status socket, metrics."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.heartbeat import StatusServer
+from tandemkv.cache_rank.protocol.messages import StatusReply
+
+from . import runtime as runtime_module
+from .metrics import MetricsPublisher
+from .sglang_contract import check_hooks_applied
+
+_server: StatusServer | None = None
+
+
+def start(runner: Any, hook_targets: Sequence[str]) -> None:
+    """Refuse what cannot work, then answer status requests.
+
+    Raises
+    ------
+    ContractError
+        A hook was not applied.
+    SettingsError
+        SGLang runs with an option that bypasses the cache rank.
+    """
+    global _server  # noqa: PLW0603 - lives as long as the process
+    check_hooks_applied(hook_targets)
+    check_server_args(runner.server_args)
+    run_dir = runtime_module.run_dir_from_environment()
+    _server = StatusServer(run_dir.inference_socket, status=status)
+    if runner.server_args.enable_metrics:
+        MetricsPublisher(status, run_dir.heartbeat_socket).start()
+
+
+def check_server_args(args: Any) -> None:
+    """Refuse options of SGLang that read or write the KV pool behind our back.
+
+    Raises
+    ------
+    SettingsError
+        Names the option.
+    """
+    rejected = {
+        "--enable-hierarchical-cache": bool(getattr(args, "enable_hierarchical_cache", False)),
+        "--disaggregation-mode": getattr(args, "disaggregation_mode", "null") != "null",
+        "--speculative-algorithm": bool(getattr(args, "speculative_algorithm", None)),
+        "--enable-mixed-chunk": bool(getattr(args, "enable_mixed_chunk", False)),
+        "--kv-cache-dtype": getattr(args, "kv_cache_dtype", "auto") != "auto",
+        "--tp-size": getattr(args, "tp_size", 1) != 1,
+        "--pp-size": getattr(args, "pp_size", 1) != 1,
+        "--dp-size": getattr(args, "dp_size", 1) != 1,
+    }
+    used = [name for name, is_used in rejected.items() if is_used]
+    if used:
+        raise SettingsError(f"{', '.join(used)}: not supported with tandemkv; remove it")
+
+
+def status() -> StatusReply:
+    """What this rank answers to a `StatusRequest`."""
+    runtime = runtime_module.current()
+    if runtime is None:
+        return StatusReply(role="inference_rank", epoch=0, ready=False, values={}, info={})
+    lost = runtime.client.lost_reason
+    values = runtime.counters.as_values()
+    values |= {
+        "cache_rank_up": float(lost is None),
+        "resident_bytes": float(runtime.resident.nbytes),
+        "resident_slots": float(runtime.resident.num_resident),
+        "ring_slots": float(runtime.resident.ring),
+    }
+    selection = runtime.settings.selection
+    return StatusReply(
+        role="inference_rank",
+        epoch=runtime.client.epoch,
+        ready=lost is None,
+        values=values,
+        info={
+            "policy": selection.policy,
+            "budget_tokens": str(selection.budget_tokens),
+            "exact_layers": ",".join(map(str, selection.exact_layers)) or "none",
+            "deterministic": str(runtime.settings.exchange.deterministic),
+            "model": runtime.model.architecture,
+            "pid": str(os.getpid()),
+            "lost_reason": lost or "",
+        },
+    )

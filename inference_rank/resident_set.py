@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The K/V that a request attends to on the inference rank: resident slots and a recent ring.
+
+Per layer and row there are ``R`` resident slots and a ring of ``num_recent_tokens`` slots.
+While a request has at most ``R + ring`` tokens it is *dense*: token i sits in slot i, later
+ones in ring slot ``R + (i - R) mod ring``. Beyond that it is *sparse*: the ring holds the
+latest tokens, and the cache rank decides which token each KV head keeps in each resident
+slot. Keys carry RoPE already, so the order of slots is irrelevant to attention.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+
+
+class ResidentSet:
+    """Resident K/V of all rows. Its size does not depend on any context length.
+
+    Attributes
+    ----------
+    k, v : torch.Tensor
+        ``[num_layers, max_rows + 1, R + ring, num_kv_heads, head_dim]``. Row 0 is padding.
+    positions : torch.Tensor
+        ``[num_layers, max_rows + 1, num_kv_heads, R + ring]`` int32, logical position in each
+        resident slot, -1 where empty and in the ring; for probes and status only.
+    """
+
+    def __init__(
+        self, model: ModelSpec, selection: SelectionSettings, max_rows: int, device: torch.device
+    ) -> None:
+        self.num_resident = selection.num_resident
+        self.ring = selection.num_recent_tokens
+        self.num_slots = self.num_resident + self.ring
+        self._dense_while_fits = selection.dense_while_fits
+        shape = (
+            model.num_layers,
+            max_rows + 1,
+            self.num_slots,
+            model.num_kv_heads,
+            model.head_dim,
+        )
+        dtype = getattr(torch, model.dtype)
+        # Zeros, not empty: masked slots still enter the weighted sum, as 0 * value.
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.positions = torch.full(
+            (model.num_layers, max_rows + 1, model.num_kv_heads, self.num_slots),
+            -1,
+            dtype=torch.int32,
+            device=device,
+        )
+        self._slots = torch.arange(self.num_slots, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V."""
+        return self.k.nbytes + self.v.nbytes
+
+    def is_dense(self, length: int) -> bool:
+        """Whether a request of `length` tokens is wholly resident without any selection."""
+        return self._dense_while_fits and length <= self.num_slots
+
+    def ring_slot(self, position: int) -> int:
+        """Slot of `position` in the ring."""
+        return self.num_resident + (position - self.num_resident) % self.ring
+
+    def write_slot(self, length: int) -> int:
+        """Slot of the newest token of a request of `length` tokens."""
+        position = length - 1
+        if self.is_dense(length) and position < self.num_resident:
+            return position
+        return self.ring_slot(position)
+
+    def visible(self, lengths: list[int]) -> torch.Tensor:
+        """Slots that a decode step attends to, ``[len(lengths), R + ring]`` bool."""
+        masks = []
+        for length in lengths:
+            if self.is_dense(length):
+                masks.append(self._slots < length)
+            else:
+                filled = min(self.num_resident, max(0, length - self.ring))
+                masks.append((self._slots < filled) | self._ring_mask(length))
+        return torch.stack(masks)
+
+    def visible_ring(self, lengths: list[int]) -> torch.Tensor:
+        """Slots of the ring only, ``[len(lengths), R + ring]`` bool: the exact step's local part."""
+        return torch.stack([self._ring_mask(length) for length in lengths])
+
+    def _ring_mask(self, length: int) -> torch.Tensor:
+        in_ring = self._slots >= self.num_resident
+        if length >= self.ring:
+            return in_ring
+        offset = (self._slots - self.num_resident) % self.ring
+        first = (0 - self.num_resident) % self.ring
+        return in_ring & ((offset - first) % self.ring < length)
+
+    def append(
+        self, layer: int, rows: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write the newest token of each row.
+
+        Parameters
+        ----------
+        layer : int
+            Layer to write.
+        rows, slots : torch.Tensor
+            ``[B]`` int64.
+        k, v : torch.Tensor
+            ``[B, num_kv_heads, head_dim]``.
+        """
+        self.k[layer, rows, slots] = k
+        self.v[layer, rows, slots] = v
+
+    def fill_from_prompt(self, layer: int, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Copy a finished prompt's tokens that need no selection.
+
+        Dense: all of them. Sparse: the ring, and the first ``R`` tokens as a start for
+        policies and layers that never select (streaming's sinks).
+
+        Parameters
+        ----------
+        layer, row : int
+            Where to write.
+        k, v : torch.Tensor
+            ``[length, num_kv_heads, head_dim]``, the whole prompt.
+        """
+        length = k.shape[0]
+        head = min(length, self.num_resident)
+        if not self.is_dense(length):
+            head = min(head, max(0, length + 1 - self.ring))
+        self.k[layer, row, :head] = k[:head]
+        self.v[layer, row, :head] = v[:head]
+        self.positions[layer, row] = -1
+        self.positions[layer, row, :, :head] = torch.arange(
+            head, dtype=torch.int32, device=k.device
+        )
+        start = max(0, length - self.ring)
+        if self.is_dense(length):
+            start = max(start, self.num_resident)
+        if start < length:
+            recent = torch.arange(start, length, device=k.device)
+            slots = self.num_resident + (recent - self.num_resident) % self.ring
+            self.k[layer, row, slots] = k[start:]
+            self.v[layer, row, slots] = v[start:]
+
+    def seed(
+        self, layer: int, row: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Fill a sparse row's resident slots from its prompt.
+
+        Parameters
+        ----------
+        layer, row : int
+            Where to write.
+        positions : torch.Tensor
+            ``[num_kv_heads, R]`` int32, position for each slot, -1 for none.
+        k, v : torch.Tensor
+            ``[length, num_kv_heads, head_dim]``, the whole prompt.
+        """
+        index = positions.clamp_min(0).to(torch.int64).t()  # [R, H]
+        heads = torch.arange(index.shape[1], device=k.device)
+        self.k[layer, row, : self.num_resident] = k[index, heads]
+        self.v[layer, row, : self.num_resident] = v[index, heads]
+        self.positions[layer, row, :, : self.num_resident] = positions

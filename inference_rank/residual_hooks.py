@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the residual stream at the entry of each decoder layer, without touching it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+
+LayerInput = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+
+
+def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
+    """Register a forward pre-hook on every decoder layer of an SGLang model.
+
+    SGLang calls a layer of its Llama and Qwen models as ``layer(positions, hidden_states,
+    forward_batch, residual)``; the residual stream is ``hidden_states + residual``, or
+    ``hidden_states`` alone in the first layer, where `residual` is None.
+
+    Raises
+    ------
+    ContractError
+        If the model has no ``model.layers``.
+    """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        raise ContractError(
+            f"{type(model).__name__} has no model.layers; this model's decoder layers cannot be "
+            "hooked, serve it with stock SGLang"
+        )
+
+    def hook_for(layer: int) -> Callable[..., None]:
+        def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            bound = dict(zip(("positions", "hidden_states", "forward_batch", "residual"), args))  # noqa: B905
+            bound.update(kwargs)
+            on_layer_input(layer, bound["hidden_states"], bound["residual"])
+
+        return hook
+
+    for index, module in enumerate(layers):
+        module.register_forward_pre_hook(hook_for(index), with_kwargs=True)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin holds in SGLang's scheduler process, and where its hooks find it.
+
+There is one runtime per process, created with the attention backend. Hooks that run before
+that, or in processes without a model (HTTP server), see None and do nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.messages import RowFlag, RowStep
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import (
+    RUN_DIR_VARIABLE,
+    SETTINGS_VARIABLE,
+    RankSettings,
+)
+
+from .cache_client import HANDSHAKE_TIMEOUT_S, CacheClient
+from .counters import Counters
+from .packs import PackQueue
+from .resident_set import ResidentSet
+
+_GENERATION_BITS = 40
+
+
+@dataclass(slots=True)
+class Runtime:
+    """State of one inference rank. All of it belongs to the scheduler thread."""
+
+    settings: RankSettings
+    model: ModelSpec
+    client: CacheClient
+    resident: ResidentSet
+    counters: Counters
+    req_to_token_pool: Any
+    packs: PackQueue | None = None
+    num_flushes: int = 0
+    step_id: int = 0
+    decode_step: int = 0
+    middle_chunk_row: int | None = None
+    forced_reqs: list[Any] = field(default_factory=list)
+    _lengths: dict[int, int] = field(default_factory=dict)
+    _dirty: set[int] = field(default_factory=set)
+
+    def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
+        """Open an epoch; forgets everything that belonged to an earlier one."""
+        welcome = self.client.connect(timeout_s=timeout_s)
+        capacity = self.settings.cache.capacity_tokens
+        if welcome.num_slots <= capacity:
+            raise SettingsError(
+                f"the cache rank has {welcome.num_slots} slots, capacity_tokens={capacity} needs "
+                "one more; start both ranks with the same settings"
+            )
+        self._lengths.clear()
+        self._dirty.clear()
+        self.packs = PackQueue(
+            resident=self.resident,
+            exchange=self.settings.exchange,
+            counters=self.counters,
+            generation_of=self.generation,
+            epoch=welcome.epoch,
+        )
+
+    def generation(self, row: int) -> int:
+        """Identity of the present occupancy of `row`; SGLang's own counter restarts at a flush."""
+        count = int(self.req_to_token_pool.req_generation[row])
+        return (self.num_flushes << _GENERATION_BITS) | count
+
+    def flags_for(self, length: int) -> int:
+        """Row flags of a request that has `length` tokens."""
+        if self.resident.is_dense(length):
+            return 0
+        return int(RowFlag.EXACT if self.client.all_exact else RowFlag.SPARSE)
+
+    def note_lengths(self, rows: list[int], lengths: list[int]) -> None:
+        """Remember how many slots of each row the cache rank knows."""
+        self._lengths.update(zip(rows, lengths, strict=True))
+        self._dirty.difference_update(rows if not self._dirty.isdisjoint(rows) else ())
+
+    def mark_dirty(self, row: int) -> None:
+        """The slots of `row` may have been rewritten: resend them before the next step."""
+        if row in self._lengths:
+            self._dirty.add(row)
+            self.counters.remapped_rows_total += 1
+
+    def take_dirty(self, *, but: list[int]) -> tuple[list[RowStep], list[torch.Tensor]]:
+        """Return the dirty rows and their slot tables, and forget them.
+
+        Parameters
+        ----------
+        but : list of int
+            Rows whose whole table goes with the step anyway.
+        """
+        steps, tables = [], []
+        for row in sorted(self._dirty - set(but)):
+            length = self._lengths[row]
+            steps.append(
+                RowStep(
+                    row=row,
+                    generation=self.generation(row),
+                    length=length,
+                    prefix_len=length,
+                    flags=0,
+                    window=0,
+                )
+            )
+            tables.append(self.req_to_token_pool.req_to_token[row, :length].to(torch.int32))
+        self._dirty.clear()
+        return steps, tables
+
+    def release(self, row: int) -> None:
+        """The request in `row` ended or was retracted."""
+        self.client.release(row, self.generation(row))
+        self._lengths.pop(row, None)
+        self._dirty.discard(row)
+        self.counters.released_rows_total += 1
+
+
+_current: Runtime | None = None
+
+
+def current() -> Runtime | None:
+    """The runtime of this process, if it has one."""
+    return _current
+
+
+def settings_from_environment() -> RankSettings:
+    """Settings that the launcher handed over.
+
+    Raises
+    ------
+    SettingsError
+        If the variable is missing or does not validate; the field is named.
+    """
+    text = os.environ.get(SETTINGS_VARIABLE)
+    if not text:
+        raise SettingsError(
+            f"{SETTINGS_VARIABLE} is not set; start the server with `tandemkv serve`, or set it to "
+            "the JSON that `tandemkv serve --print-settings` shows"
+        )
+    try:
+        return RankSettings.model_validate_json(text)
+    except ValueError as error:
+        raise SettingsError(f"{SETTINGS_VARIABLE}: {error}") from error
+
+
+def run_dir_from_environment() -> RunDir:
+    """The private directory that both ranks share.
+
+    Raises
+    ------
+    SettingsError
+        If the variable is missing.
+    """
+    path = os.environ.get(RUN_DIR_VARIABLE)
+    if not path:
+        raise SettingsError(f"{RUN_DIR_VARIABLE} is not set; start with `tandemkv serve`")
+    return RunDir.open(Path(path))
+
+
+def create(runner: Any) -> Runtime:
+    """Create this process's runtime for SGLang's model runner and open the first epoch.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError, CacheRankError
+        The server must not start.
+    """
+    global _current  # noqa: PLW0603 - the hooks' only way in
+    settings = settings_from_environment()
+    capacity = settings.cache.capacity_tokens
+    if runner.max_total_num_tokens != capacity:
+        raise SettingsError(
+            f"SGLang sized its slots to {runner.max_total_num_tokens}, "
+            f"capacity_tokens={capacity}: pass --max-total-tokens {capacity}"
+        )
+    config = runner.model_config
+    model = read_model_spec(
+        Path(config.model_path),
+        dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+        max_context=int(config.context_len),
+    )
+    counters = Counters()
+    pool = runner.req_to_token_pool
+    _current = Runtime(
+        settings=settings,
+        model=model,
+        client=CacheClient(
+            run_dir=run_dir_from_environment(),
+            settings=settings,
+            model=model,
+            max_rows=int(pool.size),
+            page_size=int(runner.page_size),
+            counters=counters,
+        ),
+        resident=ResidentSet(
+            model, settings.selection, int(pool.size), torch.device(runner.device)
+        ),
+        counters=counters,
+        req_to_token_pool=pool,
+    )
+    _current.connect()
+    return _current

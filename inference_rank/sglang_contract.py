@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything of SGLang that the plugin touches, checked before it touches it.
+
+SGLang logs and swallows errors of plugins; a renamed target would leave a server that runs
+without us. So: exactly one version, every symbol present, every hook proven applied.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+from collections.abc import Sequence
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+
+SUPPORTED_VERSION = "0.5.17"
+
+# Symbol -> parameters that we rely on.
+SYMBOLS: dict[str, tuple[str, ...]] = {
+    "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
+    "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": (),
+    "sglang.srt.server_args.add_attention_backend_choices": ("choices",),
+    "sglang.srt.layers.attention.attention_registry.register_attention_backend": ("name",),
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata": (
+        "forward_batch",
+    ),
+    "sglang.srt.utils.common.support_triton": ("backend",),
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool": (
+        "max_total_num_tokens",
+        "mha_pool_class",
+    ),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers": (),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs": (),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_data_ptrs_and_strides": (),
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear": (),
+    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (),
+    "sglang.srt.models.utils.enable_fused_set_kv_buffer": (),
+    "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator.free": ("free_index",),
+    "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator.clear": (),
+    "sglang.srt.mem_cache.common.release_kv_cache": ("req", "tree_cache"),
+    "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req": ("req",),
+    "sglang.srt.managers.scheduler.Scheduler.run_batch": ("batch",),
+    "sglang.srt.managers.scheduler.Scheduler.process_input_requests": ("recv_reqs",),
+    "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue": ("req",),
+    "sglang.srt.managers.scheduler.Scheduler.is_fully_idle": (),
+    "sglang.srt.managers.scheduler.Scheduler.flush_cache": ("empty_cache",),
+    "sglang.srt.managers.schedule_batch.FINISH_ABORT": ("message", "status_code", "err_type"),
+    "sglang.srt.managers.io_struct.AbortReq": (),
+    "sglang.srt.layers.sampler.Sampler.forward": ("logits_output", "sampling_info"),
+}
+
+
+def check_contract() -> None:
+    """Check SGLang's version and every symbol that the plugin uses.
+
+    Raises
+    ------
+    ContractError
+        Names the version or the symbol.
+    """
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ContractError(
+            f"sglang is not installed; install sglang=={SUPPORTED_VERSION} (`make setup` without a "
+            "GPU, `pip install tandemkv[gpu]` with one)"
+        ) from error
+    if version != SUPPORTED_VERSION:
+        raise ContractError(
+            f"sglang=={version} is installed, this plugin supports exactly {SUPPORTED_VERSION}; "
+            f"install sglang=={SUPPORTED_VERSION}"
+        )
+    for symbol, parameters in SYMBOLS.items():
+        _check_symbol(symbol, parameters)
+
+
+def _check_symbol(symbol: str, parameters: Sequence[str]) -> None:
+    try:
+        found = pkgutil.resolve_name(symbol)
+    except (ImportError, AttributeError) as error:
+        raise ContractError(f"sglang has no {symbol} ({error}); reinstall it") from error
+    if not parameters:
+        return
+    have = inspect.signature(found).parameters
+    accepts_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in have.values())
+    missing = [name for name in parameters if name not in have and not accepts_any]
+    if missing:
+        raise ContractError(f"{symbol} has no parameter {', '.join(missing)}; it has {list(have)}")
+
+
+def check_hooks_applied(targets: Sequence[str]) -> None:
+    """Prove that SGLang applied every hook of ours in this process.
+
+    Raises
+    ------
+    ContractError
+        Names the targets that are not hooked.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [target for target in targets if target not in HookRegistry._patched]
+    if missing:
+        raise ContractError(
+            f"SGLang did not apply the hooks on {', '.join(missing)}; see its log above"
+        )

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Argument checks shared by the operations of `tandemkv.kernels`.
+
+Only shapes, dtypes and devices are looked at, never values on a device, so a
+check neither synchronises with a GPU nor breaks a graph capture.
+"""
+
+from typing import NoReturn
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT32 = (torch.float32,)
+INTS = (torch.int32, torch.int64)
+INT32 = (torch.int32,)
+INT8 = (torch.int8,)
+BOOL = (torch.bool,)
+
+
+def fail(name: str, value: object, requirement: str) -> NoReturn:
+    """Raise the `ValueError` of a bad argument.
+
+    Parameters
+    ----------
+    name : str
+        The argument.
+    value : object
+        What was passed, or the attribute of it that is wrong.
+    requirement : str
+        What is required; completes "must be ...".
+
+    Raises
+    ------
+    ValueError
+        Always.
+    """
+    message = f"{name}={value}: must be {requirement}"
+    raise ValueError(message)
+
+
+def check_int(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
+    """Require a host integer in ``[minimum, maximum]``.
+
+    Parameters
+    ----------
+    name : str
+        The argument.
+    value : int
+        What was passed.
+    minimum, maximum : int
+        Inclusive bounds; no upper bound if `maximum` is None.
+
+    Raises
+    ------
+    ValueError
+        If `value` is outside the bounds.
+    """
+    if value < minimum or (maximum is not None and value > maximum):
+        upper = "" if maximum is None else f" and <= {maximum}"
+        fail(name, value, f">= {minimum}{upper}")
+
+
+class Dims:
+    """Check tensors against symbolic layouts that share dimension names.
+
+    The first tensor that mentions a dimension binds its size, the first tensor
+    checked binds the device; later ones must agree.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}
+        self._device: torch.device | None = None
+
+    def __getitem__(self, dim: str) -> int:
+        """Return the size bound to `dim`."""
+        return self._sizes[dim]
+
+    def check(
+        self, name: str, tensor: torch.Tensor, layout: str, dtypes: tuple[torch.dtype, ...]
+    ) -> None:
+        """Require a layout, one of several dtypes, and the common device.
+
+        Parameters
+        ----------
+        name : str
+            The argument.
+        tensor : torch.Tensor
+            What was passed.
+        layout : str
+            Names of its dimensions, separated by blanks.
+        dtypes : tuple of torch.dtype
+            What is accepted.
+
+        Raises
+        ------
+        ValueError
+            If any of the three does not hold.
+        """
+        dims = layout.split()
+        shape = tensor.shape
+        if len(shape) != len(dims) or any(
+            self._sizes.setdefault(dim, size) != size for dim, size in zip(dims, shape, strict=True)
+        ):
+            known = [f"{dim}={self._sizes[dim]}" if dim in self._sizes else dim for dim in dims]
+            fail(f"{name}.shape", tuple(shape), f"[{', '.join(known)}]")
+        if tensor.dtype not in dtypes:
+            fail(f"{name}.dtype", tensor.dtype, f"one of {dtypes}")
+        if self._device is None:
+            self._device = tensor.device
+        elif tensor.device != self._device:
+            fail(f"{name}.device", tensor.device, f"{self._device}, as the other arguments")
+
+    def check_groups(self, num_qo_heads: str, num_kv_heads: str) -> None:
+        """Require that query heads divide evenly among KV heads.
+
+        Parameters
+        ----------
+        num_qo_heads, num_kv_heads : str
+            The two dimensions, already bound.
+
+        Raises
+        ------
+        ValueError
+            If they do not.
+        """
+        query, key = self[num_qo_heads], self[num_kv_heads]
+        if key == 0 or query % key:
+            fail("num_qo_heads", query, f"a multiple of num_kv_heads={key} > 0")

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reference of `tandemkv.kernels.mirror`: batched sorts instead of loops."""
+
+import torch
+
+_INT64 = torch.iinfo(torch.int64)
+
+
+def _find(selected: torch.Tensor, resident_pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slot of each selected position, -1 if none, and which are to be fetched."""
+    num_slots = resident_pos.shape[-1]
+    missing = selected >= 0
+    found = torch.full_like(selected, -1, dtype=torch.int64)
+    if num_slots:
+        ordered, slot_of = torch.sort(resident_pos, dim=-1)
+        place = torch.searchsorted(ordered, selected.contiguous()).clamp_(max=num_slots - 1)
+        is_resident = missing & (ordered.gather(-1, place) == selected)
+        found = torch.where(is_resident, slot_of.gather(-1, place), -1)
+        missing &= ~is_resident
+    ranked, rank_of = torch.sort(selected, dim=-1, stable=True)
+    is_repeated = torch.zeros_like(missing)
+    is_repeated[..., 1:] = ranked[..., 1:] == ranked[..., :-1]
+    missing &= ~torch.zeros_like(missing).scatter_(-1, rank_of, is_repeated)
+    return found, missing
+
+
+def _compact(
+    values: torch.Tensor, keep: torch.Tensor, offset: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write kept values, in order, to ``out[offset:]``; what does not fit is dropped."""
+    size = out.shape[-1]
+    target = torch.where(keep, keep.cumsum(-1) - 1 + offset, size).clamp_(max=size)
+    padded = torch.cat([out, out.new_empty((*out.shape[:-1], 1))], dim=-1)
+    padded.scatter_(-1, target, values.to(out.dtype))
+    out.copy_(padded[..., :size])
+
+
+def _fillers(
+    resident_pos: torch.Tensor, hi: torch.Tensor, lo: int, count: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions from the highest, and which of them are the `count` best non-resident."""
+    # As many positions as are resident can be taken, so this reach holds `size` free ones.
+    reach = resident_pos.shape[-1] + size
+    last = hi[:, None, None].long() - 1
+    back = torch.where(resident_pos >= 0, last - resident_pos, reach)
+    back = torch.where((back >= 0) & (back < reach), back, reach)
+    taken = torch.zeros(
+        (*resident_pos.shape[:-1], reach + 1), dtype=torch.bool, device=resident_pos.device
+    ).scatter_(-1, back, value=True)
+    positions = last - torch.arange(reach, device=resident_pos.device)  # [B, 1, reach]
+    is_free = ~taken[..., :reach] & (positions >= lo)
+    return positions.expand_as(is_free), is_free & (is_free.cumsum(-1) <= count)
+
+
+def mirror_diff(
+    selected: torch.Tensor,
+    resident_pos: torch.Tensor,
+    last_used: torch.Tensor,
+    *,
+    step: int | torch.Tensor,
+    num_protected: int,
+    num_target: torch.Tensor,
+    hi: torch.Tensor,
+    lo: int,
+    fetch_cap: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
+    num_reqs, num_kv_heads, num_slots = resident_pos.shape
+    shape = (num_reqs, num_kv_heads, min(fetch_cap, num_slots))
+    now = torch.as_tensor(step, device=last_used.device).to(last_used.dtype).reshape(-1, 1, 1)
+    found, missing = _find(selected, resident_pos)
+    touched = torch.zeros(
+        (num_reqs, num_kv_heads, num_slots + 1), dtype=torch.bool, device=selected.device
+    ).scatter_(-1, torch.where(found >= 0, found, num_slots), value=True)
+    last_used.copy_(torch.where(touched[..., :num_slots], now, last_used))
+
+    # Slots in the order in which they are given away.
+    is_empty = resident_pos < 0
+    num_filled = num_slots - is_empty.sum(-1, keepdim=True)
+    room = (num_target[:, None, None] - num_filled).clamp_(min=0)
+    may_fill = is_empty & (is_empty.cumsum(-1) <= room)
+    may_evict = ~is_empty & (last_used != now)
+    may_evict[..., :num_protected] = False
+    age = torch.where(may_evict, last_used.long(), _INT64.max)
+    age = torch.where(may_fill, _INT64.min, age)
+    slot_order = torch.argsort(age, dim=-1, stable=True)[..., : shape[-1]]
+    num_open = (may_fill | may_evict).sum(-1, keepdim=True).clamp_(max=shape[-1])
+
+    fetch_pos = selected.new_full(shape, -1)
+    num_missing = missing.sum(-1, keepdim=True)
+    _compact(selected, missing, torch.zeros_like(num_missing), fetch_pos)
+    num_taken = torch.minimum(num_missing, num_open)
+    num_fill = torch.minimum(may_fill.sum(-1, keepdim=True), num_open) - num_taken
+    column = torch.arange(shape[-1], device=selected.device)
+    fetch_pos.masked_fill_(column >= num_taken, -1)
+    if bool((num_fill > 0).any()):
+        # The new ones are resident already; nothing is evicted where there is room.
+        occupied = torch.cat([resident_pos, fetch_pos], dim=-1)
+        positions, chosen = _fillers(occupied, hi, lo, num_fill, shape[-1])
+        _compact(positions, chosen, num_taken, fetch_pos)
+
+    is_fetched = fetch_pos >= 0
+    fetch_slot = torch.where(is_fetched, slot_order, -1).to(torch.int32)
+    _write(resident_pos, slot_order, fetch_pos, is_fetched)
+    _write(last_used, slot_order, now.expand(shape), is_fetched)
+    if fetch_cap > num_slots:
+        pad = selected.new_full((num_reqs, num_kv_heads, fetch_cap - num_slots), -1)
+        fetch_pos = torch.cat([fetch_pos, pad], dim=-1)
+        fetch_slot = torch.cat([fetch_slot, pad], dim=-1)
+    return fetch_pos, fetch_slot
+
+
+def _write(
+    state: torch.Tensor, slot: torch.Tensor, value: torch.Tensor, keep: torch.Tensor
+) -> None:
+    """Set distinct slots to the values to keep, in place."""
+    state.scatter_(-1, slot, torch.where(keep, value, state.gather(-1, slot)))

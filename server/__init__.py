@@ -1,0 +1,1 @@
+"""Front door: CLI, settings, launching and status. The only code that starts processes."""

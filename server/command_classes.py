@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How commands report errors, and how ``serve`` takes arguments for SGLang."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from tandemkv.cache_rank.protocol.errors import (
+    SettingsError,
+    TandemKVError,
+    UnsupportedModelError,
+)
+
+_PASSED_THROUGH = "tandemkv.passed_through"
+
+
+class ReportingGroup(TyperGroup):
+    """Turns errors into one line on stderr and an exit code: 2 for bad input, 1 for a failure."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; ``--debug`` shows tracebacks."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except (SettingsError, UnsupportedModelError) as error:
+            self._report(ctx, str(error))
+            raise typer.Exit(2) from error
+        except TandemKVError as error:
+            self._report(ctx, str(error))
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            self._report(ctx, "interrupted")
+            raise typer.Exit(130) from error
+        except (OSError, ImportError, ValueError, RuntimeError, TypeError, LookupError) as error:
+            text = " ".join(str(error).split()) or "no further message"
+            self._report(ctx, f"{type(error).__name__}: {text}; `tandemkv --debug` shows where")
+            raise typer.Exit(1) from error
+
+    @staticmethod
+    def _report(ctx: Any, message: str) -> None:
+        if ctx.params.get("debug"):
+            typer.echo(traceback.format_exc(), err=True, nl=False)
+        typer.echo(f"tandemkv: error: {message}", err=True)
+
+
+class ServeCommand(TyperCommand):
+    """Keeps what follows ``--`` away from the parser."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what precedes ``--``."""
+        own = args
+        if "--" in args:
+            split = args.index("--")
+            own, ctx.meta[_PASSED_THROUGH] = args[:split], tuple(args[split + 1 :])
+        return super().parse_args(ctx, list(own))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Show the part after ``--`` in the usage line."""
+        return [*super().collect_usage_pieces(ctx), "[-- SGLANG ARGS]"]
+
+
+def passed_through(ctx: typer.Context) -> tuple[str, ...]:
+    """Return what followed ``--``."""
+    found: tuple[str, ...] = ctx.meta.get(_PASSED_THROUGH, ())
+    return found

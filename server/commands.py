@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of ``tandemkv``. Exit codes: 2 for bad input, 1 for a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+
+from .command_classes import ReportingGroup, ServeCommand, passed_through
+from .options import RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
+from .settings import EMBEDDED_MODEL
+from .settings_sources import Sourced, load_settings, to_yaml
+
+app = typer.Typer(
+    cls=ReportingGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+    help="Serve long contexts with SGLang and a cache rank that holds the KV.",
+)  # fmt: skip
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
+]
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Take the options that come before the command."""
+
+
+@app.command(cls=ServeCommand, epilog="What follows -- goes to SGLang unchanged.")
+@with_flags(SERVE_FLAGS)
+def serve(
+    ctx: typer.Context,
+    flags: dict[str, Sourced],
+    model: Annotated[
+        str | None, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")
+    ] = None,
+    config: ConfigOption = None,
+    print_settings: Annotated[
+        bool, typer.Option("--print-settings", help="Print all settings as YAML and exit.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the logs of both ranks.")
+    ] = False,
+) -> None:
+    """Start a cache rank and SGLang, and serve until Ctrl-C.
+
+    Settings: flags, then TANDEMKV_SERVE_* variables, then --config, then defaults.
+    """
+    if model is not None:
+        flags["model"] = Sourced(model, "MODEL")
+    extra = passed_through(ctx)
+    if extra:
+        flags["sglang_args"] = Sourced(extra, "the arguments after --")
+    if print_settings and model is None:
+        flags.setdefault("model", Sourced(EMBEDDED_MODEL, "--print-settings"))
+    settings = load_settings(flags, os.environ, config)
+    if print_settings:
+        typer.echo(to_yaml(settings), nl=False)
+        return
+    from .serve import serve as run_serve
+
+    run_serve(settings, Console(stderr=True, highlight=False), verbose=verbose)
+
+
+@app.command("cache-rank")
+@with_flags((*RANK_FLAGS, *ROW_FLAGS))
+def cache_rank(
+    flags: dict[str, Sourced],
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", help="Directory shared with the inference rank.")
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", help=f"Model directory, or {EMBEDDED_MODEL}.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Run one cache rank; `serve` starts it by itself.
+
+    Its settings must equal those of the inference rank.
+    """
+    if model is not None:
+        flags["model"] = Sourced(model, "--model")
+    flags["run_dir"] = Sourced(run_dir, "--run-dir")
+    settings = load_settings(flags, os.environ, config)
+    from .serve import run_cache_rank_process
+
+    run_cache_rank_process(settings, run_dir)
+
+
+@app.command()
+def status(
+    url: Annotated[
+        str, typer.Option("--url", help="Address of the server.")
+    ] = "http://127.0.0.1:30000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reply as JSON.")] = False,
+) -> None:
+    """Show counters and gauges of a running server. Exit code 1 while it is not ready."""
+    from .probes import fetch_status
+
+    reply = fetch_status(url)
+    if as_json:
+        typer.echo(json.dumps(reply, indent=2, sort_keys=True))
+    else:
+        from .status_view import status_table
+
+        Console(highlight=False).print(status_table(reply, url))
+    if not reply.get("ready"):
+        raise typer.Exit(1)
+
+
+@app.command("model-path")
+def model_path(
+    name: Annotated[str, typer.Argument(help=f"Name of an embedded model: {EMBEDDED_MODEL}.")],
+) -> None:
+    """Print the directory of an embedded model, unpacking it on first use."""
+    if name != EMBEDDED_MODEL:
+        raise SettingsError(f"name={name}: no such embedded model; there is {EMBEDDED_MODEL}")
+    from .embedded_model import embedded_model_dir
+
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"unpacking {name} ...") as shown:
+        path = embedded_model_dir(name, progress=shown.update)
+    typer.echo(str(path))
+
+
+@app.command()
+def doctor(
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port that is to be free.")
+    ] = 30000,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Run directory to check.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this machine; each line says what to do. Exit code 1 if anything fails."""
+    from .doctor import findings_table, run_checks
+
+    findings = run_checks(port=port, run_dir=run_dir)
+    if as_json:
+        typer.echo(json.dumps([item._asdict() for item in findings], indent=2))
+    else:
+        Console(highlight=False).print(findings_table(findings))
+    if any(item.level == "fail" for item in findings):
+        raise typer.Exit(1)
+
+

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a launch needs, and how much there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
+
+from .settings import ServeSettings
+
+GIB = 1 << 30
+PROCESS_TREE_BYTES = 3 * GIB
+"""SGLang's three processes and the cache rank, without weights and KV (measured 2.9 GB)."""
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Host memory of both processes, in bytes."""
+
+    cache_bytes: int
+    resident_bytes: int
+    weight_bytes: int
+    process_bytes: int = PROCESS_TREE_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return self.cache_bytes + self.resident_bytes + self.weight_bytes + self.process_bytes
+
+    def describe(self) -> str:
+        """Return the parts in GiB."""
+        parts = {
+            "cache": self.cache_bytes,
+            "resident set": self.resident_bytes,
+            "weights": self.weight_bytes,
+            "processes": self.process_bytes,
+        }
+        return " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+
+
+def gib(size: int) -> str:
+    """Return `size` in GiB, two digits."""
+    return f"{size / GIB:.2f} GiB"
+
+
+def estimate_memory(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
+) -> MemoryEstimate:
+    """Return what the launch needs of the host's memory; on cuda the cache rank's part only."""
+    item = _ITEM_BYTES.get(spec.dtype, 4)
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item
+    selection = settings.selection
+    row_tokens = selection.num_resident + selection.num_recent_tokens
+    files = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    config = read_config(model_dir)
+    saved = str(config.get("dtype") or config.get("torch_dtype"))
+    on_cpu = device == "cpu"
+    return MemoryEstimate(
+        cache_bytes=settings.cache.capacity_tokens * token_bytes,
+        resident_bytes=settings.max_running_requests * row_tokens * token_bytes if on_cpu else 0,
+        weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,
+    )
+
+
+def available_bytes() -> int | None:
+    """Host memory that can still be used, control-group limits included; None if unknown."""
+    found: list[int] = []
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        root = Path("/sys/fs/cgroup")
+        try:
+            found.append(int((root / limit).read_text()) - int((root / used).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return max(0, min(found)) if found else None

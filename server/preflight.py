@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked before anything is started. Every refusal says what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
+
+from .memory import available_bytes, estimate_memory, gib
+from .ports import choose_port
+from .settings import EMBEDDED_MODEL, ServeSettings
+from .sglang_args import check_sglang_args
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedLaunch:
+    """Settings with every ``auto`` decided."""
+
+    settings: ServeSettings
+    model_dir: Path
+    spec: ModelSpec
+    device: str
+    port: int
+
+
+def resolve_launch(settings: ServeSettings, progress: Callable[[str], None]) -> ResolvedLaunch:
+    """Check everything that can be checked without starting a process.
+
+    Raises
+    ------
+    SettingsError
+        If the settings do not fit this machine, the model or this version.
+    UnsupportedModelError
+        If the model cannot be served.
+    """
+    device = resolve_device(settings.device)
+    check_sglang_args(settings.sglang_args, device=device)
+    check_policy(settings.selection.policy)
+    port = choose_port(settings.host, settings.port)
+    model_dir = resolve_model(settings.model, progress)
+    dtype = resolve_dtype(settings.dtype, device, model_dir)
+    spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
+    check_model(settings, spec, read_config(model_dir))
+    check_memory(settings, spec, model_dir, device=device)
+    return ResolvedLaunch(
+        settings=settings, model_dir=model_dir, spec=spec, device=device, port=port
+    )
+
+
+def resolve_model(model: str, progress: Callable[[str], None]) -> Path:
+    """Return the directory of `model`; the embedded one is unpacked on first use.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such directory.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if model == EMBEDDED_MODEL:
+        from .embedded_model import embedded_model_dir
+
+        return embedded_model_dir(EMBEDDED_MODEL, progress=progress)
+    raise SettingsError(
+        f"model={model}: no such directory; give a directory in Hugging Face layout (nothing is "
+        f"downloaded), or {EMBEDDED_MODEL}"
+    )
+
+
+def resolve_device(device: str) -> str:
+    """Decide ``auto``: cuda where there is an NVIDIA driver and a torch built for it."""
+    if device != "auto":
+        return device
+    has_driver = Path("/dev/nvidiactl").exists()
+    try:
+        cpu_build = importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        cpu_build = True
+    return "cuda" if has_driver and not cpu_build else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str, model_dir: Path) -> str:
+    """Decide ``auto``: float32 on cpu, what the model was saved in on cuda."""
+    if dtype != "auto":
+        return dtype
+    if device == "cpu":
+        return "float32"
+    config = read_config(model_dir)
+    saved = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return saved if saved in ("bfloat16", "float16") else "bfloat16"
+
+
+def check_policy(policy: str) -> None:
+    """Refuse a policy that the registry does not know.
+
+    Raises
+    ------
+    SettingsError
+        Listing the policies that exist.
+    """
+    from tandemkv.cache_rank.policies.base import PolicyError
+    from tandemkv.cache_rank.policies.registry import find_policy
+
+    try:
+        find_policy(policy)
+    except PolicyError as error:
+        raise SettingsError(str(error)) from error
+
+
+def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:
+    """Refuse settings that the model contradicts.
+
+    Raises
+    ------
+    SettingsError
+        If a layer does not exist or the context is longer than the model's.
+    """
+    beyond = [layer for layer in settings.selection.exact_layers if layer >= spec.num_layers]
+    if beyond:
+        raise SettingsError(
+            f"selection.exact_layers={beyond} do not exist: {settings.model} has layers 0 to "
+            f"{spec.num_layers - 1}; correct --exact-layers"
+        )
+    limit = config.get("max_position_embeddings")
+    if settings.max_context is not None and isinstance(limit, int) and settings.max_context > limit:
+        raise SettingsError(
+            f"max_context={settings.max_context} is longer than the {limit} tokens that "
+            f"{settings.model} was trained for; lower --max-context"
+        )
+
+
+def check_memory(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
+) -> None:
+    """Refuse a capacity that this machine's memory cannot hold.
+
+    Raises
+    ------
+    SettingsError
+        With the numbers, and the capacity that would fit.
+    """
+    needed = estimate_memory(settings, spec, model_dir, device=device)
+    available = available_bytes()
+    if available is None or needed.total_bytes <= available:
+        return
+    rest = available - (needed.total_bytes - needed.cache_bytes)
+    fitting = max(0, rest * settings.cache.capacity_tokens // needed.cache_bytes)
+    advice = (
+        f"--cache-tokens {fitting // 256 * 256} would fit"
+        if fitting >= 256
+        else "use a smaller model or a machine with more memory"
+    )
+    raise SettingsError(
+        f"cache.capacity_tokens={settings.cache.capacity_tokens} does not fit: needed "
+        f"{gib(needed.total_bytes)} ({needed.describe()}), available {gib(available)}; {advice}"
+    )

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn checked settings into a launch, and run it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError
+from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+
+from .launch import Launcher, LaunchPlan
+from .ports import server_url
+from .preflight import ResolvedLaunch, resolve_dtype, resolve_launch, resolve_model
+from .probes import server_state
+from .progress import StartProgress
+from .settings import ServeSettings
+from .settings_sources import to_yaml
+from .sglang_command import (
+    cache_rank_argv,
+    cache_rank_env,
+    served_name,
+    sglang_argv,
+    sglang_env,
+)
+from .child_process import ChildSpec
+
+SETTINGS_FILE = "settings.yaml"
+_STATUS_TIMEOUT_S = 0.5
+
+
+def serve(settings: ServeSettings, console: Console, *, verbose: bool = False) -> None:
+    """Check, start both ranks, serve until a signal, shut down.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError
+        Before anything is started.
+    LaunchError
+        If a rank did not become ready, or SGLang ended by itself.
+    """
+    progress = StartProgress(console)
+    with progress.stage(f"model {settings.model}"):
+        launch = resolve_launch(settings, progress.note)
+    run_dir = prepare_run_dir(launch)
+    try:
+        plan = make_plan(launch, run_dir)
+    except BaseException:
+        clean_run_dir(run_dir, is_ours=settings.run_dir is None, keep_logs=False)
+        raise
+    Launcher(plan, console, verbose=verbose).run()
+
+
+def prepare_run_dir(launch: ResolvedLaunch) -> RunDir:
+    """Make the run directory; refuse one in which another cache rank is alive.
+
+    Raises
+    ------
+    SettingsError
+        If it cannot be used.
+    """
+    run_dir = RunDir.create(launch.settings.run_dir)
+    if cache_rank_detail(run_dir) is None:
+        raise SettingsError(
+            f"run_dir={run_dir.path}: another cache rank is running there; stop it or give "
+            "another --run-dir"
+        )
+    for log in run_dir.path.glob("*.log"):
+        log.unlink()
+    return run_dir
+
+
+def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
+    """Return what is to be started, and write the settings that the cache rank reads."""
+    settings, device = launch.settings, launch.device
+    child_settings = settings.model_copy(
+        update={
+            "model": str(launch.model_dir),
+            "dtype": launch.spec.dtype,
+            "device": device,
+            "port": launch.port,
+            "run_dir": run_dir.path,
+        }
+    )
+    config = run_dir.path / SETTINGS_FILE
+    config.write_text(to_yaml(child_settings), encoding="utf-8")
+    url = server_url(settings.host, launch.port)
+    is_ours = settings.run_dir is None
+    return LaunchPlan(
+        cache_rank=ChildSpec(
+            name="cache rank",
+            argv=cache_rank_argv(run_dir=run_dir.path, config=config),
+            env=cache_rank_env(os.environ, device=device),
+            log_path=run_dir.path / "cache_rank.log",
+        ),
+        sglang=ChildSpec(
+            name="SGLang",
+            argv=sglang_argv(
+                settings,
+                model_dir=launch.model_dir,
+                device=device,
+                dtype=launch.spec.dtype,
+                port=launch.port,
+            ),
+            env=sglang_env(settings, os.environ, run_dir=run_dir.path, device=device),
+            log_path=run_dir.path / "sglang.log",
+        ),
+        cache_rank_detail=lambda: cache_rank_detail(run_dir),
+        server_state=lambda: server_state(url),
+        banner=banner(settings, url, run_dir.path),
+        start_timeout_s=settings.start_timeout_s,
+        stop_timeout_s=settings.stop_timeout_s,
+        clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
+        guarded_dir=run_dir.path if is_ours else None,
+    )
+
+
+def cache_rank_detail(run_dir: RunDir) -> str | None:
+    """Return None if the cache rank of `run_dir` answers, else why it does not."""
+    try:
+        request_status(run_dir.heartbeat_socket, _STATUS_TIMEOUT_S)
+    except CacheRankError as error:
+        return str(error)
+    return None
+
+
+def clean_run_dir(run_dir: RunDir, *, is_ours: bool, keep_logs: bool) -> None:
+    """Remove the run directory; of one that the user gave, what we put there.
+
+    The logs stay if `keep_logs`, and in a directory that the user gave.
+    """
+    if is_ours and not keep_logs:
+        run_dir.remove()
+        return
+    for pattern in ("*.sock", "*.sock.lock", "store-*", "token", SETTINGS_FILE):
+        for path in run_dir.path.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
+    """Return what is shown once the server is ready, rich markup."""
+    body = {
+        "model": served_name(settings),
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 32,
+    }
+    selection = settings.selection
+    exact = ",".join(map(str, selection.exact_layers)) or "none"
+    text = escape(json.dumps(body))
+    return (
+        f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, logs in {run_dir})\n"
+        f"policy [bold]{escape(selection.policy)}[/], K = {selection.budget_tokens} tokens per KV "
+        f"head, exact layers {exact}, cache for {settings.cache.capacity_tokens} tokens\n\n"
+        f"  curl {escape(url)}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{text}'\n"
+        f"  tandemkv status --url {escape(url)}\n\n"
+        "Ctrl-C stops both ranks."
+    )
+
+
+def run_cache_rank_process(
+    settings: ServeSettings, path: Path, progress: Callable[[str], None] = lambda _: None
+) -> None:
+    """Be the cache rank of the run directory `path`, until SIGTERM or SIGINT."""
+    from tandemkv.cache_rank.process import run_cache_rank
+
+    run_cache_rank(
+        run_dir=RunDir.create(path),
+        model_dir=resolve_model(settings.model, progress),
+        settings=settings.rank_settings,
+        max_rows=settings.max_running_requests,
+    )

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the launcher: what both ranks agree on, and how to start them.
+
+The groups ``selection``, ``exchange`` and ``cache`` are those of `RankSettings`; the rest
+concerns one machine's launch and is not part of the handshake.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tandemkv.cache_rank.protocol.settings import (
+    CacheSettings,
+    ExchangeSettings,
+    RankSettings,
+    SelectionSettings,
+)
+
+EMBEDDED_MODEL = "smollm2"
+
+
+class ServeSettings(BaseModel):
+    """Everything that ``tandemkv serve`` can be told."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(
+        min_length=1, description="Model directory in Hugging Face layout, or smollm2 (embedded)."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Device of the inference rank; auto takes a GPU where there is one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Of weights and KV; auto is float32 on cpu, the model's own on cuda."
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="Address that the server binds.")
+    allow_remote: bool = Field(
+        False, description="Permit a host that other machines can reach; there is no password."
+    )
+    port: int = Field(
+        30000, ge=0, le=65535, description="Port of the server; 0 lets the OS choose one."
+    )
+    cache_ranks: int = Field(1, description="Cache ranks to start; only 1 in this version.")
+    max_running_requests: int = Field(
+        8, ge=1, le=4096, description="Requests that decode together; sizes the resident set."
+    )
+    max_context: int | None = Field(
+        None, ge=128, le=1 << 24, description="Longest request in tokens; default the model's own."
+    )
+    chunked_prefill_size: int | None = Field(
+        None, ge=16, le=1 << 20, description="Prompt tokens per forward pass; 2048 on cpu."
+    )
+    start_timeout_s: float = Field(
+        600.0, gt=0, le=86400, description="Longest wait until both ranks are ready."
+    )
+    stop_timeout_s: float = Field(
+        10.0, ge=0, le=3600, description="Time to finish requests at shutdown, then SIGKILL."
+    )
+    run_dir: Path | None = Field(
+        None, description="Directory of sockets, token and logs; default a fresh private one."
+    )
+    sglang_args: tuple[str, ...] = Field(
+        (), description="Arguments passed on to SGLang, what follows -- on the command line."
+    )
+    selection: SelectionSettings = Field(default_factory=SelectionSettings)
+    exchange: ExchangeSettings = Field(default_factory=ExchangeSettings)
+    cache: CacheSettings = Field(default_factory=CacheSettings)
+    evaluation: bool = Field(
+        False, description="Allow forced tokens and attention probes; off when serving."
+    )
+
+    @property
+    def rank_settings(self) -> RankSettings:
+        """The part that both ranks share."""
+        return RankSettings(
+            selection=self.selection,
+            exchange=self.exchange,
+            cache=self.cache,
+            evaluation=self.evaluation,
+        )
+
+    @field_validator("cache_ranks")
+    @classmethod
+    def _check_cache_ranks(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("0 (in-process cache rank) is not available in this version; use 1")
+        if value != 1:
+            raise ValueError(f"{value} cache ranks are not available in this version; use 1")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.allow_remote and not is_loopback(self.host):
+            raise ValueError(
+                f"host={self.host} can be reached from other machines and the server asks for no "
+                "password; use 127.0.0.1, or add --allow-remote if that is what you want"
+            )
+        if self.max_context is not None and self.cache.capacity_tokens < self.max_context:
+            raise ValueError(
+                f"cache.capacity_tokens={self.cache.capacity_tokens} cannot hold one request of "
+                f"max_context={self.max_context}; raise --cache-tokens or lower --max-context"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. Names other than localhost count as remote."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

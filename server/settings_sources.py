@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merge settings: flags over environment over YAML over defaults. Errors name key and source."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+
+from .settings import ServeSettings
+
+ENVIRONMENT_PREFIX = "TANDEMKV_SERVE_"
+
+
+class Sourced(NamedTuple):
+    """A value and where it came from, e.g. ``--port`` or ``serve.yaml``."""
+
+    value: Any
+    source: str
+
+
+def setting_fields(model: type[BaseModel] = ServeSettings, prefix: str = "") -> dict[str, Any]:
+    """Dotted name of every setting to its pydantic field."""
+    fields: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            fields.update(setting_fields(field.annotation, f"{prefix}{name}."))
+        else:
+            fields[f"{prefix}{name}"] = field
+    return fields
+
+
+def load_settings(
+    flags: Mapping[str, Sourced], environ: Mapping[str, str], config: Path | None = None
+) -> ServeSettings:
+    """Return the settings, merged and checked.
+
+    Parameters
+    ----------
+    flags : Mapping[str, Sourced]
+        Dotted name to the value given on the command line.
+    environ : Mapping[str, str]
+        The environment; variables that begin with ``TANDEMKV_SERVE_`` count.
+    config : Path, optional
+        A YAML file.
+
+    Raises
+    ------
+    SettingsError
+        If a key is unknown or a value is wrong; the message names the key and its source.
+    """
+    merged: dict[str, Sourced] = {}
+    if config is not None:
+        merged.update(_from_yaml(config))
+    merged.update(_from_environment(environ))
+    merged.update(flags)
+    tree: dict[str, Any] = {}
+    for key, (value, source) in merged.items():
+        *groups, name = key.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[name] = _normalise(key, value, source)
+    try:
+        return ServeSettings.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, merged)) from None
+
+
+def to_yaml(settings: ServeSettings) -> str:
+    """Return the settings as YAML that ``--config`` reads back."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+
+
+def _from_yaml(path: Path) -> dict[str, Sourced]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise SettingsError(f"--config {path}: not valid YAML ({where})") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise SettingsError(f"--config {path}: a mapping of settings is required")
+    found: dict[str, Sourced] = {}
+    _flatten(tree, "", str(path), found)
+    return found
+
+
+def _flatten(tree: Mapping[Any, Any], prefix: str, source: str, out: dict[str, Sourced]) -> None:
+    groups = {key.rpartition(".")[0] for key in setting_fields()} - {""}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in groups:
+            if not isinstance(value, dict):
+                raise SettingsError(f"{key} (from {source}): a group of settings is required")
+            _flatten(value, f"{key}.", source, out)
+        else:
+            _require_known(key, source)
+            out[key] = Sourced(value, source)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
+    found: dict[str, Sourced] = {}
+    for variable in sorted(environ):
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            _require_known(key, variable)
+            found[key] = Sourced(environ[variable], variable)
+    return found
+
+
+def _require_known(key: str, source: str) -> None:
+    known = setting_fields()
+    if key in known:
+        return
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = near or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    hint = f"did you mean {near[0]}?" if near else "`tandemkv serve --print-settings` lists all"
+    raise SettingsError(f"unknown setting {key} (from {source}); {hint}")
+
+
+def _normalise(key: str, value: Any, source: str) -> Any:
+    """Read the text forms of lists and of "not set"."""
+    if key == "selection.exact_layers":
+        if isinstance(value, int) and not isinstance(value, bool):
+            return (value,)
+        if isinstance(value, str):
+            if value.strip().lower() in ("none", ""):
+                return ()
+            return tuple(part.strip() for part in value.split(","))
+    elif key == "sglang_args" and isinstance(value, str):
+        try:
+            return tuple(shlex.split(value))
+        except ValueError as error:
+            raise SettingsError(f"sglang_args (from {source}): {error}") from error
+    elif isinstance(value, str) and value.lower() == "none":
+        field = setting_fields()[key]
+        return None if field.default is None else value
+    return value
+
+
+def _explain(error: ValidationError, merged: Mapping[str, Sourced]) -> str:
+    """One line per wrong setting: key, value, source, what is required."""
+    lines: list[str] = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+        message = item["msg"].removeprefix("Value error, ")
+        if key == "model" and item["type"] == "missing":
+            message = "no model given: `tandemkv serve MODEL`, a model directory or smollm2"
+            line = message
+        elif key in merged:
+            line = f"{key}={merged[key].value} (from {merged[key].source}): {message}"
+        else:  # a check over several settings
+            given = [f"{name} from {value.source}" for name, value in merged.items()
+                     if name.startswith(f"{key}." if key else "") and name.split(".")[-1] in message]
+            line = f"{message} ({', '.join(given)})" if given else message
+            line = f"{key}: {line}" if key else line
+        if line not in lines:
+            lines.append(line)
+    return "; ".join(lines)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of SGLang's own arguments may be passed through.
+
+SGLang's parser accepts unambiguous abbreviations, so a refused name is also refused when
+it is shortened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+
+_OWN_FLAG = {
+    "--model-path": "give the model as the argument MODEL",
+    "--model": "give the model as the argument MODEL",
+    "--host": "use --host of tandemkv",
+    "--port": "use --port of tandemkv",
+    "--device": "use --device of tandemkv",
+    "--dtype": "use --dtype of tandemkv",
+    "--context-length": "use --max-context of tandemkv",
+    "--max-running-requests": "use --max-running-requests of tandemkv",
+    "--max-total-tokens": "use --cache-tokens of tandemkv",
+    "--chunked-prefill-size": "use --chunked-prefill-size of tandemkv",
+    "--config": "a second configuration file could undo these checks; pass the arguments singly",
+}
+_REFUSED = {
+    "--attention-backend": "tandemkv is the attention backend",
+    "--decode-attention-backend": "tandemkv is the attention backend",
+    "--prefill-attention-backend": "tandemkv is the attention backend",
+    "--enable-mixed-chunk": "prefill and decode in one step are not supported",
+    "--enable-hierarchical-cache": "the cache rank already keeps the KV",
+    "--enable-hisparse": "the resident set is tandemkv's own",
+    "--enable-lmcache": "the cache rank already keeps the KV",
+    "--enable-flexkv": "the cache rank already keeps the KV",
+    "--enable-pdmux": "prefill-decode multiplexing is not supported",
+    "--enable-page-major-kv-layout": "tandemkv has its own KV layout",
+    "--enable-unified-memory": "tandemkv has its own KV pool",
+    "--prefill-only-disable-kv-cache": "there would be no KV to keep",
+    "--encoder-only": "disaggregation is not supported",
+    "--language-only": "disaggregation is not supported",
+    "--smg-grpc-mode": "only the HTTP server is supported",
+    "--grpc-mode": "only the HTTP server is supported",
+    "--use-ray": "ray is not supported",
+}
+_REFUSED_FAMILIES = {
+    "--hicache-": "HiCache is not supported: the cache rank already keeps the KV",
+    "--disaggregation-": "prefill-decode disaggregation is not supported",
+    "--speculative-": "speculative decoding is not supported",
+    "--decoupled-spec-": "speculative decoding is not supported",
+    "--kv-canary": "the KV canary reads a pool that tandemkv does not have",
+    "--dllm-": "diffusion language models are not supported",
+}
+_ONLY = {
+    "--tp-size": ("1", "tensor parallelism is not available in this version"),
+    "--tensor-parallel-size": ("1", "tensor parallelism is not available in this version"),
+    "--pp-size": ("1", "pipeline parallelism is not available in this version"),
+    "--pipeline-parallel-size": ("1", "pipeline parallelism is not available in this version"),
+    "--dp-size": ("1", "data parallelism is not available in this version"),
+    "--data-parallel-size": ("1", "data parallelism is not available in this version"),
+    "--nnodes": ("1", "several nodes are not available in this version"),
+    "--kv-cache-dtype": ("auto", "quantised KV is not supported"),
+}
+_ON_CPU = {"--page-size": ("1", "SGLang pages larger than 1 need a GPU")}
+
+
+def check_sglang_args(args: Sequence[str], *, device: str) -> None:
+    """Refuse arguments that contradict tandemkv.
+
+    Raises
+    ------
+    SettingsError
+        Naming the argument and what to do.
+    """
+    only = {**_ONLY, **(_ON_CPU if device == "cpu" else {})}
+    for position, argument in enumerate(args):
+        if not argument.startswith("--"):
+            continue
+        name, has_value, value = argument.partition("=")
+        if not has_value:
+            value = args[position + 1] if position + 1 < len(args) else ""
+        reason = _reason(name)
+        if reason is None:
+            for full, (allowed, why) in only.items():
+                if _means(name, full) and value != allowed:
+                    reason = f"{why}; only {allowed} is possible"
+        if reason is not None:
+            raise SettingsError(f"SGLang argument {name} cannot be passed: {reason}")
+
+
+def _reason(name: str) -> str | None:
+    for full, why in {**_OWN_FLAG, **_REFUSED}.items():
+        if _means(name, full):
+            return why
+    for family, why in _REFUSED_FAMILIES.items():
+        if name.startswith(family) or _means(name, family):
+            return why
+    return None
+
+
+def _means(name: str, full: str) -> bool:
+    """Whether argparse could take `name` for `full`: equal, or a beginning of it."""
+    return len(name) > 2 and full.startswith(name)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines and environments of the two processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
+
+from .settings import ServeSettings
+from .settings_sources import ENVIRONMENT_PREFIX
+
+CPU_CHUNK_TOKENS = 2048
+"""Default of --chunked-prefill-size on cpu: bounds the memory of one forward pass."""
+
+_CPU_FLAGS = (
+    "--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+    "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup",
+)  # fmt: skip
+
+
+def sglang_argv(
+    settings: ServeSettings, *, model_dir: Path, device: str, dtype: str, port: int
+) -> tuple[str, ...]:
+    """Return the command line of SGLang's server. The user's own arguments come last.
+
+    Parameters
+    ----------
+    settings : ServeSettings
+        Checked settings.
+    model_dir : Path
+        Resolved model directory.
+    device, dtype : str
+        Resolved, i.e. not ``auto``.
+    port : int
+        Resolved, i.e. not 0.
+    """
+    argv = [
+        sys.executable, "-P", "-m", "sglang.launch_server",
+        "--model-path", str(model_dir),
+        "--served-model-name", served_name(settings),
+        "--attention-backend", "tandemkv",
+        "--host", settings.host,
+        "--port", str(port),
+        "--dtype", dtype,
+        "--page-size", "1",
+        "--max-running-requests", str(settings.max_running_requests),
+        "--max-total-tokens", str(settings.cache.capacity_tokens),
+        "--enable-metrics",
+    ]  # fmt: skip
+    argv += _CPU_FLAGS if device == "cpu" else ("--device", "cuda")
+    chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
+    if chunk is not None:
+        argv += ["--chunked-prefill-size", str(chunk)]
+    if settings.max_context is not None:
+        argv += ["--context-length", str(settings.max_context)]
+    return (*argv, *settings.sglang_args)
+
+
+def sglang_env(
+    settings: ServeSettings, environ: Mapping[str, str], *, run_dir: Path, device: str
+) -> dict[str, str]:
+    """Return the environment of SGLang and of the processes that it spawns."""
+    env = _common_env(environ, device=device)
+    env.update(
+        HF_HUB_OFFLINE="1",
+        SGLANG_PLUGINS="tandemkv",
+        **{
+            SETTINGS_VARIABLE: settings.rank_settings.model_dump_json(),
+            RUN_DIR_VARIABLE: str(run_dir),
+        },
+    )
+    if device == "cpu":
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+    return env
+
+
+def cache_rank_argv(*, run_dir: Path, config: Path) -> tuple[str, ...]:
+    """Return the command line of the cache rank; `config` is what ``--print-settings`` prints."""
+    return (
+        sys.executable, "-P", "-m", "tandemkv.server",
+        "cache-rank", "--run-dir", str(run_dir), "--config", str(config),
+    )  # fmt: skip
+
+
+def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
+    """Return the environment of the cache rank; its settings come from the file alone."""
+    return _common_env(environ, device=device)
+
+
+def served_name(settings: ServeSettings) -> str:
+    """Name of the model in the OpenAI API."""
+    return Path(settings.model).name or settings.model
+
+
+def _common_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
+    env = {name: text for name, text in environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    env.update(PYTHONSAFEPATH="1", PYTHONUNBUFFERED="1")
+    if device == "cpu":  # two OpenMP teams that spin on shared cores cost ten times
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env

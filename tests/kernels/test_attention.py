@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention and the merge of its parts, against float64."""
+
+import math
+
+import pytest
+import torch
+
+from tandemkv.kernels.attention import attend_paged, attend_resident
+from tandemkv.kernels.merge import merge_attention
+from tandemkv.kernels.testing import TOLERANCES, assert_close
+
+NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 24
+SCALE = HEAD_DIM**-0.5
+
+
+def expected(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with q [Hq, D] to keys and values [n, H, D], in float64."""
+    group = q.shape[0] // keys.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full(q.shape[:1], -math.inf, dtype=torch.float64)
+    for j in range(q.shape[0] if keys.shape[0] else 0):
+        logits = keys[:, j // group].double() @ q[j].double() * SCALE
+        lse[j] = logits.logsumexp(0)
+        out[j] = logits.softmax(0) @ values[:, j // group].double()
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", ["prefix", "prefix_and_ring", "random", "none", "last"])
+def test_attend_resident(dtype: torch.dtype, pattern: str) -> None:
+    torch.manual_seed(0)
+    num_rows, num_slots = 5, 601
+    k_res, v_res = torch.randn(2, num_rows, num_slots, NUM_KV_HEADS, HEAD_DIM).to(dtype)
+    rows = torch.tensor([3, 0, 4], dtype=torch.int32)
+    visible = torch.zeros(3, num_slots, dtype=torch.bool)
+    visible[0, :1] = True
+    visible[2] = True
+    if pattern == "prefix":
+        visible[1, :333] = True
+    elif pattern == "prefix_and_ring":
+        visible[1, :200] = True
+        visible[1, 400:587] = True
+    elif pattern == "random":
+        visible[1] = torch.rand(num_slots) < 0.5
+    elif pattern == "last":
+        visible[1, -1] = True
+    for req, row in enumerate(rows.tolist()):  # what is not visible must not matter
+        k_res[row][~visible[req]] = math.nan
+        v_res[row][~visible[req]] = math.inf
+    q = torch.randn(3, NUM_QO_HEADS, HEAD_DIM).to(dtype)
+    out, lse = attend_resident(q, k_res, v_res, rows, visible, scale=SCALE)
+    assert out.dtype == lse.dtype == torch.float32
+    for req, row in enumerate(rows.tolist()):
+        want = expected(q[req], k_res[row][visible[req]], v_res[row][visible[req]])
+        assert_close(out[req], want[0], TOLERANCES[torch.float32])
+        assert_close(lse[req], want[1], TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("order", ["ascending", "shuffled"])
+def test_attend_paged(order: str) -> None:
+    torch.manual_seed(1)
+    k_pool, v_pool = torch.randn(2, 9000, NUM_KV_HEADS, HEAD_DIM)
+    slots = torch.randperm(9000)[None] if order == "shuffled" else torch.arange(9000)[None]
+    slots = slots.repeat(4, 1).int()
+    slots[:, 8500:] = -1  # beyond every length
+    hi = torch.tensor([8500, 0, 1, 137])
+    q = torch.randn(4, NUM_QO_HEADS, HEAD_DIM)
+    out, lse = attend_paged(q, k_pool, v_pool, slots, hi, scale=SCALE)
+    for req, end in enumerate(hi.tolist()):
+        index = slots[req, :end].long()
+        want = expected(q[req], k_pool[index], v_pool[index])
+        assert_close(out[req], want[0])
+        assert_close(lse[req], want[1])
+
+
+def test_paged_and_resident_agree_at_any_slots() -> None:
+    torch.manual_seed(2)
+    k_pool, v_pool = torch.randn(2, 700, NUM_KV_HEADS, HEAD_DIM)
+    q = torch.randn(1, NUM_QO_HEADS, HEAD_DIM)
+    order = torch.randperm(700)
+    visible = torch.ones(1, 700, dtype=torch.bool)
+    paged = attend_paged(q, k_pool, v_pool, order[None], torch.tensor([700]), scale=SCALE)
+    resident = attend_resident(
+        q, k_pool[None], v_pool[None], torch.tensor([0]), visible, scale=SCALE
+    )
+    assert_close(paged[0], resident[0])
+    assert_close(paged[1], resident[1])
+
+
+def test_huge_logits() -> None:
+    k_pool = torch.zeros(3, 1, 2)
+    k_pool[0], k_pool[2] = -1e19, 1e19
+    v_pool = torch.arange(6.0).view(3, 1, 2)
+    q = torch.full((1, 1, 2), 1e19)
+    out, lse = attend_paged(q, k_pool, v_pool, torch.arange(3)[None], torch.tensor([3]), scale=1.0)
+    assert out.tolist() == [[[4.0, 5.0]]]
+    assert lse.item() == pytest.approx(2e38)
+
+
+def test_merge_of_parts_in_any_order_is_the_whole() -> None:
+    torch.manual_seed(3)
+    k_pool, v_pool = torch.randn(2, 50, NUM_KV_HEADS, HEAD_DIM)
+    q = torch.randn(1, NUM_QO_HEADS, HEAD_DIM) * 5
+    parts = [
+        attend_paged(q, k_pool, v_pool, part[None], torch.tensor([part.numel()]), scale=SCALE)
+        for part in torch.split(torch.arange(50), [1, 7, 30, 12])
+    ]
+    want = expected(q[0], k_pool, v_pool)
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
+        out, lse = parts[order[0]]
+        for index in order[1:]:
+            out, lse = merge_attention(out, lse, *parts[index])
+        assert_close(out[0], want[0])
+        assert_close(lse[0], want[1])
+
+
+def test_merge_with_empty_parts() -> None:
+    out = torch.tensor([[[1.0, 2.0]]])
+    lse, empty = torch.tensor([[3.0]]), torch.tensor([[-math.inf]])
+    garbage = torch.full_like(out, math.nan)
+    for merged in (merge_attention(out, lse, garbage, empty),
+                   merge_attention(garbage, empty, out, lse)):  # fmt: skip
+        assert torch.equal(merged[0], out)
+        assert torch.equal(merged[1], lse)
+    both = merge_attention(garbage, empty, garbage, empty)
+    assert torch.equal(both[0], torch.zeros_like(out))
+    assert torch.equal(both[1], empty)
+
+
+def test_merge_far_apart_and_dtype() -> None:
+    a, b = torch.ones(1, 2, 4, dtype=torch.bfloat16), torch.full((1, 2, 4), 3.0)
+    lse_a, lse_b = torch.tensor([[1e38, 5.0]]), torch.tensor([[-1e38, 5.0]])
+    out, lse = merge_attention(a, lse_a, b, lse_b)
+    assert out.dtype == torch.bfloat16
+    assert out[0, :, 0].tolist() == [1.0, 2.0]
+    assert lse[0].tolist() == pytest.approx([1e38, 5.0 + math.log(2)])
+
+
+def test_bad_arguments() -> None:
+    q, pool = torch.zeros(1, 4, 8), torch.zeros(5, 2, 8)
+    slots = torch.arange(5)[None]
+    with pytest.raises(ValueError, match=r"hi\[0\]=6"):
+        attend_paged(q, pool, pool, slots, torch.tensor([6]), scale=1.0)
+    with pytest.raises(ValueError, match="slots="):
+        attend_paged(q, pool, pool, slots + 1, torch.tensor([5]), scale=1.0)
+    with pytest.raises(ValueError, match=r"v_pool\.shape"):
+        attend_paged(q, pool, pool[:4], slots, torch.tensor([5]), scale=1.0)
+    with pytest.raises(ValueError, match=r"visible\.dtype"):
+        attend_resident(q, pool[None], pool[None], torch.tensor([0]), slots, scale=1.0)
+    with pytest.raises(ValueError, match=r"lse_b\.dtype"):
+        merge_attention(q, q[..., 0], q, q[..., 0].half())

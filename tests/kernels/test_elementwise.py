@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embedding, normalisation and quantization against float64."""
+
+import math
+
+import pytest
+import torch
+
+from tandemkv.kernels.norm import rms_norm
+from tandemkv.kernels.quantize import quantize_int8
+from tandemkv.kernels.rope import apply_rope, unapply_rope
+from tandemkv.kernels.testing import TOLERANCES, Tolerance, assert_close
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scaling", [1.0, 1.3])
+def test_rope_rotates_pairs_half_a_head_apart(dtype: torch.dtype, scaling: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, 8).to(dtype)
+    inv_freq = 10000.0 ** (-torch.arange(4) / 4)
+    positions = torch.tensor([0, 1, 7, 100, 1000], dtype=torch.int32)
+    want = torch.empty(5, 3, 8, dtype=torch.float64)
+    for n, position in enumerate(positions.tolist()):
+        for i in range(4):
+            angle = position * float(inv_freq[i])
+            a, b = x[n, :, i].double(), x[n, :, i + 4].double()
+            want[n, :, i] = scaling * (a * math.cos(angle) - b * math.sin(angle))
+            want[n, :, i + 4] = scaling * (b * math.cos(angle) + a * math.sin(angle))
+    rotated = apply_rope(x, positions, inv_freq, scaling=scaling)
+    assert rotated.dtype == dtype
+    loose = Tolerance(abs_error=3e-4, rel_error=3e-4, cosine_gap=1e-6)  # angles in float32
+    assert_close(rotated, want, loose if dtype == torch.float32 else TOLERANCES[dtype])
+    assert_close(unapply_rope(rotated, positions, inv_freq, scaling=scaling), x, TOLERANCES[dtype])
+
+
+def test_rope_products_depend_on_distance_only() -> None:
+    torch.manual_seed(1)
+    q, k = torch.randn(2, 1, 2, 64)
+    inv_freq = 1e6 ** (-torch.arange(32) / 32)
+    near = [apply_rope(x, torch.tensor([p]), inv_freq) for x, p in ((q, 12), (k, 5))]
+    far = [apply_rope(x, torch.tensor([p]), inv_freq) for x, p in ((q, 112), (k, 105))]
+    loose = Tolerance(abs_error=1e-3, rel_error=1e-3, cosine_gap=1e-6)
+    assert_close((near[0] * near[1]).sum(-1), (far[0] * far[1]).sum(-1), loose)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 0, 9), (2, 4, 33)])
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(2)
+    x, weight = (torch.randn(shape) * 4).to(dtype), torch.randn(shape[-1]).to(dtype)
+    mean_square = x.double().square().mean(-1, keepdim=True)
+    want = x.double() / (mean_square + 1e-2).sqrt() * weight.double()
+    assert_close(rms_norm(x, weight, 1e-2), want, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-44, 1e-30, 1.0, 1e37])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_is_within_half_a_scale(magnitude: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    k = (torch.randn(50, 3, 16) * magnitude).to(dtype)
+    k[3] = 0
+    quantized, scale = quantize_int8(k)
+    assert quantized.dtype == torch.int8
+    assert scale.dtype == torch.float32
+    assert scale.shape == (50, 3)
+    assert (scale > 0).all()
+    assert quantized.min() >= -127
+    error = (quantized.double() * scale.double()[..., None] - k.double()).abs()
+    assert (error <= scale.double()[..., None] * 0.50001).all()
+    if magnitude >= 1e-30:
+        used = quantized.abs().amax(-1)
+        assert (used[[n for n in range(50) if n != 3]] == 127).all()
+
+
+def test_bad_arguments() -> None:
+    x, positions = torch.zeros(2, 1, 8), torch.zeros(2).long()
+    with pytest.raises(ValueError, match=r"inv_freq\.shape=\(3,\)"):
+        apply_rope(x, positions, torch.zeros(3))
+    with pytest.raises(ValueError, match="scaling=0"):
+        unapply_rope(x, positions, torch.zeros(4), scaling=0.0)
+    with pytest.raises(ValueError, match=r"positions\.dtype"):
+        apply_rope(x, positions.float(), torch.zeros(4))
+    with pytest.raises(ValueError, match="eps=-1"):
+        rms_norm(x, torch.zeros(8), -1.0)
+    with pytest.raises(ValueError, match=r"weight\.shape"):
+        rms_norm(x, torch.zeros(7), 1.0)
+    with pytest.raises(ValueError, match=r"k\.dtype"):
+        quantize_int8(positions.view(2, 1, 1))

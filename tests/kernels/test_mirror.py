@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mirror_diff` against a slow oracle, and its invariants over many steps."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandemkv.kernels.mirror import mirror_diff
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Host arguments of one call."""
+
+    step: int
+    num_protected: int
+    lo: int
+    fetch_cap: int
+
+
+def oracle(
+    selected: list[int], pos: list[int], used: list[int], target: int, hi: int, limits: Limits
+) -> list[tuple[int, int]]:
+    """Do one head in plain Python; update `pos` and `used`, return (position, slot)."""
+    fetched: list[tuple[int, int]] = []
+
+    def put(position: int, slot: int) -> None:
+        pos[slot], used[slot] = position, limits.step
+        fetched.append((position, slot))
+
+    for slot, position in enumerate(pos):
+        if position >= 0 and position in selected:
+            used[slot] = limits.step
+    missing = [p for p in dict.fromkeys(selected) if p >= 0 and p not in pos]
+    for position in missing[: limits.fetch_cap]:
+        num_filled = sum(p >= 0 for p in pos)
+        if num_filled < target and -1 in pos:
+            put(position, pos.index(-1))
+            continue
+        victims = [
+            (used[slot], slot)
+            for slot in range(limits.num_protected, len(pos))
+            if pos[slot] >= 0 and used[slot] != limits.step
+        ]
+        if victims:
+            put(position, min(victims)[1])
+    for position in range(hi - 1, limits.lo - 1, -1):
+        if len(fetched) >= limits.fetch_cap or sum(p >= 0 for p in pos) >= min(target, len(pos)):
+            break
+        if position not in pos:
+            put(position, pos.index(-1))
+    return fetched
+
+
+def padded(values: list[int], size: int) -> list[int]:
+    return values + [-1] * (size - len(values))
+
+
+@st.composite
+def any_call(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw one call from any mirror state, holes and uneven heads included."""
+    num_reqs, num_heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    k, num_resident = draw(st.integers(0, 7)), draw(st.integers(0, 7))
+    step = draw(st.integers(1, 5))
+    position = st.integers(-1, 14)
+
+    def heads(row: st.SearchStrategy[list[int]]) -> list[list[list[int]]]:
+        head = st.lists(row, min_size=num_heads, max_size=num_heads)
+        return draw(st.lists(head, min_size=num_reqs, max_size=num_reqs))
+
+    distinct = st.lists(st.integers(0, 14), max_size=num_resident, unique=True)
+    resident = distinct.flatmap(lambda p: st.permutations(padded(p, num_resident)))
+    per_req = st.lists(st.integers(0, 14), min_size=num_reqs, max_size=num_reqs)
+    return {
+        "selected": heads(st.lists(position, min_size=k, max_size=k)),
+        "resident_pos": heads(resident),
+        "last_used": heads(
+            st.lists(st.integers(-1, step), min_size=num_resident, max_size=num_resident)
+        ),
+        "num_target": draw(per_req),
+        "hi": draw(per_req),
+        "limits": Limits(
+            step, draw(st.integers(0, 8)), draw(st.integers(0, 6)), draw(st.integers(0, 8))
+        ),
+    }
+
+
+def rows(values: list[list[list[int]]], width: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32).reshape(len(values), len(values[0]), width)
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_call())
+def test_equals_the_oracle(call: dict[str, Any]) -> None:
+    limits: Limits = call["limits"]
+    selected = rows(call["selected"], len(call["selected"][0][0]))
+    num_resident = len(call["resident_pos"][0][0])
+    pos, used = rows(call["resident_pos"], num_resident), rows(call["last_used"], num_resident)
+    fetch_pos, fetch_slot = mirror_diff(
+        selected, pos, used, step=limits.step, num_protected=limits.num_protected,
+        num_target=torch.tensor(call["num_target"]), hi=torch.tensor(call["hi"]), lo=limits.lo,
+        fetch_cap=limits.fetch_cap,
+    )  # fmt: skip
+    assert fetch_pos.dtype == fetch_slot.dtype == torch.int32
+    for req in range(len(call["hi"])):
+        for head in range(len(call["selected"][req])):
+            want_pos = call["resident_pos"][req][head]
+            want_used = call["last_used"][req][head]
+            fetched = oracle(
+                call["selected"][req][head], want_pos, want_used, call["num_target"][req],
+                call["hi"][req], limits,
+            )  # fmt: skip
+            assert fetch_pos[req, head].tolist() == padded(
+                [p for p, _ in fetched], limits.fetch_cap
+            )
+            assert fetch_slot[req, head].tolist() == padded(
+                [s for _, s in fetched], limits.fetch_cap
+            )
+            assert pos[req, head].tolist() == want_pos
+            assert used[req, head].tolist() == want_used
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_invariants_over_a_growing_request(data: st.DataObject) -> None:
+    num_heads, num_resident = 3, data.draw(st.integers(1, 10))
+    sink = data.draw(st.integers(0, num_resident))
+    cap = data.draw(st.integers(1, 5))
+    length = data.draw(st.integers(sink, sink + 12))
+    pos = torch.full((1, num_heads, num_resident), -1, dtype=torch.int32)
+    pos[..., :sink] = torch.arange(sink)
+    used = torch.full_like(pos, -1, dtype=torch.int64)
+    for step in range(1, 9):
+        length += data.draw(st.integers(0, 3))
+        candidates = list(range(sink, length))
+        chosen = st.lists(st.sampled_from(candidates), max_size=6, unique=True)
+        selected = torch.tensor(
+            [[padded(data.draw(chosen) if candidates else [], 6) for _ in range(num_heads)]],
+            dtype=torch.int32,
+        )
+        before = pos.clone()
+        target = min(num_resident, length)
+        fetch_pos, fetch_slot = mirror_diff(
+            selected, pos, used, step=torch.tensor([step]), num_protected=sink, lo=sink,
+            num_target=torch.tensor([target]), hi=torch.tensor([length]), fetch_cap=cap,
+        )  # fmt: skip
+        filled = (pos >= 0).sum(-1)
+        expected = min(target, int((before[0, 0] >= 0).sum()) + cap)
+        assert set(filled.flatten().tolist()) == {expected}  # even heads, and growth up to the cap
+        for head in range(num_heads):
+            now, old = pos[0, head].tolist(), before[0, head].tolist()
+            wanted = set(selected[0, head].tolist()) - {-1}
+            assert all(p >= 0 for p in now[:expected])  # no holes
+            assert len(set(now[:expected])) == expected  # no duplicates
+            assert all(p < length for p in now)
+            assert now[:sink] == list(range(sink))
+            assert wanted & set(old) <= set(now)  # touched ones are not evicted
+            changes = {(p, s) for s, (p, o) in enumerate(zip(now, old, strict=True)) if p != o}
+            reported = zip(fetch_pos[0, head].tolist(), fetch_slot[0, head].tolist(), strict=True)
+            assert changes == {pair for pair in reported if pair != (-1, -1)}
+            assert len(changes) <= cap
+
+
+def test_worked_example() -> None:
+    selected = torch.tensor([[[9, 4, 7, 9, -1]]], dtype=torch.int32)
+    pos = torch.tensor([[[0, 4, 5, 6, -1, -1]]], dtype=torch.int32)
+    used = torch.tensor([[[1, 1, 3, 2, -1, -1]]], dtype=torch.int32)
+    fetch_pos, fetch_slot = mirror_diff(
+        selected, pos, used, step=4, num_protected=1, num_target=torch.tensor([5]),
+        hi=torch.tensor([12]), lo=1, fetch_cap=4,
+    )  # fmt: skip
+    # 4 is touched; 9 takes the one empty slot within the target, 7 evicts 6 (used in step 2).
+    assert fetch_pos.tolist() == [[[9, 7, -1, -1]]]
+    assert fetch_slot.tolist() == [[[4, 3, -1, -1]]]
+    assert pos.tolist() == [[[0, 4, 5, 7, 9, -1]]]
+    assert used.tolist() == [[[1, 4, 3, 4, 4, -1]]]
+
+
+def test_bad_arguments() -> None:
+    state = torch.zeros(2, 1, 4, dtype=torch.int32)
+    arguments: dict[str, Any] = {
+        "step": 1, "num_protected": 0, "num_target": torch.zeros(2, dtype=torch.int64),
+        "hi": torch.zeros(2, dtype=torch.int64), "lo": 0, "fetch_cap": 1,
+    }  # fmt: skip
+    for name, value in (
+        ("fetch_cap", -1), ("lo", -1), ("num_protected", -2), ("hi", torch.zeros(3).long()),
+        ("num_target", torch.zeros(2)), ("step", torch.zeros(3).long()),
+        ("step", torch.zeros(2, 1).long()),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            mirror_diff(state[..., :2], state, state.clone(), **{**arguments, name: value})
+    with pytest.raises(ValueError, match=r"last_used\.shape"):
+        mirror_diff(state, state, state[:1], **arguments)

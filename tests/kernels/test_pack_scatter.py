@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gather_pack` and `scatter_pack`, bit by bit against Python loops."""
+
+import pytest
+import torch
+
+from tandemkv.kernels.pack import gather_pack
+from tandemkv.kernels.scatter import scatter_pack
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+
+
+def random_bits(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Draw any bit patterns, NaN payloads and infinities included."""
+    size = torch.empty((), dtype=dtype).element_size()
+    bits = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8)
+    return bits.view(dtype)
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize("cap", [1, 5])
+def test_gather_copies_rows_and_zeroes_padding(dtype: torch.dtype, layout: str, cap: int) -> None:
+    torch.manual_seed(0)
+    num_reqs, heads, dim = 3, 2, 7
+    pools = [random_bits(2, 40, heads, dim, dtype=dtype) for _ in range(2)]
+    pools = [pool.transpose(0, 1)[:, 1] if layout == "strided" else pool[1] for pool in pools]
+    outs = [random_bits(num_reqs, heads, 2 * cap, dim, dtype=dtype) for _ in range(2)]
+    outs = [
+        out[:, :, ::2] if layout == "strided" else out.view(2, num_reqs, heads, cap, dim)[0]
+        for out in outs
+    ]
+    slots = torch.stack([torch.randperm(40)[:20] for _ in range(num_reqs)]).int()
+    slots[:, 0] = 99999  # what is not asked for need not be a slot
+    fetch = torch.randint(1, 20, (num_reqs, heads, cap), dtype=torch.int32)
+    fetch[torch.rand(fetch.shape) < 0.3] = -1
+    fetch[1] = -1
+    gather_pack(pools[0], pools[1], slots, fetch, outs[0], outs[1])
+    for pool, out in zip(pools, outs, strict=True):
+        for req in range(num_reqs):
+            for head in range(heads):
+                for place, position in enumerate(fetch[req, head].tolist()):
+                    row = as_bits(out[req, head, place])
+                    if position < 0:
+                        assert not row.any()
+                    else:
+                        want = pool[int(slots[req, position]), head]
+                        assert torch.equal(row, as_bits(want))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3), (2, 2, 0), (2, 2, 3)])
+def test_gather_of_nothing(shape: tuple[int, int, int]) -> None:
+    pool, out = torch.ones(4, 2, 3), torch.ones(*shape, 3)
+    fetch = torch.full(shape, -1, dtype=torch.int32)
+    gather_pack(pool, pool, torch.zeros(shape[0], 0).int(), fetch, out, out.clone())
+    assert not out.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_scatter_writes_what_is_named_and_nothing_else(dtype: torch.dtype, layout: str) -> None:
+    torch.manual_seed(1)
+    num_rows, num_slots, heads, dim, cap = 5, 11, 2, 6, 4
+    res = [random_bits(num_rows, num_slots, heads, dim, dtype=dtype) for _ in range(2)]
+    if layout == "strided":
+        res = [r.transpose(0, 1).contiguous().transpose(0, 1) for r in res]
+    want = [r.clone() for r in res]
+    rows = torch.tensor([4, 1, 3])
+    fetch_slot = torch.stack(
+        [torch.stack([torch.randperm(num_slots)[:cap] for _ in range(heads)]) for _ in rows]
+    ).int()
+    fetch_slot[torch.rand(fetch_slot.shape) < 0.3] = -1
+    fetch_slot[1] = -1
+    fetch_pos = torch.randint(0, 99, fetch_slot.shape, dtype=torch.int32)
+    pos_res = torch.full((num_rows, heads, num_slots), -1, dtype=torch.int32)
+    want_pos = pos_res.clone()
+    packs = [random_bits(3, heads, cap, dim, dtype=dtype) for _ in range(2)]
+    scatter_pack(
+        res[0], res[1], rows, fetch_slot, packs[0], packs[1], pos_res=pos_res, fetch_pos=fetch_pos
+    )
+    for req, head, place in torch.cartesian_prod(
+        torch.arange(3), torch.arange(heads), torch.arange(cap)
+    ).tolist():
+        slot = int(fetch_slot[req, head, place])
+        if slot >= 0:
+            want_pos[rows[req], head, slot] = fetch_pos[req, head, place]
+            for target, pack in zip(want, packs, strict=True):
+                target[rows[req], slot, head] = pack[req, head, place]
+    assert all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(res, want, strict=True))
+    assert torch.equal(pos_res, want_pos)
+
+
+def test_round_trip() -> None:
+    torch.manual_seed(2)
+    pool = torch.randn(30, 2, 4)
+    slots = torch.randperm(30)[None]
+    fetch_pos = torch.tensor([[[3, 1, 17], [2, 29, -1]]], dtype=torch.int32)
+    fetch_slot = torch.tensor([[[0, 2, 1], [1, 0, -1]]], dtype=torch.int32)
+    packs, res = torch.empty(2, 1, 2, 3, 4), torch.zeros(2, 2, 3, 2, 4)
+    gather_pack(pool, -pool, slots, fetch_pos, packs[0], packs[1])
+    scatter_pack(res[0], res[1], torch.tensor([1]), fetch_slot, packs[0], packs[1])
+    assert torch.equal(res[0, 1, 2, 0], pool[slots[0, 1], 0])
+    assert torch.equal(res[1, 1, 0, 1], -pool[slots[0, 29], 1])
+    assert not res[:, 0].any()
+    assert not res[:, 1, 2, 1].any()
+
+
+def test_bad_arguments() -> None:
+    pool, out = torch.zeros(4, 2, 3), torch.zeros(1, 2, 5, 3)
+    slots, fetch = torch.zeros(1, 9).int(), torch.zeros(1, 2, 5).int()
+    with pytest.raises(ValueError, match=r"k_out\.shape=\(1, 2, 4, 3\): must be \[num_reqs=1"):
+        gather_pack(pool, pool, slots, fetch, out[:, :, :4], out)
+    with pytest.raises(ValueError, match=r"v_out\.dtype"):
+        gather_pack(pool, pool, slots, fetch, out, out.half())
+    with pytest.raises(ValueError, match=r"fetch_pos\.dtype"):
+        gather_pack(pool, pool, slots, fetch.long(), out, out)
+    res, rows = torch.zeros(2, 6, 2, 3), torch.zeros(1).int()
+    with pytest.raises(ValueError, match="pos_res"):
+        scatter_pack(res, res, rows, fetch, out, out, fetch_pos=fetch)
+    with pytest.raises(ValueError, match=r"fetch_slot\.shape.*num_reqs=0"):
+        scatter_pack(res, res, rows[:0], fetch, out, out)
