@@ -73,15 +73,26 @@ class RowTable:
             )
 
     def generation(self, row: int) -> int | None:
-        """Generation that occupies `row`, or None."""
+        """Return the generation that occupies `row`, or None."""
         return self._generations.get(row)
 
     def is_occupied_by(self, row: int, generation: int) -> bool:
         """Whether (`row`, `generation`) is the present occupancy."""
         return self._generations.get(row) == generation
 
-    def assign(self, step_row: RowStep, slots: torch.Tensor) -> int | None:
+    def assign(
+        self, step_row: RowStep, slots: torch.Tensor, *, keep_length: bool = False
+    ) -> int | None:
         """Set the slots ``[0, length)`` of a row.
+
+        Parameters
+        ----------
+        step_row : RowStep
+            Row, generation and length.
+        slots : torch.Tensor
+            ``[length]`` int32.
+        keep_length : bool
+            Positions beyond `length` that the same occupancy has stay known (dirty rows).
 
         Returns
         -------
@@ -91,9 +102,12 @@ class RowTable:
         if step_row.row == PADDING_ROW:
             return None
         displaced = self._generations.get(step_row.row)
+        known = self._lengths[step_row.row] if keep_length and displaced is not None else 0
+        if displaced != step_row.generation:
+            known = 0
         self.slots[step_row.row, : step_row.length] = slots
         self._generations[step_row.row] = step_row.generation
-        self._lengths[step_row.row] = step_row.length
+        self._lengths[step_row.row] = max(known, step_row.length)
         return displaced if displaced != step_row.generation else None
 
     def append(self, step_row: RowStep, slot: int) -> None:

@@ -64,6 +64,7 @@ class KVStore:
         self._k_int8 = [torch.empty(shape, dtype=torch.int8) for _ in layers if is_int8]
         self._k_scale = [torch.empty(shape[:2]) for _ in layers if is_int8]
         self._live = torch.zeros(num_slots, dtype=torch.bool)
+        self._num_live = 0
         for pool in (*self.k, *self.v, *self._k_int8, *self._k_scale):
             pool[0] = 0
         self._count()
@@ -92,6 +93,7 @@ class KVStore:
             scales = self._k_scale[layer]
             scales.index_copy_(0, slots, scale.reshape(len(slots), -1).to(scales.dtype))
         if layer == 0:
+            self._num_live += len(slots[~self._live[slots]].unique())
             self._live[slots] = True
             self._count()
 
@@ -119,6 +121,7 @@ class KVStore:
         if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots:
             raise ProtocolError(f"freed slot ids must be within 0..{self.num_slots - 1}")
         slots = slots[slots != 0]
+        self._num_live -= len(slots[self._live[slots]].unique())
         self._live[slots] = False
         if self._poison:
             self._fill_nan(slots)
@@ -133,6 +136,5 @@ class KVStore:
             pool[slots] = float("nan")
 
     def _count(self) -> None:
-        live = int(self._live.sum())
-        self._counters.slots_live = live
-        self._counters.slots_free = self.num_slots - 1 - live
+        self._counters.slots_live = self._num_live
+        self._counters.slots_free = self.num_slots - 1 - self._num_live

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -111,10 +112,8 @@ class ChildProcess:
         """SIGKILL whatever is left of the process group, and reap the child."""
         if self._popen is None:
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._popen.wait()
 
     def log_tail(self, lines: int = 20) -> str:

@@ -152,5 +152,3 @@ def doctor(
         Console(highlight=False).print(findings_table(findings))
     if any(item.level == "fail" for item in findings):
         raise typer.Exit(1)
-
-

@@ -10,6 +10,7 @@ directory. The launcher starts it as a script, isolated (``-I -S``).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -71,10 +72,8 @@ def _main() -> None:
         elif word.startswith("-"):
             groups.discard(int(word[1:]))
     for group in groups:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
     if len(sys.argv) > 1:
         shutil.rmtree(sys.argv[1], ignore_errors=True)
 

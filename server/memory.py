@@ -70,11 +70,10 @@ def available_bytes() -> int | None:
     """Host memory that can still be used, control-group limits included; None if unknown."""
     found: list[int] = []
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
-        pass
+        lines = []
+    found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),

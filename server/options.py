@@ -90,7 +90,7 @@ def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callabl
         visible = [*keyword, *added]
         command.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
         command.__annotations__ = {item.name: item.annotation for item in visible}
-        del command.__wrapped__  # type: ignore[attr-defined]
+        del command.__wrapped__
         return command
 
     return decorate
@@ -106,9 +106,7 @@ def _annotation(flag: Flag) -> Any:
     if field.annotation is bool:
         # Of a switch that is off by default the short help has no room for --no-...
         names = f"{flag.name}/--no-{flag.name[2:]}" if field.default else flag.name
-        return Annotated[
-            bool | None, typer.Option(names, help=text, rich_help_panel=flag.panel)
-        ]
+        return Annotated[bool | None, typer.Option(names, help=text, rich_help_panel=flag.panel)]
     return Annotated[
         str | None,
         typer.Option(flag.name, help=text, metavar=_metavar(field), rich_help_panel=flag.panel),

@@ -41,7 +41,7 @@ def choose_port(host: str, port: int) -> int:
 
 def server_url(host: str, port: int) -> str:
     """Return the address at which this machine reaches a server bound to `host`."""
-    if host in ("0.0.0.0", ""):  # noqa: S104 - compared, not bound
+    if host in ("0.0.0.0", ""):
         host = "127.0.0.1"
     elif host == "::":
         host = "::1"

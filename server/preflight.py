@@ -135,9 +135,7 @@ def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, obje
         )
 
 
-def check_memory(
-    settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
-) -> None:
+def check_memory(settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str) -> None:
     """Refuse a capacity that this machine's memory cannot hold.
 
     Raises

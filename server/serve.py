@@ -17,7 +17,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .launch import Launcher, LaunchPlan
 from .ports import server_url
-from .preflight import ResolvedLaunch, resolve_dtype, resolve_launch, resolve_model
+from .preflight import ResolvedLaunch, resolve_launch, resolve_model
 from .probes import server_state
 from .progress import StartProgress
 from .settings import ServeSettings
@@ -171,7 +171,7 @@ def run_cache_rank_process(
     from tandemkv.cache_rank.process import run_cache_rank
 
     run_cache_rank(
-        run_dir=RunDir.create(path),
+        run_dir=RunDir.create(path).path,
         model_dir=resolve_model(settings.model, progress),
         settings=settings.rank_settings,
         max_rows=settings.max_running_requests,

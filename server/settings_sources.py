@@ -161,8 +161,11 @@ def _explain(error: ValidationError, merged: Mapping[str, Sourced]) -> str:
         elif key in merged:
             line = f"{key}={merged[key].value} (from {merged[key].source}): {message}"
         else:  # a check over several settings
-            given = [f"{name} from {value.source}" for name, value in merged.items()
-                     if name.startswith(f"{key}." if key else "") and name.split(".")[-1] in message]
+            given = [
+                f"{name} from {value.source}"
+                for name, value in merged.items()
+                if name.startswith(f"{key}." if key else "") and name.split(".")[-1] in message
+            ]
             line = f"{message} ({', '.join(given)})" if given else message
             line = f"{key}: {line}" if key else line
         if line not in lines:

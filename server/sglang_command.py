@@ -92,7 +92,7 @@ def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]
 
 def served_name(settings: ServeSettings) -> str:
     """Name of the model in the OpenAI API."""
-    return Path(settings.model).name or settings.model
+    return Path(settings.model).expanduser().resolve().name
 
 
 def _common_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:

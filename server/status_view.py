@@ -11,9 +11,11 @@ from rich.table import Table
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _WARN_WORDS = frozenset(
-    "late stale lost failed fallback fallbacks error errors timeout timeouts refused withheld "
-    "old malformed".split()
-)
+    {
+        "late", "stale", "lost", "failed", "fallback", "fallbacks", "error", "errors", "timeout",
+        "timeouts", "refused", "withheld", "old", "malformed",
+    }
+)  # fmt: skip
 _FIRST = (
     "role", "error", "policy", "model", "budget", "epoch", "hits", "misses", "bytes_sent",
     "bytes_received", "slots", "exact_rows", "exact", "steps", "fallback", "late", "lost",

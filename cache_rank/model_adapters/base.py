@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from .checkpoint import Checkpoint
 from .rotary import read_rotary
 
 
-class ModelAdapter(ABC):
+class ModelAdapter:
     """Holds ``input_layernorm``, ``q_proj`` and, where there is one, ``q_norm`` of the layers.
 
     Parameters
@@ -28,7 +28,7 @@ class ModelAdapter(ABC):
         Model directory with safetensors; only the tensors named above are read.
     model : ModelSpec
         Shape, and the dtype that the weights are kept in.
-    layers : range
+    layers : Sequence[int]
         The layers to load.
     rotary : Rotary, optional
         Read from `model_dir` if not given.
@@ -39,7 +39,12 @@ class ModelAdapter(ABC):
     has_query_norm: ClassVar[bool] = False
 
     def __init__(
-        self, model_dir: Path, model: ModelSpec, *, layers: range, rotary: Rotary | None = None
+        self,
+        model_dir: Path,
+        model: ModelSpec,
+        *,
+        layers: Sequence[int],
+        rotary: Rotary | None = None,
     ) -> None:
         config = read_config(model_dir)
         self._model = model
@@ -86,6 +91,4 @@ class ModelAdapter(ABC):
         query = query.view(len(hidden), self._model.num_qo_heads, self._model.head_dim)
         if self.has_query_norm:
             query = rms_norm(query, weights["self_attn.q_norm.weight"], self._eps)
-        return apply_rope(
-            query, positions, self._rotary.inv_freq, scaling=self._rotary.scaling
-        )
+        return apply_rope(query, positions, self._rotary.inv_freq, scaling=self._rotary.scaling)

@@ -35,7 +35,7 @@ def read_rotary(model_dir: Path) -> Rotary:
             "after RoPE for later queries; set another one in config.json"
         )
     if kind == "default":
-        theta = parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+        theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 1e4
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return Rotary(1.0 / float(theta) ** exponent)

@@ -148,7 +148,10 @@ class Policy(ABC):
     def observe(
         self, layer: int, owners: Sequence[Owner], queries: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        """Take note of a step's queries ``[B, Hq, D]``, before `select`; see `wants_query_window`."""
+        """Take note of a step's queries ``[B, Hq, D]``, before `select`.
+
+        Called only with `PolicyCapabilities.wants_query_window`.
+        """
         del layer, owners, queries, positions
 
     def release(self, owner: Owner) -> None:

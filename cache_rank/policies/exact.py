@@ -11,6 +11,8 @@ from .base import PolicyCapabilities, UnselectivePolicy
 
 
 class ExactPolicy(UnselectivePolicy):
-    """Every layer of a row takes the exact step: dense output, and the capacity of the cache rank."""
+    """Every layer of a row takes the exact step: dense output at the cache rank's capacity."""
 
-    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.NONE, all_exact=True)
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.NONE, all_exact=True
+    )

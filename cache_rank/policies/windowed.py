@@ -45,7 +45,7 @@ class WindowedPolicy(ScoringPolicy):
 
     @abstractmethod
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Predict ``[S, Hq, D]`` from ``[S, Hq, W + 1, D]``, newest last, and counts ``[S, Hq]``."""
+        """Predict ``[S, Hq, D]`` from ``[S, Hq, W + 1, D]`` and counts ``[S, Hq]``."""
 
     def observe_prompt(
         self, layer: int, owner: Owner, queries: torch.Tensor, positions: torch.Tensor
@@ -83,6 +83,4 @@ class WindowedPolicy(ScoringPolicy):
         queries = queries.float().contiguous()
         if self._rotary is None:
             return queries
-        return unapply_rope(
-            queries, positions, self._rotary.inv_freq, scaling=self._rotary.scaling
-        )
+        return unapply_rope(queries, positions, self._rotary.inv_freq, scaling=self._rotary.scaling)

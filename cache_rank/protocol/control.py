@@ -81,5 +81,5 @@ class ControlClient:
         return reply
 
     def close(self) -> None:
-        """Close; what is still queued is dropped. Idempotent."""
+        """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
         self._dealer.close()

@@ -144,8 +144,8 @@ class IpcDealer:
         return decode(parts[0])
 
     def close(self) -> None:
-        """Close; what still waits to be sent is dropped. Idempotent."""
-        self._socket.close(linger=0)
+        """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
+        self._socket.close(linger=_SEND_TIMEOUT_MS)
         self._context.term()
 
 

@@ -156,16 +156,6 @@ class CacheSettings(_Strict):
     poison_freed_slots: bool = Field(
         default=False, description="Fill freed slots with NaN, so that a stale read shows at once."
     )
-    kv_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32",
-        description="Dtype of K and V on both ranks; that of the model as served.",
-    )
-    max_context: int | None = Field(
-        default=None,
-        ge=16,
-        le=1 << 24,
-        description="Longest request in tokens; default: the model's limit.",
-    )
 
 
 class RankSettings(_Strict):

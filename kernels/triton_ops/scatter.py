@@ -65,9 +65,10 @@ def scatter_pack(
     head_dim = k_res.shape[-1]
     if not fetch_slot.numel() or not head_dim:
         return
-    has_pos = pos_res is not None and fetch_pos is not None
-    unused = fetch_slot  # stands in for a pointer that is not read
-    positions = (pos_res, fetch_pos) if has_pos else (unused, unused)
+    positions = (fetch_slot, fetch_slot)  # stands in for pointers that are not read
+    has_pos = False
+    if pos_res is not None and fetch_pos is not None:
+        positions, has_pos = (pos_res, fetch_pos), True
     grid = (num_reqs * num_heads, triton.cdiv(cap, _BLOCK_ROWS))
     _scatter_kernel[grid](
         as_bits(k_res), as_bits(v_res), rows, fetch_slot, as_bits(k_in), as_bits(v_in), *positions,

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill step: give prefixes back, store the new tokens, choose what is resident first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandemkv.kernels.score import score_window
+from tandemkv.kernels.topk import topk_positions
+
+from .epoch import Epoch
+from .protocol.messages import RowFlag, RowStep, StepBegin
+from .protocol.step_program import Transfer, TransferKind, seeded_rows
+from .row_table import PADDING_ROW
+
+
+class ExtendStep:
+    """Executes the transfers of one extend.
+
+    Parameters
+    ----------
+    epoch : Epoch
+        State of the epoch; the rows are assigned here.
+    step : StepBegin
+        The step.
+    tables : Sequence[torch.Tensor]
+        Slots ``[0, length)`` of each request, int32.
+    """
+
+    def __init__(self, epoch: Epoch, step: StepBegin, tables: Sequence[torch.Tensor]) -> None:
+        self._epoch = epoch
+        self._step = step
+        for row, slots in zip(step.rows, tables, strict=True):
+            displaced = epoch.rows.assign(row, slots)
+            if displaced is not None:
+                epoch.release(row.row, displaced)
+        prefixes = [t[: r.prefix_len] for r, t in zip(step.rows, tables, strict=True)]
+        chunks = [t[r.prefix_len :] for r, t in zip(step.rows, tables, strict=True)]
+        self._prefix_slots = torch.cat(prefixes).long()
+        self._chunk_slots = torch.cat(chunks).long()
+        self._seeded = seeded_rows(step.rows)
+        self._tables = {r.row: t for r, t in zip(step.rows, tables, strict=True)}
+        self._windows: tuple[torch.Tensor, ...] = ()
+
+    def execute(self, transfer: Transfer) -> None:
+        """Make one transfer with what belongs to it."""
+        epoch, exchange = self._epoch, self._epoch.exchange
+        match transfer.kind:
+            case TransferKind.RESTORE:
+                layer = transfer.layers[0]
+                if layer == 0:
+                    epoch.store.note_read(self._prefix_slots)
+                exchange.send(transfer, epoch.store.read(layer, self._prefix_slots))
+            case TransferKind.CHUNK_KV:
+                k, v = exchange.receive(transfer)
+                epoch.store.put(transfer.layers[0], self._chunk_slots, k, v)
+            case TransferKind.SEED_QUERY:
+                queries = exchange.receive(transfer)
+                self._windows = queries.split([row.window for row in self._seeded])
+            case TransferKind.SEED:
+                exchange.send(transfer, self._seed(transfer.layers[0]))
+            case _:
+                raise AssertionError(transfer.kind)
+
+    def finish(self) -> None:
+        """Enter the rows of which everything is resident, and count."""
+        for row in self._step.rows:
+            if row.row == PADDING_ROW or not row.flags & RowFlag.SEED:
+                continue
+            self._epoch.counters.seeds_total += 1
+            if not row.flags & RowFlag.SPARSE and self._epoch.policy.capabilities.selects:
+                self._epoch.mirror.seed_identity(row.row, row.generation)
+
+    def _seed(self, layer: int) -> torch.Tensor:
+        epoch = self._epoch
+        chosen = []
+        for row, window in zip(self._seeded, self._windows, strict=True):
+            positions = torch.arange(row.length - row.window, row.length)
+            chosen.append(self._choose(layer, row, window, positions))
+            if row.row == PADDING_ROW:
+                continue
+            epoch.mirror.seed(layer, row.row, row.generation, chosen[-1])
+            epoch.policy.observe_prompt(layer, (row.row, row.generation), window, positions)
+        return torch.stack(chosen)
+
+    def _choose(
+        self, layer: int, row: RowStep, window: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return positions for the slots ``[H, R]``: the sink, then the best by score."""
+        epoch, selection = self._epoch, self._epoch.settings.selection
+        shape = (epoch.model.num_kv_heads, epoch.mirror.num_resident)
+        chosen = torch.full(shape, -1, dtype=torch.int32)
+        # As of the first decode step, which has one more token.
+        hi = max(0, row.length + 1 - selection.num_recent_tokens)
+        num_sink, target = min(selection.num_sink_tokens, hi), min(epoch.mirror.num_resident, hi)
+        chosen[:, :num_sink] = torch.arange(num_sink, dtype=torch.int32)
+        if target > num_sink and row.row != PADDING_ROW:
+            slots = self._tables[row.row]
+            if layer == 0:
+                epoch.store.note_read(slots[:hi])
+            keys, k_scale = epoch.store.index(layer)
+            scores = score_window(
+                window,
+                keys,
+                slots,
+                num_sink,
+                hi,
+                positions,
+                scale=epoch.model.scale,
+                k_scale=k_scale,
+            )
+            best = topk_positions(scores.unsqueeze(0), target - num_sink)
+            chosen[:, num_sink:target] = best[0]
+        return chosen

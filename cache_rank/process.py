@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache rank as a process: signals, threads, memory, and the service loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from .counters import Counters
+from .protocol.errors import SettingsError
+from .protocol.run_dir import RunDir
+from .protocol.settings import RankSettings
+from .resources import Resources
+from .service import CacheRankService
+
+logger = logging.getLogger(__name__)
+
+_THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+
+def run_cache_rank(
+    *,
+    run_dir: Path,
+    model_dir: Path,
+    settings: RankSettings,
+    max_rows: int,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. Call it from the main thread.
+
+    Parameters
+    ----------
+    run_dir : Path
+        Run directory, made before (`RunDir.create`).
+    model_dir : Path
+        Model in Hugging Face layout; what policy look_ahead needs of its weights is read when
+        the first inference rank comes, in its dtype.
+    settings : RankSettings
+        Must equal the inference rank's.
+    max_rows : int
+        Most request rows of the inference rank.
+    on_ready : Callable, optional
+        Called once the sockets answer.
+
+    Raises
+    ------
+    SettingsError
+        If the run directory is unusable, ``OMP_NUM_THREADS`` is no number, or the host has too
+        little memory for ``capacity_tokens``.
+    UnsupportedModelError, PolicyError
+        If the model or the policy cannot be served.
+    CacheRankError
+        If another live process serves the run directory.
+    """
+    _set_threads()
+    directory = RunDir.open(run_dir)
+    counters = Counters()
+    resources = Resources(model_dir, settings, counters)
+    service = CacheRankService(
+        run_dir=directory,
+        resources=resources,
+        settings=settings,
+        max_rows=max_rows,
+        counters=counters,
+    )
+    stop = threading.Event()
+    with _stopping_on_signals(stop):
+        logger.info("policy %s, run directory %s", settings.selection.policy, run_dir)
+        service.run(stop, on_ready)
+
+
+@contextmanager
+def _stopping_on_signals(stop: threading.Event) -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        logger.info("%s: stopping", signal.Signals(number).name)
+        stop.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _set_threads() -> None:
+    text = os.environ.get(_THREADS_VARIABLE)
+    if text is None:
+        return
+    # The OpenMP form "4,2" is a list by nesting level.
+    first = text.split(",")[0].strip()
+    if not first.isdecimal() or int(first) < 1:
+        raise SettingsError(f"{_THREADS_VARIABLE}={text!r} must be a positive number")
+    torch.set_num_threads(int(first))

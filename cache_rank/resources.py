@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an epoch is built from and the next one may use again: store, weights, rotary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from .counters import Counters
+from .host_memory import check_memory
+from .model_adapters.base import ModelAdapter
+from .model_adapters.registry import find_adapter
+from .model_adapters.rotary import read_rotary
+from .policies.base import Policy, PolicyContext
+from .policies.registry import find_policy
+from .protocol.errors import ProtocolError
+from .protocol.messages import Timing
+from .protocol.model_spec import ModelSpec, read_config, read_model_spec
+from .protocol.settings import RankSettings
+from .store import KVStore
+
+KV_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Resources:
+    """Makes and keeps the large things. Used from the service thread only.
+
+    Parameters
+    ----------
+    model_dir : Path
+        Directory of the model.
+    settings : RankSettings
+        The settings of both ranks.
+    counters : Counters
+        For the store.
+
+    Raises
+    ------
+    UnsupportedModelError, PolicyError
+        If the model or the policy cannot be served.
+    SettingsError
+        If the host has too little memory for the store.
+    """
+
+    def __init__(self, model_dir: Path, settings: RankSettings, counters: Counters) -> None:
+        self._model_dir = model_dir
+        self._settings = settings
+        self._counters = counters
+        self._store: KVStore | None = None
+        self._store_dtype = ""
+        self._adapter: ModelAdapter | None = None
+        self._adapter_dtype = ""
+        config = read_config(model_dir)
+        saved = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        dtype = saved if saved in KV_DTYPES else "float32"
+        self.model = read_model_spec(model_dir, dtype=dtype)
+        self.capabilities = find_policy(settings.selection.policy).capabilities
+        check_memory(self.model, settings, num_slots=settings.cache.capacity_tokens)
+        self._context = PolicyContext(
+            model=self.model,
+            selection=settings.selection,
+            rotary=read_rotary(model_dir) if self.capabilities.selects else None,
+        )
+        self.policy(self.model)  # a policy that cannot be built is told now
+
+    def model_of(self, claimed: ModelSpec) -> ModelSpec:
+        """Return our model with the KV dtype and context that the inference rank was given.
+
+        Raises
+        ------
+        ProtocolError
+            If the dtype is none that KV is kept in.
+        """
+        if claimed.dtype not in KV_DTYPES:
+            raise ProtocolError(f"dtype={claimed.dtype} must be one of {', '.join(KV_DTYPES)}")
+        return msgspec.structs.replace(
+            self.model, dtype=claimed.dtype, max_context=claimed.max_context
+        )
+
+    def store(self, model: ModelSpec, page_size: int) -> KVStore:
+        """Return an empty store with room for SGLang's slot ids.
+
+        They run from 1 to `capacity_tokens`; a page is added for the padding slot 0.
+
+        Raises
+        ------
+        SettingsError
+            If the host has too little memory.
+        """
+        cache = self._settings.cache
+        num_slots = cache.capacity_tokens + page_size
+        if (
+            self._store is not None
+            and self._store_dtype == model.dtype
+            and self._store.num_slots == num_slots
+        ):
+            self._store.clear()
+            return self._store
+        self._store = None  # given back before the new one is made
+        check_memory(model, self._settings, num_slots=num_slots)
+        self._store_dtype = model.dtype
+        self._store = KVStore(
+            model,
+            num_slots=num_slots,
+            index_dtype=self._settings.selection.index_dtype,
+            poison=cache.poison_freed_slots,
+            counters=self._counters,
+        )
+        return self._store
+
+    def policy(self, model: ModelSpec) -> Policy:
+        """Return a fresh policy, which remembers nothing."""
+        policy_class = find_policy(self._settings.selection.policy)
+        return policy_class(replace(self._context, model=model))
+
+    def predictor(self, model: ModelSpec) -> ModelAdapter | None:
+        """Return the model adapter if the policy's timing needs one."""
+        if self.capabilities.timing is not Timing.SAME_STEP_HIDDEN:
+            return None
+        if self._adapter is None or self._adapter_dtype != model.dtype:
+            adapter_class = find_adapter(model.architecture)
+            exact = self._settings.selection.exact_layers
+            self._adapter = adapter_class(
+                self._model_dir,
+                model,
+                layers=[layer for layer in range(model.num_layers) if layer not in exact],
+                rotary=self._context.rotary,
+            )
+            self._adapter_dtype = model.dtype
+        return self._adapter

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control sockets: order, bounds, strangers, and who may bind."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tandemkv.cache_rank.protocol.control import ControlClient, ControlServer
+from tandemkv.cache_rank.protocol.errors import CacheRankError, CacheRankLostError, ProtocolError
+from tandemkv.cache_rank.protocol.messages import (
+    MAX_FRAME_BYTES,
+    ClearSlots,
+    Goodbye,
+    RowStep,
+    StatusRequest,
+    StepBegin,
+    encode,
+)
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run")
+
+
+@pytest.fixture
+def server(run_dir: RunDir) -> Iterator[ControlServer]:
+    server = ControlServer(run_dir)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(run_dir: RunDir) -> Iterator[ControlClient]:
+    client = ControlClient(run_dir)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def stranger(run_dir: RunDir) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    raw = context.socket(zmq.DEALER)
+    raw.connect(f"ipc://{run_dir.control_socket}")
+    yield raw
+    raw.close(linger=0)
+    context.term()
+
+
+def test_messages_arrive_in_order(server: ControlServer, client: ControlClient) -> None:
+    for epoch in range(500):
+        client.send(ClearSlots(epoch=epoch))
+    got = [server.poll(2.0) for _ in range(500)]
+    assert [m[1] for m in got if m] == [ClearSlots(epoch=e) for e in range(500)]
+    assert server.poll(0.0) is None
+
+
+def test_answer_reaches_the_one_who_asked(server: ControlServer, run_dir: RunDir) -> None:
+    clients = [ControlClient(run_dir) for _ in range(2)]
+    peers = []
+    for n, each in enumerate(clients):
+        each.send(ClearSlots(epoch=n))
+        received = server.poll(2.0)
+        assert received is not None
+        peers.append(received[0])
+    for n in (1, 0):
+        assert server.send(peers[n], Goodbye(epoch=n))
+        assert clients[n].request(StatusRequest(), 2.0) == Goodbye(epoch=n)
+    for each in clients:
+        each.close()
+
+
+def test_send_to_one_who_is_gone_is_false(server: ControlServer, client: ControlClient) -> None:
+    assert not server.send(b"nobody", Goodbye(epoch=1))
+    client.send(Goodbye(epoch=1))
+    received = server.poll(2.0)
+    assert received is not None
+    client.close()
+    deadline = time.monotonic() + 2.0
+    while server.send(received[0], Goodbye(epoch=1)) and time.monotonic() < deadline:
+        server.poll(0.01)
+    assert not server.send(received[0], Goodbye(epoch=1))
+
+
+def test_last_words_before_close_arrive(server: ControlServer, run_dir: RunDir) -> None:
+    client = ControlClient(run_dir)
+    client.send(Goodbye(epoch=4))
+    client.close()
+    received = server.poll(2.0)
+    assert received is not None
+    assert received[1] == Goodbye(epoch=4)
+
+
+def test_garbage_is_counted_and_good_messages_go_on(
+    server: ControlServer, client: ControlClient, stranger: zmq.Socket[bytes]
+) -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        stranger.send(rng.randbytes(rng.randint(0, 200)))
+    stranger.send_multipart([encode(ClearSlots(epoch=1))] * 2)
+    stranger.send_multipart([b"x" * 1000] * 50)
+    stranger.send(encode(ClearSlots(epoch=1)) + b"x")
+    deadline = time.monotonic() + 5.0
+    while server.malformed < 303 and time.monotonic() < deadline:
+        assert server.poll(0.1) is None
+    assert server.malformed == 303
+    client.send(ClearSlots(epoch=2))
+    received = server.poll(2.0)
+    assert received is not None
+    assert received[1] == ClearSlots(epoch=2)
+
+
+def test_frame_beyond_the_limit_ends_its_connection_only(
+    server: ControlServer, client: ControlClient, stranger: zmq.Socket[bytes]
+) -> None:
+    stranger.send(b"x" * (MAX_FRAME_BYTES + 1))
+    assert server.poll(0.3) is None
+    client.send(ClearSlots(epoch=2))
+    assert server.poll(2.0) is not None
+
+
+def test_raw_bytes_on_the_socket_do_no_harm(
+    server: ControlServer, client: ControlClient, run_dir: RunDir
+) -> None:
+    rng = random.Random(2)
+    for _ in range(100):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.settimeout(2.0)
+            raw.connect(str(run_dir.control_socket))
+            raw.sendall(rng.randbytes(300))
+    client.send(ClearSlots(epoch=2))
+    received = server.poll(2.0)
+    assert received is not None
+    assert received[1] == ClearSlots(epoch=2)
+
+
+def test_send_does_not_block_when_nobody_reads(client: ControlClient) -> None:
+    start = time.monotonic()
+    with pytest.raises(CacheRankLostError, match="nobody reads"):
+        for epoch in range(100_000):
+            client.send(ClearSlots(epoch=epoch))
+    assert time.monotonic() - start < 2.0
+
+
+def test_message_beyond_the_limit_is_the_senders_error(client: ControlClient) -> None:
+    row = RowStep(row=1, generation=1, length=1, prefix_len=1, flags=1, window=1)
+    step = StepBegin(
+        epoch=1,
+        step_id=1,
+        kind=1,
+        rows=[row] * 200_000,
+        dirty=[],
+        num_table_slots=1,
+        applied_seq=0,
+    )
+    with pytest.raises(ProtocolError, match="exceeds"):
+        client.send(step)
+
+
+def test_request_times_out(server: ControlServer, client: ControlClient) -> None:
+    start = time.monotonic()
+    with pytest.raises(CacheRankLostError, match="StatusRequest"):
+        client.request(StatusRequest(), 0.1)
+    assert time.monotonic() - start < 0.5
+
+
+def test_socket_is_private_and_removed(run_dir: RunDir) -> None:
+    server = ControlServer(run_dir)
+    assert stat.S_IMODE(run_dir.control_socket.stat().st_mode) == 0o600
+    server.close()
+    server.close()
+    assert not run_dir.control_socket.exists()
+    ControlServer(run_dir).close()
+
+
+def test_second_server_is_refused_and_harms_nothing(
+    server: ControlServer, client: ControlClient, run_dir: RunDir
+) -> None:
+    with pytest.raises(CacheRankError, match="another live process"):
+        ControlServer(run_dir)
+    client.send(ClearSlots(epoch=1))
+    assert server.poll(2.0) is not None
+
+
+_HOLD = """
+import sys, time
+from tandemkv.cache_rank.protocol.control import ControlServer
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+server = ControlServer(RunDir.open(sys.argv[1]))
+print("bound", flush=True)
+time.sleep(60)
+"""
+
+
+def test_socket_of_a_dead_process_is_taken_over(run_dir: RunDir) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", _HOLD, str(run_dir.path)], stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"bound\n"
+    with pytest.raises(CacheRankError, match="another live process"):
+        ControlServer(run_dir)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert run_dir.control_socket.exists()
+    client = ControlClient(run_dir)
+    client.send(ClearSlots(epoch=1))
+    server = ControlServer(run_dir)
+    assert server.poll(3.0) is not None
+    client.close()
+    server.close()

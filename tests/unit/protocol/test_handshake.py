@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handshake names what differs, at once, and gives nothing away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tandemkv.cache_rank.protocol.control import ControlClient, ControlServer
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankLostError,
+    HandshakeRefusedError,
+    ProtocolError,
+)
+from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello, open_epoch
+from tandemkv.cache_rank.protocol.messages import Hello, Message, Refused, Welcome, decode
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import (
+    CacheSettings,
+    ExchangeSettings,
+    RankSettings,
+    SelectionSettings,
+)
+
+TOKEN = bytes(range(32))
+MODEL = ModelSpec(
+    architecture="LlamaForCausalLM",
+    num_layers=4,
+    num_qo_heads=8,
+    num_kv_heads=2,
+    head_dim=16,
+    hidden_size=128,
+    max_context=4096,
+    dtype="float32",
+    model_hash="ab" * 16,
+)
+SETTINGS = RankSettings()
+WELCOME = Welcome(epoch=3, num_slots=9, timing=1, all_exact=False, store_name="store-3")
+
+
+def _hello(**changes: object) -> Hello:
+    hello = make_hello(token=TOKEN, model=MODEL, settings=SETTINGS, max_rows=8, page_size=1)
+    return msgspec.structs.replace(hello, **changes)
+
+
+def _check(hello: Hello) -> Refused | None:
+    return check_hello(hello, token=TOKEN, model=MODEL, settings=SETTINGS, page_size=1)
+
+
+def test_equal_sides_agree() -> None:
+    assert _check(_hello()) is None
+
+
+@pytest.mark.parametrize("field", ModelSpec.__struct_fields__)
+def test_each_model_field_is_named(field: str) -> None:
+    old = getattr(MODEL, field)
+    new = old + 1 if isinstance(old, int) else old + "x"
+    refused = _check(_hello(model=msgspec.structs.replace(MODEL, **{field: new})))
+    assert refused is not None
+    assert refused.field == field
+    assert str(old) in refused.message
+    assert str(new) in refused.message
+
+
+@pytest.mark.parametrize("field", sorted(SETTINGS.flat()))
+def test_each_setting_is_named(field: str) -> None:
+    flat = SETTINGS.flat()
+    for changed in ({**flat, field: "other"}, {k: v for k, v in flat.items() if k != field}):
+        refused = _check(_hello(settings=changed))
+        assert refused is not None
+        assert refused.field == field
+        assert changed.get(field, "no such field") in refused.message
+        assert flat[field] in refused.message
+
+
+def test_setting_that_the_cache_rank_lacks_is_named() -> None:
+    refused = _check(_hello(settings={**SETTINGS.flat(), "selection.novel": "1"}))
+    assert refused is not None
+    assert refused.field == "selection.novel"
+
+
+def test_settings_trees_that_differ_are_refused() -> None:
+    for other in (
+        RankSettings(selection=SelectionSettings(budget_tokens=512)),
+        RankSettings(exchange=ExchangeSettings(layers_per_pack=2)),
+        RankSettings(cache=CacheSettings(capacity_tokens=1024)),
+        RankSettings(evaluation=True),
+    ):
+        hello = make_hello(token=TOKEN, model=MODEL, settings=other, max_rows=8, page_size=1)
+        assert _check(hello) is not None
+
+
+def test_page_size_is_named() -> None:
+    refused = _check(_hello(page_size=16))
+    assert refused is not None
+    assert refused.field == "page_size"
+
+
+def test_order_is_version_token_rest() -> None:
+    other = msgspec.structs.replace(MODEL, dtype="bfloat16")
+    refused = _check(_hello(protocol_version=9, token=b"x" * 32, model=other))
+    assert refused is not None
+    assert refused.field == "protocol_version"
+    refused = _check(_hello(token=b"x" * 32, model=other))
+    assert refused is not None
+    assert refused.field == "token"
+    assert "dtype" not in refused.message
+
+
+@pytest.mark.parametrize("token", [b"", b"\xff" * 32, TOKEN[:-1], TOKEN + b"x"])
+def test_wrong_token_is_refused_and_none_is_told(token: bytes) -> None:
+    refused = _check(_hello(token=token))
+    assert refused is not None
+    assert refused.field == "token"
+    for secret in (TOKEN, token):
+        if secret:
+            assert repr(secret)[2:-1] not in refused.message
+            assert secret.hex() not in refused.message
+
+
+def test_refusal_fits_its_bounds_whatever_the_peer_sends() -> None:
+    flat = {**SETTINGS.flat(), "selection.policy": "p" * 4096}
+    refused = _check(_hello(settings=flat))
+    assert refused is not None
+    assert decode(msgspec.msgpack.encode(refused)) == refused
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run")
+
+
+def _serve_once(run_dir: RunDir, answer: Callable[[Message], Message]) -> ControlServer:
+    server = ControlServer(run_dir)
+
+    def serve() -> None:
+        received = server.poll(5.0)
+        if received is not None:
+            server.send(received[0], answer(received[1]))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return server
+
+
+def _open(run_dir: RunDir, hello: Hello, timeout_s: float = 5.0) -> Welcome:
+    client = ControlClient(run_dir)
+    try:
+        return open_epoch(client, hello, timeout_s)
+    finally:
+        client.close()
+
+
+def test_open_epoch(run_dir: RunDir) -> None:
+    server = _serve_once(run_dir, lambda message: WELCOME)
+    assert _open(run_dir, _hello()) == WELCOME
+    server.close()
+
+
+def test_refusal_reaches_the_inference_rank_within_a_second(run_dir: RunDir) -> None:
+    def answer(message: Message) -> Message:
+        assert isinstance(message, Hello)
+        return _check(message) or WELCOME
+
+    server = _serve_once(run_dir, answer)
+    start = time.monotonic()
+    with pytest.raises(HandshakeRefusedError, match="field=dtype") as caught:
+        _open(run_dir, _hello(model=msgspec.structs.replace(MODEL, dtype="bfloat16")))
+    assert time.monotonic() - start < 1.0
+    assert caught.value.field == "dtype"
+    server.close()
+
+
+def test_silent_cache_rank_is_a_loss_that_names_the_command(run_dir: RunDir) -> None:
+    start = time.monotonic()
+    with pytest.raises(CacheRankLostError, match="tandemkv cache-rank"):
+        _open(run_dir, _hello(), timeout_s=0.2)
+    assert time.monotonic() - start < 1.0
+
+
+def test_odd_answer_is_a_protocol_error(run_dir: RunDir) -> None:
+    server = _serve_once(run_dir, lambda message: _hello())
+    with pytest.raises(ProtocolError, match="answered with Hello"):
+        _open(run_dir, _hello())
+    server.close()
+
+
+def test_hello_of_another_version_is_refused_though_it_does_not_decode(run_dir: RunDir) -> None:
+    server = ControlServer(run_dir)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(f"ipc://{run_dir.control_socket}")
+    socket.send(msgspec.msgpack.encode([1, 2, "a later layout"]))
+    assert server.poll(0.3) is None
+    assert socket.poll(2000)
+    refused = decode(socket.recv())
+    assert isinstance(refused, Refused)
+    assert refused.field == "protocol_version"
+    assert server.malformed == 1
+    socket.close(linger=0)
+    context.term()
+    server.close()

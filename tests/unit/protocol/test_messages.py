@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames: every message survives the wire, nothing else does any harm."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.messages import (
+    MAX_FRAME_BYTES,
+    ClearSlots,
+    FreeSlots,
+    Goodbye,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Message,
+    Refused,
+    ReleaseRow,
+    RowStep,
+    StatusReply,
+    StatusRequest,
+    StepBegin,
+    Welcome,
+    decode,
+    encode,
+    hello_version,
+)
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+
+MODEL = ModelSpec(
+    architecture="LlamaForCausalLM",
+    num_layers=4,
+    num_qo_heads=8,
+    num_kv_heads=2,
+    head_dim=16,
+    hidden_size=128,
+    max_context=4096,
+    dtype="float32",
+    model_hash="ab" * 16,
+)
+ROW = RowStep(row=3, generation=7, length=100, prefix_len=99, flags=5, window=0)
+HELLO = Hello(
+    protocol_version=1,
+    token=b"t" * 32,
+    model=MODEL,
+    settings={"selection.policy": "look_ahead"},
+    max_rows=8,
+    page_size=1,
+)
+MESSAGES: list[Message] = [
+    HELLO,
+    Welcome(epoch=9, num_slots=65536, timing=1, all_exact=False, store_name="store-9"),
+    Refused(field="dtype", message="differs"),
+    StepBegin(
+        epoch=9, step_id=1 << 40, kind=1, rows=[ROW], dirty=[ROW], num_table_slots=101, applied_seq=2
+    ),
+    FreeSlots(epoch=9, num_slots=5),
+    ClearSlots(epoch=9),
+    ReleaseRow(epoch=9, row=3, generation=7),
+    Goodbye(epoch=9),
+    Heartbeat(epoch=9, sequence=1),
+    HeartbeatReply(epoch=9, sequence=1, busy_s=0.5),
+    StatusRequest(),
+    StatusReply(role="cache", epoch=9, ready=True, values={"steps": 1.0}, info={"policy": "x"}),
+]
+
+
+def _outcome(frame: bytes) -> Message | None:
+    """Decode; whatever escapes besides `ProtocolError` fails the test."""
+    try:
+        return decode(frame)
+    except ProtocolError:
+        return None
+
+
+def test_list_is_complete() -> None:
+    assert {type(m) for m in MESSAGES} == set(Message.__args__)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_round_trip(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_are_refused_or_sound(frame: bytes) -> None:
+    _outcome(frame)
+    hello_version(frame)
+
+
+def test_mutated_frames_are_refused_or_sound() -> None:
+    rng = random.Random(0)
+    frames = [encode(m) for m in MESSAGES]
+    refused = 0
+    for _ in range(20_000):
+        frame = bytearray(rng.choice(frames))
+        for _ in range(rng.randint(1, 4)):
+            kind, at = rng.randrange(4), rng.randrange(len(frame) + 1)
+            if kind == 0 and frame:
+                frame[at % len(frame)] = rng.randrange(256)
+            elif kind == 1:
+                del frame[at : at + rng.randint(1, 8)]
+            elif kind == 2:
+                frame[at:at] = rng.randbytes(rng.randint(1, 8))
+            else:
+                other = rng.choice(frames)
+                frame[at:] = other[rng.randrange(len(other)) :]
+        message = _outcome(bytes(frame))
+        refused += message is None
+        if message is not None:
+            assert decode(encode(message)) == message  # whatever passes is within the bounds
+    assert refused > 10_000
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\x91" * 100_000,  # nested arrays
+        msgspec.msgpack.encode([99]),
+        msgspec.msgpack.encode([6]),
+        msgspec.msgpack.encode([6, 1, 2]),
+        msgspec.msgpack.encode({"epoch": 1}),
+        b"\x00" * (MAX_FRAME_BYTES + 1),
+    ],
+    ids=["empty", "deep", "unknown tag", "too few", "too many", "map", "too long"],
+)
+def test_malformed_frames_are_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        (MESSAGES[0], {"token": b"t" * 65}),
+        (MESSAGES[0], {"max_rows": 0}),
+        (MESSAGES[0], {"page_size": 1025}),
+        (MESSAGES[0], {"settings": {str(i): "" for i in range(129)}}),
+        (MESSAGES[0], {"settings": {"x": "y" * 4097}}),
+        (MESSAGES[0], {"model": msgspec.structs.replace(MODEL, num_layers=0)}),
+        (MESSAGES[1], {"timing": 4}),
+        (MESSAGES[1], {"epoch": -1}),
+        (MESSAGES[1], {"epoch": (1 << 62) + 1}),
+        (MESSAGES[3], {"kind": 2}),
+        (MESSAGES[3], {"rows": [ROW] * 4097}),
+        (MESSAGES[3], {"rows": [msgspec.structs.replace(ROW, flags=8)]}),
+        (MESSAGES[3], {"rows": [msgspec.structs.replace(ROW, length=(1 << 30) + 1)]}),
+        (MESSAGES[3], {"num_table_slots": -1}),
+        (MESSAGES[6], {"row": (1 << 20) + 1}),
+        (MESSAGES[9], {"busy_s": float("nan")}),
+        (MESSAGES[9], {"busy_s": -1.0}),
+        (MESSAGES[9], {"busy_s": float("inf")}),
+        (MESSAGES[11], {"values": {str(i): 0.0 for i in range(513)}}),
+    ],
+)
+def test_fields_out_of_bounds_are_refused(message: Message, change: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError):
+        decode(encode(msgspec.structs.replace(message, **change)))
+
+
+def test_encode_refuses_what_decode_would() -> None:
+    with pytest.raises(ProtocolError, match="exceeds"):
+        encode(Refused(field="x", message="y" * MAX_FRAME_BYTES))
+
+
+def test_hello_does_not_show_its_token() -> None:
+    assert "ttt" not in repr(HELLO)
+    assert "ttt" not in f"{HELLO}"
+
+
+def test_version_of_a_foreign_hello_is_read() -> None:
+    frame = msgspec.msgpack.encode([1, 7, "whatever", {"a": 1}, 3, 4, 5, 6, 7, 8])
+    assert _outcome(frame) is None
+    assert hello_version(frame) == 7
+    assert hello_version(encode(ClearSlots(epoch=1))) is None

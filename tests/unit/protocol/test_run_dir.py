@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run directory lets nobody in but its owner."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_create_and_open(tmp_path: Path) -> None:
+    created = RunDir.create(tmp_path / "a" / "run")
+    assert _mode(created.path) == 0o700
+    assert _mode(created.path / "token") == 0o600
+    assert len(created.token) == 32
+    opened = RunDir.open(created.path)
+    assert opened.token == created.token
+    assert opened.control_socket != opened.heartbeat_socket != opened.inference_socket
+    assert [p.name for p in created.path.iterdir()] == ["token"]
+
+
+def test_create_again_keeps_the_token(tmp_path: Path) -> None:
+    first = RunDir.create(tmp_path / "run")
+    assert RunDir.create(tmp_path / "run").token == first.token
+
+
+def test_two_directories_have_different_tokens(tmp_path: Path) -> None:
+    assert RunDir.create(tmp_path / "a").token != RunDir.create(tmp_path / "b").token
+
+
+def test_default_is_under_the_runtime_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    run_dir = RunDir.create()
+    assert run_dir.path.parent == tmp_path
+    assert _mode(run_dir.path) == 0o700
+    run_dir.remove()
+    assert not run_dir.path.exists()
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    fallback = RunDir.create()
+    assert fallback.path.parent == Path("/tmp")
+    fallback.remove()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o750])
+def test_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
+    RunDir.create(tmp_path / "run")
+    (tmp_path / "run").chmod(mode)
+    for use in (RunDir.create, RunDir.open):
+        with pytest.raises(SettingsError, match="lets others in"):
+            use(tmp_path / "run")
+
+
+def test_token_open_to_others_is_refused(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    (run_dir.path / "token").chmod(0o644)
+    for use in (RunDir.create, RunDir.open):
+        with pytest.raises(SettingsError, match=r"token.*0644"):
+            use(run_dir.path)
+
+
+def test_directory_of_somebody_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunDir.create(tmp_path / "run")
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    for use in (RunDir.create, RunDir.open):
+        with pytest.raises(SettingsError, match="belongs to uid"):
+            use(tmp_path / "run")
+
+
+def test_link_and_file_are_refused(tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "file").touch(mode=0o600)
+    for name in ("link", "file"):
+        for use in (RunDir.create, RunDir.open):
+            with pytest.raises(SettingsError, match="must be a directory"):
+                use(tmp_path / name)
+
+
+def test_missing_directory_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="tandemkv cache-rank"):
+        RunDir.open(tmp_path / "nowhere")
+
+
+def test_long_path_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 100)
+    with pytest.raises(SettingsError, match="shorter --run-dir"):
+        RunDir.create(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("token", [b"", b"short", b"x" * 33])
+def test_token_of_wrong_length_is_refused(tmp_path: Path, token: bytes) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    (run_dir.path / "token").write_bytes(token)
+    with pytest.raises(SettingsError, match="must be 32"):
+        RunDir.open(run_dir.path)
+
+
+def test_stores(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    assert run_dir.resolve_store("store-12") == run_dir.store_path(12)
+    run_dir.store_path(12).write_bytes(b"stale")
+    assert not run_dir.fresh_store(12).exists()
+    for name in ("../store-1", "store-", "store-1/x", "/etc/passwd", "", "store-1\n", "token"):
+        with pytest.raises(ProtocolError):
+            run_dir.resolve_store(name)
+
+
+def test_repr_does_not_show_the_token(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    assert run_dir.token.hex() not in repr(run_dir)

@@ -1,0 +1,33 @@
+"""Stands in for a rank: ``fake_rank.py NAME DIRECTORY MODE``. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+name, directory, mode = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+
+
+def note_pid(pid: int) -> None:
+    with (directory / "pids").open("a") as file:
+        file.write(f"{name} {pid}\n")
+
+
+note_pid(os.getpid())
+print(f"{name} begins", flush=True)
+if mode == "die":
+    print(f"{name}: no such tensor", flush=True)
+    sys.exit(3)
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if mode in ("stubborn", "parent"):
+    # A grandchild that ignores SIGTERM and does not notice its parent's death.
+    code = "import signal,time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    note_pid(subprocess.Popen([sys.executable, "-I", "-S", "-c", code]).pid)
+if mode != "never":
+    (directory / f"{name}.up").touch()
+time.sleep(600)
