@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -32,6 +33,10 @@ def choose_port(host: str, port: int) -> int:
             probe.bind(address)
             probe.listen(1)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise SettingsError(
+                    f"host={host} is no address of this machine; use 127.0.0.1"
+                ) from error
             raise SettingsError(
                 f"port={port} on {host} cannot be used ({error.strerror}); stop the program that "
                 "holds it, choose another --port, or --port 0 for any free one"

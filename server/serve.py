@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
+from .child_process import ChildSpec
 from .launch import Launcher, LaunchPlan
 from .ports import server_url
 from .preflight import ResolvedLaunch, resolve_launch, resolve_model
@@ -29,7 +30,6 @@ from .sglang_command import (
     sglang_argv,
     sglang_env,
 )
-from .child_process import ChildSpec
 
 SETTINGS_FILE = "settings.yaml"
 _STATUS_TIMEOUT_S = 0.5
@@ -164,15 +164,27 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     )
 
 
-def run_cache_rank_process(
-    settings: ServeSettings, path: Path, progress: Callable[[str], None] = lambda _: None
-) -> None:
-    """Be the cache rank of the run directory `path`, until SIGTERM or SIGINT."""
+def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
+    """Be the cache rank of the run directory `path`, until SIGTERM or SIGINT.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError, PolicyError
+        If the directory, the model or the policy cannot be used.
+    CacheRankError
+        If another cache rank serves the directory.
+    """
     from tandemkv.cache_rank.process import run_cache_rank
 
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logger = logging.getLogger(__name__)
+    run_dir = RunDir.create(path)
     run_cache_rank(
-        run_dir=RunDir.create(path).path,
-        model_dir=resolve_model(settings.model, progress),
+        run_dir=run_dir.path,
+        model_dir=resolve_model(settings.model, logger.info),
         settings=settings.rank_settings,
         max_rows=settings.max_running_requests,
+        on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),
     )

@@ -17,7 +17,7 @@ CPU_CHUNK_TOKENS = 2048
 
 _CPU_FLAGS = (
     "--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-    "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup",
+    "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle",
 )  # fmt: skip
 
 

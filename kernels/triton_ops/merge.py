@@ -26,18 +26,17 @@ def _merge_kernel(
     total = weight_left + weight_right
     norm = tl.where(total > 0, total, 1.0)
     dim = tl.arange(0, BLOCK_D)
-    in_head = dim < head_dim
     # A part of weight 0 is not even read: it may hold NaN.
     a = tl.load(
         out_a + req * a_stride_b + head * a_stride_h + dim * a_stride_d,
-        mask=in_head & has_left, other=0.0,
+        mask=dim < tl.where(has_left, head_dim, 0), other=0.0,
     ).to(tl.float32)  # fmt: skip
     b = tl.load(
         out_b + req * b_stride_b + head * b_stride_h + dim * b_stride_d,
-        mask=in_head & has_right, other=0.0,
+        mask=dim < tl.where(has_right, head_dim, 0), other=0.0,
     ).to(tl.float32)  # fmt: skip
     merged = a * (weight_left / norm) + b * (weight_right / norm)
-    tl.store(out + index * head_dim + dim, merged.to(out.dtype.element_ty), mask=in_head)
+    tl.store(out + index * head_dim + dim, merged.to(out.dtype.element_ty), mask=dim < head_dim)
     is_empty = (left == float("-inf")) & (right == float("-inf"))
     tl.store(lse + index, tl.where(is_empty, float("-inf"), shift + tl.log(norm)))
 

@@ -248,7 +248,7 @@ def test_own_timeout(meet: Meet) -> None:
     peer = meet("silent", timeout_s=0.5)
     recv, later = (peer.transport.issue_recv(torch.empty(8)) for _ in range(2))
     start = time.monotonic()
-    with pytest.raises(TransferTimeoutError, match="transfer_timeout_s=0.5"):
+    with pytest.raises(TransferTimeoutError, match=r"transfer_timeout_s=0\.5"):
         recv.wait()
     assert 0.4 < time.monotonic() - start < 2.0
     _fails(later, TransferAbortedError, 0.2)
@@ -340,7 +340,7 @@ def _listeners(pid: int) -> list[str]:
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            target = os.readlink(link)
+            target = str(link.readlink())
         except OSError:
             continue
         if target.startswith("socket:["):

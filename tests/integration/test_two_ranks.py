@@ -204,7 +204,9 @@ class World:
         weights = logits.masked_fill(~mask, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
-    def extend(self, rows: list[int], prefixes: list[int], lengths: list[int], *, last: bool) -> float:
+    def extend(
+        self, rows: list[int], prefixes: list[int], lengths: list[int], *, last: bool
+    ) -> float:
         for row, prefix, length in zip(rows, prefixes, lengths, strict=True):
             n = length - prefix
             slots = torch.arange(self.next_slot, self.next_slot + n, dtype=torch.int32)
@@ -215,7 +217,9 @@ class World:
         worst = 0.0
         for layer in range(LAYERS):
             spans = list(zip(rows, prefixes, lengths, strict=True))
-            q, k, v, _ = (torch.cat(x) for x in zip(*(self.tensors(layer, *s) for s in spans), strict=True))
+            q, k, v, _ = (
+                torch.cat(x) for x in zip(*(self.tensors(layer, *s) for s in spans), strict=True)
+            )
             out = step.attend(layer, q, k, v)
             want = torch.cat([self.dense(layer, *s) for s in spans])
             worst = max(worst, float((out.double() - want).abs().max()))

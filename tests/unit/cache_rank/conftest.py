@@ -23,6 +23,8 @@ from tandemkv.cache_rank.protocol.messages import (
     ReleaseRow,
     RowFlag,
     RowStep,
+    StatusReply,
+    StatusRequest,
     StepBegin,
     StepKind,
     Timing,
@@ -154,15 +156,19 @@ class ScriptedRank:
             return 0
         return int(RowFlag.EXACT if self.welcome.all_exact or exact else RowFlag.SPARSE)
 
+    def settle(self) -> StatusReply:
+        """Wait until everything sent has been handled."""
+        reply = self.control.request(StatusRequest(), 10.0)
+        assert isinstance(reply, StatusReply)
+        return reply
+
     def free(self, slots: torch.Tensor) -> None:
         self.control.send(FreeSlots(epoch=self.welcome.epoch, num_slots=len(slots)))
         self.transport.issue_send(slots.to(torch.int32).contiguous())
 
     def release(self, request: Request) -> None:
         row, generation = request.owner
-        self.control.send(
-            ReleaseRow(epoch=self.welcome.epoch, row=row, generation=generation)
-        )
+        self.control.send(ReleaseRow(epoch=self.welcome.epoch, row=row, generation=generation))
 
     def extend(self, *requests: Request, upto: int | None = None) -> None:
         """Prefill the requests, up to `upto` tokens (a chunk), else to their end."""
@@ -174,9 +180,7 @@ class ScriptedRank:
             window = 0
             if flags & RowFlag.SPARSE:
                 window = min(self.settings.selection.seed_window, length - request.stored)
-            steps.append(
-                RowStep(*request.owner, length, request.stored, int(flags), window)
-            )
+            steps.append(RowStep(*request.owner, length, request.stored, int(flags), window))
         table = torch.cat([r.slots[: s.length] for r, s in zip(requests, steps, strict=True)])
         for transfer in self._begin(StepKind.EXTEND, steps, table):
             self._extend_transfer(transfer, list(requests), steps)
@@ -342,9 +346,9 @@ class ScriptedRank:
                     there = views.fetch_slot[i, j, head] >= 0
                     slot = views.fetch_slot[i, j, head][there].long()
                     self.num_fetched += len(slot)
-                    self.positions[layer, request.row, head, slot] = views.fetch_pos[
-                        i, j, head
-                    ][there]
+                    self.positions[layer, request.row, head, slot] = views.fetch_pos[i, j, head][
+                        there
+                    ]
                     self.resident_k[layer, request.row, head, slot] = views.k[i, j, head][there]
                     self.resident_v[layer, request.row, head, slot] = views.v[i, j, head][there]
                 self.check_resident(layer, request, len(request.slots) + lag)

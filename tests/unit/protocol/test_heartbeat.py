@@ -37,6 +37,7 @@ class _Pair:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.busy_s = 0.0
+        self.delay_s = 0.0
         self.silences = 0
         self.losses: queue.Queue[str] = queue.Queue()
         self.server = self.serve()
@@ -52,11 +53,15 @@ class _Pair:
         return HeartbeatServer(
             self.path,
             busy=lambda: self.busy_s,
-            status=lambda: STATUS,
+            status=self._status,
             on_silence=self._count,
             interval_s=INTERVAL_S,
             misses=MISSES,
         )
+
+    def _status(self) -> StatusReply:
+        time.sleep(self.delay_s)
+        return STATUS
 
     def _count(self) -> None:
         self.silences += 1
@@ -201,6 +206,21 @@ def test_forget_ends_the_watch_and_tells_the_client(pair: _Pair) -> None:
     assert "epoch 0" in pair.losses.get(timeout=3.0)
     time.sleep(2 * INTERVAL_S * MISSES)
     assert pair.silences == 0
+
+
+def test_delay_in_the_server_itself_is_no_silence(pair: _Pair) -> None:
+    """Heartbeats wait in the queue while a callback holds the thread."""
+    pair.delay_s = 2 * INTERVAL_S * MISSES
+    pair.client = HeartbeatClient(
+        pair.path, interval_s=INTERVAL_S, misses=30, on_lost=pair.losses.put, max_busy_s=5.0
+    )
+    pair.server.expect(3)
+    pair.client.start(3)
+    time.sleep(2 * INTERVAL_S)
+    assert request_status(pair.path, 3.0) == STATUS
+    time.sleep(INTERVAL_S * MISSES)
+    assert pair.silences == 0
+    assert pair.losses.empty()
 
 
 _SERVE = """

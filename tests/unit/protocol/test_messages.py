@@ -58,7 +58,13 @@ MESSAGES: list[Message] = [
     Welcome(epoch=9, num_slots=65536, timing=1, all_exact=False, store_name="store-9"),
     Refused(field="dtype", message="differs"),
     StepBegin(
-        epoch=9, step_id=1 << 40, kind=1, rows=[ROW], dirty=[ROW], num_table_slots=101, applied_seq=2
+        epoch=9,
+        step_id=1 << 40,
+        kind=1,
+        rows=[ROW],
+        dirty=[ROW],
+        num_table_slots=101,
+        applied_seq=2,
     ),
     FreeSlots(epoch=9, num_slots=5),
     ClearSlots(epoch=9),

@@ -1,0 +1,152 @@
+"""The command line: help, exit codes, and messages of one line."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tandemkv.server import doctor
+from tandemkv.server.commands import app
+
+RANK_OPTIONS = """
+    --policy --budget-tokens --resident-factor --recent-tokens --sink-tokens --fetch-cap
+    --index-dtype --deterministic --no-deterministic --layers-per-pack --look-ahead-layers --lag
+    --refresh-every --exact-layers --deadline-us --cache-tokens --max-running-requests --config
+"""
+SERVE_OPTIONS = f"""{RANK_OPTIONS}
+    --cache-ranks --device --port --host --allow-remote --max-context --chunked-prefill-size
+    --dtype --start-timeout-s --run-dir --print-settings --verbose SGLANG
+"""
+STATUS = {
+    "ready": True,
+    "inference_rank": {
+        "role": "inference_rank",
+        "ready": True,
+        "epoch": 3,
+        "values": {"late_packs_total": 2.0, "bytes_sent_total": 3145728.0, "exact_rows_total": 7.0},
+        "info": {"policy": "look_ahead", "lost_reason": ""},
+    },
+    "cache_ranks": [
+        {"values": {"resident_hits_total": 1234567.0, "slots_free": 9.0}, "epoch": 3, "ready": True}
+    ],
+}
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        known = self.path == "/tandemkv/status"
+        body = json.dumps(STATUS if known else {}).encode()
+        self.send_response(200 if known else 404)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server_url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), _Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("serve", SERVE_OPTIONS),
+        ("cache-rank", f"{RANK_OPTIONS} --run-dir --model"),
+        ("status", "--json --url http://127.0.0.1:30000"),
+        ("model-path", "smollm2"),
+        ("doctor", "--port"),
+    ],
+)
+def test_help_mentions_every_option(runner: CliRunner, command: str, options: str) -> None:
+    result = runner.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert [option for option in options.split() if option not in result.output] == []
+
+
+def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:
+    arguments = ["serve", "m", "--print-settings", "--budget-tokens", "512", "--no-deterministic"]
+    result = runner.invoke(app, [*arguments, "--", "--log-level", "debug"])
+    assert result.exit_code == 0
+    printed = yaml.safe_load(result.stdout)
+    assert printed["selection"]["budget_tokens"] == 512
+    assert printed["exchange"]["deterministic"] is False
+    assert printed["sglang_args"] == ["--log-level", "debug"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["serve"], 2, "no model given"),
+        (["serve", "/nonexistent"], 2, "model=/nonexistent: no such directory"),
+        (["serve", "m", "--budget-tokens", "5"], 2, "from --budget-tokens"),
+        (["serve", "m", "--no-such-flag"], 2, "No such option"),
+        (["serve", "m", "--cache-ranks", "0"], 2, "not available in this version"),
+        (["serve", "m", "--", "--attention-backend", "triton"], 2, "--attention-backend"),
+        (["serve", "m", "--port", "0", "--policy", "magic"], 2, "look_ahead"),
+        (["cache-rank"], 2, "--run-dir"),
+        (["model-path", "gpt5"], 2, "there is smollm2"),
+        (["status", "--url", "http://127.0.0.1:9"], 1, "is `tandemkv serve` running"),
+        (["status", "--url", "localhost"], 1, "must begin with http"),
+    ],
+)
+def test_exit_codes_and_messages(
+    runner: CliRunner, arguments: list[str], code: int, expected: str
+) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == code
+    assert expected in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_debug_shows_the_traceback(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["--debug", "serve", "/nonexistent"])
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+def test_status_as_table_and_json(runner: CliRunner, server_url: str) -> None:
+    shown = runner.invoke(app, ["status", "--url", server_url])
+    assert shown.exit_code == 0
+    for part in ("ready", "look_ahead", "1,234,567", "3.00 MiB", "slots free", "late packs"):
+        assert part in shown.output
+    assert "lost reason" not in shown.output
+    printed = runner.invoke(app, ["status", "--json", "--url", f"{server_url}/"])
+    assert json.loads(printed.stdout) == STATUS
+
+
+def test_status_of_a_server_without_the_plugin(runner: CliRunner, server_url: str) -> None:
+    result = runner.invoke(app, ["status", "--url", f"{server_url}/other"])
+    assert result.exit_code == 1
+    assert "without the tandemkv plugin" in result.stderr
+
+
+@pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_doctor_exit_code(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, level: str, code: int
+) -> None:
+    finding = doctor.Finding("memory", level, "2 GiB", "add [some]")  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "run_checks", lambda **_: [finding])
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == code
+    assert "add [some]" in result.output
+    assert level in result.output

@@ -1,0 +1,176 @@
+"""Checks before anything starts, and the command lines that follow from the settings."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.server import doctor, preflight
+from tandemkv.server.ports import choose_port, server_url
+from tandemkv.server.preflight import ResolvedLaunch, check_policy, resolve_launch
+from tandemkv.server.serve import make_plan
+from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings_sources import load_settings
+from tandemkv.server.sglang_args import check_sglang_args
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "model.safetensors").write_bytes(b"x" * 100)
+    return path
+
+
+def resolve(model_dir: Path, **values: object) -> ResolvedLaunch:
+    values = {"port": 0, "device": "cpu", **values}
+    return resolve_launch(ServeSettings(model=str(model_dir), **values), lambda _: None)
+
+
+def test_resolves_every_auto(model_dir: Path) -> None:
+    launch = resolve(model_dir)
+    assert (launch.device, launch.spec.dtype, launch.model_dir) == ("cpu", "float32", model_dir)
+    assert launch.port > 0
+    assert preflight.resolve_dtype("auto", "cuda", model_dir) == "bfloat16"
+
+
+def test_refuses_models_that_cannot_be_served(model_dir: Path) -> None:
+    (model_dir / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLM"]}))
+    with pytest.raises(UnsupportedModelError, match="DeepseekV3ForCausalLM is not supported"):
+        resolve(model_dir)
+
+
+def test_refuses_layers_and_contexts_that_the_model_lacks(model_dir: Path) -> None:
+    with pytest.raises(SettingsError, match=r"exact_layers=\[4\].*layers 0 to 3"):
+        resolve(model_dir, selection={"exact_layers": (0, 4)})
+    with pytest.raises(SettingsError, match="longer than the 2048 tokens"):
+        resolve(model_dir, max_context=4096)
+
+
+def test_refuses_a_capacity_beyond_memory_with_the_numbers(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 4 << 30)
+    resolve(model_dir)
+    # 2 (K, V) x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes a token: 2^23 tokens are 4 GiB.
+    with pytest.raises(SettingsError) as caught:
+        resolve(model_dir, cache={"capacity_tokens": 1 << 23})
+    assert "cache 4.00 GiB" in str(caught.value)
+    assert "available 4.00 GiB; --cache-tokens 20" in str(caught.value)
+
+
+def test_refuses_unknown_policies() -> None:
+    check_policy("streaming")
+    with pytest.raises(SettingsError, match="async_spade"):
+        check_policy("magic")
+
+
+def test_a_taken_port_is_named(model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"port={port} on 127.0.0.1.*--port 0"):
+            resolve(model_dir, port=port)
+    assert choose_port("127.0.0.1", port) == port
+
+
+def test_addresses() -> None:
+    assert server_url("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert server_url("::1", 80) == "http://[::1]:80"
+    with pytest.raises(SettingsError, match=r"host=203\.0\.113\.1 is no address"):
+        choose_port("203.0.113.1", 0)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--attention-backend", "triton"], ["--attention-b=triton"], ["--enable-mixed-chunk"],
+        ["--hicache-size", "3"], ["--enable-hierarchical-cache"], ["--speculative-algorithm", "x"],
+        ["--spec", "x"], ["--disaggregation-mode", "decode"], ["--kv-canary", "on"],
+        ["--page-size", "16"], ["--page-size=16"], ["--tp", "2"], ["--kv-cache-dtype", "fp8_e5m2"],
+        ["--config", "x.yaml"], ["--port", "1"], ["--model-path", "m"], ["--max-total-tokens", "9"],
+    ],
+)  # fmt: skip
+def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
+    with pytest.raises(SettingsError, match=f"SGLang argument {args[0].partition('=')[0]} "):
+        check_sglang_args(["--log-level", "debug", *args], device="cpu")
+
+
+def test_passes_other_sglang_arguments() -> None:
+    check_sglang_args(
+        ["--log-level", "debug", "--page-size", "1", "--api-key=--x", "--disable-radix-cache"],
+        device="cpu",
+    )
+    check_sglang_args(["--page-size", "16"], device="cuda")
+
+
+def test_the_plan_of_a_cpu_launch(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEMKV_SERVE_PORT", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    launch = resolve(model_dir, cache={"capacity_tokens": 4096}, sglang_args=("--log-level", "x"))
+    run_dir = RunDir.create(tmp_path / "run")
+    plan = make_plan(launch, run_dir)
+    line = " ".join(plan.sglang.argv)
+    for part in (
+        "-P -m sglang.launch_server", f"--model-path {model_dir}", "--attention-backend tandemkv",
+        "--host 127.0.0.1", f"--port {launch.port}", "--max-total-tokens 4096", "--page-size 1",
+        "--device cpu", "--dtype float32", "--disable-overlap-schedule", "--disable-cuda-graph",
+        "--chunked-prefill-size 2048", "--max-running-requests 8", "--enable-metrics",
+    ):  # fmt: skip
+        assert part in line
+    assert plan.sglang.argv[-2:] == ("--log-level", "x")
+    env = plan.sglang.env
+    assert RankSettings.model_validate_json(env["TANDEMKV_SETTINGS"]) == (
+        launch.settings.rank_settings
+    )
+    assert env["TANDEMKV_RUN_DIR"] == str(run_dir.path)
+    assert (env["SGLANG_PLUGINS"], env["HF_HUB_OFFLINE"]) == ("tandemkv", "1")
+    for child in (plan.sglang, plan.cache_rank):
+        assert (child.env["OMP_NUM_THREADS"], child.env["PYTHONSAFEPATH"]) == ("1", "1")
+        assert "TANDEMKV_SERVE_PORT" not in child.env
+    # The cache rank reads the same tree from the file that is written for it.
+    config = Path(plan.cache_rank.argv[-1])
+    read_back = load_settings({}, {}, config)
+    assert read_back.rank_settings == launch.settings.rank_settings
+    assert plan.cache_rank_detail() is not None
+    plan.clean_up(True)
+    assert not config.exists()
+    assert str(launch.port) in plan.banner
+
+
+def test_doctor_checks_report_instead_of_raising(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken() -> doctor.Finding:
+        raise RuntimeError("boom")
+
+    fine = doctor.Finding("x", "ok", "")
+    monkeypatch.setattr(doctor, "check_python", broken)
+    for slow in ("check_contract", "check_gloo"):
+        monkeypatch.setattr(doctor, slow, lambda: fine)
+    open_dir = tmp_path / "open"
+    open_dir.mkdir(mode=0o755)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = doctor.run_checks(port=taken.getsockname()[1], run_dir=open_dir)
+    failed = {item.name: item for item in found if item.level == "fail"}
+    assert {"python", "port", "run directory"} <= failed.keys()
+    assert "boom" in failed["python"].text
+    assert all(item.advice for item in failed.values())

@@ -1,0 +1,149 @@
+"""Settings: precedence of the sources, and errors that name key and source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.server.options import RANK_FLAGS, SERVE_FLAGS
+from tandemkv.server.settings import ServeSettings, is_loopback
+from tandemkv.server.settings_sources import Sourced, load_settings, setting_fields, to_yaml
+
+
+def flags(**values: object) -> dict[str, Sourced]:
+    given = {"model": Sourced("m", "MODEL")}
+    for name, value in values.items():
+        given[name.replace("__", ".")] = Sourced(value, f"--{name}")
+    return given
+
+
+def write(path: Path, text: str) -> Path:
+    file = path / "serve.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_flags_beat_environment_beats_yaml_beats_defaults(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        "port: 1\nmax_running_requests: 2\nselection: {budget_tokens: 300, seed_window: 9}\n",
+    )
+    environ = {
+        "TANDEMKV_SERVE_PORT": "11",
+        "TANDEMKV_SERVE_SELECTION__BUDGET_TOKENS": "400",
+        "PATH": "/bin",
+    }
+    settings = load_settings(flags(selection__budget_tokens="500"), environ, config)
+    assert settings.selection.budget_tokens == 500
+    assert settings.port == 11
+    assert (settings.max_running_requests, settings.selection.seed_window) == (2, 9)
+    assert settings.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("0,1", (0, 1)), ("none", ()), ("3", (3,)), ("[2, 5]", (2, 5)), ("[]", ())],
+)
+def test_exact_layers_in_yaml(tmp_path: Path, text: str, layers: tuple[int, ...]) -> None:
+    config = write(tmp_path, f"selection:\n  exact_layers: {text}\n")
+    assert load_settings(flags(), {}, config).selection.exact_layers == layers
+
+
+def test_text_forms_of_flags() -> None:
+    settings = load_settings(
+        flags(
+            selection__exact_layers="4, 2",
+            selection__fetch_cap="none",
+            exchange__deterministic=False,
+            sglang_args="--log-level 'very low'",
+        ),
+        {},
+    )
+    assert settings.selection.exact_layers == (4, 2)
+    assert settings.selection.fetch_cap is None
+    assert not settings.exchange.deterministic
+    assert settings.sglang_args == ("--log-level", "very low")
+
+
+def test_what_is_printed_is_read_back_the_same(tmp_path: Path) -> None:
+    settings = load_settings(
+        flags(run_dir="/tmp/x", selection__exact_layers="none", sglang_args=("--a", "b c")), {}
+    )
+    assert load_settings({}, {}, write(tmp_path, to_yaml(settings))) == settings
+
+
+@pytest.mark.parametrize(
+    ("yaml", "environ", "given", "expected"),
+    [
+        ("prot: 1", {}, {}, ["prot", "serve.yaml", "did you mean port"]),
+        ("selection: {budget: 9}", {}, {}, ["selection.budget ", "serve.yaml", "budget_tokens"]),
+        ("budget_tokens: 9", {}, {}, ["budget_tokens", "mean selection.budget_tokens"]),
+        ("selection: 3", {}, {}, ["selection", "serve.yaml", "group"]),
+        ("[1]", {}, {}, ["serve.yaml", "mapping"]),
+        ("a: [", {}, {}, ["serve.yaml", "not valid YAML"]),
+        ("", {"TANDEMKV_SERVE_PROT": "1"}, {}, ["prot", "TANDEMKV_SERVE_PROT"]),
+        ("", {"TANDEMKV_SERVE_CACHE__SIZE": "1"}, {}, ["cache.size", "TANDEMKV_SERVE_CACHE__SIZE"]),
+        ("port: 70000", {}, {}, ["port=70000", "serve.yaml", "65535"]),
+        ("", {"TANDEMKV_SERVE_PORT": "x"}, {}, ["port=x", "TANDEMKV_SERVE_PORT", "integer"]),
+        ("", {}, {"selection__lag": "99"}, ["selection.lag=99", "--selection__lag", "8"]),
+        ("", {}, {"selection__exact_layers": "0,a"}, ["selection.exact_layers=0,a", "integer"]),
+        ("", {}, {"selection__budget_tokens": "10"}, ["budget_tokens=10", "= 68", "--selection_"]),
+        ("", {}, {"cache_ranks": "0"}, ["cache_ranks=0", "not available in this version"]),
+        ("", {}, {"cache_ranks": "2"}, ["cache_ranks=2", "not available in this version"]),
+        ("", {}, {"host": "0.0.0.0"}, ["host=0.0.0.0", "--allow-remote", "--host"]),
+        ("", {}, {"max_context": "70000"}, ["capacity_tokens=65536", "max_context=70000"]),
+        ("device: tpu", {}, {}, ["device=tpu", "serve.yaml", "'cuda'"]),
+    ],
+)
+def test_errors_name_key_and_source(
+    tmp_path: Path,
+    yaml: str,
+    environ: dict[str, str],
+    given: dict[str, object],
+    expected: list[str],
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags(**given), environ, write(tmp_path, yaml))
+    for part in expected:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_errors_are_both_reported() -> None:
+    with pytest.raises(SettingsError, match=r"port=-1.*; .*max_running_requests=0"):
+        load_settings(flags(port="-1", max_running_requests="0"), {})
+
+
+def test_a_model_is_required() -> None:
+    with pytest.raises(SettingsError, match="no model given"):
+        load_settings({}, {})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.yaml: cannot be read"):
+        load_settings(flags(), {}, tmp_path / "none.yaml")
+
+
+def test_remote_hosts_need_permission() -> None:
+    assert load_settings(flags(host="0.0.0.0", allow_remote=True), {}).host == "0.0.0.0"
+    assert [is_loopback(host) for host in ("127.0.0.9", "::1", "localhost")] == [True] * 3
+    assert [is_loopback(host) for host in ("::", "10.0.0.1", "my.host")] == [False] * 3
+
+
+def test_the_shared_tree_is_embedded_whole() -> None:
+    settings = ServeSettings(model="m")
+    assert settings.rank_settings == RankSettings()
+    assert RankSettings.model_fields.keys() <= ServeSettings.model_fields.keys()
+    with pytest.raises(ValidationError):
+        settings.port = 1  # type: ignore[misc]
+
+
+def test_every_setting_has_a_flag() -> None:
+    keys = [flag.key for flag in SERVE_FLAGS]
+    assert len(keys) == len(set(keys))
+    assert set(keys) == set(setting_fields()) - {"model", "sglang_args"}
+    assert {flag.key for flag in RANK_FLAGS} == set(setting_fields(RankSettings))
