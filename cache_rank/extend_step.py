@@ -65,12 +65,16 @@ class ExtendStep:
                 raise AssertionError(transfer.kind)
 
     def finish(self) -> None:
-        """Enter the rows of which everything is resident, and count."""
+        """Enter whose the books are, and count."""
         for row in self._step.rows:
             if row.row == PADDING_ROW or not row.flags & RowFlag.SEED:
                 continue
             self._epoch.counters.seeds_total += 1
-            if not row.flags & RowFlag.SPARSE and self._epoch.policy.capabilities.selects:
+            if row.flags & RowFlag.EXACT or not self._epoch.policy.capabilities.selects:
+                continue  # what such a row has resident is unknown here, and not asked for
+            if row.flags & RowFlag.SPARSE:
+                self._epoch.mirror.claim(row.row, row.generation)
+            else:
                 self._epoch.mirror.seed_identity(row.row, row.generation)
 
     def _seed(self, layer: int) -> torch.Tensor:
@@ -81,7 +85,7 @@ class ExtendStep:
             chosen.append(self._choose(layer, row, window, positions))
             if row.row == PADDING_ROW:
                 continue
-            epoch.mirror.seed(layer, row.row, row.generation, chosen[-1])
+            epoch.mirror.seed(layer, row.row, chosen[-1])
             epoch.policy.observe_prompt(layer, (row.row, row.generation), window, positions)
         return torch.stack(chosen)
 

@@ -42,10 +42,13 @@ class ResidentMirror:
         self.last_used[:, row] = self._identity - self.num_resident
         self._owners[row] = generation
 
-    def seed(self, layer: int, row: int, generation: int, positions: torch.Tensor) -> None:
+    def seed(self, layer: int, row: int, positions: torch.Tensor) -> None:
         """Enter the positions ``[H, R]`` of one layer, best first behind the sink."""
         self.positions[layer, row] = positions
         self.last_used[layer, row] = -self._identity
+
+    def claim(self, row: int, generation: int) -> None:
+        """Note that the books of every selecting layer are those of (`row`, `generation`)."""
         self._owners[row] = generation
 
     def load(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,7 +51,7 @@ from .session import Session
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.25
+_POLL_S = 0.1
 
 
 class Connect(Protocol):
@@ -122,7 +122,11 @@ class CacheRankService:
             raise
 
     def run(self, stop: threading.Event, on_ready: Callable[[], None] | None = None) -> None:
-        """Handle messages until `stop` is set, then close everything."""
+        """Handle messages until `stop` is set, then close everything.
+
+        A step under way is broken off: its inference rank may never finish it.
+        """
+        threading.Thread(target=self._abort_on, args=(stop,), name="stop", daemon=True).start()
         try:
             if on_ready is not None:
                 on_ready()
@@ -234,18 +238,22 @@ class CacheRankService:
             transport = self._connect(
                 store_path, rank=1, timeout_s=self._settings.exchange.transfer_timeout_s
             )
-        self._session = Session(
-            epoch=epoch,
-            model=model,
-            settings=self._settings,
-            max_rows=hello.max_rows,
-            transport=transport,
-            store=store,
-            policy=policy,
-            predictor=predictor,
-            counters=self._counters,
-            clock=self._clock,
-        )
+        try:
+            self._session = Session(
+                epoch=epoch,
+                model=model,
+                settings=self._settings,
+                max_rows=hello.max_rows,
+                transport=transport,
+                store=store,
+                policy=policy,
+                predictor=predictor,
+                counters=self._counters,
+                clock=self._clock,
+            )
+        except BaseException:
+            transport.close()
+            raise
         self._counters.epochs_total += 1
         logger.info("epoch %d: %s, %d rows", epoch, model.dtype, hello.max_rows)
 
@@ -268,6 +276,12 @@ class CacheRankService:
                 f"{self._max_rows}; give both ranks the same --max-running-requests",
             )
         return refused
+
+    def _abort_on(self, stop: threading.Event) -> None:
+        stop.wait()
+        session = self._session
+        if session is not None:
+            session.abort()
 
     def _on_silence(self) -> None:
         session = self._session

@@ -95,6 +95,8 @@ class Session:
             case StepBegin():
                 self._run_step(message)
             case FreeSlots():
+                if message.num_slots > self._epoch.store.num_slots:
+                    raise ProtocolError(f"num_slots={message.num_slots} freed at once")
                 self._epoch.store.free(self._epoch.exchange.receive_slots(message.num_slots))
             case ClearSlots():
                 self._epoch.store.clear()

@@ -62,7 +62,7 @@ class TandemKVAttentionBackend(AttentionBackend):
         except CacheRankError as error:
             self._lose(error)
 
-    def forward_extend(  # noqa: PLR0913 - SGLang's signature
+    def forward_extend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -75,7 +75,7 @@ class TandemKVAttentionBackend(AttentionBackend):
         """Prefill attention of one layer."""
         return self._attend(q, k, v, layer)
 
-    def forward_decode(  # noqa: PLR0913 - SGLang's signature
+    def forward_decode(
         self,
         q: torch.Tensor,
         k: torch.Tensor,

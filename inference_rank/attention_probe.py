@@ -36,7 +36,7 @@ class AttentionProbe:
 
     @classmethod
     def from_settings(cls, runtime: Runtime) -> AttentionProbe | None:
-        """The probe, if evaluation is on and a file was asked for."""
+        """Return the probe, if evaluation is on and a file was asked for."""
         path = os.environ.get(PROBE_VARIABLE)
         if not path or not runtime.settings.evaluation:
             return None
@@ -78,9 +78,7 @@ class AttentionProbe:
         if old.shape[0] == prefix_len:
             self._keys[key] = torch.cat((old, k))
 
-    def _measure(
-        self, layer: int, row: int, generation: int, length: int, q: torch.Tensor
-    ) -> None:
+    def _measure(self, layer: int, row: int, generation: int, length: int, q: torch.Tensor) -> None:
         runtime = self._runtime
         keys = self._keys.get((layer, row, generation))
         if keys is None or keys.shape[0] != length:

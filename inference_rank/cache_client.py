@@ -142,7 +142,7 @@ class CacheClient:
             self._guarded(ClearSlots(epoch=self.epoch))
 
     def release(self, row: int, generation: int) -> None:
-        """The occupancy (`row`, `generation`) ended."""
+        """Tell that the occupancy (`row`, `generation`) ended."""
         if self.lost_reason is None:
             self._guarded(ReleaseRow(epoch=self.epoch, row=row, generation=generation))
 

@@ -98,9 +98,7 @@ class DecodeStep:
         """Whether `on_layer_input` is needed in this step."""
         return self._selects and self._program.timing is Timing.SAME_STEP_HIDDEN
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return the attention output, ``[B, num_qo_heads, head_dim]``.
 
         Parameters
@@ -151,9 +149,7 @@ class DecodeStep:
         """Check that the step made every transfer that was announced."""
         self._transfers.check_complete()
 
-    def _append_remote(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
+    def _append_remote(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         parts = (k, v, q) if self._program.timing is Timing.NEXT_STEP else (k, v)
         self._pending_kv.append(torch.cat(parts, dim=1))
         layers = self._pack_of.get(layer)

@@ -80,9 +80,7 @@ class ExtendStep:
             window=window,
         )
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return the attention output of the new tokens, ``[T, num_qo_heads, head_dim]``.
 
         Parameters

@@ -23,7 +23,7 @@ _TIMEOUT_S = 1.0
 
 
 def add_routes(*_: Any, **__: Any) -> None:
-    """Hook before SGLang starts its HTTP server: add our routes to its application."""
+    """Add our routes to SGLang's application, before its HTTP server starts."""
     from fastapi.responses import JSONResponse
     from sglang.srt.entrypoints.http_server import app
 

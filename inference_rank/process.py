@@ -28,7 +28,7 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
     SettingsError
         SGLang runs with an option that bypasses the cache rank.
     """
-    global _server  # noqa: PLW0603 - lives as long as the process
+    global _server
     check_hooks_applied(hook_targets)
     check_server_args(runner.server_args)
     run_dir = runtime_module.run_dir_from_environment()
@@ -61,7 +61,7 @@ def check_server_args(args: Any) -> None:
 
 
 def status() -> StatusReply:
-    """What this rank answers to a `StatusRequest`."""
+    """Answer a `StatusRequest`."""
     runtime = runtime_module.current()
     if runtime is None:
         return StatusReply(role="inference_rank", epoch=0, ready=False, values={}, info={})

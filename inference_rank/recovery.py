@@ -110,7 +110,7 @@ def _send_abort(scheduler: Any, req: Any, reason: str | None) -> None:
 
 
 def _reconnect(runtime: Runtime, scheduler: Any) -> None:
-    global _next_try  # noqa: PLW0603 - one scheduler thread per process
+    global _next_try
     now = time.monotonic()
     if now < _next_try:
         return

@@ -86,7 +86,7 @@ class ResidentSet:
         return torch.stack(masks)
 
     def visible_ring(self, lengths: list[int]) -> torch.Tensor:
-        """Slots of the ring only, ``[len(lengths), R + ring]`` bool: the exact step's local part."""
+        """Slots of the ring, ``[len(lengths), R + ring]`` bool: the exact step's local part."""
         return torch.stack([self._ring_mask(length) for length in lengths])
 
     def _ring_mask(self, length: int) -> torch.Tensor:

@@ -87,7 +87,7 @@ class Runtime:
         self._dirty.difference_update(rows if not self._dirty.isdisjoint(rows) else ())
 
     def mark_dirty(self, row: int) -> None:
-        """The slots of `row` may have been rewritten: resend them before the next step."""
+        """Resend the slots of `row` before the next step: they may have been rewritten."""
         if row in self._lengths:
             self._dirty.add(row)
             self.counters.remapped_rows_total += 1
@@ -118,7 +118,7 @@ class Runtime:
         return steps, tables
 
     def release(self, row: int) -> None:
-        """The request in `row` ended or was retracted."""
+        """Note that the request in `row` ended or was retracted."""
         self.client.release(row, self.generation(row))
         self._lengths.pop(row, None)
         self._dirty.discard(row)
@@ -129,12 +129,12 @@ _current: Runtime | None = None
 
 
 def current() -> Runtime | None:
-    """The runtime of this process, if it has one."""
+    """Return the runtime of this process, if it has one."""
     return _current
 
 
 def settings_from_environment() -> RankSettings:
-    """Settings that the launcher handed over.
+    """Return the settings that the launcher handed over.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def settings_from_environment() -> RankSettings:
 
 
 def run_dir_from_environment() -> RunDir:
-    """The private directory that both ranks share.
+    """Return the private directory that both ranks share.
 
     Raises
     ------
@@ -175,7 +175,7 @@ def create(runner: Any) -> Runtime:
     SettingsError, UnsupportedModelError, CacheRankError
         The server must not start.
     """
-    global _current  # noqa: PLW0603 - the hooks' only way in
+    global _current
     settings = settings_from_environment()
     capacity = settings.cache.capacity_tokens
     if runner.max_total_num_tokens != capacity:

@@ -191,7 +191,8 @@ class Launcher:
             self._backoff_s = self._plan.first_backoff_s
         self._console.print(
             f"[red]cache rank ended: {status}[/]; restart in {self._backoff_s:g} s, the server "
-            f"stays up\n[dim]{escape(self._cache_rank.log_tail(5))}[/]"
+            f"stays up\n[dim]{escape(self._cache_rank.log_tail(5))}[/]",
+            soft_wrap=True,
         )
         self._restart_at = now + self._backoff_s
         self._backoff_s = min(_LONGEST_BACKOFF_S, self._backoff_s * 2)
@@ -215,7 +216,8 @@ class Launcher:
         if self._verbose:
             for child in (self._cache_rank, self._sglang):
                 for line in child.new_log_lines():
-                    self._console.print(f"[dim]{child.spec.name}:[/] {escape(line)}")
+                    text = f"[dim]{child.spec.name}:[/] {escape(line)}"
+                    self._console.print(text, soft_wrap=True)
 
     def _end_group(self, child: ChildProcess) -> None:
         pid = child.pid

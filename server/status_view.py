@@ -58,10 +58,18 @@ def _add_section(table: Table, name: str, values: Any) -> None:
         is_bad = not _WARN_WORDS.isdisjoint(key.split("_")) and value not in (0, "no", "none")
         table.add_row(
             name if index == 0 else "",
-            escape(key.removesuffix("_total").replace("_", " ")),
+            escape(_label(key)),
             f"[yellow]{text}[/]" if is_bad else text,
             end_section=index == len(rows) - 1,
         )
+
+
+def _label(key: str) -> str:
+    """Return the name without what its value shows anyway."""
+    name = key.removesuffix("_total")
+    for unit in ("_us", "_ms", "_s", "_bytes"):
+        name = name.removesuffix(unit)
+    return name.replace("_", " ")
 
 
 def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -70,8 +70,8 @@ class GlooWork:
 class Lane:
     """The transfers of one direction. Whoever holds `_turn` finishes them, in order.
 
-    That is the caller itself when it waits without limit (no change of thread, which halves
-    the latency), else the lane's thread. Gloo makes progress in any case.
+    That is the caller itself when it waits without limit (no change of thread: about a quarter
+    less latency), else the lane's thread. Gloo makes progress in any case.
     """
 
     def __init__(

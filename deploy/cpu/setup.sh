@@ -1,44 +1,115 @@
 #!/usr/bin/env bash
-# Make .venv: stock SGLang on a machine without a GPU, and this package.
-# Repeatable; after an interruption it goes on with the first step that did not finish.
+# Make a virtual environment that serves and tests without a GPU. Safe to run again: each step leaves
+# a stamp with the hash of its inputs in the environment, and is skipped while the hash is the same.
+# A run that was interrupted goes on where it stopped.
 #
-# torch: `pip install torch` takes a CPU build where pip is configured for one (find-links,
-# extra-index-url or PIP_EXTRA_INDEX_URL); elsewhere the CUDA build, which works too but is 3 GB.
+#   deploy/cpu/setup.sh [--no-dev] [VENV]          VENV defaults to .venv in the repository
+#
+# PYTHON names the interpreter (3.11 or 3.12; default: the first of python3.11, python3.12, python3).
+#
+# A CPU build of torch is enough, and 3 GB smaller. pip takes one when its ordinary configuration
+# knows where one is: an index of CPU wheels as PIP_INDEX_URL or PIP_EXTRA_INDEX_URL, or a folder of
+# wheels as PIP_FIND_LINKS (or the same keys by `pip config set`). torch's installation page
+# names the index. Without it the default build is installed, and works.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-venv=${VENV:-.venv}
-here=deploy/cpu
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONSAFEPATH=1
 
-python=${PYTHON:-python3}
-"$python" - <<'PY' || { echo "Python 3.11 or 3.12 is needed: PYTHON=/path/to/python3.11 make setup" >&2; exit 1; }
-import sys
-sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
-PY
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+dev=1
+if [[ ${1:-} == --no-dev ]]; then dev=0; shift; fi
+venv=$(realpath -m -- "${1:-$root/.venv}")
+torch_version=2.13.0
 
-step() {  # step NAME KEY_FILES -- COMMAND...: run once per content of the files
-    local name=$1 files=$2; shift 3
-    local stamp="$venv/.stamp-$name" key
-    key=$(cat $files | sha256sum | cut -c1-32)
-    [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && return 0
-    echo "setup: $name" >&2
+say() { printf 'setup: %s\n' "$*"; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+            2>/dev/null; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or 3.12 found: install one, or set PYTHON to its path"
+}
+
+if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+    say "creating $venv"
+    "$(find_python)" -m venv --clear "$venv" ||
+        die "cannot create $venv: install the venv module of this Python (python3-venv on Debian)"
+fi
+python=$venv/bin/python
+stamps=$venv/.tandemkv
+mkdir -p "$stamps"
+
+# Two runs at once would undo each other's work.
+exec 9>"$stamps/lock"
+flock 9 || die "cannot lock $stamps/lock"
+
+log=$stamps/pip.log
+# sglang and others are installed without their dependencies, so pip's resolver afterwards lists
+# the pins that are not met ("... which is not installed", "... but you have ..."). They are meant;
+# all of pip's output goes to a log, and is shown only if a step fails.
+quietly() {
+    if ! "$@" >"$log" 2>&1; then
+        tail -n 40 "$log" >&2
+        die "failed: $* (whole output in $log); run again to resume"
+    fi
+}
+
+hash_of() { # of the arguments' text and, after --, of files
+    local text=() files=()
+    while (($#)) && [[ $1 != -- ]]; do text+=("$1"); shift; done
+    shift || true
+    files=("$@")
+    { printf '%s\n' "${text[@]}"; ((${#files[@]})) && cat -- "${files[@]}"; } | sha256sum | cut -d' ' -f1
+}
+
+step() { # NAME HASH COMMAND...
+    local name=$1 hash=$2
+    shift 2
+    if [[ $(cat "$stamps/$name" 2>/dev/null) == "$hash" ]]; then return; fi
+    say "$name ..."
+    rm -f "$stamps/$name"
     "$@"
-    echo "$key" > "$stamp"
-}
-# sglang's pins are the CUDA stack, which is left out on purpose: pip's complaint about them is noise.
-pip() {
-    "$venv/bin/python" -m pip install -q "$@" 2> >(grep -vE "^(WARNING: Location|ERROR: pip's dependency|sglang 0)" >&2)
+    printf '%s\n' "$hash" >"$stamps/$name.tmp"
+    mv "$stamps/$name.tmp" "$stamps/$name"
 }
 
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-step torch "$0" -- pip torch==2.13.0
-step no-deps "$here/requirements-no-deps.txt" -- pip --no-deps -r "$here/requirements-no-deps.txt"
-step requirements "$here/requirements.txt" -- pip -r "$here/requirements.txt"
-step dev "$here/requirements-dev.txt" -- pip -r "$here/requirements-dev.txt"
-shim=$(mktemp -d); trap 'rm -rf "$shim"' EXIT
-cp -r "$here/shim/." "$shim"
-step shim "$here/shim/setup.py $here/shim/tandemkv_cpu_shim.py $here/shim/sgl_kernel/__init__.py" -- pip --no-build-isolation --force-reinstall --no-deps "$shim"
-step tandemkv pyproject.toml -- pip --no-build-isolation --no-deps -e .
-step check "pyproject.toml $here/requirements.txt" -- env SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -W ignore -c \
-    "from tandemkv.inference_rank.sglang_contract import check_contract; check_contract()"
-echo "setup: done ($venv)" >&2
+pip_install() {
+    quietly "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off "$@"
+}
+
+install_shim() { # built from a copy: a build leaves folders beside the sources
+    local copy
+    copy=$(mktemp -d)
+    cp -r "$here/shim/." "$copy"
+    pip_install --no-deps --force-reinstall "$copy"
+    rm -rf "$copy"
+}
+
+check_imports() {
+    # From /, so that the repository's folders are not importable by their bare names.
+    (cd / && quietly env SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 PYTHONSAFEPATH=1 \
+        "$python" -W ignore "$here/check_imports.py")
+}
+
+mapfile -t shim_files < <(find "$here/shim" -type f -not -name '*.pyc' | LC_ALL=C sort)
+
+step "1-torch" "$(hash_of "$torch_version")" pip_install "torch==$torch_version"
+# "+cpu" stays out of the constraint: whichever build is there is kept.
+step "2-dependencies" "$(hash_of torch "$torch_version" -- "$here/requirements.txt")" \
+    pip_install -r "$here/requirements.txt" "torch==$torch_version"
+step "3-without-dependencies" "$(hash_of -- "$here/requirements-no-deps.txt")" \
+    pip_install --no-deps -r "$here/requirements-no-deps.txt"
+step "4-shim" "$(hash_of -- "${shim_files[@]}")" install_shim
+if ((dev)); then
+    step "5-dev" "$(hash_of -- "$here/requirements-dev.txt")" \
+        pip_install -r "$here/requirements-dev.txt"
+fi
+step "6-tandemkv" "$(hash_of "$root" -- "$root/pyproject.toml")" pip_install --no-deps -e "$root"
+step "7-import-check" \
+    "$(hash_of -- "$stamps"/[1-46]-* "$here/check_imports.py")" check_imports
+say "ready: $venv"

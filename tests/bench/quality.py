@@ -26,13 +26,13 @@ PREFIX_TOKENS = 6500
 FORCED_TOKENS = 320
 NUM_NEEDLES = 20
 CITIES = (
-    "Oslo Lima Cairo Kyoto Quito Dublin Havana Nairobi Warsaw Lisbon Athens Manila Seoul Tunis "
-    "Vienna Zurich Hanoi Accra Riga Doha"
-).split()
+    *("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Dublin", "Havana", "Nairobi", "Warsaw", "Lisbon"),
+    *("Athens", "Manila", "Seoul", "Tunis", "Vienna", "Zurich", "Hanoi", "Accra", "Riga", "Doha"),
+)
 
 
 def texts() -> dict[str, str]:
-    """Four real texts that every Python with scikit-learn has: prose, code, change log, data notes."""
+    """Four real texts of Python and scikit-learn: prose, code, change log, data notes."""
     topics = importlib.import_module("pydoc_data.topics").topics
     idle = importlib.util.find_spec("idlelib")
     sklearn = importlib.util.find_spec("sklearn")
@@ -43,7 +43,7 @@ def texts() -> dict[str, str]:
         raise SystemExit("scikit-learn is needed for its data set descriptions: make setup")
     notes = sorted((Path(sklearn.origin).parent / "datasets" / "descr").glob("*.rst"))
     return {
-        "language reference": "\n\n".join(topics[k] for k in sorted(topics) if len(topics[k]) > 4000),
+        "language reference": "\n\n".join(t for _, t in sorted(topics.items()) if len(t) > 4000),
         "argparse source": Path(code.origin).read_text(encoding="utf-8"),
         "change log": (Path(idle.origin).parent / "NEWS.txt").read_text(encoding="utf-8"),
         "data set notes": "\n\n".join(p.read_text(encoding="utf-8") for p in notes),
@@ -60,17 +60,19 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def perplexity(url: str, tokenizer: Any, corpus: dict[str, str]) -> list[dict[str, Any]]:
+def perplexity(
+    url: str, tokenizer: Any, corpus: dict[str, str], num_prefix: int, num_forced: int
+) -> list[dict[str, Any]]:
     """NLL of each forced token of each text, all texts at once."""
 
     def run(item: tuple[str, str]) -> dict[str, Any]:
         name, text = item
-        ids = tokenizer(text)["input_ids"][: PREFIX_TOKENS + FORCED_TOKENS]
-        if len(ids) < PREFIX_TOKENS + FORCED_TOKENS:
+        ids = tokenizer(text)["input_ids"][: num_prefix + num_forced]
+        if len(ids) < num_prefix + num_forced:
             raise SystemExit(f"text {name!r} has only {len(ids)} tokens")
-        forced = ids[PREFIX_TOKENS:]
+        forced = ids[num_prefix:]
         body = {
-            "input_ids": ids[:PREFIX_TOKENS],
+            "input_ids": ids[:num_prefix],
             "return_logprob": True,
             "sampling_params": {
                 "max_new_tokens": len(forced),
@@ -134,6 +136,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="model directory")
     parser.add_argument("--label", default="", help="name of the row")
     parser.add_argument("--corpus", type=Path, help="JSON of texts instead of the built-in ones")
+    parser.add_argument("--prefix", type=int, default=PREFIX_TOKENS, help="prompt tokens")
+    parser.add_argument("--forced", type=int, default=FORCED_TOKENS, help="forced tokens")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     from transformers import AutoTokenizer
@@ -141,7 +145,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     corpus = json.loads(args.corpus.read_text()) if args.corpus else texts()
     start = time.time()
-    rows = {"perplexity": perplexity, "needle": needle}[args.task](args.url, tokenizer, corpus)
+    if args.task == "needle":
+        rows = needle(args.url, tokenizer, corpus)
+    else:
+        rows = perplexity(args.url, tokenizer, corpus, args.prefix, args.forced)
     with urllib.request.urlopen(f"{args.url}/tandemkv/status", timeout=10) as reply:
         status = json.load(reply)
     args.out.parent.mkdir(parents=True, exist_ok=True)

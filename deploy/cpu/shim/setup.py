@@ -1,4 +1,4 @@
-"""Package of the CPU shim; see tandemkv_cpu_shim.py."""
+"""Adds the .pth file to the wheel's root, for which setuptools has no setting."""
 
 import shutil
 from pathlib import Path
@@ -6,23 +6,16 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
+PTH = "tandemkv_cpu_shim.pth"
+
 
 class BuildWithPth(build_py):
-    """Put the .pth file beside the modules, so that every interpreter loads the shim."""
-
     def run(self):
         super().run()
-        shutil.copy("tandemkv_cpu_shim.pth", Path(self.build_lib) / "tandemkv_cpu_shim.pth")
+        shutil.copy(PTH, Path(self.build_lib) / PTH)
 
-    def get_outputs(self, *args, **kwargs):
-        outputs = super().get_outputs(*args, **kwargs)
-        return [*outputs, str(Path(self.build_lib) / "tandemkv_cpu_shim.pth")]
+    def get_outputs(self, include_bytecode=True):
+        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib) / PTH)]
 
 
-setup(
-    name="tandemkv-cpu-shim",
-    version="0.1.0",
-    py_modules=["tandemkv_cpu_shim"],
-    packages=["sgl_kernel"],
-    cmdclass={"build_py": BuildWithPth},
-)
+setup(cmdclass={"build_py": BuildWithPth})

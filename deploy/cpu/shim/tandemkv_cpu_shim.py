@@ -1,31 +1,40 @@
-"""Lets stock SGLang start on a machine without CUDA; loaded by a .pth file in every interpreter.
+# SPDX-License-Identifier: Apache-2.0
+"""Declare torchvision's operators where its compiled library cannot be loaded.
 
-The torchvision wheel on the package index is built for CUDA: over a CPU build of torch its
-C++ operators cannot be loaded, and importing it fails where it registers fake versions of
-operators that do not exist. The schemas of those two are declared just before torchvision is
-imported. Costs nothing (torch is not imported) until somebody imports torchvision.
+Runs at the start of every interpreter of the environment (tandemkv_cpu_shim.pth), also in spawned
+ones, so it imports nothing but the standard library until torchvision is asked for.
 """
 
 import importlib.abc
+import importlib.machinery
 import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_kept_alive: list[object] = []  # an operator library's declarations die with it
 
 
-class _DeclareOperators(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name != "torchvision":
-            return None
-        if self in sys.meta_path:
+class _DeclareTorchvisionOps(importlib.abc.MetaPathFinder):
+    """Waits for the first import of torchvision, acts once, and leaves finding it to others."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Declare the operators if this is torchvision; find nothing in any case."""
+        if fullname == "torchvision" and self in sys.meta_path:
             sys.meta_path.remove(self)
-        import torch
+            import torch
 
-        if not torch.version.cuda:
-            library = torch.library.Library("torchvision", "FRAGMENT")
-            for operator in ("nms", "qnms"):
-                library.define(
-                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                )
-            sys.modules["_tandemkv_torchvision_library"] = library  # keeps it alive
+            if not torch.version.cuda:
+                library = torch.library.Library("torchvision", "FRAGMENT")
+                for schema in _SCHEMAS:
+                    library.define(schema)
+                _kept_alive.append(library)
         return None
 
 
-sys.meta_path.insert(0, _DeclareOperators())
+sys.meta_path.insert(0, _DeclareTorchvisionOps())

@@ -80,7 +80,13 @@ def rank_settings(*, exchange: dict[str, Any] | None = None, **selection: Any) -
     return RankSettings.model_validate(
         {
             "selection": values | selection,
-            "exchange": {"layers_per_pack": 3, "transfer_timeout_s": 10} | (exchange or {}),
+            "exchange": {
+                "layers_per_pack": 3,
+                "transfer_timeout_s": 10,
+                "heartbeat_interval_s": 0.2,
+                "heartbeat_misses": 60,
+            }
+            | (exchange or {}),
             "cache": {"capacity_tokens": 2048, "poison_freed_slots": True},
         }
     )
@@ -124,6 +130,7 @@ class ScriptedRank:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     num_fetched: int = 0
+    free_slots: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.program = StepProgram(self.model, self.settings, Timing(self.welcome.timing))
@@ -134,17 +141,21 @@ class ScriptedRank:
             self.settings.selection.num_resident,
         )
         self.positions = torch.full(shape, -1, dtype=torch.int32)
-        self.resident_k = torch.zeros(*shape, self.model.head_dim)
-        self.resident_v = torch.zeros(*shape, self.model.head_dim)
+        self.dtype = getattr(torch, self.model.dtype)
+        self.resident_k = torch.zeros(*shape, self.model.head_dim, dtype=self.dtype)
+        self.resident_v = torch.zeros_like(self.resident_k)
 
     def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.rng)
+        return torch.randn(*shape, generator=self.rng).to(self.dtype)
 
     def new_request(self, row: int, length: int, generation: int = 1) -> Request:
         shape = (self.model.num_layers, length, self.model.num_kv_heads, self.model.head_dim)
+        reused = min(length, len(self.free_slots))
+        ids = [self.free_slots.pop() for _ in range(reused)]
+        ids += range(self.next_slot, self.next_slot + length - reused)
+        self.next_slot += length - reused
         # Scattered slots, so that position and slot are never the same by chance.
-        slots = self.next_slot + torch.randperm(length, generator=self.rng)
-        self.next_slot += length
+        slots = torch.tensor(ids)[torch.randperm(length, generator=self.rng)]
         return Request(
             row, generation, self.random(*shape), self.random(*shape), slots.to(torch.int32)
         )
@@ -174,6 +185,7 @@ class ScriptedRank:
         """Prefill the requests, up to `upto` tokens (a chunk), else to their end."""
         steps = []
         for request in requests:
+            self.resident_k[:, request.row] = self.resident_v[:, request.row] = 0
             length = len(request.slots) if upto is None else upto
             is_last = length == len(request.slots)
             flags = RowFlag.SEED | self.flags(length) if is_last else 0
@@ -324,7 +336,9 @@ class ScriptedRank:
                     q = self.random(len(steps), width, self.model.head_dim)
                     self.queries[each] = q
                     kv = torch.cat([k, v], dim=1)
-                    pad = torch.full((len(steps) - len(requests), *kv.shape[1:]), float("nan"))
+                    pad = torch.full(
+                        (len(steps) - len(requests), *kv.shape[1:]), float("nan"), dtype=self.dtype
+                    )
                     parts.append(torch.cat([torch.cat([kv, pad]), q], dim=1))
                 self.send(transfer, torch.stack(parts))
             case _:
@@ -370,6 +384,9 @@ class ScriptedRank:
             known = self.resident_k[layer, request.row, head, :want]
             came = known.abs().sum(-1) > 0  # identity rows came from staging, not from us
             assert torch.equal(known[came], request.k[layer, positions[came], head])
+            known = self.resident_v[layer, request.row, head, :want]
+            came = known.abs().sum(-1) > 0
+            assert torch.equal(known[came], request.v[layer, positions[came], head])
 
     def _check_exact(self, layer: int, requests: list[Request]) -> None:
         for request, query, got in zip(
@@ -396,9 +413,12 @@ class Served:
     model: ModelSpec
     pairs: queue.Queue[FakeTransport]
     thread: threading.Thread
+    stop: threading.Event
+    controls: list[ControlClient] = field(default_factory=list)
 
     def connect(self, **overrides: Any) -> ScriptedRank:
         control = ControlClient(self.run_dir)
+        self.controls.append(control)
         values: dict[str, Any] = {
             "token": self.run_dir.token,
             "model": self.model,
@@ -420,7 +440,7 @@ class Served:
 
 @pytest.fixture
 def serve(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    started: list[tuple[threading.Event, threading.Thread]] = []
+    started: list[Served] = []
 
     def start(settings: RankSettings | None = None, model_dir: Path = tiny_model_dir) -> Served:
         settings = settings or rank_settings()
@@ -445,15 +465,18 @@ def serve(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Served
         stop = threading.Event()
         thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
         thread.start()
-        started.append((stop, thread))
         model = read_model_spec(model_dir, dtype="float32", max_context=300)
-        return Served(service, counters, run_dir, settings, model, pairs, thread)
+        served = Served(service, counters, run_dir, settings, model, pairs, thread, stop)
+        started.append(served)
+        return served
 
     yield start
-    for stop, thread in started:
-        stop.set()
-        thread.join(10)
-        assert not thread.is_alive()
+    for served in started:
+        for control in served.controls:
+            control.close()
+        served.stop.set()
+        served.thread.join(10)
+        assert not served.thread.is_alive()
 
 
 @pytest.fixture

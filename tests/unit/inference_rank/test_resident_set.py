@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The resident set: where tokens sit, what is visible, and that nothing is there twice."""
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -85,7 +86,7 @@ def test_ring_only_view_is_the_latest_tokens(ring: int, budget: int, length: int
 
 
 def test_seed_puts_each_head_its_own_tokens() -> None:
-    model = MODEL.__class__(**{**{f: getattr(MODEL, f) for f in MODEL.__struct_fields__}, "num_kv_heads": 2})  # fmt: skip
+    model = msgspec.structs.replace(MODEL, num_kv_heads=2)
     selection = SelectionSettings.model_construct(
         policy="look_ahead",
         num_sink_tokens=1,

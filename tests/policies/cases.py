@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policies that go through the contract tests, one list."""
+
+POLICY_CASES = [
+    ("look_ahead", {}),
+    ("oracle", {}),
+    ("last_query", {}),
+    ("mean_query", {}),
+    ("mean_query", {"ridge_unrotate": False}),
+    ("async_spade", {}),
+    ("async_spade", {"ridge_window": 1}),
+    ("async_spade", {"ridge_sign": -1, "ridge_unrotate": False}),
+    ("async_spade", {"ridge_normalise": "none", "ridge_eps": 0.0}),
+]
+"""Policies that select, and changes to the settings."""
+
+UNSELECTIVE = ["streaming", "exact"]

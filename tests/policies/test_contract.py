@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every policy must keep to, whatever its method."""
+
+import pytest
+import torch
+
+from tandemkv.cache_rank.policies.base import (
+    Policy,
+    PolicyCapabilities,
+    PolicyContext,
+    PolicyError,
+    ScoringPolicy,
+    Selection,
+)
+from tandemkv.cache_rank.policies.registry import POLICIES, find_policy, make_policy
+from tandemkv.cache_rank.protocol.messages import Timing
+
+
+class OwnPolicy(ScoringPolicy):
+    """A user's policy."""
+
+    capabilities = PolicyCapabilities(timing=Timing.SAME_STEP_QUERY)
+
+
+class NoCapabilities(Policy):
+    """Declares nothing."""
+
+    def select(self, request):
+        raise NotImplementedError
+
+
+def test_neither_sink_nor_recent_nor_a_token_twice(make_bench, queries, case):
+    name, changes = case
+    bench = make_bench(name, **changes)
+    chosen = bench.select(queries)
+    for positions, length in zip(chosen, bench.lengths, strict=True):
+        for head in positions.tolist():
+            assert len(set(head)) == 24
+            assert min(head) >= 4
+            assert max(head) < length - 8
+
+
+def test_a_budget_for_everything_selects_everything(make_bench, queries, case):
+    name, changes = case
+    bench = make_bench(name, budget_tokens=120, **changes)
+    for positions, length in zip(bench.select(queries), bench.lengths, strict=True):
+        for head in positions.tolist():
+            num_candidates = length - 8 - 4
+            assert sorted(head[:num_candidates]) == list(range(4, length - 8))
+            assert set(head[num_candidates:]) == {-1}
+
+
+def test_a_request_without_candidates_selects_nothing(make_bench, queries, case):
+    name, changes = case
+    bench = make_bench(name, lengths=(5, 60), **changes)
+    chosen = bench.select(queries)
+    assert (chosen[0] == -1).all()
+    assert (chosen[1] >= 0).all()
+
+
+def test_deterministic_and_independent_of_the_batch(make_bench, queries, case):
+    name, changes = case
+    both = make_bench(name, **changes).select(queries)
+    assert torch.equal(both, make_bench(name, **changes).select(queries))
+    alone = make_bench(name, **changes)
+    alone.lengths, alone.slots = alone.lengths[:1], alone.slots[:1]
+    assert torch.equal(alone.select([query[:1] for query in queries]), both[:1])
+
+
+def test_best_first(make_bench, queries, case):
+    name, changes = case
+    few = make_bench(name, budget_tokens=12, **changes).select(queries)
+    many = make_bench(name, budget_tokens=30, **changes).select(queries)
+    assert torch.equal(many[..., :12], few)
+
+
+def test_release_forgets(make_bench, queries, case):
+    name, changes = case
+    bench = make_bench(name, **changes)
+    fresh = make_bench(name, **changes).select(queries[-1:])
+    bench.select(queries)
+    for row in (1, 2):
+        bench.policy.release((row, 1))
+        bench.policy.release((row, 7))  # nobody's
+    assert torch.equal(bench.select(queries[-1:]), fresh)
+
+
+def test_agrees_with_the_oracle_when_the_query_does_not_change(make_bench, queries, case):
+    name, changes = case
+    if changes.get("ridge_normalise") == "none" or name == "look_ahead":
+        pytest.skip("its query is scaled, or predicted outside")
+    bench = make_bench(name, **(changes | {"ridge_unrotate": False}))
+    same = bench.select([queries[0]] * 20)
+    oracle = make_bench("oracle").select([queries[0]])
+    for ours, theirs in zip(same.flatten(0, 1), oracle.flatten(0, 1), strict=True):
+        assert len(set(ours.tolist()) & set(theirs.tolist())) >= 23
+
+
+def test_unselective_policies_do_not_select(make_bench, queries, unselective):
+    bench = make_bench(unselective)
+    assert bench.policy.capabilities.timing is Timing.NONE
+    assert not bench.policy.capabilities.selects
+    assert bench.policy.capabilities.all_exact == (unselective == "exact")
+    with pytest.raises(PolicyError, match="selects nothing"):
+        bench.policy.select(bench.request(queries[0]))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_registry_key_is_the_module(name):
+    found = find_policy(name)
+    assert found.__module__ == f"tandemkv.cache_rank.policies.{name}"
+    assert isinstance(found.capabilities, PolicyCapabilities)
+
+
+def test_registry_takes_your_own_and_lists_names_on_a_miss(make_bench):
+    context = make_bench("oracle").context
+    assert isinstance(make_policy(f"{__name__}:OwnPolicy", context), OwnPolicy)
+    with pytest.raises(PolicyError, match="async_spade, exact, last_query, look_ahead"):
+        find_policy("look-ahead")
+    for path in ("no_such_module:X", f"{__name__}:Missing", "json:JSONDecoder"):
+        with pytest.raises(PolicyError, match=path):
+            find_policy(path)
+    with pytest.raises(PolicyError, match="capabilities"):
+        find_policy(f"{__name__}:NoCapabilities")
+
+
+def test_what_a_policy_answers_is_checked():
+    with pytest.raises(PolicyError, match="int64"):
+        Selection(torch.zeros(1, 2, 3, dtype=torch.int64)).check((1, 2, 3))
+    with pytest.raises(PolicyError, match="budget"):
+        Selection(torch.zeros(1, 2, 4, dtype=torch.int32)).check((1, 2, 3))
+
+
+def test_unrotation_needs_the_rotary_embedding(make_bench):
+    context = make_bench("oracle").context
+    bare = PolicyContext(model=context.model, selection=context.selection)
+    with pytest.raises(PolicyError, match="rotary"):
+        make_policy("async_spade", bare)

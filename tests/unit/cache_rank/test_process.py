@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache rank as a process: signals, threads, refusals before anything is promised."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from tandemkv.cache_rank import host_memory
+from tandemkv.cache_rank.policies.base import PolicyError
+from tandemkv.cache_rank.process import run_cache_rank
+from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+
+
+@pytest.fixture
+def arguments(tmp_path, tiny_model_dir, settings_of):
+    run_dir = RunDir.create(tmp_path / "run")
+    return {
+        "run_dir": run_dir.path,
+        "model_dir": tiny_model_dir,
+        "settings": settings_of(),
+        "max_rows": 4,
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(arguments, number):
+    run_dir = RunDir.open(arguments["run_dir"])
+    before = signal.getsignal(number)
+    replies = []
+
+    def on_ready():
+        replies.append(request_status(run_dir.heartbeat_socket, 5.0))
+        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+
+    run_cache_rank(**arguments, on_ready=on_ready)
+    assert replies[0].role == "cache_rank"
+    assert replies[0].ready
+    assert signal.getsignal(number) is before
+    assert not run_dir.control_socket.exists()
+
+
+def test_refusals(arguments, monkeypatch, settings_of, tmp_path):
+    with pytest.raises(SettingsError, match="run-dir"):
+        run_cache_rank(**arguments | {"run_dir": tmp_path / "nowhere"})
+    with pytest.raises(UnsupportedModelError):
+        run_cache_rank(**arguments | {"model_dir": tmp_path})
+    with pytest.raises(PolicyError, match="unknown"):
+        run_cache_rank(**arguments | {"settings": settings_of(policy="guess")})
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(SettingsError, match="many"):
+        run_cache_rank(**arguments)
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    with pytest.raises(SettingsError, match="capacity_tokens"):
+        run_cache_rank(**arguments)
+    torch.set_num_threads(threads)
+
+
+def test_importing_the_process_touches_neither_transformers_nor_sglang():
+    code = (
+        "import sys, tandemkv.cache_rank.process\n"
+        "bad = {'transformers', 'sglang', 'triton'} & set(sys.modules)\n"
+        "sys.exit(f'imported {bad}' if bad else 0)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
