@@ -1,7 +1,9 @@
 # Without a GPU; nothing is downloaded but packages. `make` lists the targets.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
-BIN := .venv/bin
+VENV ?= .venv
+export VENV
+BIN := $(VENV)/bin
 ARGS ?=
 
 # PYTHONSAFEPATH: the folder kernels/ would shadow a PyPI package of that name, which transformers

@@ -3,7 +3,7 @@
 # a stamp with the hash of its inputs in the environment, and is skipped while the hash is the same.
 # A run that was interrupted goes on where it stopped.
 #
-#   deploy/cpu/setup.sh [--no-dev] [VENV]          VENV defaults to .venv in the repository
+#   deploy/cpu/setup.sh [--no-dev] [VENV]    VENV: else the variable VENV, else .venv in the repository
 #
 # PYTHON names the interpreter (3.11 or 3.12; default: the first of python3.11, python3.12, python3).
 #
@@ -17,7 +17,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 dev=1
 if [[ ${1:-} == --no-dev ]]; then dev=0; shift; fi
-venv=$(realpath -m -- "${1:-$root/.venv}")
+venv=$(realpath -m -- "${1:-${VENV:-$root/.venv}}")
 torch_version=2.13.0
 
 say() { printf 'setup: %s\n' "$*"; }

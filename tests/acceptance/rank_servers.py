@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers for tests: ours through the CLI, and stock SGLang with the same flags."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+MODEL = "smollm2"
+CHUNK_TOKENS = 2048
+CAPACITY_TOKENS = 40_000
+START_TIMEOUT_S = 400.0
+CPU_FLAGS = (
+    *("--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"),
+    *("--dtype", "float32", "--page-size", "1", "--sleep-on-idle"),
+    *("--chunked-prefill-size", str(CHUNK_TOKENS), "--max-total-tokens", str(CAPACITY_TOKENS)),
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    url: str
+    pid: int
+    log: Path
+    run_dir: Path | None = None
+
+    def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, Any]:
+        """GET, returning (status code, JSON or text)."""
+        return _call(urllib.request.Request(self.url + path), timeout_s)
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 900.0) -> tuple[int, Any]:
+        """POST JSON, returning (status code, JSON or text)."""
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"content-type": "application/json"}
+        )
+        return _call(request, timeout_s)
+
+    def generate(self, **body: Any) -> dict[str, Any]:
+        """Call SGLang's native endpoint; fails the test on anything but 200."""
+        code, found = self.post("/generate", body)
+        assert code == 200, f"HTTP {code}: {found}"
+        assert isinstance(found, dict)
+        return found
+
+    def values(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters of the inference rank and of the cache rank."""
+        code, found = self.get("/tandemkv/status")
+        assert code == 200, found
+        return found["inference_rank"]["values"], found["cache_ranks"][0]["values"]
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's process and all below it."""
+        main = psutil.Process(self.pid)
+        return [main, *main.children(recursive=True)]
+
+    def cache_rank_pid(self) -> int:
+        """Process id of the cache rank."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if "cache-rank" in process.cmdline():
+                    return process.pid
+        raise AssertionError("no cache rank process")
+
+
+def _call(request: urllib.request.Request, timeout_s: float) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            code, text = reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        code, text = error.code, error.read().decode()
+    try:
+        return code, json.loads(text)
+    except ValueError:
+        return code, text
+
+
+def free_port() -> int:
+    """Return a port that is free on loopback now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """Environment of the servers: one thread each, no hub."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONSAFEPATH": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+    }
+
+
+def model_dir() -> str:
+    """Directory of the embedded model, or of TANDEMKV_TEST_MODEL."""
+    given = os.environ.get("TANDEMKV_TEST_MODEL")
+    if given:
+        return given
+    from tandemkv.server.embedded_model import embedded_model_dir
+
+    return str(embedded_model_dir(MODEL))
+
+
+@contextlib.contextmanager
+def ours(settings: dict[str, Any] | None = None, *sglang_args: str) -> Iterator[Server]:
+    """Start ``tandemkv serve`` with a settings tree; ends it as Ctrl-C does."""
+    work = Path(tempfile.mkdtemp(prefix="tkv-"))
+    port, run_dir = free_port(), work / "run"
+    tree = {
+        "max_running_requests": 6,
+        "chunked_prefill_size": CHUNK_TOKENS,
+        "cache": {"capacity_tokens": CAPACITY_TOKENS, "poison_freed_slots": True},
+    } | (settings or {})
+    config = work / "settings.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    argv = [
+        *(sys.executable, "-P", "-m", "tandemkv.server", "serve", model_dir(), "--device", "cpu"),
+        *("--config", str(config), "--port", str(port), "--run-dir", str(run_dir)),
+        *(("--", *sglang_args) if sglang_args else ()),
+    ]
+    with _running(argv, work / "serve.log", signal.SIGINT) as pid:
+        server = Server(f"http://127.0.0.1:{port}", pid, work / "serve.log", run_dir)
+        _wait(server, "/tandemkv/ready")
+        yield server
+
+
+@contextlib.contextmanager
+def stock() -> Iterator[Server]:
+    """Start stock SGLang with its torch_native backend and the same flags."""
+    work = Path(tempfile.mkdtemp(prefix="tkv-stock-"))
+    port = free_port()
+    argv = [
+        *(sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", model_dir()),
+        *("--attention-backend", "torch_native", "--host", "127.0.0.1", "--port", str(port)),
+        *CPU_FLAGS,
+        *("--max-running-requests", "6"),
+    ]
+    with _running(argv, work / "sglang.log", signal.SIGTERM) as pid:
+        server = Server(f"http://127.0.0.1:{port}", pid, work / "sglang.log")
+        _wait(server, "/health")
+        yield server
+
+
+@contextlib.contextmanager
+def _running(argv: list[str], log: Path, stop: signal.Signals) -> Iterator[int]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            argv, stdout=output, stderr=subprocess.STDOUT, env=environment(), cwd="/"
+        )
+    try:
+        yield process.pid
+    finally:
+        below = (
+            psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        )
+        if process.poll() is None:
+            process.send_signal(stop)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        for left in [p for p in below if p.is_running()]:
+            with contextlib.suppress(psutil.Error):
+                left.kill()
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+
+
+def _wait(server: Server, path: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            if server.get(path, 5.0)[0] == 200:
+                return
+        except OSError:
+            pass
+        if not psutil.pid_exists(server.pid) or (
+            psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE
+        ):
+            break
+        time.sleep(0.5)
+    raise AssertionError(f"server did not start:\n{server.log.read_text()[-3000:]}")

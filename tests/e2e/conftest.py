@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers, started once per session: stock SGLang and ours in three settings."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+from rank_servers import Server, model_dir, ours, stock
+
+SMALL = {
+    "policy": "look_ahead",
+    "budget_tokens": 96,
+    "resident_factor": 1.0,
+    "num_recent_tokens": 16,
+    "fetch_cap": 8,
+}
+
+
+@pytest.fixture(scope="session")
+def token_ids() -> list[int]:
+    """A real text as SmolLM2 tokens."""
+    from transformers import AutoTokenizer
+
+    topics = importlib.import_module("pydoc_data.topics").topics
+    text = "\n\n".join(t for _, t in sorted(topics.items()))[:40_000]
+    return list(AutoTokenizer.from_pretrained(model_dir())(text)["input_ids"])
+
+
+@pytest.fixture(scope="session")
+def stock_server() -> Iterator[Server]:
+    """Stock SGLang, torch_native."""
+    with stock() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def exact_server() -> Iterator[Server]:
+    """Ours with policy exact and a tiny ring, so that every request needs the cache rank."""
+    with ours({"selection": {"policy": "exact", "num_recent_tokens": 16}}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def covering_server() -> Iterator[Server]:
+    """Ours with look_ahead, everything selected, nothing skipped."""
+    selection = {
+        "policy": "look_ahead",
+        "budget_tokens": 600,
+        "num_recent_tokens": 32,
+        "dense_while_fits": False,
+    }
+    with ours({"selection": selection}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def small_server() -> Iterator[Server]:
+    """Ours with a resident set much smaller than the prompts."""
+    with ours({"selection": SMALL, "evaluation": True}) as server:
+        yield server
