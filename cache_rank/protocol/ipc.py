@@ -58,7 +58,7 @@ class IpcRouter:
         # Not for the password, which nobody checks (the directory's mode is the guard): a
         # mechanism makes zmq refuse ZMTP 1 and 2, for which random bytes may be taken.
         # libzmq 4.3.5 aborts if such a peer is in its handshake while the socket closes.
-        self._socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        pass
         self._socket.setsockopt(zmq.BACKLOG, _MAX_CONNECTIONS_WAITING)
         try:
             self._socket.bind(f"ipc://{path}")
@@ -114,8 +114,6 @@ class IpcDealer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _bound(self._socket)
-        self._socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
-        self._socket.setsockopt(zmq.PLAIN_PASSWORD, _USER)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         self._socket.connect(f"ipc://{path}")

@@ -122,7 +122,9 @@ def model_dir() -> str:
 
 
 @contextlib.contextmanager
-def ours(settings: dict[str, Any] | None = None, *sglang_args: str) -> Iterator[Server]:
+def ours(
+    settings: dict[str, Any] | None = None, *, environ: dict[str, str] | None = None
+) -> Iterator[Server]:
     """Start ``tandemkv serve`` with a settings tree; ends it as Ctrl-C does."""
     work = Path(tempfile.mkdtemp(prefix="tkv-"))
     port, run_dir = free_port(), work / "run"
@@ -136,9 +138,8 @@ def ours(settings: dict[str, Any] | None = None, *sglang_args: str) -> Iterator[
     argv = [
         *(sys.executable, "-P", "-m", "tandemkv.server", "serve", model_dir(), "--device", "cpu"),
         *("--config", str(config), "--port", str(port), "--run-dir", str(run_dir)),
-        *(("--", *sglang_args) if sglang_args else ()),
     ]
-    with _running(argv, work / "serve.log", signal.SIGINT) as pid:
+    with _running(argv, work / "serve.log", signal.SIGINT, environ) as pid:
         server = Server(f"http://127.0.0.1:{port}", pid, work / "serve.log", run_dir)
         _wait(server, "/tandemkv/ready")
         yield server
@@ -162,10 +163,16 @@ def stock() -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def _running(argv: list[str], log: Path, stop: signal.Signals) -> Iterator[int]:
+def _running(
+    argv: list[str], log: Path, stop: signal.Signals, environ: dict[str, str] | None = None
+) -> Iterator[int]:
     with log.open("wb") as output:
         process = subprocess.Popen(
-            argv, stdout=output, stderr=subprocess.STDOUT, env=environment(), cwd="/"
+            argv,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment() | (environ or {}),
+            cwd="/",
         )
     try:
         yield process.pid

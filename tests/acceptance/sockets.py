@@ -7,7 +7,6 @@ import ipaddress
 from pathlib import Path
 
 import psutil
-
 from rank_servers import Server
 
 

@@ -15,6 +15,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
 import random
 import time
 import urllib.request
@@ -32,7 +33,13 @@ CITIES = (
 
 
 def texts() -> dict[str, str]:
-    """Four real texts of Python and scikit-learn: prose, code, change log, data notes."""
+    """Four real texts of Python and scikit-learn: prose, code, change log, data notes.
+
+    ``TANDEMKV_CORPUS`` names a JSON file of texts to use instead, where sources are missing.
+    """
+    if os.environ.get("TANDEMKV_CORPUS"):
+        found: dict[str, str] = json.loads(Path(os.environ["TANDEMKV_CORPUS"]).read_text())
+        return found
     topics = importlib.import_module("pydoc_data.topics").topics
     idle = importlib.util.find_spec("idlelib")
     sklearn = importlib.util.find_spec("sklearn")
