@@ -14,7 +14,7 @@ class LookAheadPolicy(ScoringPolicy):
     """Score with ``rope(q_norm(W_q^l norm_l(h_m)))``, m = l - `look_ahead_layers`.
 
     The session predicts the query (`tandemkv.cache_rank.model_adapters`); here it is scored
-    against every candidate. Our own default: see docs/policies.md for what it is worth.
+    against every candidate. Our own default.
     Relatives: InfiniGen's partial-weight speculation and OasisKV's draft queries; this one
     takes the exact full-width W_q, selects tokens per KV head, and runs on another device.
     """

@@ -3,9 +3,9 @@
 
 Built around what gloo does to those who are careless:
 
-- A wait that times out closes the pair for good, so a bounded wait never calls gloo: it
-  waits for a thread that does. `abort` uses the same fact to break every wait at once (the
-  process group's own ``abort`` does nothing).
+- A wait that times out closes the pair for good, so only one thread per direction waits in
+  gloo, and callers wait for that. `abort` uses the same fact to break every wait at once
+  (the process group's own ``abort`` does nothing).
 - A receive smaller than the message kills the process. The size of a transfer is its tag, so
   sides that disagree never match, and time out instead.
 - A receive that idles past its timeout closes the pair: none is posted before it is issued.

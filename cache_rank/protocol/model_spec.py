@@ -93,14 +93,7 @@ def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = No
             f"{', '.join(SUPPORTED_ARCHITECTURES)} (grouped-query attention, "
             "no MLA, no hybrid layers)"
         )
-    layer_types = set(config.get("layer_types") or [])
-    if layer_types - {"full_attention"} or (
-        config.get("use_sliding_window") and config.get("sliding_window")
-    ):
-        raise UnsupportedModelError(
-            f"model={model_dir.name}: sliding-window attention is not supported; "
-            "serve this model with stock SGLang"
-        )
+    _check_layers(model_dir, config)
     try:
         heads = int(config["num_attention_heads"])
         spec = ModelSpec(
@@ -125,6 +118,22 @@ def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = No
             f"num_key_value_heads={spec.num_kv_heads}"
         )
     return spec
+
+
+def _check_layers(model_dir: Path, config: dict[str, Any]) -> None:
+    other = set(config.get("layer_types") or []) - {"full_attention"}
+    if "sliding_attention" in other or (
+        config.get("use_sliding_window") and config.get("sliding_window")
+    ):
+        raise UnsupportedModelError(
+            f"model={model_dir.name}: sliding-window attention is not supported; "
+            "serve this model with stock SGLang"
+        )
+    if other:
+        raise UnsupportedModelError(
+            f"model={model_dir.name}: layers of type {', '.join(sorted(other))} are not supported, "
+            "only full_attention; serve this model with stock SGLang"
+        )
 
 
 def model_hash(model_dir: Path) -> str:

@@ -64,7 +64,7 @@ def test_port_in_use() -> None:
     [
         ({"architectures": ["DeepseekV2ForCausalLM"]}, "DeepseekV2ForCausalLM"),
         ({"use_sliding_window": True, "sliding_window": 512}, "sliding-window"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "full"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
     ],
 )
 def test_unsupported_models(tmp_path: Path, change: dict[str, Any], named: str) -> None:

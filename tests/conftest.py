@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeds, and what happens to tests that need GPUs: skipped, or required with --require-gpus N."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+SEED = 20251
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpus",
+        type=int,
+        default=0,
+        metavar="N",
+        help="fail at once unless N GPUs are there, instead of skipping the tests that need them",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    required, present = config.getoption("--require-gpus"), torch.cuda.device_count()
+    if required > present:
+        raise pytest.UsageError(
+            f"--require-gpus {required}: torch {torch.__version__} sees {present} GPUs; install a "
+            "CUDA build of torch on a machine with that many, or leave the option out"
+        )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    present = torch.cuda.device_count()
+    for item in items:
+        needed = gpus_needed(item)
+        if needed > present:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, {present} present"))
+
+
+def gpus_needed(item: pytest.Item) -> int:
+    multi = item.get_closest_marker("multi_gpu")
+    if multi is not None:
+        return int(multi.args[0] if multi.args else multi.kwargs["n"])
+    return 1 if item.get_closest_marker("gpu") is not None else 0
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Start each test from the same random state, whatever ran before it."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
