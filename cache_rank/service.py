@@ -103,7 +103,6 @@ class CacheRankService:
         self._connect = connect
         self._clock = BusyClock()
         self._session: Session | None = None
-        self._last_epoch = 0
         self._silent_epoch = 0
         is_late = resources.capabilities.timing is Timing.NEXT_STEP
         counters.staleness_steps = settings.selection.lag if is_late else 0
@@ -222,8 +221,7 @@ class CacheRankService:
             self._control.send(peer, Refused(field="cache.capacity_tokens", message=str(error)))
             return
         policy, predictor = self._resources.policy(model), self._resources.predictor(model)
-        self._last_epoch += 1
-        epoch = self._last_epoch
+        epoch = self._run_dir.next_epoch()
         store_path = self._run_dir.fresh_store(epoch)
         self._heartbeat.expect(epoch)
         welcome = Welcome(

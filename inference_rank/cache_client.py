@@ -103,7 +103,7 @@ class CacheClient:
             )
             welcome = open_epoch(control, hello, timeout_s)
             transport = connect_gloo(
-                self._run_dir.path / welcome.store_name,
+                self._run_dir.resolve_store(welcome.store_name),
                 rank=0,
                 timeout_s=self._settings.exchange.transfer_timeout_s,
             )

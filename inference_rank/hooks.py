@@ -139,9 +139,10 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     runtime = runtime_module.current()
     if runtime is None:
         return original(scheduler, batch, *args, **kwargs)
+    runtime.middle_chunk_row = None
     chunked = getattr(batch, "chunked_req", None)
-    in_batch = chunked is not None and any(chunked is req for req in batch.reqs)
-    runtime.middle_chunk_row = int(chunked.req_pool_idx) if in_batch else None
+    if chunked is not None and any(chunked is req for req in batch.reqs):
+        runtime.middle_chunk_row = int(chunked.req_pool_idx)
     runtime.forced_reqs = batch.reqs
     result = original(scheduler, batch, *args, **kwargs)
     recovery.after_batch(runtime, batch)

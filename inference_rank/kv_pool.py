@@ -18,7 +18,7 @@ from tandemkv.cache_rank.protocol.errors import ContractError
 def make_pool_class(base: type) -> type:
     """Return a subclass of SGLang's ``MHATokenToKVPool`` that holds no K/V."""
 
-    class RemoteKVPool(base):  # type: ignore[misc]
+    class RemoteKVPool(base):
         """Slot ids of the cache rank."""
 
         def _create_buffers(self) -> None:

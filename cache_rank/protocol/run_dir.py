@@ -122,6 +122,18 @@ class RunDir:
             self._token = token
         return self._token
 
+    def next_epoch(self) -> int:
+        """Return a number that no epoch of this directory had, also across restarts.
+
+        Traffic is told apart by it: a cache rank that comes back must not reuse one.
+        """
+        path = self.path / "epoch"
+        last = int(path.read_text()) if path.exists() else 0
+        fresh = path.with_suffix(".new")
+        fresh.write_text(str(last + 1))
+        fresh.replace(path)
+        return last + 1
+
     def store_path(self, epoch: int) -> Path:
         """Rendezvous file of `epoch`."""
         return self.path / f"store-{epoch}"

@@ -6,12 +6,26 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import re
+import subprocess
+import sys
 import time
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rank_servers import Server
+
+_STREAM = """
+import sys, urllib.request
+request = urllib.request.Request(
+    sys.argv[1], sys.stdin.buffer.read(), {"content-type": "application/json"}
+)
+with urllib.request.urlopen(request) as reply:
+    for line in reply:
+        print(line.decode(), end="", flush=True)
+"""
+_IDLE_METRICS_S = 45.0  # SGLang refreshes its gauges every 30 s while idle
 
 
 def storm(
@@ -21,7 +35,7 @@ def storm(
     plans = []
     rng = random.Random(seed)
     for i in range(count):
-        length = int(10 ** rng.uniform(0.7, len(str(longest)) - 1 + 0.3)) % longest + 5
+        length = round(5 * (longest / 5) ** rng.random())
         start = rng.randrange(len(ids) - length)
         plans.append(
             (i, ids[start : start + length], rng.choice(["full", "abort", "hang up"]), rng.random())
@@ -39,7 +53,7 @@ def storm(
             code, _ = server.post("/generate", body)
             return f"full {code}"
         if kind == "hang up":
-            read_some(server, body, lines=1 + int(share * 10))
+            read_some(server, body, lines=int(share * 10))
             return kind
         with ThreadPoolExecutor(1) as pool:
             pending = pool.submit(server.post, "/generate", body)
@@ -55,7 +69,7 @@ def storm(
 
 
 def read_some(server: Server, body: dict[str, Any], *, lines: int) -> None:
-    """Stream a request and close the connection after some events."""
+    """Stream a request and close the connection after some events, even before the first."""
     address = urllib.parse.urlsplit(server.url)
     assert address.hostname is not None
     connection = http.client.HTTPConnection(address.hostname, address.port, timeout=300)
@@ -65,30 +79,81 @@ def read_some(server: Server, body: dict[str, Any], *, lines: int) -> None:
         json.dumps(body | {"stream": True}),
         {"content-type": "application/json"},
     )
-    reply = connection.getresponse()
-    seen = 0
-    while seen < lines:
-        line = reply.readline()
-        if not line:
-            break
-        seen += line.startswith(b"data:")
+    if lines:
+        reply = connection.getresponse()
+        seen = 0
+        while seen < lines:
+            line = reply.readline()
+            if not line:
+                break
+            seen += line.startswith(b"data:")
+    else:
+        time.sleep(0.2)
     if connection.sock is not None:
         connection.sock.close()
     connection.close()
 
 
+def kill_client(server: Server, body: dict[str, Any], *, lines: int) -> float:
+    """Stream from a process of its own, kill -9 it, and return seconds until its row is free."""
+    argv = [sys.executable, "-I", "-c", _STREAM, f"{server.url}/generate"]
+    client = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert client.stdin is not None
+    assert client.stdout is not None
+    client.stdin.write(json.dumps(body | {"stream": True}).encode())
+    client.stdin.close()
+    seen = 0
+    while seen < lines:
+        line = client.stdout.readline()
+        assert line, "the stream ended before the client could be killed"
+        seen += line.startswith(b"data:")
+    assert server.values()[1]["rows_live"] > 0
+    client.kill()
+    client.wait()
+    return wait_idle(server, 60.0)
+
+
+def steps_after_abort(server: Server, body: dict[str, Any]) -> float:
+    """Decode steps that a lone request still takes once SGLang was told to abort it."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(server.post, "/generate", body | {"rid": "to-abort"})
+        before = server.values()[0]["decode_steps_total"]
+        while server.values()[0]["decode_steps_total"] < before + 5:
+            time.sleep(0.05)
+        start = server.values()[0]["decode_steps_total"]
+        server.post("/abort_request", {"rid": "to-abort"})
+        pending.result()
+    wait_idle(server, 30.0)
+    return server.values()[0]["decode_steps_total"] - start
+
+
 def books(server: Server) -> dict[str, float]:
-    """What each side believes to hold: slots, rows."""
-    inference, cache = server.values()
-    code, info = server.get("/get_server_info")
-    assert code == 200
-    del inference
+    """What the cache rank holds now."""
+    cache = server.values()[1]
     return {
         "cache_slots_live": cache["slots_live"],
         "cache_rows_live": cache["rows_live"],
         "stale_reads": cache["stale_reads_total"],
-        "sglang_capacity": info.get("max_total_num_tokens", 0),
     }
+
+
+def sglang_used_tokens(server: Server) -> float:
+    """Tokens that SGLang's allocator has given out, those of the radix cache included."""
+    code, text = server.get("/metrics")
+    assert code == 200
+    found = dict(re.findall(r"^sglang:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
+    return float(found["max_total_num_tokens"]) - float(found["kv_available_tokens"])
+
+
+def agreed_books(server: Server) -> dict[str, float]:
+    """Books of both sides, once SGLang's gauges have caught up with an idle server."""
+    deadline = time.monotonic() + _IDLE_METRICS_S
+    while True:
+        found = books(server) | {"sglang_used_tokens": sglang_used_tokens(server)}
+        is_same = found["sglang_used_tokens"] == found["cache_slots_live"]
+        if is_same or time.monotonic() > deadline:
+            return found
+        time.sleep(1.0)
 
 
 def wait_idle(server: Server, timeout_s: float) -> float:

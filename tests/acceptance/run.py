@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the acceptance list and write one JSON per item.
 
-python tests/acceptance/run.py [--only exact needle] [--jobs 2] [--out docs/acceptance]
+    python tests/acceptance/run.py [--only exact needle] [--jobs 2] [--out docs/acceptance]
+
+The results of the single servers of an item are kept under --work; --resume takes them from
+there instead of running those servers again.
 """
 
 from __future__ import annotations
@@ -12,16 +15,20 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
+import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import items
+import workbench
 
 
 def stamp(arguments: list[str], seconds: float) -> dict[str, Any]:
@@ -38,26 +45,47 @@ def stamp(arguments: list[str], seconds: float) -> dict[str, Any]:
     }
 
 
+def shown(value: Any) -> str:
+    """One cell of the table."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return escape(text if len(text) <= 60 else text[:57] + "...")
+
+
 def main() -> int:
     """Return 0 if every item passed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", choices=sorted(items.ITEMS), help="items to run")
     parser.add_argument("--jobs", type=int, default=1, help="servers at once, where items allow it")
-    parser.add_argument("--out", type=Path, default=Path("docs/acceptance"))
+    parser.add_argument("--out", type=Path, default=workbench.ROOT / "docs/acceptance")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "tandemkv-acceptance"
+    )
+    parser.add_argument("--resume", action="store_true", help="take what --work already has")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    table = Table("item", "passed", "seconds", title="Acceptance")
+    bench = workbench.Bench(jobs=args.jobs, work=args.work, resume=args.resume)
+    table = Table("item", "figure", "value", "required", "passed", title="Acceptance")
     failed = 0
     for name in args.only or list(items.ITEMS):
         start = time.monotonic()
-        result = items.ITEMS[name](args.jobs)
+        try:
+            result = items.ITEMS[name](bench)
+        except Exception as error:
+            traceback.print_exc()
+            failed += 1
+            table.add_row(name, "did not finish", shown(error), "", "[red]NO[/]")
+            continue
         seconds = time.monotonic() - start
         failed += not result["pass"]
         arguments = ["--only", name, "--jobs", str(args.jobs)]
         text = json.dumps(stamp(arguments, seconds) | result, indent=1)
         (args.out / f"{name}.json").write_text(text + "\n")
-        table.add_row(name, "yes" if result["pass"] else "NO", f"{seconds:.0f}")
-    Console().print(table)
+        for i, row in enumerate(result["checks"]):
+            verdict = "yes" if row["pass"] else "[red]NO[/]"
+            cells = (shown(row["name"]), shown(row["value"]), shown(row["required"]))
+            table.add_row("" if i else name, *cells, verdict)
+        table.add_section()
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 1 if failed else 0
 
 

@@ -1,42 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every listening socket of a server's processes."""
+"""Every listening socket of a server's processes, read from /proc."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from rank_servers import Server
 
+_TCP_LISTEN = "0A"
+_UNIX_LISTEN = 0x10000  # __SO_ACCEPTCON
+_RANK_SOCKETS = {
+    "control.sock": "control messages of the inference rank",
+    "heartbeat.sock": "heartbeats and status of the cache rank",
+    "inference.sock": "status of the inference rank",
+}
 
-def listening(server: Server) -> list[tuple[str, str, int]]:
-    """(process name, address, port) of every TCP listener below the server's process."""
-    found = []
+
+class Listener(NamedTuple):
+    """A socket that waits for connections (udp: that is bound)."""
+
+    process: str
+    kind: str
+    address: str
+    port: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this host can reach it."""
+        return self.kind == "unix" or ipaddress.ip_address(self.address).is_loopback
+
+
+def listening(server: Server) -> list[Listener]:
+    """Listeners of the server's process and of all below it."""
+    found = set()
     for process in server.processes():
-        found += [
-            (process.name(), connection.laddr.ip, connection.laddr.port)
-            for connection in process.net_connections(kind="tcp")
-            if connection.status == psutil.CONN_LISTEN
-        ]
+        with contextlib.suppress(psutil.Error, OSError):
+            name, inodes = _role(process), _inodes(process.pid)
+            found |= {Listener(name, *rest) for inode, *rest in _table() if inode in inodes}
     return sorted(found)
 
 
-def of_cache_rank(server: Server) -> list[tuple[str, int]]:
-    """TCP listeners of the cache rank alone."""
-    process = psutil.Process(server.cache_rank_pid())
-    return [
-        (connection.laddr.ip, connection.laddr.port)
-        for connection in process.net_connections(kind="tcp")
-        if connection.status == psutil.CONN_LISTEN
-    ]
+def purpose(listener: Listener, server: Server) -> str | None:
+    """What a listener is for; None if nobody knows it."""
+    if listener.kind == "unix":
+        path = Path(listener.address)
+        if server.run_dir is not None and path.parent == server.run_dir:
+            return _RANK_SOCKETS.get(path.name)
+        if listener.process == "cache rank":
+            return None
+        return "zmq between SGLang's processes" if path.name.startswith("tmp") else None
+    if listener.kind.startswith("udp") or not listener.is_local:
+        return None
+    if listener.port == int(server.url.rpartition(":")[2]):
+        return "HTTP API" if listener.process == "SGLang" else None
+    if listener.process == "cache rank":
+        return "gloo pair with the inference rank"
+    if listener.process == "SGLang scheduler":
+        return "gloo pairs and rendezvous of torch.distributed"
+    return None
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this host can reach the address."""
-    return ipaddress.ip_address(address).is_loopback
+def _role(process: psutil.Process) -> str:
+    if process.name().startswith("sglang::"):
+        return f"SGLang {process.name().removeprefix('sglang::').strip(' :')}"
+    argv = process.cmdline()
+    if "cache-rank" in argv:
+        return "cache rank"
+    if "sglang.launch_server" in argv:
+        return "SGLang"
+    return "launcher" if "serve" in argv else " ".join(argv[:3])
 
 
-def unix_sockets(run_dir: Path) -> list[str]:
-    """Names of the sockets in the run directory."""
-    return sorted(path.name for path in run_dir.iterdir() if path.is_socket())
+def _inodes(pid: int) -> set[str]:
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(link.readlink())
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    return found
+
+
+def _table() -> list[tuple[str, str, str, int]]:
+    """(inode, kind, address, port) of all listeners of this host."""
+    rows = []
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if kind.startswith("udp") or state == _TCP_LISTEN:
+                address, port = local.split(":")
+                rows.append((inode, kind, _address(address), int(port, 16)))
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        parts = line.split(maxsplit=7)
+        if int(parts[3], 16) & _UNIX_LISTEN:
+            rows.append((parts[6], "unix", parts[7] if len(parts) > 7 else "", 0))
+    return rows
+
+
+def _address(text: str) -> str:
+    words = [bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8)]
+    return str(ipaddress.ip_address(b"".join(words)))

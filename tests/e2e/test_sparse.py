@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from life_cycle import after_flush, read_some, storm, wait_idle
-from openai import BadRequestError, OpenAI
+from bad_input import too_long
+from life_cycle import after_flush, kill_client, steps_after_abort, storm, wait_idle
+from outside import OPENAI_CHECKS, connect
 from rank_servers import Server
-from sockets import is_loopback, listening, of_cache_rank, unix_sockets
+from sockets import listening, purpose
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -46,55 +47,38 @@ def test_forced_tokens_are_decoded(small_server: Server, token_ids: list[int]) -
     assert all(logprob <= 0 for logprob, _, _ in pairs)
 
 
-def test_openai_client(small_server: Server) -> None:
-    client = OpenAI(base_url=f"{small_server.url}/v1", api_key="none")
-    model = client.models.list().data[0].id
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    chat = client.chat.completions.create(
-        model=model, messages=question, max_tokens=12, temperature=0, logprobs=True, top_logprobs=2
-    )
-    assert "Paris" in (chat.choices[0].message.content or "")
-    assert chat.choices[0].logprobs is not None
-    stream = client.chat.completions.create(
-        model=model, messages=question, max_tokens=12, temperature=0, stream=True
-    )
-    text = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
-    assert text == chat.choices[0].message.content
-    done = client.completions.create(
-        model=model, prompt="One, two, three,", max_tokens=12, temperature=0, stop=["five"], n=2
-    )
-    assert len(done.choices) == 2
-    assert all("five" not in choice.text for choice in done.choices)
+@pytest.mark.parametrize("name", OPENAI_CHECKS)
+def test_openai_client(small_server: Server, name: str) -> None:
+    assert OPENAI_CHECKS[name](*connect(small_server))
 
 
-def test_prompt_longer_than_the_context_is_refused(small_server: Server) -> None:
-    client = OpenAI(base_url=f"{small_server.url}/v1", api_key="none", max_retries=0)
-    with pytest.raises(BadRequestError):
-        client.completions.create(model="smollm2", prompt=[5] * 9000, max_tokens=4)
+def test_prompts_longer_than_the_context(small_server: Server, token_ids: list[int]) -> None:
+    for name, found in too_long(small_server, token_ids).items():
+        assert found["pass"], f"{name}: {found}"
 
 
-def test_status_metrics_and_sockets(small_server: Server) -> None:
+def test_metrics(small_server: Server) -> None:
     code, text = small_server.get("/metrics")
     assert code == 200
     for name in ("tandemkv_inference_cache_rank_up", "tandemkv_cache_selections_total"):
         assert name in text
-    assert of_cache_rank(small_server) == [] or all(
-        is_loopback(ip) for ip, _ in of_cache_rank(small_server)
-    )
-    strangers = [s for s in listening(small_server) if not is_loopback(s[1])]
-    assert [s for s in strangers if "sglang" not in s[0] and "python" not in s[0]] == []
-    assert small_server.run_dir is not None
-    known = {"control.sock", "heartbeat.sock", "inference.sock"}
-    assert set(unix_sockets(small_server.run_dir)) == known
 
 
-def test_hang_up_frees_the_row(small_server: Server, token_ids: list[int]) -> None:
+def test_every_listening_socket_is_local_and_known(small_server: Server) -> None:
+    found = listening(small_server)
+    processes = {listener.process for listener in found}
+    assert {"SGLang", "SGLang scheduler", "cache rank"} <= processes
+    assert [x for x in found if not x.is_local] == []
+    assert [x for x in found if purpose(x, small_server) is None] == []
+
+
+def test_killed_client_frees_the_row(small_server: Server, token_ids: list[int]) -> None:
     body = {
         "input_ids": token_ids[:300],
         "sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True},
     }
-    read_some(small_server, body, lines=3)
-    assert wait_idle(small_server, 10.0) < 5.0
+    assert kill_client(small_server, body, lines=3) < 5.0
+    assert steps_after_abort(small_server, body) <= 2
 
 
 def test_nothing_is_left_after_a_storm(small_server: Server, token_ids: list[int]) -> None:

@@ -54,7 +54,7 @@ MODEL = ModelSpec(
 )
 
 
-def make_settings(**selection: Any) -> RankSettings:
+def make_settings(*, exchange: dict[str, Any] | None = None, **selection: Any) -> RankSettings:
     values = {
         "budget_tokens": 64,
         "resident_factor": 2.0,
@@ -65,7 +65,9 @@ def make_settings(**selection: Any) -> RankSettings:
     }
     return RankSettings(
         selection=SelectionSettings(**(values | selection)),
-        exchange=ExchangeSettings(layers_per_pack=3, transfer_timeout_s=20),
+        exchange=ExchangeSettings(
+            **({"layers_per_pack": 3, "transfer_timeout_s": 20} | (exchange or {}))
+        ),
         cache=CacheSettings(capacity_tokens=2000, poison_freed_slots=True),
     )
 
@@ -111,11 +113,12 @@ class World:
     """Two ranks and a scripted model."""
 
     settings: RankSettings
+    delay_s: float | None = None
     runtime: Runtime = field(init=False)
     errors: list[BaseException] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        ours, theirs = fake_pair()
+        ours, theirs = fake_pair(delay=self.delay_s)
         cache_counters = self.cache_counters = CacheCounters()
         store = KVStore(
             MODEL,
@@ -311,3 +314,54 @@ def test_remapped_row_and_reused_slots() -> None:
     assert max(errors) < 1e-5
     assert not world.errors
     assert world.cache_counters.stale_reads_total == 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "selection",
+    [
+        {"policy": "look_ahead", "index_dtype": "int8"},
+        {"policy": "look_ahead", "look_ahead_layers": 2, "exact_layers": ()},
+        {"policy": "look_ahead", "refresh_every": 3},
+        {"policy": "async_spade", "lag": 3},
+        {"policy": "last_query", "lag": 2, "refresh_every": 2, "exact_layers": (0, 2)},
+    ],
+)
+def test_options_keep_the_books_straight(selection: dict[str, Any]) -> None:
+    small = {"budget_tokens": 12, "resident_factor": 1.0, "fetch_cap": 4}
+    world = World(make_settings(**(small | selection)))
+    world.extend([1, 2], [0, 0], [90, 20], last=True)
+    for step in range(1, 30):
+        world.decode([1, 2], [90 + step, 20 + step])
+    assert not world.errors
+    check_residents(world, layer=3, row=1, length=119)
+    assert world.cache_counters.fetched_rows_total > 0
+
+
+@pytest.mark.timeout(60)
+def test_late_packs_are_counted_and_applied_later() -> None:
+    exchange = {"deterministic": False, "deadline_us": 10}
+    settings = make_settings(
+        exchange=exchange, policy="look_ahead", budget_tokens=12, resident_factor=1.0, fetch_cap=4
+    )
+    world = World(settings, delay_s=0.004)
+    world.extend([1], [0], [90], last=True)
+    for step in range(1, 25):
+        world.decode([1], [90 + step])
+    counters = world.runtime.counters
+    assert not world.errors
+    assert counters.late_packs_total > 0
+    assert counters.packs_total > 0, "late packs were never applied"
+    check_residents(world, layer=3, row=1, length=114)
+
+
+def check_residents(world: World, *, layer: int, row: int, length: int) -> None:
+    """Every head holds R distinct tokens outside the ring, and their true keys."""
+    resident = world.runtime.resident
+    held = resident.positions[layer, row, :, : resident.num_resident].long()
+    keys = world.tensors(layer, row, 0, length)[1]
+    for head, positions in enumerate(held):
+        assert len(set(positions.tolist())) == resident.num_resident
+        assert int(positions.max()) <= length - resident.ring
+        slots = resident.k[layer, row, : resident.num_resident, head]
+        torch.testing.assert_close(slots, keys[positions, head], rtol=0, atol=0)

@@ -181,7 +181,7 @@ def test_seed_is_the_sink_and_the_best_of_the_window(serve, settings_of):
     hi = 70 + 1 - 8
     for layer in range(4):
         k = request.k[layer, 2:hi].double().repeat_interleave(2, 1)
-        logits = torch.einsum("whd,nhd->whn", rank.queries[layer].double(), k)
+        logits = torch.einsum("qhd,nhd->qhn", rank.queries[layer].double(), k)
         logits *= served.model.scale
         positions = torch.arange(2, hi)
         hidden = positions > torch.arange(64, 70)[:, None]

@@ -123,3 +123,10 @@ def test_stores(tmp_path: Path) -> None:
 def test_repr_does_not_show_the_token(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "run")
     assert run_dir.token.hex() not in repr(run_dir)
+
+
+def test_epochs_are_never_reused(tmp_path: Path) -> None:
+    first = RunDir.create(tmp_path / "run")
+    numbers = [first.next_epoch(), first.next_epoch()]
+    numbers.append(RunDir.open(first.path).next_epoch())
+    assert numbers == [1, 2, 3]

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wrong SGLang, a renamed symbol, or a hook that was not applied stops the start."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from types import SimpleNamespace
+
+import pytest
+
+from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
+from tandemkv.inference_rank import sglang_contract
+from tandemkv.inference_rank.process import check_server_args
+
+
+def test_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.5.16")
+    with pytest.raises(ContractError, match=r"0\.5\.16.*exactly 0\.5\.17"):
+        sglang_contract.check_contract()
+
+
+@pytest.mark.parametrize(
+    ("symbol", "parameters", "named"),
+    [
+        ("json.no_such_function", (), "json.no_such_function"),
+        ("textwrap.dedent", ("no_such_parameter",), "no_such_parameter"),
+    ],
+)
+def test_missing_symbols_are_named(
+    monkeypatch: pytest.MonkeyPatch, symbol: str, parameters: tuple[str, ...], named: str
+) -> None:
+    monkeypatch.setattr(sglang_contract, "SYMBOLS", {symbol: parameters})
+    with pytest.raises(ContractError, match=named):
+        sglang_contract.check_contract()
+
+
+def test_unapplied_hook_is_named() -> None:
+    with pytest.raises(ContractError, match=r"sglang\.not\.hooked"):
+        sglang_contract.check_hooks_applied(["sglang.not.hooked"])
+
+
+def test_every_hook_target_is_in_the_contract() -> None:
+    from tandemkv.inference_rank.hooks import scheduler_hooks
+
+    targets = {target for target, _, _ in scheduler_hooks("tandemkv")}
+    assert targets <= set(sglang_contract.SYMBOLS)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"enable_hierarchical_cache": True},
+        {"disaggregation_mode": "prefill"},
+        {"speculative_algorithm": "EAGLE"},
+        {"enable_mixed_chunk": True},
+        {"tp_size": 2},
+    ],
+)
+def test_options_that_bypass_us_are_refused(args: dict[str, object]) -> None:
+    with pytest.raises(SettingsError, match=next(iter(args)).replace("_", "-")):
+        check_server_args(SimpleNamespace(**args))
+
+
+def test_plain_options_are_accepted() -> None:
+    check_server_args(SimpleNamespace(tp_size=1, disaggregation_mode="null", kv_cache_dtype="auto"))
