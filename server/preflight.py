@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,15 +73,19 @@ def resolve_model(model: str, progress: Callable[[str], None]) -> Path:
 
 
 def resolve_device(device: str) -> str:
-    """Decide ``auto``: cuda where there is an NVIDIA driver and a torch built for it."""
-    if device != "auto":
-        return device
-    has_driver = Path("/dev/nvidiactl").exists()
-    try:
-        cpu_build = importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
-        cpu_build = True
-    return "cuda" if has_driver and not cpu_build else "cpu"
+    """Decide the device: cpu, the only one that this version's data plane moves K/V on.
+
+    Raises
+    ------
+    SettingsError
+        If cuda is asked for.
+    """
+    if device == "cuda":
+        raise SettingsError(
+            "device=cuda: this version serves on CPU only, its data plane (gloo) moves CPU "
+            "tensors; use --device cpu"
+        )
+    return "cpu"
 
 
 def resolve_dtype(dtype: str, device: str, model_dir: Path) -> str:

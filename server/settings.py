@@ -32,7 +32,7 @@ class ServeSettings(BaseModel):
         min_length=1, description="Model directory in Hugging Face layout, or smollm2 (embedded)."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the inference rank; auto takes a GPU where there is one."
+        "auto", description="Device of the inference rank; this version serves on cpu only."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Of weights and KV; auto is float32 on cpu, the model's own on cuda."

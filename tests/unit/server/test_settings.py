@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.server.options import RANK_FLAGS, SERVE_FLAGS
+from tandemkv.server.preflight import resolve_device
 from tandemkv.server.settings import ServeSettings, is_loopback
 from tandemkv.server.settings_sources import Sourced, load_settings, setting_fields, to_yaml
 
@@ -147,3 +148,9 @@ def test_every_setting_has_a_flag() -> None:
     assert len(keys) == len(set(keys))
     assert set(keys) == set(setting_fields()) - {"model", "sglang_args"}
     assert {flag.key for flag in RANK_FLAGS} == set(setting_fields(RankSettings))
+
+
+def test_cuda_is_refused_in_this_version() -> None:
+    with pytest.raises(SettingsError, match="device=cuda"):
+        resolve_device("cuda")
+    assert resolve_device("auto") == "cpu"
