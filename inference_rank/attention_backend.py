@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tandemkv.cache_rank.protocol.errors import CacheRankError
 
+from . import recovery
 from . import runtime as runtime_module
 from .attention_probe import AttentionProbe
 from .decode_step import DecodeStep
@@ -125,3 +126,4 @@ class TandemKVAttentionBackend(AttentionBackend):
         self._step = None
         _LOG.error("cache rank lost: %s", error)
         self._runtime.client.mark_lost(f"{type(error).__name__}: {error}")
+        recovery.tell_clients(self._runtime)

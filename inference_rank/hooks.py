@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,11 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
         (f"{_SCHEDULER}.process_input_requests", recovery.before_requests, HookType.BEFORE),
         (f"{_SCHEDULER}._add_request_to_queue", recovery.around_queue, HookType.AROUND),
+        (
+            "sglang.srt.distributed.bootstrap.init_distributed_environment",
+            _meet_over_a_file,
+            HookType.AROUND,
+        ),
         ("sglang.srt.layers.sampler.Sampler.forward", teacher_forcing.around_sampler,
          HookType.AROUND),
     ]  # fmt: skip
@@ -96,6 +102,14 @@ def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
 
 def _no_cell_size(_original: Callable[..., int], *_: Any, **__: Any) -> int:
     return 0
+
+
+def _meet_over_a_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace SGLang's TCP rendezvous, which listens on every interface, for a lone rank."""
+    if kwargs.get("world_size") == 1 and "distributed_init_method" in kwargs:
+        path = runtime_module.run_dir_from_environment().path / f"sglang-store-{os.getpid()}"
+        kwargs["distributed_init_method"] = f"file://{path}"
+    return original(*args, **kwargs)
 
 
 def _never(_original: Callable[..., bool], *_: Any, **__: Any) -> bool:
@@ -143,7 +157,7 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     chunked = getattr(batch, "chunked_req", None)
     if chunked is not None and any(chunked is req for req in batch.reqs):
         runtime.middle_chunk_row = int(chunked.req_pool_idx)
-    runtime.forced_reqs = batch.reqs
+    runtime.running_reqs, runtime.scheduler = batch.reqs, scheduler
     result = original(scheduler, batch, *args, **kwargs)
     recovery.after_batch(runtime, batch)
     return result

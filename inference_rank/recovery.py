@@ -41,6 +41,18 @@ def after_batch(runtime: Runtime, batch: Any) -> None:
         _end_requests(runtime, batch.reqs)
 
 
+def tell_clients(runtime: Runtime) -> None:
+    """Answer the clients of the running batch at once: its pass may go on for seconds.
+
+    The requests themselves are ended by `after_batch`, when the pass is over.
+    """
+    if runtime.scheduler is None:
+        return
+    for req in runtime.running_reqs:
+        if not req.finished():
+            _send_abort(runtime.scheduler, req, runtime.client.lost_reason)
+
+
 def before_requests(scheduler: Any, *_: Any, **__: Any) -> None:
     """Run once per scheduler iteration: drain after a loss, then reconnect."""
     runtime = runtime_module.current()

@@ -47,7 +47,8 @@ class Runtime:
     step_id: int = 0
     decode_step: int = 0
     middle_chunk_row: int | None = None
-    forced_reqs: list[Any] = field(default_factory=list)
+    running_reqs: list[Any] = field(default_factory=list)
+    scheduler: Any = None
     _lengths: dict[int, int] = field(default_factory=dict)
     _dirty: set[int] = field(default_factory=set)
 

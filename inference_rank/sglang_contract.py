@@ -47,6 +47,10 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler.Scheduler.flush_cache": ("empty_cache",),
     "sglang.srt.managers.schedule_batch.FINISH_ABORT": ("message", "status_code", "err_type"),
     "sglang.srt.managers.io_struct.AbortReq": (),
+    "sglang.srt.distributed.bootstrap.init_distributed_environment": (
+        "world_size",
+        "distributed_init_method",
+    ),
     "sglang.srt.layers.sampler.Sampler.forward": ("logits_output", "sampling_info"),
 }
 

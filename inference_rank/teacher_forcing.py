@@ -25,7 +25,7 @@ def around_sampler(
     runtime = runtime_module.current()
     if runtime is None or not runtime.settings.evaluation:
         return original(sampler, logits_output, *args, **kwargs)
-    forced = [_forced_token(req) for req in runtime.forced_reqs]
+    forced = [_forced_token(req) for req in runtime.running_reqs]
     if all(token is None for token in forced):
         return original(sampler, logits_output, *args, **kwargs)
     logprobs = torch.log_softmax(logits_output.next_token_logits.float(), dim=-1)

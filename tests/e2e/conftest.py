@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers, started once per session: stock SGLang and ours in three settings."""
+"""Real servers in three settings, each started once and kept no longer than needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterator
 
 import pytest
-from rank_servers import Server, model_dir, ours, stock
+from rank_servers import Server, model_dir, ours
 
 SMALL = {
     "policy": "look_ahead",
@@ -28,21 +28,14 @@ def token_ids() -> list[int]:
     return list(AutoTokenizer.from_pretrained(model_dir())(text)["input_ids"])
 
 
-@pytest.fixture(scope="session")
-def stock_server() -> Iterator[Server]:
-    """Stock SGLang, torch_native."""
-    with stock() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def exact_server() -> Iterator[Server]:
     """Ours with policy exact and a tiny ring, so that every request needs the cache rank."""
     with ours({"selection": {"policy": "exact", "num_recent_tokens": 16}}) as server:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def covering_server() -> Iterator[Server]:
     """Ours with look_ahead, everything selected, nothing skipped."""
     selection = {

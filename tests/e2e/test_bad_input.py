@@ -7,7 +7,16 @@ import socket
 from pathlib import Path
 
 import pytest
-from bad_input import FLAGS, MODELS, is_clear, occupy, serve, sglang_alone, unsupported_model
+from bad_input import (
+    FLAGS,
+    MODELS,
+    is_clear,
+    names_cache_rank,
+    occupy,
+    serve,
+    sglang_alone,
+    unsupported_model,
+)
 from rank_servers import model_dir
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
@@ -34,7 +43,7 @@ def test_port_in_use() -> None:
     assert is_clear(found, str(port)), found
 
 
-def test_sglang_alone_with_our_backend_says_what_is_missing() -> None:
-    found = sglang_alone({})
-    assert found["code"] not in (0, None), found
-    assert "tandemkv" in found["text"]
+@pytest.mark.parametrize("variables", [{}, {"TANDEMKV_RUN_DIR": "/tmp/tandemkv-nowhere"}])
+def test_sglang_alone_says_that_the_cache_rank_is_missing(variables: dict[str, str]) -> None:
+    found = sglang_alone(variables)
+    assert names_cache_rank(found), found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from exactness import compare, flush, make_prompts, run
-from rank_servers import Server
+from rank_servers import Server, stock
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 NEW_TOKENS = 16
@@ -18,9 +18,10 @@ def prompts(token_ids: list[int]) -> list[list[int]]:
     return make_prompts(token_ids, count=6, shortest=30, longest=700)
 
 
-@pytest.fixture(scope="session")
-def reference(stock_server: Server, prompts: list[list[int]]) -> list[Any]:
-    return run(stock_server, prompts, new_tokens=NEW_TOKENS, at_once=1)
+@pytest.fixture(scope="module")
+def reference(prompts: list[list[int]]) -> list[Any]:
+    with stock() as server:
+        return run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
 
 
 @pytest.mark.parametrize("name", ["exact_server", "covering_server"])
