@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -29,6 +30,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import items
 import workbench
+from rank_servers import model_dir
 
 
 def stamp(arguments: list[str], seconds: float) -> dict[str, Any]:
@@ -49,6 +51,12 @@ def shown(value: Any) -> str:
     """One cell of the table."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return escape(text if len(text) <= 60 else text[:57] + "...")
+
+
+def scrub(text: str) -> str:
+    """Take this machine's paths out of a result."""
+    text = text.replace(model_dir(), "MODEL_DIR")
+    return re.sub(r"/(?:tmp|root|home)/[\w./-]+", "PATH", text)
 
 
 def main() -> int:
@@ -78,7 +86,7 @@ def main() -> int:
         seconds = time.monotonic() - start
         failed += not result["pass"]
         arguments = ["--only", name, "--jobs", str(args.jobs)]
-        text = json.dumps(stamp(arguments, seconds) | result, indent=1)
+        text = scrub(json.dumps(stamp(arguments, seconds) | result, indent=1))
         (args.out / f"{name}.json").write_text(text + "\n")
         for i, row in enumerate(result["checks"]):
             verdict = "yes" if row["pass"] else "[red]NO[/]"
