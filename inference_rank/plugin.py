@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE
 
@@ -18,8 +19,20 @@ BACKEND_NAME = "tandemkv"
 
 
 def register() -> None:
-    """Register backend and hooks. Dormant unless a run directory was handed over."""
+    """Register backend and hooks. Dormant unless a run directory was handed over.
+
+    Raises
+    ------
+    SystemExit
+        If our backend is asked for without one. (SGLang would swallow any other exception, and
+        then say that the backend does not exist.)
+    """
     if RUN_DIR_VARIABLE not in os.environ:
+        if BACKEND_NAME in sys.argv:
+            raise SystemExit(
+                f"--attention-backend {BACKEND_NAME}: no cache rank to talk to, {RUN_DIR_VARIABLE} "
+                "is not set; start both with `tandemkv serve MODEL`"
+            )
         return
     from .hooks import http_hooks, register_backend, scheduler_hooks
     from .sglang_contract import check_contract
