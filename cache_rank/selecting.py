@@ -13,7 +13,7 @@ from tandemkv.kernels.pack import gather_pack
 from tandemkv.kernels.score import score_keys
 
 from .epoch import Epoch
-from .policies.base import SelectionInput
+from .policies.base import SelectionInput, StoredKV
 from .protocol.errors import ProtocolError
 from .protocol.messages import StepBegin, Timing
 from .protocol.pack_layout import PackHeader, PackViews, write_header
@@ -129,6 +129,9 @@ class SparseRows:
                 k_scale=k_scale,
             ),
             budget=selection.budget_tokens,
+            lo=self._lo,
+            hi=self._hi,
+            stored=StoredKV(epoch.store.k[layer], epoch.store.v[layer], self._slots),
         )
         chosen = epoch.policy.select(request)
         chosen.check((len(self._rows), epoch.model.num_kv_heads, selection.budget_tokens))

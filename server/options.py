@@ -43,7 +43,8 @@ RANK_FLAGS: tuple[Flag, ...] = (
         "Selection", "selection",
         "policy budget-tokens resident-factor sink-tokens=num_sink_tokens "
         "recent-tokens=num_recent_tokens fetch-cap index-dtype exact-layers look-ahead-layers lag "
-        "refresh-every seed-window pooling dense-while-fits ridge-window ridge-eps ridge-sign "
+        "refresh-every seed-window pooling dense-while-fits quest-page-tokens ridge-window ridge-eps "
+        "ridge-sign "
         "ridge-normalise ridge-unrotate",
     ),
     *_flags(

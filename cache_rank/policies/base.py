@@ -66,6 +66,20 @@ class PolicyContext:
     rotary: Rotary | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StoredKV:
+    """The K/V of S requests in one layer, for policies that read more than scores.
+
+    ``k`` and ``v`` are pools ``[num_slots, num_kv_heads, head_dim]``; ``slots`` ``[S, width]``
+    int32 says where a position is stored. Slots of a request may change (prefix sharing),
+    what is stored at a position does not: remember by position, never by slot.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    slots: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionInput:
     """One selection in one layer, for S requests.
@@ -85,6 +99,10 @@ class SelectionInput:
         Scores of the candidates; sink and recent tokens are none.
     budget : int
         K, positions per KV head.
+    lo, hi : torch.Tensor
+        ``[S]`` int64: the candidates are the positions ``[lo, hi)``.
+    stored : StoredKV
+        What `score` reads, for policies with an index of their own.
     """
 
     layer: int
@@ -94,6 +112,9 @@ class SelectionInput:
     use_positions: torch.Tensor
     score: Scorer
     budget: int
+    lo: torch.Tensor
+    hi: torch.Tensor
+    stored: StoredKV
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,9 @@ class SelectionSettings(_Strict):
     pooling: Literal["softmax_mean", "max_logit", "mean_logit"] = Field(
         default="softmax_mean", description="How the query heads of a group are pooled."
     )
+    quest_page_tokens: int = Field(
+        default=16, ge=1, le=1024, description="quest: tokens of a page, which is taken whole."
+    )
     ridge_window: int = Field(
         default=16, ge=1, le=64, description="async_spade: W, queries regressed on."
     )

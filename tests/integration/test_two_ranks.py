@@ -250,7 +250,7 @@ class World:
         return worst
 
 
-POLICIES = ["look_ahead", "oracle", "async_spade", "last_query", "exact"]
+POLICIES = ["look_ahead", "oracle", "quest", "async_spade", "last_query", "exact"]
 
 
 @pytest.mark.timeout(60)

@@ -4,6 +4,8 @@
 POLICY_CASES = [
     ("look_ahead", {}),
     ("oracle", {}),
+    ("quest", {}),
+    ("quest", {"pooling": "max_logit", "quest_page_tokens": 5}),
     ("last_query", {}),
     ("mean_query", {}),
     ("mean_query", {"ridge_unrotate": False}),

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.cache_rank.policies.base import Policy, PolicyContext, Rotary, SelectionInput
+from tandemkv.cache_rank.policies.base import (
+    Policy,
+    PolicyContext,
+    Rotary,
+    SelectionInput,
+    StoredKV,
+)
 from tandemkv.cache_rank.policies.registry import make_policy
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
@@ -74,6 +80,9 @@ class Bench:
                 pooling=selection.pooling,
             ),
             budget=selection.budget_tokens,
+            lo=torch.full_like(hi, selection.num_sink_tokens),
+            hi=hi,
+            stored=StoredKV(self.k, self.k, self.slots),
         )
 
     def select(self, queries: list[torch.Tensor], layer: int = 1) -> torch.Tensor:

@@ -87,8 +87,8 @@ def test_release_forgets(make_bench, queries, case):
 
 def test_agrees_with_the_oracle_when_the_query_does_not_change(make_bench, queries, case):
     name, changes = case
-    if changes.get("ridge_normalise") == "none" or name == "look_ahead":
-        pytest.skip("its query is scaled, or predicted outside")
+    if changes.get("ridge_normalise") == "none" or name in ("look_ahead", "quest"):
+        pytest.skip("its query is scaled, or predicted outside; or it takes whole pages")
     bench = make_bench(name, **(changes | {"ridge_unrotate": False}))
     same = bench.select([queries[0]] * 20)
     oracle = make_bench("oracle").select([queries[0]])
