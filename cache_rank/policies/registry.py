@@ -14,6 +14,7 @@ POLICIES = {
     "last_query": f"{_HERE}.last_query:LastQueryPolicy",
     "mean_query": f"{_HERE}.mean_query:MeanQueryPolicy",
     "oracle": f"{_HERE}.oracle:OraclePolicy",
+    "quest": f"{_HERE}.quest:QuestPolicy",
     "streaming": f"{_HERE}.streaming:StreamingPolicy",
     "exact": f"{_HERE}.exact:ExactPolicy",
 }
