@@ -15,6 +15,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .command_classes import ReportingGroup, ServeCommand, passed_through
 from .options import RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
+from .plan.command import plan
 from .settings import EMBEDDED_MODEL
 from .settings_sources import Sourced, load_settings, to_yaml
 
@@ -22,6 +23,8 @@ app = typer.Typer(
     cls=ReportingGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
     help="Serve long contexts with SGLang and a cache rank that holds the KV.",
 )  # fmt: skip
+
+app.command()(plan)
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose a placement, or refuse a load with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+
+from .cost import H200, CostConstants, StepTime, predict_step
+from .footprint import GIB, USABLE_FRACTION, PlacementMemory, memory_of
+from .placement import Placement, possible_placements
+from .shape import ModelShape
+from .workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementPlan:
+    """One placement with its memory and its predicted step."""
+
+    placement: Placement
+    memory: PlacementMemory
+    step: StepTime
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """All placements, and the one to take.
+
+    `chosen` is None where none of tandemkv's placements fits; `reason` says why either way.
+    """
+
+    plans: tuple[PlacementPlan, ...]
+    chosen: PlacementPlan | None
+    reason: str
+
+
+def plan_all(
+    shape: ModelShape,
+    load: Workload,
+    *,
+    num_gpus: int,
+    gpu_bytes: int,
+    cost: CostConstants = H200,
+) -> tuple[PlacementPlan, ...]:
+    """Return every placement that `num_gpus` GPUs of `gpu_bytes` allow, stock SGLang first."""
+    return tuple(
+        _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=cost)
+        for placement in possible_placements(shape, num_gpus)
+    )
+
+
+def choose_placement(
+    shape: ModelShape,
+    load: Workload,
+    *,
+    num_gpus: int,
+    gpu_bytes: int,
+    available: Collection[str] | None = None,
+    cost: CostConstants = H200,
+) -> Choice:
+    """Choose the placement with the least predicted time per token among those that fit.
+
+    Parameters
+    ----------
+    shape : ModelShape
+        The model.
+    load : Workload
+        What is served.
+    num_gpus : int
+        GPUs of one host, all alike.
+    gpu_bytes : int
+        Memory of each.
+    available : Collection[str], optional
+        Names of the placements that may be chosen; default all. Stock SGLang never is.
+    cost : CostConstants
+        Of the hardware.
+
+    Returns
+    -------
+    Choice
+        With every plan, for comparison.
+
+    Raises
+    ------
+    SettingsError
+        If there is no GPU.
+    """
+    plans = plan_all(shape, load, num_gpus=num_gpus, gpu_bytes=gpu_bytes, cost=cost)
+    dense, *own = plans
+    if available is not None:
+        own = [plan for plan in own if plan.placement.name in available]
+    fitting = [plan for plan in own if plan.fits]
+    if not fitting:
+        if not own:
+            reason = "none of the placements that this version offers is possible here"
+        else:
+            least = min(own, key=lambda plan: plan.memory.largest.total)
+            reason = _overflow(least, shape, load, gpu_bytes)
+        return Choice(plans=plans, chosen=None, reason=reason)
+    best = min(fitting, key=lambda plan: (plan.step.tpot_ms, plan.placement.num_gpus))
+    return Choice(plans=plans, chosen=best, reason=_reason(best, fitting, own, dense, load))
+
+
+def check_fits(placement: Placement, shape: ModelShape, load: Workload, *, gpu_bytes: int) -> None:
+    """Refuse a load that `placement` cannot hold.
+
+    Raises
+    ------
+    SettingsError
+        With each part in GiB, and the concurrency or context that would fit.
+    """
+    plan = _plan(placement, shape, load, gpu_bytes=gpu_bytes, cost=H200)
+    if not plan.fits:
+        raise SettingsError(_overflow(plan, shape, load, gpu_bytes))
+
+
+def largest_fitting(
+    placement: Placement, shape: ModelShape, load: Workload, field: str, *, gpu_bytes: int
+) -> int:
+    """Return the largest `field` of `load` (an integer one) that fits, 0 if not even 1 does.
+
+    Found by bisection: memory never shrinks when a field grows.
+    """
+    low, high = 0, int(getattr(load, field))
+    while low < high:
+        middle = (low + high + 1) // 2
+        changes: dict[str, Any] = {field: middle, "capacity_tokens": None}
+        trial = replace(load, **changes)
+        if _fits(memory_of(placement, shape, trial), gpu_bytes):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _plan(
+    placement: Placement,
+    shape: ModelShape,
+    load: Workload,
+    *,
+    gpu_bytes: int,
+    cost: CostConstants,
+) -> PlacementPlan:
+    memory = memory_of(placement, shape, load)
+    return PlacementPlan(
+        placement=placement,
+        memory=memory,
+        step=predict_step(placement, shape, load, cost),
+        fits=_fits(memory, gpu_bytes),
+    )
+
+
+def _fits(memory: PlacementMemory, gpu_bytes: int) -> bool:
+    return memory.largest.total <= gpu_bytes * USABLE_FRACTION
+
+
+def _overflow(plan: PlacementPlan, shape: ModelShape, load: Workload, gpu_bytes: int) -> str:
+    placement = plan.placement
+    usable = gpu_bytes * USABLE_FRACTION
+    roles = ", ".join(
+        f"each {role} GPU needs {footprint.total / GIB:.1f} GiB ({footprint.describe()})"
+        for role, footprint in plan.memory.roles
+        if footprint.total > usable
+    )
+    concurrency = largest_fitting(placement, shape, load, "concurrency", gpu_bytes=gpu_bytes)
+    context = largest_fitting(placement, shape, load, "context_tokens", gpu_bytes=gpu_bytes)
+    advice = [f"{concurrency} requests of this length would fit"] if concurrency else []
+    if context >= 1024:
+        advice.append(f"{load.concurrency} requests of {context // 256 * 256} tokens would fit")
+    return (
+        f"{load.total_tokens} tokens of KV ({load.concurrency} requests of {load.context_tokens}) "
+        f"do not fit {placement.title}: {roles}, of {usable / GIB:.1f} GiB usable; "
+        + (", or ".join(advice) or "use more GPUs or a smaller model")
+    )
+
+
+def _reason(
+    best: PlacementPlan,
+    fitting: Iterable[PlacementPlan],
+    own: Iterable[PlacementPlan],
+    dense: PlacementPlan,
+    load: Workload,
+) -> str:
+    others = [plan for plan in fitting if plan is not best]
+    left_out = [plan.placement.name for plan in own if not plan.fits]
+    words = [f"least predicted time per token, {best.step.tpot_ms:.1f} ms"]
+    words += [f"{plan.placement.name} {plan.step.tpot_ms:.1f} ms" for plan in others]
+    if left_out:
+        words.append(f"{', '.join(left_out)} does not fit")
+    if not dense.fits:
+        words.append("stock SGLang cannot hold this load")
+    elif dense.step.tpot_ms <= best.step.tpot_ms:
+        words.append(
+            f"stock SGLang is predicted to be no slower ({dense.step.tpot_ms:.1f} ms): at this "
+            "load tandemkv gains nothing"
+        )
+    else:
+        gain = dense.step.tpot_ms / best.step.tpot_ms
+        words.append(f"stock SGLang {dense.step.tpot_ms:.1f} ms, {gain:.1f} times as long")
+    if not load.is_sparse:
+        words.append("the whole context is resident, so nothing is selected")
+    return "; ".join(words)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted time per output token: a roofline with measured constants.
+
+Every term is bytes over a bandwidth plus a fixed cost. The prediction is for ranking placements
+and for seeing what limits; it is not a measurement and is not to be quoted as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .placement import Placement, PlacementKind
+from .shape import ModelShape
+from .workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostConstants:
+    """Constants of one H200 with SGLang 0.5.17, FlashInfer 0.6.15.post1, torch 2.11, bf16.
+
+    Notes
+    -----
+    Where each is from, all with the shape of Qwen3-8B:
+
+    - `weight_bandwidth`: reading 16.4 GB of weights once takes 3.9 ms.
+    - `layer_overhead_us`, `request_layer_us`: what is left of SGLang's dense step (one_batch:
+      6.7 ms at 1 x 8K, 8.8 ms at 8 x 8K on one GPU) without weights and attention.
+    - `tp_request_layer_us`: the same on two GPUs (4.4 ms at 1 x 2K, 5.0 ms at 8 x 2K). All-reduce
+      latency is inside `layer_overhead_us`, which did not differ measurably between one and two.
+    - `attention_fixed_us`, `attention_bandwidth`: line through FlashInfer's decode kernel under a
+      CUDA graph, tensor cores on: 8 x 32K 243 us, 8 x 64K 476 us; it meets 1 x 4K, 8 x 2K,
+      8 x 8K and 64 x 4K within 8 %.
+    - `scan_bandwidth`: scoring 8 x 32K bf16 keys takes 137 us. Quantised scans are assumed, not
+      measured, to reach the same bandwidth.
+    - `topk_fixed_us`, `topk_bandwidth`: flashinfer.top_k over 64 rows: 40 us at 32K, 58 us at 128K.
+    - `exchange_us`: device-initiated round trip with 64 KiB each way, 7.1 us.
+    - `gather_us`: allowance for diff, gather and put of up to 4 MiB (put: 362 GB/s).
+    - `in_process_overlap`: share of the selection that hides behind the model when both use one
+      GPU. Assumed.
+    """
+
+    weight_bandwidth: float = 4.2e12
+    layer_overhead_us: float = 60.0
+    request_layer_us: float = 0.9
+    tp_request_layer_us: float = 1.4
+    attention_fixed_us: float = 10.0
+    attention_bandwidth: float = 4.61e12
+    scan_bandwidth: float = 3.93e12
+    topk_fixed_us: float = 34.0
+    topk_bandwidth: float = 1.4e12
+    exchange_us: float = 7.0
+    gather_us: float = 25.0
+    in_process_overlap: float = 0.5
+
+
+H200 = CostConstants()
+"""The only hardware that constants were measured on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Parts of one decode step, in ms; `parts` add up to its time.
+
+    `exposed_selection_ms` is what of the selection, exchange included, the model's own work
+    does not hide.
+    """
+
+    weights_ms: float
+    overhead_ms: float
+    attention_ms: float
+    exact_layers_ms: float = 0.0
+    exposed_selection_ms: float = 0.0
+    selection_ms: float = 0.0
+
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token."""
+        return sum(time for _, time in self.parts)
+
+    @property
+    def parts(self) -> tuple[tuple[str, float], ...]:
+        """Name and ms of each part of the sum."""
+        return (
+            ("weights", self.weights_ms),
+            ("launches and collectives", self.overhead_ms),
+            ("attention", self.attention_ms),
+            ("exact layers", self.exact_layers_ms),
+            ("selection", self.exposed_selection_ms),
+        )
+
+    @property
+    def limit(self) -> str:
+        """Name of the largest part."""
+        return max(self.parts, key=lambda part: part[1])[0]
+
+
+def predict_step(
+    placement: Placement, shape: ModelShape, load: Workload, cost: CostConstants = H200
+) -> StepTime:
+    """Predict one decode step with every request at the full context.
+
+    Parameters
+    ----------
+    placement : Placement
+        Where the parts run.
+    shape : ModelShape
+        The model.
+    load : Workload
+        Batch is `concurrency`, length is `context_tokens`.
+    cost : CostConstants
+        Of the hardware.
+
+    Returns
+    -------
+    StepTime
+        In ms. While everything is resident nothing is selected and no layer is exact.
+    """
+    tp_size, layers, batch = placement.tp_size, shape.num_layers, load.concurrency
+    per_request = cost.request_layer_us if tp_size == 1 else cost.tp_request_layer_us
+    weights_us = shape.step_weight_bytes / tp_size / cost.weight_bandwidth * 1e6
+    overhead_us = layers * (cost.layer_overhead_us + batch * per_request)
+    dense_us = attention_us(shape, batch, load.context_tokens, tp_size, cost)
+    if placement.kind is PlacementKind.DENSE or not load.is_sparse:
+        return StepTime(
+            weights_ms=weights_us / 1e3,
+            overhead_ms=overhead_us / 1e3,
+            attention_ms=layers * dense_us / 1e3,
+        )
+    exact = min(load.num_exact_layers, layers)
+    sparse = layers - exact
+    resident_us = attention_us(shape, batch, load.attended_tokens, tp_size, cost)
+    model_us = (weights_us + overhead_us) / layers + resident_us
+    if placement.kind is PlacementKind.IN_PROCESS:
+        select_us = selection_us(shape, load, tp_size, cost) if load.selects else 0.0
+        exposed_us = select_us * (1 - cost.in_process_overlap)
+        exact_us = dense_us
+    else:
+        caches = placement.num_cache_gpus
+        select_us = selection_us(shape, load, caches, cost) if load.selects else 0.0
+        select_us += cost.exchange_us if load.selects else 0.0
+        exposed_us = max(0.0, select_us - model_us)
+        ring_us = attention_us(shape, batch, load.num_recent_tokens, tp_size, cost)
+        far_us = attention_us(shape, batch, load.context_tokens, caches, cost)
+        exact_us = ring_us + cost.exchange_us + far_us
+    return StepTime(
+        weights_ms=weights_us / 1e3,
+        overhead_ms=overhead_us / 1e3,
+        attention_ms=sparse * resident_us / 1e3,
+        exact_layers_ms=exact * exact_us / 1e3,
+        exposed_selection_ms=sparse * exposed_us / 1e3,
+        selection_ms=sparse * select_us / 1e3,
+    )
+
+
+def attention_us(
+    shape: ModelShape, batch: int, tokens: int, num_shards: int, cost: CostConstants
+) -> float:
+    """Return the time of one layer's decode attention over `tokens` tokens of each request."""
+    size = batch * tokens * shape.kv_layer_token_bytes / num_shards
+    return cost.attention_fixed_us + size / cost.attention_bandwidth * 1e6
+
+
+def selection_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:
+    """Return the time to predict, scan, choose and gather for one layer on one of its shards."""
+    predictor = shape.predictor_bytes / shape.num_layers / num_shards / cost.weight_bandwidth
+    keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
+    scan = keys * load.index_head_token_bytes(shape) / cost.scan_bandwidth
+    topk = keys * 4 / cost.topk_bandwidth
+    return (predictor + scan + topk) * 1e6 + cost.topk_fixed_us + cost.gather_us

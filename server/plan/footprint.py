@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of each GPU of a placement. Every part grows, or stays, with context and concurrency."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from .placement import Placement, PlacementKind
+from .shape import ModelShape
+from .workload import Workload
+
+GIB = 1 << 30
+RUNTIME_BYTES = 3 * GIB
+"""CUDA context, NCCL, captured graphs and FlashInfer's workspace. An estimate: SGLang on an H200
+leaves between 2 and 4 GiB to them."""
+CACHE_RUNTIME_BYTES = 1 * GIB
+"""The same on a GPU that runs no model: CUDA context, transport, workspace of one layer."""
+USABLE_FRACTION = 0.95
+"""Part of a GPU's memory that is planned with; the rest is the allocator's fragmentation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes on one GPU, by part."""
+
+    weights: int = 0
+    kv: int = 0
+    key_index: int = 0
+    resident_set: int = 0
+    staging: int = 0
+    activations: int = 0
+    runtime: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return sum(asdict(self).values())
+
+    def describe(self) -> str:
+        """Return the parts in GiB, largest first."""
+        parts = sorted(asdict(self).items(), key=lambda item: -item[1])
+        return " + ".join(
+            f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in parts if size
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementMemory:
+    """Memory of one GPU that runs the model, and of one cache GPU if there are any."""
+
+    inference: Footprint
+    cache: Footprint | None = None
+
+    @property
+    def roles(self) -> tuple[tuple[str, Footprint], ...]:
+        """Each kind of GPU with its footprint."""
+        roles = [("inference", self.inference)]
+        if self.cache is not None:
+            roles.append(("cache", self.cache))
+        return tuple(roles)
+
+    @property
+    def largest(self) -> Footprint:
+        """The footprint of the fullest GPU."""
+        return max((footprint for _, footprint in self.roles), key=lambda item: item.total)
+
+
+def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> PlacementMemory:
+    """Return what each GPU of `placement` holds.
+
+    Parameters
+    ----------
+    placement : Placement
+        Where the parts run; head counts must be divisible by its shard counts.
+    shape : ModelShape
+        The model.
+    load : Workload
+        What is served.
+
+    Returns
+    -------
+    PlacementMemory
+        Bytes. KV heads, resident set and index are sharded evenly; rows of the resident set
+        number ``concurrency + 1``, as row 0 is padding.
+    """
+    tp_size = placement.tp_size
+    kv = load.total_tokens * shape.kv_token_bytes
+    model = {
+        "weights": _shard(shape.weight_bytes, tp_size),
+        "activations": activation_bytes(shape, load, tp_size),
+        "runtime": RUNTIME_BYTES,
+    }
+    if placement.kind is PlacementKind.DENSE:
+        return PlacementMemory(inference=Footprint(kv=_shard(kv, tp_size), **model))
+    rows = (load.concurrency + 1) * load.row_tokens
+    resident = _shard(rows * shape.kv_token_bytes, tp_size)
+    index = index_bytes(shape, load)
+    if placement.kind is PlacementKind.IN_PROCESS:
+        return PlacementMemory(
+            inference=Footprint(
+                kv=_shard(kv, tp_size),
+                key_index=_shard(index, tp_size),
+                resident_set=resident,
+                **model,
+            )
+        )
+    caches = placement.num_cache_gpus
+    mailboxes = mailbox_bytes(shape, load)
+    return PlacementMemory(
+        inference=Footprint(
+            resident_set=resident,
+            staging=_shard(staging_bytes(shape, load) + mailboxes, tp_size),
+            **model,
+        ),
+        cache=Footprint(
+            weights=_shard(shape.predictor_bytes, caches),
+            kv=_shard(kv, caches),
+            key_index=_shard(index, caches),
+            staging=_shard(mailboxes, caches),
+            runtime=CACHE_RUNTIME_BYTES,
+        ),
+    )
+
+
+def index_bytes(shape: ModelShape, load: Workload) -> int:
+    """Bytes of the key index beside the KV, unsharded; none if keys are scanned as they are."""
+    if load.index_dtype == "native" or not load.selects:
+        return 0
+    heads = shape.num_layers * shape.num_kv_heads
+    return math.ceil(load.total_tokens * heads * load.index_head_token_bytes(shape))
+
+
+def staging_bytes(shape: ModelShape, load: Workload) -> int:
+    """Bytes of prefill staging, unsharded: a restored prefix, two layers deep, and one chunk."""
+    prefix = 2 * load.context_tokens * shape.kv_layer_token_bytes
+    return prefix + load.chunk_tokens * shape.kv_token_bytes
+
+
+def mailbox_bytes(shape: ModelShape, load: Workload) -> int:
+    """Bytes of the per-layer mailboxes, double-buffered, unsharded."""
+    return 2 * load.concurrency * load.fetch_cap_tokens * shape.kv_token_bytes
+
+
+def activation_bytes(shape: ModelShape, load: Workload, tp_size: int) -> int:
+    """Bytes of one forward pass at its widest.
+
+    Residual, normed and attention streams, the MLP's gate, up and product, and the logits in
+    float32 with their softmax.
+    """
+    width = 4 * shape.hidden_size + _shard(3 * shape.intermediate_size, tp_size)
+    logits = 2 * load.concurrency * shape.vocab_size * 4
+    return load.chunk_tokens * width * shape.item_bytes + logits
+
+
+def _shard(size: int, num_shards: int) -> int:
+    return -(-size // num_shards)

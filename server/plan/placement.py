@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the parts can run on a number of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+
+from .shape import ModelShape
+
+
+class PlacementKind(StrEnum):
+    """How inference and cache share the GPUs."""
+
+    DENSE = "dense"
+    """Stock SGLang, for comparison."""
+    IN_PROCESS = "in_process"
+    """Each GPU keeps and searches the KV of its own heads."""
+    SEPARATE = "separate"
+    """Some GPUs run the model, others keep the KV."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """`tp_size` GPUs run the model; `num_cache_gpus` more keep KV, sharded by KV head."""
+
+    kind: PlacementKind
+    tp_size: int
+    num_cache_gpus: int = 0
+
+    @property
+    def num_gpus(self) -> int:
+        """All GPUs of the placement."""
+        return self.tp_size + self.num_cache_gpus
+
+    @property
+    def name(self) -> str:
+        """Short name, e.g. ``dense-tp2``, ``in-process-tp2``, ``1+1``."""
+        if self.kind is PlacementKind.DENSE:
+            return f"dense-tp{self.tp_size}"
+        if self.kind is PlacementKind.IN_PROCESS:
+            return f"in-process-tp{self.tp_size}"
+        inference = f"tp{self.tp_size}" if self.tp_size > 1 else "1"
+        return f"{inference}+{self.num_cache_gpus}"
+
+    @property
+    def title(self) -> str:
+        """What a person reads."""
+        tensor_parallel = f"TP{self.tp_size}" if self.tp_size > 1 else "1 GPU"
+        if self.kind is PlacementKind.DENSE:
+            return f"stock SGLang, dense, {tensor_parallel}"
+        if self.kind is PlacementKind.IN_PROCESS:
+            return f"cache rank in process, {tensor_parallel}"
+        return f"{self.tp_size} inference + {self.num_cache_gpus} cache GPU" + (
+            "s" if self.num_cache_gpus > 1 else ""
+        )
+
+
+def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ...]:
+    """Return the placements that use as many of `num_gpus` as the model's heads divide into.
+
+    The first is always stock SGLang on the same GPUs.
+
+    Raises
+    ------
+    SettingsError
+        If there is no GPU.
+    """
+    if num_gpus < 1:
+        raise SettingsError(f"gpus={num_gpus}: at least one GPU is needed")
+    whole = _largest_tp(shape, num_gpus)
+    found = [
+        Placement(kind=PlacementKind.DENSE, tp_size=whole),
+        Placement(kind=PlacementKind.IN_PROCESS, tp_size=whole),
+    ]
+    if num_gpus >= 2:
+        splits = [(1, _largest_tp(shape, num_gpus - 1))]
+        half = _largest_tp(shape, num_gpus // 2)
+        if (half, half) not in splits:
+            splits.append((half, half))
+        found += [
+            Placement(kind=PlacementKind.SEPARATE, tp_size=tp_size, num_cache_gpus=caches)
+            for tp_size, caches in splits
+        ]
+    return tuple(found)
+
+
+def _largest_tp(shape: ModelShape, num_gpus: int) -> int:
+    """Return the largest number of shards, `num_gpus` at most, that every head count allows."""
+    return next(
+        size
+        for size in range(num_gpus, 0, -1)
+        if shape.num_kv_heads % size == 0 and shape.num_qo_heads % size == 0
+    )

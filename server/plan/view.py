@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from .choose import Choice, PlacementPlan
+from .footprint import GIB, USABLE_FRACTION
+from .shape import ModelShape
+from .workload import Workload
+
+_COLUMNS = (
+    "weights", "kv", "key_index", "resident_set", "staging", "activations", "runtime",
+)  # fmt: skip
+
+
+def plan_view(
+    choice: Choice, shape: ModelShape, load: Workload, gpu_bytes: int
+) -> Iterable[RenderableType]:
+    """Yield what a person reads: memory, predicted step, recommendation."""
+    usable = gpu_bytes * USABLE_FRACTION / GIB
+    memory = Table(
+        title=f"{escape(shape.name)}, {load.concurrency} x {load.context_tokens} tokens, "
+        f"{load.index_dtype} index: GiB on each GPU, {usable:.1f} usable",
+        title_justify="left",
+    )
+    memory.add_column("placement", style="bold")
+    memory.add_column("GPU")
+    for name in (*_COLUMNS, "total"):
+        memory.add_column(name.replace("_", " "), justify="right")
+    for plan in choice.plans:
+        for index, (role, footprint) in enumerate(plan.memory.roles):
+            colour = "green" if footprint.total / GIB <= usable else "red"
+            sizes = asdict(footprint)
+            memory.add_row(
+                plan.placement.title if index == 0 else "",
+                role,
+                *(f"{sizes[name] / GIB:.1f}" if sizes[name] else "" for name in _COLUMNS),
+                f"[{colour}]{footprint.total / GIB:.1f}[/]",
+                end_section=index == len(plan.memory.roles) - 1,
+            )
+    yield memory
+    step = Table(title="predicted decode step, ms (not a measurement)", title_justify="left")
+    step.add_column("placement", style="bold")
+    for name, _ in choice.plans[0].step.parts:
+        step.add_column(name, justify="right")
+    step.add_column("TPOT", justify="right", style="bold")
+    step.add_column("limited by")
+    for plan in choice.plans:
+        fits = "" if plan.fits else " [red](does not fit)[/]"
+        times = (f"{time:.2f}" if time else "" for _, time in plan.step.parts)
+        row = (*times, f"{plan.step.tpot_ms:.2f}", plan.step.limit)
+        step.add_row(plan.placement.title + fits, *row)
+    yield step
+    if choice.chosen is None:
+        yield Text(f"nothing to recommend: {choice.reason}", style="red")
+    else:
+        yield Text.assemble("recommended: ", (choice.chosen.placement.title, "bold green"))
+        yield Text(choice.reason)
+
+
+def plan_json(
+    choice: Choice, shape: ModelShape, load: Workload, *, num_gpus: int, gpu_bytes: int
+) -> dict[str, Any]:
+    """Return the plan as JSON values; bytes and ms, each named so."""
+    return {
+        "model": asdict(shape),
+        "workload": asdict(load),
+        "gpus": num_gpus,
+        "gpu_bytes": gpu_bytes,
+        "usable_fraction": USABLE_FRACTION,
+        "placements": [_plan_json(plan) for plan in choice.plans],
+        "recommended": choice.chosen.placement.name if choice.chosen is not None else None,
+        "reason": choice.reason,
+    }
+
+
+def _plan_json(plan: PlacementPlan) -> dict[str, Any]:
+    placement = plan.placement
+    return {
+        "name": placement.name,
+        "kind": placement.kind.value,
+        "tp_size": placement.tp_size,
+        "cache_gpus": placement.num_cache_gpus,
+        "fits": plan.fits,
+        "bytes_per_gpu": {
+            role: {**asdict(footprint), "total": footprint.total}
+            for role, footprint in plan.memory.roles
+        },
+        "predicted": {
+            **{name: round(time, 4) for name, time in asdict(plan.step).items()},
+            "tpot_ms": round(plan.step.tpot_ms, 4),
+            "limited_by": plan.step.limit,
+        },
+    }

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be served: context, concurrency, and what the resident set may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+
+from .shape import ModelShape
+
+INDEX_DTYPES = ("native", "int8", "int4")
+INT4_SCALE_BLOCK = 64
+"""Tokens that share one scale and zero point (2 + 2 bytes) per channel in the int4 index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A load that a placement is planned for. Token counts are per KV head.
+
+    `capacity_tokens` is the KV of all requests together; without it,
+    ``context_tokens * concurrency``. `num_exact_layers` attend to everything.
+    """
+
+    context_tokens: int
+    concurrency: int
+    num_resident: int
+    num_recent_tokens: int = 64
+    fetch_cap_tokens: int = 64
+    num_exact_layers: int = 2
+    selects: bool = True
+    index_dtype: str = "int8"
+    chunk_tokens: int = 8192
+    capacity_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no sense."""
+        for name in ("context_tokens", "concurrency", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.index_dtype not in INDEX_DTYPES:
+            raise SettingsError(
+                f"index_dtype={self.index_dtype} is unknown; known: {', '.join(INDEX_DTYPES)}"
+            )
+        if self.capacity_tokens is not None and self.capacity_tokens < self.context_tokens:
+            raise SettingsError(
+                f"capacity_tokens={self.capacity_tokens} cannot hold one request of "
+                f"{self.context_tokens} tokens; raise --cache-tokens or lower --context"
+            )
+
+    @classmethod
+    def from_selection(
+        cls,
+        selection: SelectionSettings,
+        *,
+        context_tokens: int,
+        concurrency: int,
+        chunk_tokens: int = 8192,
+        capacity_tokens: int | None = None,
+        index_dtype: str | None = None,
+    ) -> Self:
+        """Take what concerns the resident set from `selection`."""
+        return cls(
+            context_tokens=context_tokens,
+            concurrency=concurrency,
+            num_resident=selection.num_resident,
+            num_recent_tokens=selection.num_recent_tokens,
+            fetch_cap_tokens=selection.fetch_cap_tokens,
+            num_exact_layers=len(selection.exact_layers),
+            selects=selection.policy not in ("streaming", "exact"),
+            index_dtype=index_dtype or selection.index_dtype,
+            chunk_tokens=chunk_tokens,
+            capacity_tokens=capacity_tokens,
+        )
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens whose KV is kept."""
+        return self.capacity_tokens or self.context_tokens * self.concurrency
+
+    @property
+    def row_tokens(self) -> int:
+        """Slots of one request's resident set and ring."""
+        return self.num_resident + self.num_recent_tokens
+
+    @property
+    def attended_tokens(self) -> int:
+        """Tokens that one sparse layer attends to."""
+        return min(self.context_tokens, self.row_tokens)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the context is longer than what is resident."""
+        return self.context_tokens > self.row_tokens
+
+    def index_head_token_bytes(self, shape: ModelShape) -> float:
+        """Bytes that one token's key takes in the index of one KV head, scales included.
+
+        ``native`` scans the keys themselves.
+        """
+        if self.index_dtype == "native":
+            return shape.head_dim * shape.item_bytes
+        if self.index_dtype == "int8":
+            return shape.head_dim + 4.0
+        return shape.head_dim / 2 + 4.0 * shape.head_dim / INT4_SCALE_BLOCK

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is recommended, what is refused and with which numbers; the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.server.commands import app
+from tandemkv.server.plan.choose import check_fits, choose_placement, largest_fitting
+from tandemkv.server.plan.footprint import GIB, USABLE_FRACTION, memory_of
+from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
+from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.plan.workload import Workload
+
+QWEN = BUILT_IN_SHAPES["qwen3-8b"]
+LOAD = Workload.from_selection(
+    SelectionSettings(), context_tokens=65536, concurrency=8, index_dtype="int4"
+)
+H200_BYTES = 139 * GIB
+IN_PROCESS = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
+
+
+def test_selection_settings_become_a_workload() -> None:
+    assert (LOAD.num_resident, LOAD.num_recent_tokens, LOAD.fetch_cap_tokens) == (2052, 64, 64)
+    assert LOAD.num_exact_layers == 2
+    assert LOAD.selects
+    streaming = SelectionSettings(policy="streaming")
+    load = Workload.from_selection(streaming, context_tokens=10, concurrency=1)
+    assert (load.num_resident, load.selects, load.index_dtype) == (4, False, "native")
+
+
+def test_takes_the_fastest_that_fits() -> None:
+    choice = choose_placement(QWEN, LOAD, num_gpus=2, gpu_bytes=H200_BYTES)
+    assert choice.chosen is not None
+    own = [plan for plan in choice.plans if plan.placement.kind is not PlacementKind.DENSE]
+    assert choice.chosen.step.tpot_ms == min(plan.step.tpot_ms for plan in own)
+    assert choice.plans[0].placement.name == "dense-tp2"
+    assert "stock SGLang" in choice.reason
+
+
+def test_takes_what_the_version_offers() -> None:
+    choice = choose_placement(
+        QWEN, LOAD, num_gpus=2, gpu_bytes=H200_BYTES, available={"1+1", "dense-tp2"}
+    )
+    assert choice.chosen is not None
+    assert choice.chosen.placement.name == "1+1"
+    none = choose_placement(QWEN, LOAD, num_gpus=1, gpu_bytes=H200_BYTES, available={"1+1"})
+    assert none.chosen is None
+    assert "none of the placements" in none.reason
+
+
+def test_says_when_stock_is_no_slower() -> None:
+    load = replace(LOAD, context_tokens=1024)
+    choice = choose_placement(QWEN, load, num_gpus=1, gpu_bytes=H200_BYTES)
+    assert "tandemkv gains nothing" in choice.reason
+    assert "whole context is resident" in choice.reason
+
+
+def test_refusal_has_the_numbers() -> None:
+    load = replace(LOAD, concurrency=64)
+    with pytest.raises(SettingsError) as caught:
+        check_fits(IN_PROCESS, QWEN, load, gpu_bytes=H200_BYTES)
+    text = str(caught.value)
+    total = memory_of(IN_PROCESS, QWEN, load).inference.total / GIB
+    assert f"needs {total:.1f} GiB" in text
+    assert "of 132.0 GiB usable" in text  # 0.95 x 139
+    assert "kv 576.0" in text  # 64 x 65536 x 147456 B
+    fitting = largest_fitting(IN_PROCESS, QWEN, load, "concurrency", gpu_bytes=H200_BYTES)
+    assert f"{fitting} requests of this length would fit" in text
+    check_fits(IN_PROCESS, QWEN, replace(load, concurrency=fitting), gpu_bytes=H200_BYTES)
+    with pytest.raises(SettingsError):
+        check_fits(IN_PROCESS, QWEN, replace(load, concurrency=fitting + 1), gpu_bytes=H200_BYTES)
+
+
+def test_a_gpu_too_small_for_the_weights_is_refused_without_advice_on_requests() -> None:
+    with pytest.raises(SettingsError, match="use more GPUs or a smaller model"):
+        check_fits(IN_PROCESS, QWEN, LOAD, gpu_bytes=12 * GIB)
+
+
+@given(
+    context=st.integers(1, 1 << 20),
+    concurrency=st.integers(1, 512),
+    gpus=st.integers(1, 8),
+    gib=st.integers(1, 200),
+)
+def test_refuses_exactly_what_does_not_fit(
+    context: int, concurrency: int, gpus: int, gib: int
+) -> None:
+    load = replace(LOAD, context_tokens=context, concurrency=concurrency)
+    choice = choose_placement(QWEN, load, num_gpus=gpus, gpu_bytes=gib * GIB)
+    for placement in possible_placements(QWEN, gpus):
+        needed = memory_of(placement, QWEN, load).largest.total
+        if needed <= USABLE_FRACTION * gib * GIB:
+            check_fits(placement, QWEN, load, gpu_bytes=gib * GIB)
+        else:
+            with pytest.raises(SettingsError, match="GiB"):
+                check_fits(placement, QWEN, load, gpu_bytes=gib * GIB)
+    own_fit = [plan for plan in choice.plans[1:] if plan.fits]
+    assert (choice.chosen is not None) == bool(own_fit)
+    if choice.chosen is None:
+        assert "do not fit" in choice.reason
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+def test_command_prints_tables(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--gpus", "2"])
+    assert result.exit_code == 0
+    for part in ("1 inference + 1 cache GPU", "key index", "TPOT", "recommended", "132.0 usable"):
+        assert part in result.output
+
+
+def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
+    arguments = ["plan", "--model", "qwen3-8b", "--gpus", "2", "--index-dtype", "int4", "--json"]
+    result = runner.invoke(app, [*arguments, "--budget-tokens", "512", "--exact-layers", "none"])
+    printed = json.loads(result.stdout)
+    assert printed["workload"]["num_resident"] == 4 + 2 * 512
+    assert printed["workload"]["num_exact_layers"] == 0
+    assert [item["name"] for item in printed["placements"]] == [
+        "dense-tp2", "in-process-tp2", "1+1",
+    ]  # fmt: skip
+    load = Workload(
+        context_tokens=65536, concurrency=8, num_resident=1028, fetch_cap_tokens=32,
+        num_exact_layers=0, index_dtype="int4",
+    )  # fmt: skip
+    placement = Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=1)
+    memory = memory_of(placement, QWEN, load)
+    assert memory.cache is not None
+    assert printed["placements"][2]["bytes_per_gpu"]["cache"]["total"] == memory.cache.total
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--model", "qwen3-8b", "--concurrency", "64"], 1, "nothing to recommend"),
+        (["--model", "gpt5"], 2, "built-in shape"),
+        (["--model", "qwen3-8b", "--budget-tokens", "5"], 2, "from --budget-tokens"),
+        (["--model", "qwen3-8b", "--index-dtype", "int2"], 2, "index_dtype=int2"),
+        ([], 2, "--model"),
+    ],
+)
+def test_command_exit_codes(
+    runner: CliRunner, arguments: list[str], code: int, expected: str
+) -> None:
+    result = runner.invoke(app, ["plan", *arguments])
+    assert result.exit_code == code
+    assert expected in result.output + result.stderr

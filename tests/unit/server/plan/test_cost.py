@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model by hand, and against the measurements that its constants were read from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandemkv.server.plan.cost import CostConstants, attention_us, predict_step, selection_us
+from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
+from tandemkv.server.plan.shape import BUILT_IN_SHAPES, ModelShape
+from tandemkv.server.plan.workload import Workload
+
+QWEN = BUILT_IN_SHAPES["qwen3-8b"]
+DENSE, SEPARATE = PlacementKind.DENSE, PlacementKind.SEPARATE
+LOAD = Workload(
+    context_tokens=65536, concurrency=8, num_resident=2052, num_exact_layers=0, index_dtype="int4"
+)
+# One layer, all bandwidths 1 byte per us, so that every term is its bytes.
+UNIT = CostConstants(
+    weight_bandwidth=1e6, layer_overhead_us=5.0, request_layer_us=2.0, tp_request_layer_us=3.0,
+    attention_fixed_us=1.0, attention_bandwidth=1e6, scan_bandwidth=1e6, topk_fixed_us=7.0,
+    topk_bandwidth=1e6, exchange_us=11.0, gather_us=13.0, in_process_overlap=0.25,
+)  # fmt: skip
+TINY = ModelShape(
+    name="tiny", num_layers=1, hidden_size=2, num_qo_heads=2, num_kv_heads=2, head_dim=2,
+    intermediate_size=2, vocab_size=4,
+)  # fmt: skip
+TINY_LOAD = Workload(
+    context_tokens=100, concurrency=3, num_resident=6, num_recent_tokens=4, num_exact_layers=0,
+    index_dtype="native",
+)  # fmt: skip
+
+
+def dense(tp_size: int) -> Placement:
+    return Placement(kind=DENSE, tp_size=tp_size)
+
+
+def test_dense_by_hand() -> None:
+    step = predict_step(dense(1), TINY, TINY_LOAD, UNIT)
+    parameters = 2 * (2 * 4) + 2 * (2 * 4) + 3 * 4 + 4  # q and o, k and v, MLP, norms
+    assert TINY.layer_parameters == parameters
+    assert step.weights_ms == pytest.approx((parameters + 8) * 2 / 1e3)
+    assert step.overhead_ms == pytest.approx((5 + 3 * 2) / 1e3)
+    assert step.attention_ms == pytest.approx((1 + 3 * 100 * 16) / 1e3)
+    assert step.tpot_ms == pytest.approx(
+        step.weights_ms + step.overhead_ms + step.attention_ms, rel=1e-12
+    )
+    assert step.limit == "attention"
+
+
+def test_selection_by_hand() -> None:
+    keys = 3 * 100 * 2
+    expected = 2 * 5 * 2 + keys * 4 + keys * 4 + 7 + 13  # W_q + norm, scan, top-k, fixed
+    assert selection_us(TINY, TINY_LOAD, 1, UNIT) == pytest.approx(expected)
+
+
+def test_in_process_exposes_what_does_not_overlap() -> None:
+    step = predict_step(Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), TINY, TINY_LOAD, UNIT)
+    assert step.selection_ms * 1e3 == pytest.approx(selection_us(TINY, TINY_LOAD, 1, UNIT))
+    assert step.exposed_selection_ms == pytest.approx(0.75 * step.selection_ms)
+    assert step.attention_ms == pytest.approx((1 + 3 * 10 * 16) / 1e3)
+
+
+def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
+    placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1)
+    step = predict_step(placement, TINY, TINY_LOAD, UNIT)
+    hidden_us = (step.weights_ms + step.overhead_ms + step.attention_ms) * 1e3
+    select_us = selection_us(TINY, TINY_LOAD, 1, UNIT) + 11
+    assert step.exposed_selection_ms * 1e3 == pytest.approx(select_us - hidden_us)
+    quick = replace(UNIT, scan_bandwidth=1e9, topk_bandwidth=1e9, weight_bandwidth=1e6)
+    assert predict_step(placement, TINY, TINY_LOAD, quick).exposed_selection_ms == 0
+
+
+def test_an_exact_layer_by_hand() -> None:
+    placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=2)
+    step = predict_step(placement, TINY, replace(TINY_LOAD, num_exact_layers=5), UNIT)
+    ring, far = 1 + 3 * 4 * 16, 1 + 3 * 100 * 16 / 2
+    assert step.exact_layers_ms * 1e3 == pytest.approx(ring + 11 + far)
+    assert step.attention_ms == step.exposed_selection_ms == 0  # its only layer is exact
+
+
+def test_nothing_is_selected_while_everything_is_resident() -> None:
+    load = replace(LOAD, context_tokens=LOAD.row_tokens)
+    for placement in possible_placements(QWEN, 2):
+        step = predict_step(placement, QWEN, load)
+        assert step.exposed_selection_ms == step.exact_layers_ms == 0
+    beyond = replace(load, context_tokens=load.row_tokens + 1)
+    assert predict_step(possible_placements(QWEN, 2)[1], QWEN, beyond).exposed_selection_ms > 0
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "batch", "context", "measured_ms"),
+    [
+        (1, 1, 8192, 6.69), (1, 1, 32768, 7.57), (1, 1, 65536, 8.59), (1, 8, 8192, 8.79),
+        (2, 1, 2048, 4.37), (2, 1, 32768, 5.01), (2, 1, 65536, 5.79),
+        (2, 8, 2048, 4.98), (2, 8, 32768, 9.11), (2, 8, 65536, 13.29),
+    ],
+)  # fmt: skip
+def test_dense_prediction_is_near_what_was_measured(
+    tp_size: int, batch: int, context: int, measured_ms: float
+) -> None:
+    load = replace(LOAD, concurrency=batch, context_tokens=context)
+    predicted = predict_step(dense(tp_size), QWEN, load).tpot_ms
+    assert predicted == pytest.approx(measured_ms, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "measured_us"),
+    [(1, 4352, 13.2), (8, 2304, 28.5), (8, 8192, 69.8), (8, 65536, 476), (64, 4352, 262)],
+)
+def test_attention_line_is_near_what_was_measured(
+    batch: int, context: int, measured_us: float
+) -> None:
+    predicted = attention_us(QWEN, batch, context, 1, CostConstants())
+    assert predicted == pytest.approx(measured_us, rel=0.08)
+
+
+@given(
+    context=st.integers(1, 500_000),
+    batch=st.integers(1, 128),
+    more=st.integers(1, 100_000),
+    dtype=st.sampled_from(["native", "int8", "int4"]),
+    kind=st.sampled_from(list(PlacementKind)),
+)
+def test_time_grows_with_context_once_sparse_and_with_batch(
+    context: int, batch: int, more: int, dtype: str, kind: PlacementKind
+) -> None:
+    caches = 1 if kind is SEPARATE else 0
+    placement = Placement(kind=kind, tp_size=1, num_cache_gpus=caches)
+    load = replace(
+        LOAD, context_tokens=LOAD.row_tokens + context, concurrency=batch, index_dtype=dtype
+    )
+    before = predict_step(placement, QWEN, load).tpot_ms
+    longer = replace(load, context_tokens=load.context_tokens + more)
+    assert predict_step(placement, QWEN, longer).tpot_ms >= before
+    assert predict_step(placement, QWEN, replace(load, concurrency=batch + 1)).tpot_ms > before

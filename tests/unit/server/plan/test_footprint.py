@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory by hand, and that it never shrinks when the load grows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
+from tandemkv.server.plan.footprint import activation_bytes, index_bytes, memory_of
+from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
+from tandemkv.server.plan.shape import BUILT_IN_SHAPES, ModelShape, find_shape, shape_of_config
+from tandemkv.server.plan.workload import Workload
+
+QWEN = BUILT_IN_SHAPES["qwen3-8b"]
+TINY = ModelShape(
+    name="tiny", num_layers=2, hidden_size=8, num_qo_heads=4, num_kv_heads=2, head_dim=4,
+    intermediate_size=16, vocab_size=10,
+)  # fmt: skip
+LOAD = Workload(
+    context_tokens=100, concurrency=3, num_resident=20, num_recent_tokens=5, fetch_cap_tokens=2,
+    chunk_tokens=50,
+)  # fmt: skip
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, "hidden_size": 4096,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+def test_tiny_model_by_hand() -> None:
+    # q, o: 8 x 16 each; k, v: 8 x 8 each; three 8 x 16; two norms of 8
+    assert TINY.layer_parameters == 2 * 128 + 2 * 64 + 3 * 128 + 16
+    assert TINY.weight_bytes == 2 * (2 * 784 + 2 * 80 + 8)
+    assert replace(TINY, tied_embeddings=True).weight_bytes == 2 * (2 * 784 + 80 + 8)
+    assert TINY.step_weight_bytes == 2 * (2 * 784 + 80)
+    assert TINY.predictor_bytes == 2 * (2 * 8 * 17)
+    assert TINY.kv_token_bytes == 2 * 2 * 2 * 4 * 2  # layers x (K, V) x heads x dim x bf16
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03)])
+def test_built_in_shapes_have_the_published_parameter_counts(name: str, billions: float) -> None:
+    assert BUILT_IN_SHAPES[name].weight_bytes / 2 == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+def test_separate_ranks_by_hand() -> None:
+    placement = Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=2)
+    memory = memory_of(placement, TINY, LOAD)
+    mailboxes = 2 * 3 * 2 * 64
+    assert memory.inference.resident_set == 4 * 25 * 64  # one padding row
+    assert memory.inference.kv == memory.inference.key_index == 0
+    assert memory.inference.staging == 2 * 100 * 32 + 50 * 64 + mailboxes
+    assert memory.inference.weights == TINY.weight_bytes
+    assert memory.cache is not None
+    assert memory.cache.kv == 300 * 64 // 2
+    assert memory.cache.key_index == 300 * 2 * 2 * (4 + 4) // 2
+    assert memory.cache.weights == TINY.predictor_bytes // 2
+    assert memory.cache.staging == mailboxes // 2
+
+
+def test_in_process_keeps_everything_on_the_inference_gpus() -> None:
+    memory = memory_of(Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), TINY, LOAD)
+    assert memory.cache is None
+    assert memory.inference.kv == 300 * 64 // 2
+    assert memory.inference.resident_set == 4 * 25 * 64 // 2
+    assert memory.inference.key_index == 300 * 2 * 2 * (4 + 4) // 2
+    assert memory.inference.staging == 0
+
+
+def test_dense_keeps_kv_only() -> None:
+    memory = memory_of(Placement(kind=PlacementKind.DENSE, tp_size=2), TINY, LOAD)
+    assert memory.inference.kv == 300 * 64 // 2
+    assert memory.inference.resident_set == memory.inference.key_index == 0
+
+
+def test_activations_by_hand() -> None:
+    assert activation_bytes(TINY, LOAD, 2) == 50 * (4 * 8 + 24) * 2 + 2 * 3 * 10 * 4
+
+
+@pytest.mark.parametrize(("dtype", "per_head"), [("native", 0), ("int8", 132), ("int4", 72)])
+def test_index_bytes_per_key(dtype: str, per_head: int) -> None:
+    load = replace(LOAD, index_dtype=dtype)
+    assert index_bytes(QWEN, load) == 300 * 36 * 8 * per_head
+
+
+def test_exact_policy_has_no_index() -> None:
+    assert index_bytes(QWEN, replace(LOAD, selects=False)) == 0
+
+
+@given(
+    context=st.integers(1, 200_000),
+    concurrency=st.integers(1, 256),
+    more=st.integers(1, 50_000),
+    dtype=st.sampled_from(["native", "int8", "int4"]),
+    gpus=st.integers(1, 8),
+)
+def test_memory_is_monotone(
+    context: int, concurrency: int, more: int, dtype: str, gpus: int
+) -> None:
+    load = replace(LOAD, context_tokens=context, concurrency=concurrency, index_dtype=dtype)
+    for placement in possible_placements(QWEN, gpus):
+        before = memory_of(placement, QWEN, load).largest.total
+        for grown in (
+            replace(load, context_tokens=context + more),
+            replace(load, concurrency=concurrency + more),
+        ):
+            assert memory_of(placement, QWEN, grown).largest.total >= before
+
+
+@given(gpus=st.integers(1, 64))
+def test_placements_divide_the_heads_and_use_no_more_gpus(gpus: int) -> None:
+    for shape in BUILT_IN_SHAPES.values():
+        placements = possible_placements(shape, gpus)
+        assert len({item.name for item in placements}) == len(placements)
+        for item in placements:
+            assert item.num_gpus <= gpus
+            for shards in (item.tp_size, item.num_cache_gpus or 1):
+                assert shape.num_kv_heads % shards == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "names"),
+    [
+        (1, ["dense-tp1", "in-process-tp1"]),
+        (2, ["dense-tp2", "in-process-tp2", "1+1"]),
+        (4, ["dense-tp4", "in-process-tp4", "1+2", "tp2+2"]),
+    ],
+)
+def test_placements_of_few_gpus(gpus: int, names: list[str]) -> None:
+    assert [item.name for item in possible_placements(QWEN, gpus)] == names
+
+
+def test_a_model_directory_gives_the_shape_of_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert replace(find_shape(str(tmp_path)), name="qwen3-8b") == QWEN
+    assert find_shape(str(tmp_path), dtype="float32").item_bytes == 4
+
+
+def test_wrong_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="qwen3-8b"):
+        find_shape(str(tmp_path / "nothing"))
+    with pytest.raises(SettingsError, match="dtype=int3"):
+        find_shape("qwen3-8b", dtype="int3")
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        shape_of_config({"architectures": ["MambaForCausalLM"]}, name="m", dtype="bfloat16")
+    lacking = {key: value for key, value in CONFIG.items() if key != "intermediate_size"}
+    with pytest.raises(UnsupportedModelError, match="intermediate_size"):
+        shape_of_config(lacking, name="m", dtype="bfloat16")
+
+
+def test_wrong_loads_are_refused() -> None:
+    with pytest.raises(SettingsError, match="index_dtype=int2"):
+        replace(LOAD, index_dtype="int2")
+    with pytest.raises(SettingsError, match="concurrency=0"):
+        replace(LOAD, concurrency=0)
+    with pytest.raises(SettingsError, match="--cache-tokens"):
+        replace(LOAD, capacity_tokens=99)
