@@ -16,7 +16,10 @@ from .selecting import SparseRows
 
 
 class ExactRows:
-    """Rows whose attention over ``[0, length - num_recent)`` is computed here."""
+    """Rows whose attention over ``[0, length - num_recent)`` is computed here.
+
+    `packed` are those of them that a pack of the step is about, in the packs' order.
+    """
 
     def __init__(self, epoch: Epoch, step: StepBegin, *, layer_is_exact: bool) -> None:
         self._epoch = epoch
@@ -25,24 +28,34 @@ class ExactRows:
         hi = [0 if row.row == PADDING_ROW else max(0, row.length - recent) for row in rows]
         self._hi = torch.tensor(hi, dtype=torch.int64)
         index = torch.tensor([row.row for row in rows], dtype=torch.int64)
+        wanted = {row.row for row in epoch.program.packed_rows(step.rows)}
+        packed = [i for i, row in enumerate(rows) if row.row in wanted]
+        self.packed = torch.tensor(packed, dtype=torch.int64)
         self._slots = epoch.rows.slots[index, : max(hi, default=0)]
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Return output and log-sum-exp ``[X, Hq, D + 1]`` float32 of `query` ``[X, Hq, D]``."""
+        """Return output and log-sum-exp ``[X, n, D + 1]`` float32 of `query` ``[X, n, D]``.
+
+        The n query heads are all, or those of `StepProgram.slow_heads`.
+        """
         store = self._epoch.store
         if layer == 0:
             for slots, end in zip(self._slots, self._hi.tolist(), strict=True):
                 store.note_read(slots[:end])
-        out, lse = attend_paged(
-            query,
-            store.k[layer],
-            store.v[layer],
-            self._slots,
-            self._hi,
-            scale=self._epoch.model.scale,
-        )
+        model, heads = self._epoch.model, self._epoch.program.slow_heads(layer)
+        pools = [(query, store.k[layer], store.v[layer])]
+        if len(heads) != model.num_kv_heads:  # views of the pools: a list of heads would copy them
+            groups = query.split(model.gqa_group_size, dim=1)
+            pools = [
+                (q, store.k[layer][:, head : head + 1], store.v[layer][:, head : head + 1])
+                for q, head in zip(groups, heads, strict=True)
+            ]
+        parts = []
+        for q, k, v in pools:
+            out, lse = attend_paged(q, k, v, self._slots, self._hi, scale=model.scale)
+            parts.append(torch.cat([out, lse.unsqueeze(-1)], dim=-1))
         self._epoch.counters.exact_rows_total += len(query)
-        return torch.cat([out, lse.unsqueeze(-1)], dim=-1)
+        return torch.cat(parts, dim=1)
 
 
 class DecodeStep:
@@ -85,6 +98,7 @@ class DecodeStep:
         )
         self._exact: dict[bool, ExactRows] = {}
         self._hidden: torch.Tensor | None = None
+        self._exact_query: torch.Tensor | None = None
         self._queries: dict[int, torch.Tensor] = {}
 
     def execute(self, transfer: Transfer) -> None:
@@ -94,11 +108,11 @@ class DecodeStep:
             case TransferKind.HIDDEN:
                 self._hidden = exchange.receive(transfer)
             case TransferKind.QUERY:
-                self._queries = {transfer.layers[0]: exchange.receive(transfer)}
+                self._queries[transfer.layers[0]] = exchange.receive(transfer)
             case TransferKind.PACK | TransferKind.DELTA:
                 exchange.send(transfer, self._pack(transfer.layers))
             case TransferKind.EXACT_QUERY:
-                self._queries = {transfer.layers[0]: exchange.receive(transfer)}
+                self._exact_query = exchange.receive(transfer)
             case TransferKind.EXACT_OUTPUT:
                 exchange.send(transfer, self._attend(transfer.layers[0]))
             case TransferKind.STEP_KV:
@@ -117,14 +131,20 @@ class DecodeStep:
             assert epoch.predictor is not None
             assert self._hidden is not None
             predict, hidden = epoch.predictor.predict_query, self._hidden
-            queries = {layer: predict(layer, hidden, sparse.positions) for layer in layers}
+            sources = {epoch.program.source_of(layer) for layer in layers} - set(self._queries)
+            for layer in sources:
+                self._queries[layer] = predict(layer, hidden, sparse.positions)
         return sparse.pack(layers, queries)
 
     def _attend(self, layer: int) -> torch.Tensor:
         is_exact = layer in self._epoch.settings.selection.exact_layers
         if is_exact not in self._exact:
             self._exact[is_exact] = ExactRows(self._epoch, self._step, layer_is_exact=is_exact)
-        return self._exact[is_exact].attend(layer, self._queries[layer])
+        rows, query = self._exact[is_exact], self._exact_query
+        assert query is not None
+        # What selects in exact steps, or in an exact layer for others, does so with their query.
+        self._queries.setdefault(layer, query[rows.packed])
+        return rows.attend(layer, query)
 
     def _append(self, layers: tuple[int, ...], values: torch.Tensor) -> None:
         """Store K and V of the new tokens; hand the queries to a next-step policy."""

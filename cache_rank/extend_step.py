@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from tandemkv.kernels.score import score_window
 from tandemkv.kernels.topk import topk_positions
 
 from .epoch import Epoch
+from .policies.base import SeedInput, StoredKV
 from .protocol.messages import RowFlag, RowStep, StepBegin
 from .protocol.step_program import Transfer, TransferKind, seeded_rows
 from .row_table import PADDING_ROW
@@ -105,16 +107,27 @@ class ExtendStep:
             if layer == 0:
                 epoch.store.note_read(slots[:hi])
             keys, k_scale = epoch.store.index(layer)
-            scores = score_window(
-                window,
-                keys,
-                slots,
-                num_sink,
-                hi,
-                positions,
+            score = partial(
+                score_window,
+                k_pool=keys,
+                slots_row=slots,
+                lo=num_sink,
+                hi=hi,
                 scale=epoch.model.scale,
                 k_scale=k_scale,
             )
+            request = SeedInput(
+                layer=layer,
+                owner=(row.row, row.generation),
+                queries=window,
+                positions=positions,
+                score=lambda queries, at: score(queries, q_positions=at),
+                lo=num_sink,
+                hi=hi,
+                stored=StoredKV(epoch.store.k[layer], epoch.store.v[layer], slots.unsqueeze(0)),
+                budget=selection.budget_tokens,
+            )
+            scores = epoch.policy.seed_scores(request)
             best = topk_positions(scores.unsqueeze(0), target - num_sink)
             chosen[:, num_sink:target] = best[0]
         return chosen

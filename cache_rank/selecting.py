@@ -4,28 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
 from tandemkv.kernels.mirror import mirror_diff
 from tandemkv.kernels.pack import gather_pack
-from tandemkv.kernels.score import score_keys
 
+from .candidates import Candidates, CandidateScorer
 from .epoch import Epoch
-from .policies.base import SelectionInput, StoredKV
+from .policies.base import SelectionInput
 from .protocol.errors import ProtocolError
-from .protocol.messages import StepBegin, Timing
+from .protocol.messages import RowFlag, StepBegin, Timing
 from .protocol.pack_layout import PackHeader, PackViews, write_header
-from .protocol.step_program import sparse_rows
 from .row_table import PADDING_ROW
 
 
 class SparseRows:
-    """The sparse rows of one decode step: candidates, policy, mirror, packs.
+    """The packed rows of one decode step: candidates, policy, mirror, packs.
 
     Candidates are ``[num_sink, hi)`` with ``hi = length - num_recent`` as of the step that
-    uses the selection; `num_target` resident slots have to be filled then.
+    uses the selection; `num_target` resident slots have to be filled then. A layer that
+    shares the selection of another is packed with that, by its head map. With
+    `Timing.EXACT_STEP` only slow rows are selected for; others that are packed are filled up.
 
     Raises
     ------
@@ -37,30 +37,44 @@ class SparseRows:
         self._epoch = epoch
         self._step = step
         selection = epoch.settings.selection
-        rows = sparse_rows(step.rows)
+        rows = epoch.program.packed_rows(step.rows)
         for row in rows:
             if row.row != PADDING_ROW and not epoch.mirror.is_seeded(row.row, row.generation):
                 raise ProtocolError(
                     f"row={row.row} generation={row.generation} is sparse but was never seeded"
                 )
         self._row_steps = rows
-        self._owners = [(row.row, row.generation) for row in rows]
         self._rows = torch.tensor([row.row for row in rows], dtype=torch.int64)
         self.positions = torch.tensor([row.length - 1 for row in rows], dtype=torch.int64)
-        lag = selection.lag if epoch.program.timing is Timing.NEXT_STEP else 0
-        self._use_positions = self.positions + lag
+        timing = epoch.program.timing
+        lag = selection.lag if timing in (Timing.NEXT_STEP, Timing.EXACT_STEP) else 0
         hi = [
             0 if row.row == PADDING_ROW else max(0, row.length + lag - selection.num_recent_tokens)
             for row in rows
         ]
         self._hi = torch.tensor(hi, dtype=torch.int64)
-        self._lo = torch.full_like(self._hi, selection.num_sink_tokens)
         self._num_target = self._hi.clamp(max=epoch.mirror.num_resident)
         self._width = max(hi, default=0)
         self._slots = epoch.rows.slots[self._rows, : self._width]
+        candidates = Candidates(
+            owners=tuple((row.row, row.generation) for row in rows),
+            positions=self.positions,
+            use_positions=self.positions + lag,
+            lo=torch.full_like(self._hi, selection.num_sink_tokens),
+            hi=self._hi,
+            slots=self._slots,
+        )
+        asked = list(range(len(rows)))
+        if timing is Timing.EXACT_STEP:
+            asked = [i for i, row in enumerate(rows) if row.flags & RowFlag.SLOW]
+        self._asked_index = torch.tensor(asked, dtype=torch.int64)
+        self._asked = candidates.subset(self._asked_index)
+        self._chosen: dict[int, torch.Tensor] = {}
 
     def pack(self, layers: tuple[int, ...], queries: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Select with `queries` ``[S, Hq, D]`` by layer, and return the pack's buffer.
+        """Select with `queries` by layer, and return the pack's buffer.
+
+        Queries are ``[S, Hq, D]``, with `Timing.EXACT_STEP` of the slow rows and heads only.
 
         While too many packs of these layers are on the way an empty one is returned, and the
         mirror stays as it is.
@@ -75,19 +89,21 @@ class SparseRows:
         views.generations.copy_(torch.tensor([row.generation for row in self._row_steps]))
         if is_open:
             for i, layer in enumerate(layers):
-                self._fill(views, i, layer, queries[layer])
+                self._fill(views, i, layer, queries)
         else:
             views.fetch_pos.fill_(-1)
             views.fetch_slot.fill_(-1)
             epoch.counters.withheld_packs_total += 1
         return buffer
 
-    def _fill(self, views: PackViews, index: int, layer: int, query: torch.Tensor) -> None:
+    def _fill(
+        self, views: PackViews, index: int, layer: int, queries: Mapping[int, torch.Tensor]
+    ) -> None:
         epoch = self._epoch
         if layer == 0:
             for slots, end in zip(self._slots, self._hi.tolist(), strict=True):
                 epoch.store.note_read(slots[:end])
-        selected = self._select(layer, query)
+        selected = self._selected(layer, queries)
         before, last_used = epoch.mirror.load(layer, self._rows)
         resident = before.clone()
         fetch_pos, fetch_slot = mirror_diff(
@@ -108,34 +124,49 @@ class SparseRows:
         gather_pack(k_pool, v_pool, self._slots, fetch_pos, views.k[index], views.v[index])
         self._count(selected, before, fetch_slot)
 
-    def _select(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def _selected(self, layer: int, queries: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return the positions ``[S, H, K]`` of `layer`: its own, or those that it shares."""
+        source = self._epoch.program.source_of(layer)
+        if source not in self._chosen:
+            self._chosen[source] = self._select(source, queries)
+        chosen = self._chosen[source]
+        share = self._epoch.policy.context.share
+        if source == layer or share is None:
+            return chosen
+        return chosen[:, list(share.head_maps[layer])]
+
+    def _select(self, layer: int, queries: Mapping[int, torch.Tensor]) -> torch.Tensor:
         epoch, selection = self._epoch, self._epoch.settings.selection
-        keys, k_scale = epoch.store.index(layer)
+        shape = (epoch.model.num_kv_heads, selection.budget_tokens)
+        asked = self._asked
+        if not len(asked.owners):
+            return torch.full((len(self._rows), *shape), -1, dtype=torch.int32)
         request = SelectionInput(
             layer=layer,
-            owners=self._owners,
-            query=query,
-            positions=self.positions,
-            use_positions=self._use_positions,
-            score=partial(
-                score_keys,
-                k_pool=keys,
-                slots=self._slots,
-                lo=self._lo,
-                hi=self._hi,
-                width=self._width,
-                scale=epoch.model.scale,
+            owners=asked.owners,
+            query=queries[layer],
+            positions=asked.positions,
+            use_positions=asked.use_positions,
+            score=CandidateScorer(
+                candidates=asked,
+                store=epoch.store,
+                model=epoch.model,
+                layer=layer,
                 pooling=selection.pooling,
-                k_scale=k_scale,
+                heads=epoch.program.slow_heads(layer),
             ),
             budget=selection.budget_tokens,
-            lo=self._lo,
-            hi=self._hi,
-            stored=StoredKV(epoch.store.k[layer], epoch.store.v[layer], self._slots),
+            lo=asked.lo,
+            hi=asked.hi,
+            stored=asked.stored(epoch.store, layer),
         )
         chosen = epoch.policy.select(request)
-        chosen.check((len(self._rows), epoch.model.num_kv_heads, selection.budget_tokens))
-        return chosen.positions
+        chosen.check((len(asked.owners), *shape))
+        if len(asked.owners) == len(self._rows):
+            return chosen.positions
+        whole = torch.full((len(self._rows), *shape), -1, dtype=torch.int32)
+        whole[self._asked_index] = chosen.positions
+        return whole
 
     def _count(
         self, selected: torch.Tensor, before: torch.Tensor, fetch_slot: torch.Tensor

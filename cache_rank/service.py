@@ -104,7 +104,7 @@ class CacheRankService:
         self._clock = BusyClock()
         self._session: Session | None = None
         self._silent_epoch = 0
-        is_late = resources.capabilities.timing is Timing.NEXT_STEP
+        is_late = resources.capabilities.timing in (Timing.NEXT_STEP, Timing.EXACT_STEP)
         counters.staleness_steps = settings.selection.lag if is_late else 0
         self._control = ControlServer(run_dir)
         try:
@@ -230,6 +230,7 @@ class CacheRankService:
             timing=int(policy.capabilities.timing),
             all_exact=policy.capabilities.all_exact,
             store_name=store_path.name,
+            traits=policy.traits,
         )
         self._control.send(peer, welcome)
         with self._clock.waiting():

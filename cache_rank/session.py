@@ -58,7 +58,7 @@ class Session:
             number=epoch,
             model=model,
             settings=settings,
-            program=StepProgram(model, settings, policy.capabilities.timing),
+            program=StepProgram(model, settings, policy.capabilities.timing, policy.traits),
             exchange=Exchange(transport, clock, counters),
             store=store,
             rows=RowTable(

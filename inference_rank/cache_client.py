@@ -113,7 +113,9 @@ class CacheClient:
         self._control, self._transport = control, transport
         self.epoch = welcome.epoch
         self.all_exact = welcome.all_exact
-        self.program = StepProgram(self._model, self._settings, Timing(welcome.timing))
+        self.program = StepProgram(
+            self._model, self._settings, Timing(welcome.timing), welcome.traits
+        )
         self._counters.epochs_total += 1
         with self._lock:
             self.lost_reason = None

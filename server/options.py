@@ -44,8 +44,11 @@ RANK_FLAGS: tuple[Flag, ...] = (
         "policy budget-tokens resident-factor sink-tokens=num_sink_tokens "
         "recent-tokens=num_recent_tokens fetch-cap index-dtype exact-layers look-ahead-layers lag "
         "refresh-every seed-window pooling dense-while-fits quest-page-tokens ridge-window ridge-eps "
-        "ridge-sign "
-        "ridge-normalise ridge-unrotate",
+        "ridge-sign ridge-normalise ridge-unrotate "
+        "calibration anchors share-layers kascade-fraction "
+        "sfi-max-interval sfi-triggers sfi-window sfi-alpha sfi-norm-exponent sfi-decay "
+        "sfi-decay-power sfi-tail-brake sfi-lambda-clip sfi-nms sfi-nms-radius sfi-cross "
+        "sfi-temperature sync-stride sync-static sync-union",
     ),
     *_flags(
         "Exchange between the ranks", "exchange",

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
-from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.topk import topk_positions
@@ -35,12 +35,14 @@ class PolicyCapabilities:
 
     `all_exact`: every layer takes the exact step, nothing is selected. `wants_query_window`:
     `Policy.observe` is called with the queries of every step, not only of those in which a
-    selection is made (next-step policies only). `devices`: where it can run.
+    selection is made (next-step policies only). `refresh`: which steps of a sparse row are slow
+    (`Timing.EXACT_STEP` only). `devices`: where it can run.
     """
 
     timing: Timing
     all_exact: bool = False
     wants_query_window: bool = False
+    refresh: RefreshRule = RefreshRule.NEVER
     devices: tuple[str, ...] = ("cpu", "cuda")
 
     @property
@@ -57,13 +59,51 @@ class Rotary:
     scaling: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class LayerShare:
+    """Which layer's selection each layer uses, and which of its heads.
+
+    Attributes
+    ----------
+    sources : tuple of int
+        For each layer the one that selects, itself for an anchor.
+    head_maps : tuple of tuple of int
+        ``[num_layers][num_kv_heads]``: the head of the source that each head follows.
+    """
+
+    sources: tuple[int, ...]
+    head_maps: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadClusters:
+    """Clusters of the KV heads of each layer.
+
+    Attributes
+    ----------
+    clusters : tuple of tuple of int
+        ``[num_layers][num_kv_heads]``: the cluster of each head.
+    representatives : tuple of tuple of int
+        ``[num_layers][num_clusters]``: the representative head of each cluster.
+    """
+
+    clusters: tuple[tuple[int, ...], ...]
+    representatives: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyContext:
-    """What a policy is built from. `rotary` is None if no model directory is at hand."""
+    """What a policy is built from.
+
+    `rotary` is None if no model directory is at hand; `share` and `clusters` are what the
+    calibration says, None where it is not needed.
+    """
 
     model: ModelSpec
     selection: SelectionSettings
     rotary: Rotary | None = None
+    share: LayerShare | None = None
+    clusters: HeadClusters | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +132,8 @@ class SelectionInput:
         The requests.
     query : torch.Tensor
         ``[S, num_qo_heads, head_dim]``, after RoPE: the predicted query of the layer
-        (`Timing.SAME_STEP_HIDDEN`), else its true query.
+        (`Timing.SAME_STEP_HIDDEN`), else its true query. If only some KV heads are slow
+        (`PolicyTraits.slow_heads`), of their groups only, and `score` is about them.
     positions, use_positions : torch.Tensor
         ``[S]`` int64: position of `query`, and of the query that the selection is for.
     score : Scorer
@@ -115,6 +156,40 @@ class SelectionInput:
     lo: torch.Tensor
     hi: torch.Tensor
     stored: StoredKV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedInput:
+    """The end of a prompt in one layer, for which the resident set is to be filled.
+
+    Attributes
+    ----------
+    layer : int
+        The layer.
+    owner : Owner
+        The request.
+    queries, positions : torch.Tensor
+        ``[W, num_qo_heads, head_dim]`` and ``[W]`` int64: the last prompt queries.
+    score : Callable
+        ``score(queries, positions)``: ``[num_kv_heads, width]`` float32, see
+        `tandemkv.kernels.score.score_window`; ``-inf`` on the sink.
+    lo, hi : int
+        The candidates are the positions ``[lo, hi)``; ``width`` is `hi`.
+    stored : StoredKV
+        What `score` reads, with ``slots`` ``[1, length]``.
+    budget : int
+        K; more may be resident.
+    """
+
+    layer: int
+    owner: Owner
+    queries: torch.Tensor
+    positions: torch.Tensor
+    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    lo: int
+    hi: int
+    stored: StoredKV
+    budget: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +230,19 @@ class Policy(ABC):
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
+
+    @property
+    def traits(self) -> PolicyTraits:
+        """What the transfers of a step depend on, besides the timing."""
+        share = self.context.share
+        return PolicyTraits(
+            layer_sources=share.sources if share is not None else (),
+            refresh=int(self.capabilities.refresh),
+        )
+
+    def seed_scores(self, request: SeedInput) -> torch.Tensor:
+        """Score a prompt's tokens ``[H, width]`` float32 for the first resident set."""
+        return request.score(request.queries, request.positions)
 
     @abstractmethod
     def select(self, request: SelectionInput) -> Selection:

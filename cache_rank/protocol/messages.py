@@ -15,7 +15,7 @@ import msgspec
 from .errors import ProtocolError
 from .model_spec import ModelSpec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 1 << 20
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
@@ -42,6 +42,8 @@ class Timing(IntEnum):
     """Answers within the step from the true query (oracle)."""
     NEXT_STEP = 3
     """Answers `lag` steps later, in layer packs (async_spade, last_query)."""
+    EXACT_STEP = 4
+    """Selects in slow steps with their true query, for `lag` steps later on (sfi, sync_kv)."""
 
 
 class StepKind(IntEnum):
@@ -60,6 +62,37 @@ class RowFlag(IntEnum):
     """Every layer of the row takes the exact step on the cache rank."""
     SEED = 4
     """Extend only: the prompt ends here, fill the resident set."""
+    SLOW = 8
+    """Decode, with SPARSE: every layer of the row takes the exact step in this step."""
+
+
+class RefreshRule(IntEnum):
+    """Which decode steps of a sparse row are slow. Decided on the inference rank."""
+
+    NEVER = 0
+    BOUNDARY = 1
+    """After a token that ends a sentence, or `sfi_max_interval` steps without one."""
+    PERIOD = 2
+    """Every `sync_stride` steps."""
+
+
+LayerId = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+
+
+class PolicyTraits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the transfers of a step depend on, besides the timing. Travels in the handshake.
+
+    `layer_sources`: for each layer, the layer whose selection it uses; empty if each its own.
+    `slow_heads`: for each layer, the KV heads whose attention a `RowFlag.SLOW` row completes on
+    the cache rank; empty if all. `refresh`: a `RefreshRule`.
+    """
+
+    layer_sources: Annotated[tuple[LayerId, ...], msgspec.Meta(max_length=4096)] = ()
+    slow_heads: Annotated[
+        tuple[Annotated[tuple[LayerId, ...], msgspec.Meta(max_length=1024)], ...],
+        msgspec.Meta(max_length=4096),
+    ] = ()
+    refresh: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
 
 
 class Hello(_Message, frozen=True, tag=1):
@@ -87,9 +120,10 @@ class Welcome(_Message, frozen=True, tag=2):
 
     epoch: Id
     num_slots: Id
-    timing: Annotated[int, msgspec.Meta(ge=0, le=3)]
+    timing: Annotated[int, msgspec.Meta(ge=0, le=4)]
     all_exact: bool
     store_name: ShortText
+    traits: PolicyTraits = PolicyTraits()
 
 
 class Refused(_Message, frozen=True, tag=3):
@@ -111,7 +145,7 @@ class RowStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     generation: Id
     length: Length
     prefix_len: Length
-    flags: Annotated[int, msgspec.Meta(ge=0, le=7)]
+    flags: Annotated[int, msgspec.Meta(ge=0, le=15)]
     window: Length
 
 

@@ -40,9 +40,9 @@ class SelectionSettings(_Strict):
         default=None,
         ge=1,
         le=65536,
-        description="Rows fetched per head and step at most; default K/16.",
+        description="Rows fetched per head and step at most; default K/16, sfi and sync_kv K.",
     )
-    index_dtype: Literal["native", "int8"] = Field(
+    index_dtype: Literal["native", "int8", "int4"] = Field(
         default="native",
         description="Precision of the keys that are scanned; attention is never quantised.",
     )
@@ -87,6 +87,72 @@ class SelectionSettings(_Strict):
         default=True,
         description="async_spade: regress on queries without RoPE, rotate the prediction.",
     )
+    calibration: str | None = Field(
+        default=None,
+        min_length=1,
+        description="kascade, sync_kv: file of `tandemkv calibrate`; default the shipped one.",
+    )
+    anchors: tuple[int, ...] = Field(
+        default=(), description="kascade: anchor layers, with identity head maps; no file is read."
+    )
+    share_layers: bool = Field(
+        default=False,
+        description="Any policy: select in kascade's anchor layers only, the others follow.",
+    )
+    kascade_fraction: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="kascade: select max(fraction * context, 128), at most K; 0: always K.",
+    )
+    sfi_max_interval: int = Field(
+        default=64, ge=1, le=65536, description="sfi: T_max, steps without a slow one at most."
+    )
+    sfi_triggers: str = Field(
+        default=".?!;\n", description="sfi: a token that ends in one of these makes a slow step."
+    )
+    sfi_window: int = Field(
+        default=16, ge=1, le=1024, description="sfi: W, prompt queries that are evidence."
+    )
+    sfi_alpha: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="sfi: exponent of the power mean, Eq. 7."
+    )
+    sfi_norm_exponent: float = Field(
+        default=1.0, ge=0.0, le=16.0, description="sfi: gamma of the key-norm prior, Eq. 9."
+    )
+    sfi_decay: float = Field(
+        default=1.0, ge=0.0, le=64.0, description="sfi: beta of the position prior, Eq. 11."
+    )
+    sfi_decay_power: float = Field(
+        default=2.0, ge=1.0, le=16.0, description="sfi: p of the position prior, Eq. 11."
+    )
+    sfi_tail_brake: float = Field(
+        default=1.0, ge=0.0, le=16.0, description="sfi: eta of the position prior, Eq. 11."
+    )
+    sfi_lambda_clip: float = Field(
+        default=0.02, ge=0.0, le=1.0, description="sfi: most weight of the prior, Eq. 18."
+    )
+    sfi_nms: float = Field(
+        default=0.5, ge=0.0, le=16.0, description="sfi: alpha_soft of Soft-NMS, Eq. 21."
+    )
+    sfi_nms_radius: int = Field(
+        default=1, ge=0, le=64, description="sfi: neighbours on each side in Soft-NMS, Eq. 20."
+    )
+    sfi_cross: float = Field(
+        default=0.35, ge=0.0, le=16.0, description="sfi: alpha_cross between heads, Eq. 23."
+    )
+    sfi_temperature: float = Field(
+        default=1.0, gt=0.0, le=64.0, description="sfi: T of the competition of heads, Eq. 22."
+    )
+    sync_stride: int = Field(
+        default=5, ge=1, le=65536, description="sync_kv: m, steps between two anticipations."
+    )
+    sync_static: float = Field(
+        default=0.5, ge=0.0, le=1.0, description="sync_kv: rho, part of K that is kept for good."
+    )
+    sync_union: bool = Field(
+        default=False, description="sync_kv: every head takes the sets of all clusters in turn."
+    )
 
     @property
     def num_resident(self) -> int:
@@ -98,7 +164,11 @@ class SelectionSettings(_Strict):
     @property
     def fetch_cap_tokens(self) -> int:
         """Rows fetched per head and step at most."""
-        return self.fetch_cap if self.fetch_cap is not None else max(1, self.budget_tokens // 16)
+        if self.fetch_cap is not None:
+            return self.fetch_cap
+        if self.policy in ("sfi", "sync_kv"):
+            return max(1, self.budget_tokens)  # they select seldom, and then all of it
+        return max(1, self.budget_tokens // 16)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -115,6 +185,10 @@ class SelectionSettings(_Strict):
             )
         if not self.dense_while_fits and (self.refresh_every != 1 or self.lag != 1):
             raise ValueError("dense_while_fits=false needs refresh_every=1 and lag=1")
+        if any(layer < 0 for layer in self.anchors) or list(self.anchors) != sorted(
+            set(self.anchors)
+        ):
+            raise ValueError(f"anchors={self.anchors} must be ascending layer ids")
         if any(layer < 0 for layer in self.exact_layers):
             raise ValueError(f"exact_layers={self.exact_layers} must not be negative")
         return self
@@ -138,7 +212,10 @@ class ExchangeSettings(_Strict):
     )
     heartbeat_interval_s: float = Field(default=1.0, gt=0, le=60)
     heartbeat_misses: int = Field(default=3, ge=1, le=60)
-    transport: Literal["gloo"] = Field(default="gloo", description="Data plane between the ranks.")
+    transport: Literal["gloo", "local"] = Field(
+        default="gloo",
+        description="Data plane between the ranks; local: the cache rank is in the same process.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -169,6 +246,10 @@ class RankSettings(_Strict):
     cache: CacheSettings = Field(default_factory=CacheSettings)
     evaluation: bool = Field(
         default=False, description="Allow forced tokens and attention probes; off when serving."
+    )
+    stress_selection: bool = Field(
+        default=False,
+        description="Benchmarks only: queries jump, so that every step moves all it may.",
     )
 
     def flat(self) -> dict[str, str]:

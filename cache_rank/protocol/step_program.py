@@ -15,10 +15,13 @@ from enum import Enum
 from math import prod
 
 from .errors import ProtocolError
-from .messages import RowFlag, RowStep, StepBegin, StepKind, Timing
+from .messages import PolicyTraits, RowFlag, RowStep, StepBegin, StepKind, Timing
 from .model_spec import ModelSpec
 from .pack_layout import PackLayout
 from .settings import RankSettings
+
+OWN_SELECTIONS = PolicyTraits()
+"""Every layer has a selection of its own, and no step is slow."""
 
 
 class Direction(Enum):
@@ -44,17 +47,19 @@ class TransferKind(Enum):
     HIDDEN = "hidden"
     """UP ``[S, hidden]``: residual stream at the entry of `layer`."""
     QUERY = "query"
-    """UP ``[S, Hq, D]``: true queries, for a same-step selection (oracle)."""
+    """UP ``[S, Hq, D]``: true queries, for a same-step selection (oracle, kascade's anchors)."""
     PACK = "pack"
     """DOWN ``[nbytes]`` uint8, `PackLayout` of `layers`, used in this step."""
     EXACT_QUERY = "exact_query"
-    """UP ``[X, Hq, D]``: true queries of the exact step."""
+    """UP ``[X, Hq, D]``: true queries of the exact step; of slow heads only, where declared."""
     EXACT_OUTPUT = "exact_output"
     """DOWN ``[X, Hq, D + 1]`` float32: output and, last, its natural log-sum-exp."""
     STEP_KV = "step_kv"
     """UP ``[len(layers), B, 2H (+ Hq), D]``: K, V (and Q for next-step policies)."""
     DELTA = "delta"
-    """DOWN ``[nbytes]`` uint8, `PackLayout` of the selecting layers, used `lag` steps later."""
+    """DOWN ``[nbytes]`` uint8, `PackLayout` of the selecting layers, used `lag` steps later.
+
+    Its rows are those of `StepProgram.packed_rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +85,51 @@ class StepProgram:
     model: ModelSpec
     settings: RankSettings
     timing: Timing
+    traits: PolicyTraits = OWN_SELECTIONS
 
     def is_selecting_layer(self, layer: int) -> bool:
         """Whether the policy selects for `layer` (exact layers never do)."""
         return self.timing is not Timing.NONE and layer not in self.settings.selection.exact_layers
+
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose selection `layer` uses, `layer` itself if none is shared."""
+        return self.traits.layer_sources[layer] if self.traits.layer_sources else layer
+
+    def followers(self, layer: int) -> list[tuple[int, ...]]:
+        """Return the other selecting layers that use the selection of `layer`, pack by pack."""
+        layers = range(layer + 1, self.model.num_layers)
+        found = [t for t in layers if self.is_selecting_layer(t) and self.source_of(t) == layer]
+        size = self.settings.exchange.layers_per_pack
+        return [tuple(found[i : i + size]) for i in range(0, len(found), size)]
+
+    def selections(self, layer: int) -> list[tuple[int, ...]]:
+        """Return the layers of each pack that a same-step selection in `layer` makes, in order.
+
+        The first holds `layer` alone, for it is waited for; none if `layer` uses another's.
+        An exact layer (Kascade's layer 0) may select for others.
+        """
+        if self.timing is Timing.NONE or self.source_of(layer) != layer:
+            return []
+        own = [(layer,)] if self.is_selecting_layer(layer) else []
+        return own + self.followers(layer)
+
+    def slow_heads(self, layer: int) -> tuple[int, ...]:
+        """Return the KV heads that a slow row completes on the cache rank in `layer`."""
+        heads = range(self.model.num_kv_heads)
+        if not self.traits.slow_heads or layer in self.settings.selection.exact_layers:
+            return tuple(heads)
+        return self.traits.slow_heads[layer]
+
+    def packed_rows(self, rows: Sequence[RowStep]) -> list[RowStep]:
+        """Return the requests that the packs of a decode step are about.
+
+        With `Timing.EXACT_STEP` the slow ones: in between nothing changes. Without
+        `dense_while_fits` all sparse ones, because empty slots have to be filled each step.
+        """
+        sparse = sparse_rows(rows)
+        if self.timing is not Timing.EXACT_STEP or not self.settings.selection.dense_while_fits:
+            return sparse
+        return [r for r in sparse if r.flags & RowFlag.SLOW]
 
     def packs(self) -> list[tuple[int, ...]]:
         """Return the layers of each layer pack."""
@@ -98,7 +144,9 @@ class StepProgram:
         ahead = self.settings.selection.look_ahead_layers
         candidates = range(ahead + 1) if layer == 0 else range(layer + ahead, layer + ahead + 1)
         return tuple(
-            t for t in candidates if t < self.model.num_layers and self.is_selecting_layer(t)
+            t
+            for t in candidates
+            if t < self.model.num_layers and self.is_selecting_layer(t) and self.source_of(t) == t
         )
 
     def pack_layout(self, num_layers: int, num_rows: int) -> PackLayout:
@@ -132,10 +180,10 @@ class StepProgram:
         return [t for t in (table, *body) if t.num_elements]
 
     def selects_at(self, step_id: int) -> bool:
-        """Whether a selection is made in step `step_id`."""
-        return (
-            self.timing is not Timing.NONE and step_id % self.settings.selection.refresh_every == 0
-        )
+        """Whether a selection is made in step `step_id`; with `Timing.EXACT_STEP` rows decide."""
+        if self.timing in (Timing.NONE, Timing.EXACT_STEP):
+            return self.timing is Timing.EXACT_STEP
+        return step_id % self.settings.selection.refresh_every == 0
 
     def _check(self, step: StepBegin) -> None:
         limit = self.settings.selection.seed_window
@@ -186,30 +234,34 @@ class StepProgram:
     def _decode(self, step: StepBegin) -> list[Transfer]:
         model, out = self.model, []
         selection = self.settings.selection
-        sparse, dim = len(sparse_rows(step.rows)), model.head_dim
+        sparse, dim = len(self.packed_rows(step.rows)), model.head_dim
         selects = bool(sparse) and self.selects_at(step.step_id)
         pack_of_last = {layers[-1]: layers for layers in self.packs()}
         for layer in range(model.num_layers):
             if selects and self.timing is Timing.SAME_STEP_HIDDEN and self.targets_of(layer):
                 hidden = (sparse, model.hidden_size)
                 out.append(self._transfer(TransferKind.HIDDEN, Direction.UP, layer, hidden))
-                out.extend(
-                    self._pack(TransferKind.PACK, (t,), sparse) for t in self.targets_of(layer)
-                )
-            if selects and self.timing is Timing.SAME_STEP_QUERY and self.is_selecting_layer(layer):
+                for target in self.targets_of(layer):
+                    out.extend(self._packs(self.selections(target), sparse))
+            by_query = selects and self.timing is Timing.SAME_STEP_QUERY
+            made = self._packs(self.selections(layer), sparse) if by_query else []
+            if made and self.is_selecting_layer(layer):
                 queries = (sparse, model.num_qo_heads, dim)
                 out.append(self._transfer(TransferKind.QUERY, Direction.UP, layer, queries))
-                out.append(self._pack(TransferKind.PACK, (layer,), sparse))
+                out.extend(made)
             exact = len(exact_rows(step.rows, layer in selection.exact_layers))
             if exact:
-                queries = (exact, model.num_qo_heads, dim)
+                heads = len(self.slow_heads(layer)) * model.gqa_group_size
+                queries = (exact, heads, dim)
                 out.append(self._transfer(TransferKind.EXACT_QUERY, Direction.UP, layer, queries))
-                merged = (exact, model.num_qo_heads, dim + 1)
+                merged = (exact, heads, dim + 1)
                 out.append(
                     self._transfer(
                         TransferKind.EXACT_OUTPUT, Direction.DOWN, layer, merged, "float32"
                     )
                 )
+            if made and not self.is_selecting_layer(layer):
+                out.extend(made)  # selected with the exact layer's query
             if layer in pack_of_last:
                 layers = pack_of_last[layer]
                 width = 2 * model.num_kv_heads
@@ -218,7 +270,8 @@ class StepProgram:
                 shape = (len(layers), len(step.rows), width, dim)
                 out.append(self._transfer(TransferKind.STEP_KV, Direction.UP, layers, shape))
                 chosen = tuple(t for t in layers if self.is_selecting_layer(t))
-                if selects and self.timing is Timing.NEXT_STEP and chosen:
+                is_later = self.timing in (Timing.NEXT_STEP, Timing.EXACT_STEP)
+                if selects and is_later and chosen:
                     out.append(self._pack(TransferKind.DELTA, chosen, sparse))
         return out
 
@@ -238,6 +291,9 @@ class StepProgram:
             dtype=dtype or self.model.dtype,
         )
 
+    def _packs(self, packs: Sequence[tuple[int, ...]], num_rows: int) -> list[Transfer]:
+        return [self._pack(TransferKind.PACK, layers, num_rows) for layers in packs]
+
     def _pack(self, kind: TransferKind, layers: tuple[int, ...], num_rows: int) -> Transfer:
         nbytes = self.pack_layout(len(layers), num_rows).nbytes
         return self._transfer(kind, Direction.DOWN, layers, (nbytes,), "uint8")
@@ -250,7 +306,7 @@ def sparse_rows(rows: Sequence[RowStep]) -> list[RowStep]:
 
 def exact_rows(rows: Sequence[RowStep], layer_is_exact: bool) -> list[RowStep]:
     """Return the requests whose attention in a layer is completed by the cache rank."""
-    wanted = RowFlag.EXACT | (RowFlag.SPARSE if layer_is_exact else 0)
+    wanted = RowFlag.EXACT | RowFlag.SLOW | (RowFlag.SPARSE if layer_is_exact else 0)
     return [r for r in rows if r.flags & wanted]
 
 

@@ -196,7 +196,7 @@ def test_hello_of_another_version_is_refused_though_it_does_not_decode(run_dir: 
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(f"ipc://{run_dir.control_socket}")
-    socket.send(msgspec.msgpack.encode([1, 2, "a later layout"]))
+    socket.send(msgspec.msgpack.encode([1, 1 << 20, "a later layout"]))
     assert server.poll(0.3) is None
     assert socket.poll(2000)
     refused = decode(socket.recv())

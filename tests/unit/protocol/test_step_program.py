@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.messages import (
+    PolicyTraits,
     RowFlag,
     RowStep,
     StepBegin,
@@ -47,6 +48,7 @@ def _program(
     look_ahead: int = 1,
     layers_per_pack: int = 4,
     refresh_every: int = 1,
+    traits: PolicyTraits | None = None,
 ) -> StepProgram:
     model = ModelSpec(
         architecture="LlamaForCausalLM",
@@ -68,7 +70,7 @@ def _program(
         ),
         exchange=ExchangeSettings(layers_per_pack=layers_per_pack),
     )
-    return StepProgram(model, rank_settings, timing)
+    return StepProgram(model, rank_settings, timing, traits or PolicyTraits())
 
 
 programs = st.builds(
@@ -107,11 +109,11 @@ def steps(draw: st.DrawFn) -> StepBegin:
     rows = []
     for number in range(draw(st.integers(0, 4))):
         length = draw(st.integers(1, 300))
-        flags = draw(st.integers(0, 7))
+        flags = draw(st.integers(0, 15))
         if kind == StepKind.EXTEND:
             prefix = draw(st.integers(0, length))
             window = min(64, length - prefix) if flags & RowFlag.SEED else 0
-            rows.append(_row(number + 1, length, prefix, flags, window))
+            rows.append(_row(number + 1, length, prefix, flags & ~RowFlag.SLOW, window))
         else:
             rows.append(_row(number + 1, length, length - 1, flags & ~RowFlag.SEED))
     return _step(kind, rows, step_id=draw(st.integers(0, 9)), dirty=draw(st.integers(0, 20)))
@@ -182,13 +184,16 @@ def test_each_layer_is_restored_and_stored_exactly_once(
 @given(programs, st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_decode_selects_each_layer_exactly_once(program: StepProgram, num_rows: int) -> None:
-    rows = [_row(n, 500, 499, RowFlag.SPARSE) for n in range(1, num_rows + 1)]
+    in_exact_steps = program.timing is Timing.EXACT_STEP
+    flags = RowFlag.SPARSE | (RowFlag.SLOW if in_exact_steps else 0)
+    rows = [_row(n, 500, 499, flags) for n in range(1, num_rows + 1)]
     for step_id in (0, 1, 5, 6):
         transfers = program.transfers(_step(StepKind.DECODE, rows, step_id=step_id))
         chosen = [layer for t in _of(transfers, Kind.PACK, Kind.DELTA) for layer in t.layers]
         exact = program.settings.selection.exact_layers
         wanted = [i for i in range(program.model.num_layers) if i not in exact]
-        if program.timing is Timing.NONE or step_id % program.settings.selection.refresh_every:
+        refresh_every = program.settings.selection.refresh_every
+        if program.timing is Timing.NONE or (step_id % refresh_every and not in_exact_steps):
             wanted = []
         assert chosen == wanted
 
@@ -287,6 +292,60 @@ def test_next_step_policies_send_queries_and_get_deltas() -> None:
     assert [t.shape for t in _of(transfers, Kind.STEP_KV)] == [(4, 1, 10, 8), (2, 1, 10, 8)]
     assert [t.layers for t in _of(transfers, Kind.DELTA)] == [(1, 2, 3)]
     assert Counter(t.kind for t in transfers)[Kind.EXACT_QUERY] == 3
+
+
+def test_reuse_layers_send_no_query_and_get_their_anchors_packs() -> None:
+    """Layer 0 exact and the anchor of 1; 2 the anchor of 3 to 5; two layers to a pack."""
+    sources = PolicyTraits(layer_sources=(0, 0, 2, 2, 2, 2))
+    program = _program(timing=Timing.SAME_STEP_QUERY, traits=sources, layers_per_pack=2)
+    transfers = program.transfers(_step(StepKind.DECODE, [_row(1, 500, 499, RowFlag.SPARSE)]))
+    kinds = (Kind.QUERY, Kind.PACK, Kind.EXACT_QUERY, Kind.EXACT_OUTPUT)
+    assert [(t.kind, t.layers) for t in _of(transfers, *kinds)] == [
+        (Kind.EXACT_QUERY, (0,)),
+        (Kind.EXACT_OUTPUT, (0,)),
+        (Kind.PACK, (1,)),
+        (Kind.QUERY, (2,)),
+        (Kind.PACK, (2,)),
+        (Kind.PACK, (3, 4)),
+        (Kind.PACK, (5,)),
+    ]
+
+
+def test_anchors_can_be_predicted_ahead() -> None:
+    sources = PolicyTraits(layer_sources=(0, 1, 1, 1, 4, 4))
+    program = _program(timing=Timing.SAME_STEP_HIDDEN, traits=sources)
+    transfers = program.transfers(_step(StepKind.DECODE, [_row(1, 500, 499, RowFlag.SPARSE)]))
+    assert [(t.kind, t.layers) for t in _of(transfers, Kind.HIDDEN, Kind.PACK)] == [
+        (Kind.HIDDEN, (0,)),
+        (Kind.PACK, (1,)),
+        (Kind.PACK, (2, 3)),
+        (Kind.HIDDEN, (3,)),
+        (Kind.PACK, (4,)),
+        (Kind.PACK, (5,)),
+    ]
+
+
+def test_slow_rows_are_exact_in_their_slow_heads_and_get_a_delta() -> None:
+    """Rows: slow, fast, dense. Layer 0 is exact, for all heads; elsewhere head 1 alone is slow."""
+    traits = PolicyTraits(slow_heads=((1,), (1,)), refresh=2)
+    program = _program(num_layers=2, timing=Timing.EXACT_STEP, traits=traits, layers_per_pack=2)
+    rows = [
+        _row(1, 500, 499, RowFlag.SPARSE | RowFlag.SLOW),
+        _row(2, 600, 599, RowFlag.SPARSE),
+        _row(3, 10, 9),
+    ]
+    transfers = program.transfers(_step(StepKind.DECODE, rows))
+    assert [(t.kind, t.layers, t.shape) for t in transfers[1:]] == [
+        (Kind.EXACT_QUERY, (0,), (2, 6, 8)),
+        (Kind.EXACT_OUTPUT, (0,), (2, 6, 9)),
+        (Kind.EXACT_QUERY, (1,), (1, 3, 8)),
+        (Kind.EXACT_OUTPUT, (1,), (1, 3, 9)),
+        (Kind.STEP_KV, (0, 1), (2, 3, 4, 8)),
+        (Kind.DELTA, (1,), (program.pack_layout(1, 1).nbytes,)),
+    ]
+    fast = program.transfers(_step(StepKind.DECODE, rows[1:]))
+    assert {t.kind for t in fast[1:]} == {Kind.EXACT_QUERY, Kind.EXACT_OUTPUT, Kind.STEP_KV}
+    assert {t.layers for t in _of(fast, Kind.EXACT_QUERY)} == {(0,)}
 
 
 def test_row_groups() -> None:

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The candidate positions of the requests that a selection is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tandemkv.kernels.score import score_keys
+
+from .policies.base import Owner, StoredKV
+from .protocol.model_spec import ModelSpec
+from .store import KVStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Positions ``[lo, hi)`` of S requests, as of the step that uses the selection.
+
+    Attributes
+    ----------
+    owners : tuple of Owner
+        The requests.
+    positions, use_positions : torch.Tensor
+        ``[S]`` int64: position of the step's query, and of the query that the selection is for.
+    lo, hi : torch.Tensor
+        ``[S]`` int64.
+    slots : torch.Tensor
+        ``[S, width]`` int32, slots of the store by position; `width` is the largest `hi`.
+    """
+
+    owners: tuple[Owner, ...]
+    positions: torch.Tensor
+    use_positions: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+    slots: torch.Tensor
+
+    def subset(self, index: torch.Tensor) -> Candidates:
+        """Return those of the requests at `index` ``[n]`` int64."""
+        return replace(
+            self,
+            owners=tuple(self.owners[i] for i in index.tolist()),
+            positions=self.positions[index],
+            use_positions=self.use_positions[index],
+            lo=self.lo[index],
+            hi=self.hi[index],
+            slots=self.slots[index],
+        )
+
+    def stored(self, store: KVStore, layer: int) -> StoredKV:
+        """Return what is stored of them in `layer`."""
+        return StoredKV(store.k[layer], store.v[layer], self.slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateScorer:
+    """Scores candidates of one layer, of all KV heads or of `heads` alone; a `Scorer`."""
+
+    candidates: Candidates
+    store: KVStore
+    model: ModelSpec
+    layer: int
+    pooling: str
+    heads: tuple[int, ...]
+
+    def __call__(self, query: torch.Tensor) -> torch.Tensor:
+        """Return ``[S, len(heads), width]`` float32 for ``[S, len(heads) * group, D]``."""
+        keys, k_scale = self.store.index(self.layer)
+        if len(self.heads) == self.model.num_kv_heads:
+            return self._score(query, keys, k_scale)
+        group = self.model.gqa_group_size
+        parts = []
+        for i, head in enumerate(self.heads):  # views of the pool: a list of heads would copy it
+            scale = None if k_scale is None else k_scale[:, head : head + 1]
+            own = query[:, i * group : (i + 1) * group]
+            parts.append(self._score(own, keys[:, head : head + 1], scale))
+        return torch.cat(parts, dim=1)
+
+    def _score(
+        self, query: torch.Tensor, keys: torch.Tensor, k_scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        candidates = self.candidates
+        return score_keys(
+            query,
+            keys,
+            candidates.slots,
+            candidates.lo,
+            candidates.hi,
+            width=candidates.slots.shape[1],
+            scale=self.model.scale,
+            pooling=self.pooling,
+            k_scale=k_scale,
+        )
