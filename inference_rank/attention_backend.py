@@ -56,7 +56,10 @@ class TandemKVAttentionBackend(AttentionBackend):
         lengths = [int(n) for n in forward_batch.seq_lens_cpu.tolist()]
         try:
             if mode.is_decode():
-                self._step = DecodeStep(self._runtime, packs, rows, lengths)
+                tokens = None
+                if self._runtime.refresh.wants_tokens:
+                    tokens = forward_batch.input_ids.tolist()
+                self._step = DecodeStep(self._runtime, packs, rows, lengths, tokens)
             else:
                 prefix_lens = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
                 self._step = ExtendStep(self._runtime, ExtendBatch(rows, prefix_lens, lengths))

@@ -14,6 +14,7 @@ class Counters:
     extend_steps_total: int = 0
     dense_rows_total: int = 0
     sparse_rows_total: int = 0
+    slow_rows_total: int = 0
     exact_rows_total: int = 0
     exact_layer_rows_total: int = 0
     attended_tokens_total: int = 0

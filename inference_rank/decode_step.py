@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tandemkv.cache_rank.protocol.messages import RowStep, StepBegin, StepKind, Timing
+from tandemkv.cache_rank.protocol.messages import RowFlag, RowStep, StepBegin, StepKind, Timing
 from tandemkv.cache_rank.protocol.step_program import TransferKind, exact_rows, sparse_rows
 from tandemkv.kernels.attention import attend_resident
 from tandemkv.kernels.merge import merge_attention
@@ -21,21 +21,32 @@ from .runtime import Runtime
 
 
 class DecodeStep:
-    """One decode forward pass over `rows`, each with `lengths` tokens after the step."""
+    """One decode forward pass over `rows`, each with `lengths` tokens after the step.
+
+    `tokens`, the newest token of each row, are needed if `RefreshSchedule.wants_tokens`.
+    """
 
     def __init__(
-        self, runtime: Runtime, packs: PackQueue, rows: list[int], lengths: list[int]
+        self,
+        runtime: Runtime,
+        packs: PackQueue,
+        rows: list[int],
+        lengths: list[int],
+        tokens: list[int] | None = None,
     ) -> None:
         self._runtime, self._packs = runtime, packs
         self._program = runtime.client.program
-        self._steps = [self._row_step(r, n) for r, n in zip(rows, lengths, strict=True)]
+        newest = tokens if tokens is not None else [None] * len(rows)
+        self._steps = [self._row_step(*row) for row in zip(rows, lengths, newest, strict=True)]
         resident = runtime.resident
         self._rows = torch.tensor(rows, dtype=torch.int64)
         self._slots = torch.tensor([resident.write_slot(n) for n in lengths], dtype=torch.int64)
         self._visible = resident.visible(lengths)
         self._ring_only = resident.visible_ring(lengths)
         self._sparse = self._indices(sparse_rows(self._steps))
+        self._num_packed = len(self._program.packed_rows(self._steps))
         self._exact = [self._indices(exact_rows(self._steps, flag)) for flag in (False, True)]
+        self._slow_heads = [self._query_heads(n) for n in range(runtime.model.num_layers)]
         self._pack_of = {layers[-1]: layers for layers in self._program.packs()}
         self._pending_kv: list[torch.Tensor] = []
         dirty, tables = runtime.take_dirty(but=[])
@@ -53,20 +64,32 @@ class DecodeStep:
             num_table_slots=table.numel(),
             applied_seq=packs.applied_seq,
         )
-        self._selects = bool(len(self._sparse)) and self._program.selects_at(runtime.step_id)
+        self._selects = bool(self._num_packed) and self._program.selects_at(runtime.step_id)
         self._transfers = runtime.client.begin_step(step, table)
         runtime.note_lengths(rows, lengths)
         self._count(lengths)
 
-    def _row_step(self, row: int, length: int) -> RowStep:
+    def _row_step(self, row: int, length: int, token: int | None) -> RowStep:
+        runtime, generation = self._runtime, self._runtime.generation(row)
+        flags = runtime.flags_for(length)
+        if flags & RowFlag.SPARSE and runtime.refresh.is_slow(row, generation, token):
+            flags |= RowFlag.SLOW
         return RowStep(
             row=row,
-            generation=self._runtime.generation(row),
+            generation=generation,
             length=length,
             prefix_len=length - 1,
-            flags=self._runtime.flags_for(length),
+            flags=flags,
             window=0,
         )
+
+    def _query_heads(self, layer: int) -> torch.Tensor | None:
+        """Return the query heads of the slow KV heads of `layer`, None if all are."""
+        model, heads = self._runtime.model, self._program.slow_heads(layer)
+        if len(heads) == model.num_kv_heads:
+            return None
+        group = torch.arange(model.gqa_group_size)
+        return (torch.tensor(heads)[:, None] * model.gqa_group_size + group).flatten()
 
     def _indices(self, steps: Sequence[RowStep]) -> torch.Tensor:
         wanted = {s.row for s in steps}
@@ -78,6 +101,7 @@ class DecodeStep:
         exact_layers = len(self._runtime.settings.selection.exact_layers)
         counters.decode_steps_total += 1
         counters.sparse_rows_total += len(self._sparse)
+        counters.slow_rows_total += sum(bool(s.flags & RowFlag.SLOW) for s in self._steps)
         counters.exact_rows_total += len(self._exact[0])
         counters.dense_rows_total += len(lengths) - len(self._exact[1])
         counters.exact_layer_rows_total += exact_layers * len(self._exact[1])
@@ -89,9 +113,11 @@ class DecodeStep:
         if self._transfers.wants(TransferKind.HIDDEN, (layer,)):
             self._transfers.send(TransferKind.HIDDEN, (layer,), stream[self._sparse])
             for target in self._program.targets_of(layer):
-                receive = self._transfers.receive(TransferKind.PACK, (target,))
-                layout = self._program.pack_layout(1, len(self._sparse))
-                self._packs.add(receive, layout, self._runtime.decode_step)
+                self._expect_packs(target)
+
+    @property
+    def _selects_by_query(self) -> bool:
+        return self._selects and self._program.timing is Timing.SAME_STEP_QUERY
 
     @property
     def wants_layer_input(self) -> bool:
@@ -114,31 +140,61 @@ class DecodeStep:
         resident.append(layer, self._rows, self._slots, k, v)
         if self._transfers.wants(TransferKind.QUERY, (layer,)):
             self._transfers.send(TransferKind.QUERY, (layer,), q[self._sparse])
-            receive = self._transfers.receive(TransferKind.PACK, (layer,))
-            layout = self._program.pack_layout(1, len(self._sparse))
-            self._packs.add(receive, layout, runtime.decode_step)
+            self._expect_packs(layer)
         is_exact_layer = layer in runtime.settings.selection.exact_layers
         exact = self._exact[is_exact_layer]
+        heads = self._slow_heads[layer]
         if len(exact):
-            self._transfers.send(TransferKind.EXACT_QUERY, (layer,), q[exact])
+            sent = q[exact] if heads is None else q[exact][:, heads]
+            self._transfers.send(TransferKind.EXACT_QUERY, (layer,), sent)
         self._packs.apply_for(layer, runtime.decode_step)
         visible = self._visible
-        if len(exact):
+        if len(exact) and heads is None:
             visible = visible.clone()
             visible[exact] = self._ring_only[exact]
         out, lse = attend_resident(
             q, resident.k[layer], resident.v[layer], self._rows, visible, scale=runtime.model.scale
         )
         if len(exact):
-            receive = self._transfers.receive(TransferKind.EXACT_OUTPUT, (layer,))
-            receive.work.wait(None)
-            remote = receive.buffer
-            merged, _ = merge_attention(
-                out[exact].float(), lse[exact], remote[..., :-1], remote[..., -1]
-            )
-            out[exact] = merged.to(out.dtype)
+            ring_out, ring_lse = out[exact], lse[exact]
+            if heads is not None:  # the other heads keep to what is resident
+                ring_out, ring_lse = self._attend_ring(layer, q, exact, heads)
+            merged = self._merge_remote(layer, ring_out, ring_lse)
+            if heads is None:
+                out[exact] = merged.to(out.dtype)
+            else:
+                out[exact[:, None], heads] = merged.to(out.dtype)
+            if is_exact_layer and self._selects_by_query:
+                self._expect_packs(layer)  # selected with the exact layer's query
         self._append_remote(layer, q, k, v)
         return out.to(q.dtype)
+
+    def _attend_ring(
+        self, layer: int, q: torch.Tensor, exact: torch.Tensor, heads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        resident = self._runtime.resident
+        out, lse = attend_resident(
+            q[exact],
+            resident.k[layer],
+            resident.v[layer],
+            self._rows[exact],
+            self._ring_only[exact],
+            scale=self._runtime.model.scale,
+        )
+        return out[:, heads], lse[:, heads]
+
+    def _merge_remote(self, layer: int, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        receive = self._transfers.receive(TransferKind.EXACT_OUTPUT, (layer,))
+        receive.work.wait(None)
+        remote = receive.buffer
+        return merge_attention(out.float(), lse, remote[..., :-1], remote[..., -1])[0]
+
+    def _expect_packs(self, layer: int) -> None:
+        """Queue the packs of a same-step selection in `layer`, for itself and its followers."""
+        for layers in self._program.selections(layer):
+            receive = self._transfers.receive(TransferKind.PACK, layers)
+            layout = self._program.pack_layout(len(layers), self._num_packed)
+            self._packs.add(receive, layout, self._runtime.decode_step)
 
     @property
     def row_steps(self) -> Sequence[RowStep]:
@@ -160,6 +216,6 @@ class DecodeStep:
         chosen = tuple(t for t in layers if self._program.is_selecting_layer(t))
         if chosen and self._transfers.expects(TransferKind.DELTA, chosen):
             receive = self._transfers.receive(TransferKind.DELTA, chosen)
-            layout = self._program.pack_layout(len(chosen), len(self._sparse))
+            layout = self._program.pack_layout(len(chosen), self._num_packed)
             due = self._runtime.decode_step + self._runtime.settings.selection.lag
             self._packs.add(receive, layout, due)

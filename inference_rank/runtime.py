@@ -8,6 +8,7 @@ that, or in processes without a model (HTTP server), see None and do nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.messages import RowFlag, RowStep
+from tandemkv.cache_rank.protocol.messages import RefreshRule, RowFlag, RowStep
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import (
@@ -27,6 +28,7 @@ from tandemkv.cache_rank.protocol.settings import (
 from .cache_client import HANDSHAKE_TIMEOUT_S, CacheClient
 from .counters import Counters
 from .packs import PackQueue
+from .refresh import RefreshSchedule, Vocabulary, trigger_token_ids
 from .resident_set import ResidentSet
 
 _GENERATION_BITS = 40
@@ -49,6 +51,8 @@ class Runtime:
     middle_chunk_row: int | None = None
     running_reqs: list[Any] = field(default_factory=list)
     scheduler: Any = None
+    refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
+    load_tokenizer: Callable[[], Vocabulary] | None = None
     _lengths: dict[int, int] = field(default_factory=dict)
     _dirty: set[int] = field(default_factory=set)
 
@@ -63,6 +67,7 @@ class Runtime:
             )
         self._lengths.clear()
         self._dirty.clear()
+        self.refresh = self._make_schedule(RefreshRule(welcome.traits.refresh))
         self.packs = PackQueue(
             resident=self.resident,
             exchange=self.settings.exchange,
@@ -70,6 +75,19 @@ class Runtime:
             generation_of=self.generation,
             epoch=welcome.epoch,
         )
+
+    def _make_schedule(self, rule: RefreshRule) -> RefreshSchedule:
+        selection = self.settings.selection
+        if rule is RefreshRule.PERIOD:
+            return RefreshSchedule(rule, selection.sync_stride)
+        if rule is RefreshRule.BOUNDARY:
+            triggers = self.refresh.triggers  # those of an earlier epoch, or read now
+            if not triggers:
+                if self.load_tokenizer is None:
+                    raise SettingsError("a policy with sentence boundaries needs a tokenizer")
+                triggers = trigger_token_ids(self.load_tokenizer(), selection.sfi_triggers)
+            return RefreshSchedule(rule, selection.sfi_max_interval, triggers)
+        return RefreshSchedule()
 
     def generation(self, row: int) -> int:
         """Identity of the present occupancy of `row`; SGLang's own counter restarts at a flush."""
@@ -127,11 +145,23 @@ class Runtime:
 
 
 _current: Runtime | None = None
+_local: Any = None
 
 
 def current() -> Runtime | None:
-    """Return the runtime of this process, if it has one."""
+    """Return the runtime of this process, if it has one with a cache rank elsewhere."""
     return _current
+
+
+def current_local() -> Any:
+    """Return the `in_process.start.LocalRuntime` of this process, if it has one."""
+    return _local
+
+
+def set_current_local(runtime: Any) -> None:
+    """Enter this process's runtime with a cache rank of its own."""
+    global _local
+    _local = runtime
 
 
 def settings_from_environment() -> RankSettings:
@@ -208,6 +238,16 @@ def create(runner: Any) -> Runtime:
         ),
         counters=counters,
         req_to_token_pool=pool,
+        load_tokenizer=lambda: _tokenizer(
+            runner.server_args.tokenizer_path or str(config.model_path)
+        ),
     )
     _current.connect()
     return _current
+
+
+def _tokenizer(model_path: str) -> Vocabulary:
+    from transformers import AutoTokenizer
+
+    tokenizer: Vocabulary = AutoTokenizer.from_pretrained(model_path)
+    return tokenizer

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which decode steps of a sparse row are slow. Decided here, because here the tokens are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.messages import RefreshRule
+
+PADDING_ROW = 0
+
+
+class Vocabulary(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return token to id."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens."""
+
+
+def trigger_token_ids(tokenizer: Vocabulary, endings: str) -> frozenset[int]:
+    """Return the ids of the tokens whose text ends in one of the characters `endings`.
+
+    Spaces after the character do not count, so ``". "`` ends a sentence as ``"."`` does, and a
+    token of newlines alone does too if a newline is among `endings`. Special tokens count
+    by their text as well.
+
+    Raises
+    ------
+    SettingsError
+        If no token of the vocabulary does: the trigger could never fire.
+    """
+    wanted = tuple(endings)
+    found = frozenset(
+        token
+        for token in tokenizer.get_vocab().values()
+        if tokenizer.decode([token]).rstrip(" ").endswith(wanted)
+    )
+    if not found:
+        raise SettingsError(
+            f"sfi_triggers={endings!r}: no token of this model's vocabulary ends in one of them; "
+            "change --sfi-triggers"
+        )
+    return found
+
+
+@dataclass(slots=True)
+class RefreshSchedule:
+    """Decides for each sparse row of a decode step whether it is slow.
+
+    The first sparse step of a request is slow. After that, by `rule`: every `period` steps,
+    or when the token that the step takes in is one of `triggers`, or `period` steps after
+    the last slow one (SFI's T_max).
+    """
+
+    rule: RefreshRule = RefreshRule.NEVER
+    period: int = 1
+    triggers: frozenset[int] = frozenset()
+    _since: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether `is_slow` has to be given tokens."""
+        return self.rule is RefreshRule.BOUNDARY
+
+    def is_slow(self, row: int, generation: int, token: int | None) -> bool:
+        """Decide one step of a row, in the order of its steps.
+
+        Parameters
+        ----------
+        row, generation : int
+            The request.
+        token : int or None
+            The token that the step takes in, the one generated before; None if unknown.
+        """
+        if self.rule is RefreshRule.NEVER or row == PADDING_ROW:
+            return False
+        occupant, steps = self._since.get(row, (-1, 0))
+        slow = occupant != generation or steps + 1 >= self.period
+        slow = slow or (self.wants_tokens and token in self.triggers)
+        self._since[row] = (generation, 0 if slow else steps + 1)
+        return slow
+
+    def forget(self) -> None:
+        """Forget every row: the next sparse step of each is slow."""
+        self._since.clear()
