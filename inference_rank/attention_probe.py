@@ -4,7 +4,8 @@
 With ``evaluation`` on and ``TANDEMKV_PROBE_FILE`` set, the probe keeps its own copy of the
 keys of every request and, every `PROBE_EVERY` decode steps, compares in float64: the softmax
 mass over all tokens that falls on the attended ones, and on the same number of tokens chosen
-by the true query (the oracle). One JSON line per probed (step, layer).
+by the true query (the oracle); recall is the share of the oracle's tokens that are attended to.
+One JSON line per probed (step, layer).
 """
 
 from __future__ import annotations
@@ -95,7 +96,12 @@ class AttentionProbe:
             raise AssertionError(f"resident set of layer {layer} row {row} has a hole")
         ring_mass = mass[:, ring_start:].sum(-1)
         got = mass.gather(1, positions).sum(-1) + ring_mass
-        best = mass.topk(min(length, filled + length - ring_start), dim=-1).values.sum(-1)
+        count = min(length, filled + length - ring_start)
+        top = mass.topk(count, dim=-1)
+        is_attended = torch.zeros_like(mass, dtype=torch.bool)
+        is_attended[:, ring_start:] = True
+        is_attended.scatter_(1, positions, True)
+        recall = is_attended.gather(1, top.indices).double().mean(-1)
         line = {
             "decode_step": runtime.decode_step,
             "row": row,
@@ -103,7 +109,8 @@ class AttentionProbe:
             "length": length,
             "attended": filled + length - ring_start,
             "mass": got.tolist(),
-            "oracle_mass": best.tolist(),
+            "oracle_mass": top.values.sum(-1).tolist(),
+            "recall": recall.tolist(),
             "distinct": int(torch.unique(positions[0]).numel()) == filled,
         }
         with self._path.open("a", encoding="utf-8") as file:
