@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of keys for the index that scores are computed from."""
+"""Quantization of keys for the index that scores are computed from.
+
+Int8 has one scale a token and head. Int4 has a scale and a zero a channel, over the tokens of
+one page, as keys vary far more between channels than between tokens (KIVI, Liu et al.,
+arXiv:2402.02750, section 3; deviation: pages of the cache are its groups, and keys that are not
+in a completed page are not in the index).
+"""
 
 import torch
 
-from tandemkv.kernels.check import FLOATS, Dims
+from tandemkv.kernels.check import FLOATS, INT8, INTS, Dims, fail
 from tandemkv.kernels.dispatch import resolve
+
+_UINT8, _FLOAT16 = (torch.uint8,), (torch.float16,)
 
 
 def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,3 +40,128 @@ def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     dims.check("k", k, "num_tokens num_kv_heads head_dim", FLOATS)
     result: tuple[torch.Tensor, torch.Tensor] = resolve("quantize", "quantize_int8", k.device)(k)
     return result
+
+
+def append_int8(
+    k_pool: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Bring an int8 key index up to date with the keys in some slots.
+
+    Parameters
+    ----------
+    k_pool : torch.Tensor
+        ``[num_slots, num_kv_heads, head_dim]``, float, finite.
+    slots : torch.Tensor
+        ``[n]``, int32 or int64. Slots written since; negative ones are skipped.
+        The range is not checked on a GPU.
+    codes, scale : torch.Tensor
+        ``[num_slots, num_kv_heads, head_dim]``, int8, and ``[num_slots,
+        num_kv_heads]``, float32, as from `quantize_int8`; written at `slots`.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype or device differs from the above.
+
+    Notes
+    -----
+    On a GPU one launch, without host sync: CUDA-graph safe.
+    """
+    dims = Dims()
+    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS)
+    dims.check("slots", slots, "num_tokens", INTS)
+    dims.check("codes", codes, "num_slots num_kv_heads head_dim", INT8)
+    dims.check("scale", scale, "num_slots num_kv_heads", (torch.float32,))
+    resolve("quantize", "append_int8", k_pool.device)(k_pool, slots, codes, scale)
+
+
+def _check_int4(
+    dims: Dims, k_pool: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS)
+    dims.check("codes", codes, "num_pages num_kv_heads page_size half_dim", _UINT8)
+    dims.check("scales", scales, "num_pages num_kv_heads two head_dim", _FLOAT16)
+    if dims["two"] != 2 or dims["head_dim"] != 2 * dims["half_dim"]:
+        fail("scales.shape", tuple(scales.shape), "[num_pages, num_kv_heads, 2, 2 * half_dim]")
+    if dims["num_slots"] != dims["num_pages"] * dims["page_size"]:
+        fail("num_slots", dims["num_slots"], f"num_pages * page_size of codes {tuple(codes.shape)}")
+
+
+def quantize_int4_pages(
+    k_pool: torch.Tensor, pages: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Quantize whole pages of keys, with a scale and a zero per page, head and channel.
+
+    Parameters
+    ----------
+    k_pool : torch.Tensor
+        ``[num_pages * page_size, num_kv_heads, head_dim]``, float, finite and
+        within float16's range; `head_dim` even.
+    pages : torch.Tensor
+        ``[n]``, int32 or int64. Pages to quantize; negative ones are skipped.
+        The range is not checked on a GPU.
+    codes : torch.Tensor
+        ``[num_pages, num_kv_heads, page_size, head_dim // 2]``, uint8, written
+        at `pages`: channel c in the low nibble of byte c, channel
+        ``c + head_dim // 2`` in its high nibble, so that either nibble of a row
+        of bytes is a row of neighbouring channels.
+    scales : torch.Tensor
+        ``[num_pages, num_kv_heads, 2, head_dim]``, float16, written at `pages`:
+        scale, then zero. A key is about ``code * scale + zero``: within
+        ``scale / 2``, and within 2**-10 of the page's largest magnitude in that
+        channel more, which is the rounding of scale and zero themselves.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype or device differs from the above.
+
+    Notes
+    -----
+    On a GPU one launch, without host sync: CUDA-graph safe.
+    """
+    dims = Dims()
+    _check_int4(dims, k_pool, codes, scales)
+    dims.check("pages", pages, "num_quantized", INTS)
+    resolve("quantize", "quantize_int4_pages", k_pool.device)(k_pool, pages, codes, scales)
+
+
+def append_int4(
+    k_pool: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """Quantize the page that a decode step has just completed, for requests where it did.
+
+    Parameters
+    ----------
+    k_pool, codes, scales : torch.Tensor
+        As in `quantize_int4_pages`.
+    page_table : torch.Tensor
+        ``[num_reqs, max_pages]``, int32 or int64: pages of each request.
+    lengths : torch.Tensor
+        ``[num_reqs]``, int32 or int64: tokens of each request, the new ones
+        included. If a length is a positive multiple of the page size, its last
+        page is quantized; else nothing happens.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype or device differs from the above.
+
+    Notes
+    -----
+    One launch a layer, without host sync: CUDA-graph safe. A page is in the
+    index from the step that completes it, so candidates must end at or before
+    the last completed page: recent tokens, which are attended to anyway, must
+    be at least `page_size`. Several tokens a step would jump over a boundary:
+    quantize those pages with `quantize_int4_pages`.
+    """
+    dims = Dims()
+    _check_int4(dims, k_pool, codes, scales)
+    dims.check("page_table", page_table, "num_reqs max_pages", INTS)
+    dims.check("lengths", lengths, "num_reqs", INTS)
+    run = resolve("quantize", "append_int4", k_pool.device)
+    run(k_pool, page_table, lengths, codes, scales)

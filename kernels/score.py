@@ -3,24 +3,143 @@
 
 Called by selection policies, each step for a batch (`score_keys`) and once per
 request when prefill ends (`score_window`).
+
+Kinds of keys, by the dtype of `k_pool`
+    native
+        ``[num_slots, num_kv_heads, head_dim]``, float.
+    int8
+        The same shape, and `k_scale` ``[num_slots, num_kv_heads]``, float, from
+        `quantize_int8` or `append_int8`.
+    int4 (uint8)
+        Codes ``[num_pages, num_kv_heads, page_size, head_dim // 2]`` and
+        `k_scale` ``[num_pages, num_kv_heads, 2, head_dim]``, float16, from
+        `quantize_int4_pages` or `append_int4`, which say what they mean. A page
+        is quantized when it is complete: candidates must lie in completed pages.
 """
+
+from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import FLOATS, INT8, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import FLOAT32, FLOATS, INT8, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
 
 POOLINGS = ("softmax_mean", "max_logit", "mean_logit")
+# Tokens that share one maximum in the scratch, at least; also the smallest page of int4 keys.
+MIN_TILE = 16
+# Programs of the scan for each multiprocessor of a GPU.
+_PROGRAMS_PER_SM = 8
+_MAX_SPLITS = 128
 
 
-def _check_keys(dims: Dims, k_pool: torch.Tensor, k_scale: torch.Tensor | None) -> None:
-    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS + INT8)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreScratch:
+    """Buffers of `score_keys` on a GPU, reused over layers and replays of a graph.
+
+    Attributes
+    ----------
+    logits : torch.Tensor
+        ``[num_reqs, num_kv_heads, padded_width, padded_group]``, float16:
+        logits in base 2, relative to their tile's maximum.
+    tile_max : torch.Tensor
+        ``[num_reqs, num_kv_heads, padded_width // MIN_TILE, padded_group]``, float32.
+    zero_dot : torch.Tensor
+        As `tile_max`: the query times each page's zero (int4 keys).
+    split_lse : torch.Tensor
+        ``[num_reqs, num_kv_heads, num_splits, padded_group]``, float32: log2 of
+        the sum of exponentials over the part of one program.
+    """
+
+    logits: torch.Tensor
+    tile_max: torch.Tensor
+    zero_dot: torch.Tensor
+    split_lse: torch.Tensor
+
+
+def make_score_scratch(
+    num_reqs: int, num_qo_heads: int, num_kv_heads: int, width: int, device: torch.device
+) -> ScoreScratch:
+    """Allocate the buffers of `score_keys`.
+
+    Parameters
+    ----------
+    num_reqs, width : int
+        Largest values that will be scored with it.
+    num_qo_heads, num_kv_heads : int
+        Heads, as they will be scored.
+    device : torch.device
+        Where.
+
+    Returns
+    -------
+    ScoreScratch
+        About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share
+        it must be ordered by one stream.
+    """
+    group = 1 << (num_qo_heads // num_kv_heads - 1).bit_length()
+    padded_width = -(-width // 256) * 256 + 256
+    num_sms = 1
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    heads = (num_reqs, num_kv_heads)
+    num_splits = -(-num_sms * _PROGRAMS_PER_SM // max(1, num_reqs * num_kv_heads))
+    num_splits = max(2, min(num_splits, _MAX_SPLITS, padded_width // 256))
+    num_tiles = padded_width // MIN_TILE
+    return ScoreScratch(
+        logits=torch.empty((*heads, padded_width, group), dtype=torch.float16, device=device),
+        tile_max=torch.empty((*heads, num_tiles, group), device=device),
+        zero_dot=torch.empty((*heads, num_tiles, group), device=device),
+        split_lse=torch.empty((*heads, num_splits, group), device=device),
+    )
+
+
+def _check_keys(
+    dims: Dims, k_pool: torch.Tensor, k_scale: torch.Tensor | None, page_size: int
+) -> None:
+    check_int("page_size", page_size, minimum=1)
+    if k_pool.dtype == torch.uint8:
+        dims.check("k_pool", k_pool, "num_pages num_kv_heads page_size half_dim", (torch.uint8,))
+        if dims["page_size"] != page_size or page_size < MIN_TILE or page_size & (page_size - 1):
+            fail(
+                "page_size", page_size,
+                f"the page size of the int4 k_pool ({dims['page_size']}), a power of two >= 16",
+            )  # fmt: skip
+        if dims["head_dim"] != 2 * dims["half_dim"]:
+            fail("head_dim", dims["head_dim"], f"twice the {dims['half_dim']} bytes of an int4 key")
+        if k_scale is None:
+            fail("k_scale", None, "given, with scale and zero of int4 keys")
+        dims.check("k_scale", k_scale, "num_pages num_kv_heads two head_dim", (torch.float16,))
+        if dims["two"] != 2:
+            fail("k_scale.shape[2]", dims["two"], "2 (scale, zero)")
+    else:
+        dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS + INT8)
+        if k_scale is not None:
+            dims.check("k_scale", k_scale, "num_slots num_kv_heads", FLOATS)
+        if (k_pool.dtype == torch.int8) != (k_scale is not None):
+            given = None if k_scale is None else k_scale.dtype
+            fail("k_scale", given, f"given if and only if k_pool ({k_pool.dtype}) is int")
+        if dims["num_slots"] % page_size:
+            fail("num_slots", dims["num_slots"], f"a multiple of page_size={page_size}")
     dims.check_groups("num_qo_heads", "num_kv_heads")
-    if k_scale is not None:
-        dims.check("k_scale", k_scale, "num_slots num_kv_heads", FLOATS)
-    if (k_pool.dtype == torch.int8) != (k_scale is not None):
-        given = None if k_scale is None else k_scale.dtype
-        fail("k_scale", given, f"given if and only if k_pool is int8; k_pool is {k_pool.dtype}")
+
+
+def _check_buffers(
+    dims: Dims, width: int, out: torch.Tensor | None, scratch: ScoreScratch | None
+) -> None:
+    if out is not None:
+        dims.check("out", out, "num_reqs num_kv_heads out_width", FLOAT32)
+        if dims["out_width"] < width or not out.is_contiguous():
+            fail("out", tuple(out.shape), f"contiguous and at least width={width} wide")
+    if scratch is not None:
+        logits = scratch.logits
+        group = dims["num_qo_heads"] // dims["num_kv_heads"]
+        if (
+            logits.shape[0] < dims["num_reqs"]
+            or logits.shape[1] != dims["num_kv_heads"]
+            or logits.shape[2] < width + 256
+            or logits.shape[3] != 1 << (group - 1).bit_length()
+        ):
+            fail("scratch", tuple(logits.shape), "made by make_score_scratch for these sizes")
 
 
 def score_keys(
@@ -34,6 +153,9 @@ def score_keys(
     scale: float,
     pooling: str = "softmax_mean",
     k_scale: torch.Tensor | None = None,
+    page_size: int = 1,
+    out: torch.Tensor | None = None,
+    scratch: ScoreScratch | None = None,
 ) -> torch.Tensor:
     """Score each request's candidate positions ``[lo, hi)``.
 
@@ -42,57 +164,75 @@ def score_keys(
     q : torch.Tensor
         ``[num_reqs, num_qo_heads, head_dim]``, float. Query head j belongs to
         KV head ``j // gqa_group_size``.
-    k_pool : torch.Tensor
-        ``[num_slots, num_kv_heads, head_dim]``, float or int8.
+    k_pool, k_scale : torch.Tensor
+        Keys of one of the kinds listed at the top of this module; `k_scale` is
+        None for native ones.
     slots : torch.Tensor
-        ``[num_reqs, max_len]``, int32 or int64. Physical slot of each logical
-        position; only ``[lo, hi)`` is read.
+        ``[num_reqs, max_pages]``, int32 or int64: position p sits in slot
+        ``slots[b, p // page_size] * page_size + p % page_size``. Only entries of
+        ``[lo, hi)`` are read.
     lo, hi : torch.Tensor
         ``[num_reqs]``, int32 or int64, ``0 <= lo``, ``hi <= width``. A request
         with ``hi <= lo`` has no candidates.
     width : int
         Width of the result, on the host so that nothing waits for a device; at
-        least the largest `hi`, at most ``max_len``.
+        least the largest `hi`, at most ``max_pages * page_size``.
     scale : float
         Factor of the logits, usually ``head_dim ** -0.5``.
     pooling : str
         How a KV head's query heads are combined. ``softmax_mean``: mean of the
         softmax over the candidates (after the softmax). ``max_logit``,
         ``mean_logit``: of the scaled logits.
-    k_scale : torch.Tensor, optional
-        ``[num_slots, num_kv_heads]``, float: scales of an int8 `k_pool`, as
-        `quantize_int8` returns them.
+    page_size : int
+        Tokens a page; 1 makes `slots` the slot of each position. Of int4 keys
+        their own page size.
+    out : torch.Tensor, optional
+        ``[num_reqs, num_kv_heads, >= width]``, float32, contiguous: written and
+        returned. What stands in it outside ``[lo, hi)`` is undefined.
+    scratch : ScoreScratch, optional
+        Buffers of the GPU version, from `make_score_scratch`; else allocated.
 
     Returns
     -------
     torch.Tensor
-        ``[num_reqs, num_kv_heads, width]``, float32; ``-inf`` outside
-        ``[lo, hi)``.
+        `out`, or ``[num_reqs, num_kv_heads, width]``, float32, with ``-inf``
+        outside ``[lo, hi)``.
 
     Raises
     ------
     ValueError
-        If a shape, dtype, device, `width` or `pooling` differs from the above;
-        on CPU also if a range or a slot that it covers is out of bounds.
+        If a shape, dtype, device, `width`, `page_size` or `pooling` differs
+        from the above; on CPU also if a range or a slot that it covers is out
+        of bounds.
 
     Notes
     -----
-    The reference uses views where slots are contiguous, loops over requests and
-    reads `lo` and `hi` on the host.
+    On a GPU: one launch, two for ``softmax_mean``; asynchronous, no host sync;
+    the grid depends on sizes only, so a captured graph may be replayed with
+    other `lo`, `hi` and `slots` (these are not checked there). Queries are
+    rounded to the dtype that tensor cores multiply in: the keys' own for native
+    ones (float32 stays float32), float16 after division by the head's largest
+    element for quantized ones. No key is dequantized: an int8 scale multiplies
+    the logit; an int4 scale is folded into the query, page by page, and the
+    query times the zeros is added. Between the two passes of ``softmax_mean``
+    logits stand in float16 relative to the maximum of at most 64 tokens.
+    The reference loops over requests and reads `lo` and `hi` on the host.
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
-    _check_keys(dims, k_pool, k_scale)
-    dims.check("slots", slots, "num_reqs max_len", INTS)
+    _check_keys(dims, k_pool, k_scale, page_size)
+    dims.check("slots", slots, "num_reqs max_pages", INTS)
     dims.check("lo", lo, "num_reqs", INTS)
     dims.check("hi", hi, "num_reqs", INTS)
-    check_int("width", width, minimum=0, maximum=dims["max_len"])
+    check_int("width", width, minimum=0, maximum=dims["max_pages"] * page_size)
     if pooling not in POOLINGS:
         fail("pooling", repr(pooling), f"one of {POOLINGS}")
+    _check_buffers(dims, width, out, scratch)
     run = resolve("score", "score_keys", q.device)
     scores: torch.Tensor = run(
-        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale
-    )
+        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
+        page_size=page_size, out=out, scratch=scratch,
+    )  # fmt: skip
     return scores
 
 
@@ -106,6 +246,7 @@ def score_window(
     *,
     scale: float,
     k_scale: torch.Tensor | None = None,
+    page_size: int = 1,
 ) -> torch.Tensor:
     """Score one request's candidates under a window of causal queries.
 
@@ -116,13 +257,13 @@ def score_window(
     ----------
     q_window : torch.Tensor
         ``[window_len, num_qo_heads, head_dim]``, float, ``window_len > 0``.
-    k_pool, k_scale, scale
+    k_pool, k_scale, scale, page_size
         As in `score_keys`.
     slots_row : torch.Tensor
-        ``[len]``, int32 or int64. Physical slot of each logical position.
+        ``[num_pages]``, int32 or int64. As one row of `slots` in `score_keys`.
     lo, hi : int
-        Candidates are ``[lo, hi)``, ``0 <= lo``, ``0 <= hi <= len``; none if
-        ``hi <= lo``.
+        Candidates are ``[lo, hi)``, ``0 <= lo``, ``0 <= hi``, at most
+        ``num_pages * page_size``; none if ``hi <= lo``.
     q_positions : torch.Tensor
         ``[window_len]``, int32 or int64. Logical positions of the queries. One
         that sees no candidate contributes zeros.
@@ -138,17 +279,23 @@ def score_window(
     ValueError
         If an argument differs from the above; on CPU also if a slot is out of
         bounds.
+
+    Notes
+    -----
+    On a GPU keys are read twice, in chunks of tokens, with no host sync; at
+    most 128 MiB of logits and keys are held at a time.
     """
     dims = Dims()
     dims.check("q_window", q_window, "window_len num_qo_heads head_dim", FLOATS)
-    _check_keys(dims, k_pool, k_scale)
-    dims.check("slots_row", slots_row, "len", INTS)
+    _check_keys(dims, k_pool, k_scale, page_size)
+    dims.check("slots_row", slots_row, "num_row_pages", INTS)
     dims.check("q_positions", q_positions, "window_len", INTS)
     check_int("window_len", dims["window_len"], minimum=1)
     check_int("lo", lo, minimum=0)
-    check_int("hi", hi, minimum=0, maximum=dims["len"])
+    check_int("hi", hi, minimum=0, maximum=dims["num_row_pages"] * page_size)
     run = resolve("score", "score_window", q_window.device)
     scores: torch.Tensor = run(
-        q_window, k_pool, slots_row, lo, hi, q_positions, scale=scale, k_scale=k_scale
-    )
+        q_window, k_pool, slots_row, lo, hi, q_positions, scale=scale, k_scale=k_scale,
+        page_size=page_size,
+    )  # fmt: skip
     return scores

@@ -58,6 +58,64 @@ def segments(
                 yield start, end, slots[start:end].long()
 
 
+def slots_of(table: torch.Tensor, lo: int, hi: int, page_size: int) -> torch.Tensor:
+    """Return the slots of positions ``[lo, hi)`` of one request.
+
+    Parameters
+    ----------
+    table : torch.Tensor
+        ``[num_pages]``, int32 or int64: pages of the request.
+    lo, hi : int
+        Positions, ``0 <= lo <= hi <= num_pages * page_size``.
+    page_size : int
+        Tokens a page.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[hi - lo]``, int64; a view of `table` if `page_size` is 1.
+    """
+    if page_size == 1:
+        return table[lo:hi]
+    positions = torch.arange(lo, hi, device=table.device)
+    return table[positions // page_size].long() * page_size + positions % page_size
+
+
+def key_rows(
+    k_pool: torch.Tensor, index: slice | torch.Tensor, k_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Read keys of any kind, dequantized.
+
+    Parameters
+    ----------
+    k_pool, k_scale : torch.Tensor
+        As in `tandemkv.kernels.score`.
+    index : slice or torch.Tensor
+        Slots: a slice, or ``[n]`` int64.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[n, num_kv_heads, head_dim]``, float32.
+    """
+    if k_pool.dtype != torch.uint8 or k_scale is None:
+        keys = k_pool[index].float()
+        return keys if k_scale is None else keys * k_scale[index].float().unsqueeze(-1)
+    page_size = k_pool.shape[2]
+    if isinstance(index, slice):
+        index = torch.arange(index.start, index.stop, device=k_pool.device)
+    page = index // page_size
+    codes = k_pool[page, :, index % page_size]  # [n, H, D/2]
+    keys = torch.cat([codes & 15, codes >> 4], dim=-1).float()
+    step, zero = k_scale[page].float().unbind(2)  # [n, H, D]
+    return torch.addcmul(zero, keys, step)
+
+
+def num_slots_of(k_pool: torch.Tensor) -> int:
+    """Return how many tokens a pool of any kind holds."""
+    return k_pool.shape[0] * (k_pool.shape[2] if k_pool.dtype == torch.uint8 else 1)
+
+
 def key_logits(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -70,12 +128,10 @@ def key_logits(
     ----------
     q : torch.Tensor
         ``[num_kv_heads, m, head_dim]``, float32, already scaled.
-    k_pool : torch.Tensor
-        ``[num_slots, num_kv_heads, head_dim]``, any float dtype or int8.
+    k_pool, k_scale : torch.Tensor
+        Keys of any kind, as in `tandemkv.kernels.score`.
     slots : torch.Tensor
         ``[n]``, physical slots.
-    k_scale : torch.Tensor, optional
-        ``[num_slots, num_kv_heads]``, the scales of int8 keys.
 
     Returns
     -------
@@ -88,10 +144,7 @@ def key_logits(
         If a slot is outside the pool.
     """
     logits = q.new_empty((q.shape[0], q.shape[1], slots.numel()))
-    for start, end, index in segments(slots, k_pool.shape[0]):
-        keys = k_pool[index].float().permute(1, 2, 0)  # [H, D, n]
-        part = torch.bmm(q, keys)
-        if k_scale is not None:
-            part *= k_scale[index].float().t().unsqueeze(1)
-        logits[..., start:end] = part
+    for start, end, index in segments(slots, num_slots_of(k_pool)):
+        keys = key_rows(k_pool, index, k_scale)
+        logits[..., start:end] = torch.bmm(q, keys.permute(1, 2, 0))
     return logits

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU versions of `tandemkv.kernels.score`."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tandemkv.kernels.score import ScoreScratch, make_score_scratch
+from tandemkv.kernels.triton_ops.score_scan import pool_kernel, scan_kernel
+from tandemkv.kernels.triton_ops.score_window import score_window
+
+__all__ = ["score_keys", "score_window"]
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_TRITON_DTYPE = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+_POOL_TOKENS = 1024
+_BLOCK_PAGES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Tokens of a tile, pipeline depth and warps of the scan."""
+
+    block_n: int
+    stages: int
+    warps: int
+
+
+TUNING = {
+    "native": Tuning(block_n=64, stages=3, warps=4),
+    "int8": Tuning(block_n=64, stages=4, warps=4),
+    "int4": Tuning(block_n=64, stages=5, warps=4),
+}
+
+
+def _kind(k_pool: torch.Tensor) -> str:
+    return {torch.uint8: "int4", torch.int8: "int8"}.get(k_pool.dtype, "native")
+
+
+def score_keys(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    slots: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    *,
+    width: int,
+    scale: float,
+    pooling: str = "softmax_mean",
+    k_scale: torch.Tensor | None = None,
+    page_size: int = 1,
+    out: torch.Tensor | None = None,
+    scratch: ScoreScratch | None = None,
+) -> torch.Tensor:
+    """Score candidates; see `tandemkv.kernels.score.score_keys`."""
+    num_reqs, num_qo_heads, head_dim = q.shape
+    num_kv_heads = k_pool.shape[1]
+    if out is None:
+        shape = (num_reqs, num_kv_heads, width)
+        out = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
+    if not num_reqs or not width:
+        return out
+    if scratch is None:
+        scratch = make_score_scratch(num_reqs, num_qo_heads, num_kv_heads, width, q.device)
+    kind, group = _kind(k_pool), num_qo_heads // num_kv_heads
+    tuning = TUNING[kind]
+    block_n = min(tuning.block_n, page_size) if kind == "int4" else tuning.block_n
+    rounded = torch.float16 if kind != "native" else k_pool.dtype
+    # The interpreter multiplies bfloat16 as if its bits were integers.
+    multiplied = torch.float32 if _INTERPRETED else rounded
+    dim = head_dim // 2 if kind == "int4" else head_dim
+    pad_g, num_splits = scratch.logits.shape[3], scratch.split_lse.shape[2]
+    scratch_width, scratch_tiles = scratch.logits.shape[2], scratch.tile_max.shape[2]
+    is_softmax = pooling == "softmax_mean"
+    scales = q if k_scale is None else k_scale  # stands in for a pointer that is not read
+    if k_pool.stride(-1) != 1 or slots.stride(1) != 1 or scales.stride(-1) != 1:
+        k_pool, slots, scales = k_pool.contiguous(), slots.contiguous(), scales.contiguous()
+    scan_kernel[(num_reqs * num_splits * num_kv_heads,)](
+        q, k_pool, scales, slots, lo, hi, out,
+        scratch.logits, scratch.tile_max, scratch.split_lse, scratch.zero_dot,
+        scale * (math.log2(math.e) if is_softmax else 1.0),
+        width, num_kv_heads, num_splits, out.shape[2], scratch_width, scratch_tiles,
+        *q.stride(), *k_pool.stride()[:3], *scales.stride()[:2],
+        slots.stride(0), lo.stride(0), hi.stride(0),
+        KIND=kind, POOLING=pooling, GROUP=group, PAD_G=pad_g,
+        BLOCK_G=max(8, pad_g), PAGE=page_size, BLOCK_N=block_n, BLOCK_P=_BLOCK_PAGES,
+        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), STAGES=tuning.stages,
+        ROUND=_TRITON_DTYPE[rounded], DOT=_TRITON_DTYPE[multiplied],
+        USE_ASM=not _INTERPRETED, PRECISION="ieee" if rounded == torch.float32 else "tf32",
+        num_warps=tuning.warps,
+    )  # fmt: skip
+    if is_softmax:
+        tiles = max(1, _POOL_TOKENS // block_n)
+        pool_kernel[(num_reqs * num_kv_heads, triton.cdiv(width, tiles * block_n))](
+            lo, hi, out, scratch.logits, scratch.tile_max, scratch.split_lse,
+            width, num_kv_heads, num_splits, out.shape[2], scratch_width, scratch_tiles,
+            lo.stride(0), hi.stride(0),
+            GROUP=group, PAD_G=pad_g, BLOCK_N=block_n, BLOCK_T=tiles,
+            BLOCK_S=triton.next_power_of_2(num_splits), num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernel of `score_keys`: one pass over the keys.
+
+A program takes one request, one KV head and a contiguous part of the candidates, whose
+borders it reads on the device. Keys are the first operand of the product, so that tokens fill
+the tensor cores' long side and the few query heads of a group their short one; what is
+quantized is widened to float16, exactly, in registers.
+"""
+
+import triton
+import triton.language as tl
+
+# Four bytes -> four float16: a byte under the exponent 0x64 is 1024 + byte, which float16 holds
+# exactly. About one instruction an element, where a conversion costs four times that.
+_ASM_LOW: tl.constexpr = tl.constexpr("""{
+    .reg .b32 t, c;
+    mov.b32 c, 0x64646464;
+    and.b32 t, $2, 0x0F0F0F0F;
+    prmt.b32 $0, t, c, 0x4140;
+    prmt.b32 $1, t, c, 0x4342;
+    mov.b32 c, 0x64006400;
+    sub.f16x2 $0, $0, c;
+    sub.f16x2 $1, $1, c;
+}""")
+# The high nibble left in place is 16 * code; under the exponent 0x54 that is 64 + code.
+_ASM_HIGH: tl.constexpr = tl.constexpr("""{
+    .reg .b32 t, c;
+    mov.b32 c, 0x54545454;
+    and.b32 t, $2, 0xF0F0F0F0;
+    prmt.b32 $0, t, c, 0x4140;
+    prmt.b32 $1, t, c, 0x4342;
+    mov.b32 c, 0x54005400;
+    sub.f16x2 $0, $0, c;
+    sub.f16x2 $1, $1, c;
+}""")
+# int8 with the sign bit turned is value + 128.
+_ASM_INT8: tl.constexpr = tl.constexpr("""{
+    .reg .b32 t, c;
+    mov.b32 c, 0x64646464;
+    xor.b32 t, $2, 0x80808080;
+    prmt.b32 $0, t, c, 0x4140;
+    prmt.b32 $1, t, c, 0x4342;
+    mov.b32 c, 0x64806480;
+    sub.f16x2 $0, $0, c;
+    sub.f16x2 $1, $1, c;
+}""")
+
+
+@triton.jit
+def _widen(x, PART: tl.constexpr, USE_ASM: tl.constexpr, DOT: tl.constexpr):
+    if USE_ASM:
+        asm: tl.constexpr = (
+            _ASM_LOW if PART == "low" else (_ASM_HIGH if PART == "high" else _ASM_INT8)
+        )
+        return tl.inline_asm_elementwise(
+            asm, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4
+        ).to(DOT)
+    elif PART == "low":
+        return (x & 15).to(DOT)
+    elif PART == "high":
+        return (x >> 4).to(DOT)
+    else:
+        return x.to(DOT)
+
+
+@triton.jit
+def scan_kernel(
+    q, k_pool, k_scale, slots, lo, hi, out, logits, tile_max, split_lse, zero_dot,
+    factor, width, num_heads, num_splits, out_width, scratch_width, scratch_tiles,
+    q_stride_b, q_stride_h, q_stride_d, k_stride_s, k_stride_h, k_stride_n,
+    scale_stride_s, scale_stride_h, slots_stride_b, lo_stride, hi_stride,
+    KIND: tl.constexpr, POOLING: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr,
+    BLOCK_G: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    ROUND: tl.constexpr, DOT: tl.constexpr, USE_ASM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Score one part of one KV head's candidates.
+
+    ``max_logit`` and ``mean_logit`` go to `out`; ``softmax_mean`` leaves relative logits and
+    the sums that the second pass turns into scores. BLOCK_D covers a key, or half of an int4
+    one, and DIM is how much of it there is.
+    """
+    # Heads run fastest: keys of one token are neighbours in memory.
+    head = tl.program_id(0) % num_heads
+    split = (tl.program_id(0) // num_heads) % num_splits
+    req = tl.program_id(0) // (num_heads * num_splits)
+    begin = tl.maximum(tl.load(lo + req * lo_stride), 0).to(tl.int32)
+    end = tl.minimum(tl.load(hi + req * hi_stride), width).to(tl.int32)
+    first_tile = begin // BLOCK_N
+    num_tiles = tl.maximum(tl.cdiv(end, BLOCK_N) - first_tile, 0)
+    num_tiles = tl.where(end > begin, num_tiles, 0)
+    first = first_tile + (split * num_tiles) // num_splits
+    last = first_tile + ((split + 1) * num_tiles) // num_splits
+
+    member, dim, row = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    in_group = member < GROUP
+    base = req.to(tl.int64) * num_heads + head
+    table = slots + req.to(tl.int64) * slots_stride_b
+    k_head = k_pool + head.to(tl.int64) * k_stride_h
+    q_rows = q + req.to(tl.int64) * q_stride_b + (head * GROUP + member)[None, :] * q_stride_h
+    in_query = in_group[None, :] & (dim < DIM)[:, None]
+    query = tl.load(q_rows + dim[:, None] * q_stride_d, mask=in_query, other=0.0).to(tl.float32)
+    unit = tl.full([BLOCK_G], 1.0, tl.float32) * factor
+    if KIND == "int4":
+        high = tl.load(
+            q_rows + (DIM + dim)[:, None] * q_stride_d, mask=in_query, other=0.0
+        ).to(tl.float32)  # fmt: skip
+        peak = tl.maximum(tl.max(tl.abs(query), 0), tl.max(tl.abs(high), 0))
+        peak = tl.where(peak > 0, peak, 1.0)
+        query, high = (query / peak[None, :]).to(ROUND), (high / peak[None, :]).to(ROUND)
+        unit = unit * peak
+        # The constant of each page, for 16 or more pages at a time.
+        scale_head = k_scale + head.to(tl.int64) * scale_stride_h
+        zeros = scale_head + 2 * DIM
+        low_q, high_q = query.to(DOT), high.to(DOT)
+        first_page, last_page = first * BLOCK_N // PAGE, tl.cdiv(last * BLOCK_N, PAGE)
+        for start in range(first_page, last_page, BLOCK_P):
+            index = start + tl.arange(0, BLOCK_P)
+            is_page = index < last_page
+            page = tl.load(table + index, mask=is_page, other=0).to(tl.int64)
+            at = zeros + page[:, None] * scale_stride_s + dim[None, :]
+            mask = is_page[:, None] & (dim < DIM)[None, :]
+            constant = tl.dot(tl.load(at, mask=mask, other=0.0).to(DOT), low_q)
+            constant = tl.dot(tl.load(at + DIM, mask=mask, other=0.0).to(DOT), high_q, constant)
+            tl.store(
+                zero_dot + (base * scratch_tiles + index)[:, None] * PAD_G + member[None, :],
+                constant * unit[None, :], mask=is_page[:, None] & (member < PAD_G)[None, :],
+            )  # fmt: skip
+        tl.debug_barrier()  # other threads of this program read it below
+    else:
+        if ROUND == tl.float16:  # noqa: SIM300 (a type, not a constant)
+            peak = tl.max(tl.abs(query), 0)
+            peak = tl.where(peak > 0, peak, 1.0)
+            query, unit = query / peak[None, :], unit * peak
+        query = query.to(ROUND).to(DOT)
+
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    # Read one tile ahead: an index in the pipeline would take half of its stages from the keys.
+    following = tl.load(table + first * BLOCK_N // PAGE, mask=first < last, other=0)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        start = tile * BLOCK_N
+        position = start + row
+        seen = (position >= begin) & (position < end)
+        if PAGE % BLOCK_N == 0:
+            # Any token of the tile being a candidate, its page is there in full.
+            page = following.to(tl.int64)
+            following = tl.load(table + (start + BLOCK_N) // PAGE, mask=tile + 1 < last, other=0)
+            if KIND == "int4":
+                keys = k_head + page * k_stride_s + (start % PAGE + row)[:, None] * k_stride_n
+            else:
+                keys = k_head + (page * PAGE + start % PAGE) * k_stride_s
+                keys = keys + row[:, None] * k_stride_s
+        else:
+            pages = tl.load(table + position // PAGE, mask=seen, other=0).to(tl.int64)
+            token = pages * PAGE + position % PAGE
+            keys = k_head + token[:, None] * k_stride_s
+        if DIM == BLOCK_D:
+            k = tl.load(keys + dim[None, :])
+        else:
+            k = tl.load(keys + dim[None, :], mask=(dim < DIM)[None, :], other=0)
+        if KIND == "int4":
+            at = scale_head + page * scale_stride_s
+            low_scale = tl.load(at + dim, mask=dim < DIM, other=0.0).to(ROUND)[:, None]
+            high_scale = tl.load(at + DIM + dim, mask=dim < DIM, other=0.0).to(ROUND)[:, None]
+            constant = tl.load(
+                zero_dot + (base * scratch_tiles + start // PAGE) * PAD_G + member,
+                mask=member < PAD_G, other=0.0,
+            )  # fmt: skip
+            acc = tl.dot(_widen(k, "low", USE_ASM, DOT), (query * low_scale).to(DOT))
+            acc = tl.dot(_widen(k, "high", USE_ASM, DOT), (high * high_scale).to(DOT), acc)
+            x = acc * unit[None, :] + constant[None, :]
+        elif KIND == "int8":
+            if PAGE % BLOCK_N == 0:
+                token = page * PAGE + start % PAGE + row
+            token_scale = tl.load(k_scale + token * scale_stride_s + head * scale_stride_h)
+            acc = tl.dot(_widen(k, "int8", USE_ASM, DOT), query)
+            x = acc * unit[None, :] * token_scale.to(tl.float32)[:, None]
+        else:
+            x = tl.dot(k.to(DOT), query, input_precision=PRECISION) * unit[None, :]
+        if POOLING == "softmax_mean":
+            x = tl.where(seen[:, None], x, float("-inf"))
+            top = tl.max(x, 0)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            x = x - top[None, :]
+            place = base * scratch_width + position
+            tl.store(
+                logits + place[:, None] * PAD_G + member[None, :], x.to(tl.float16),
+                mask=(member < PAD_G)[None, :],
+            )  # fmt: skip
+            tl.store(
+                tile_max + (base * scratch_tiles + tile) * PAD_G + member, top,
+                mask=member < PAD_G,
+            )  # fmt: skip
+            peak = tl.maximum(largest, top)
+            total = total * tl.exp2(largest - peak) + tl.sum(tl.exp2(x), 0) * tl.exp2(top - peak)
+            largest = peak
+        else:
+            if POOLING == "max_logit":
+                pooled = tl.max(tl.where(in_group[None, :], x, float("-inf")), 1)
+            else:
+                pooled = tl.sum(tl.where(in_group[None, :], x, 0.0), 1) / GROUP
+            tl.store(out + base * out_width + position, pooled, mask=seen)
+    if POOLING == "softmax_mean":
+        tl.store(
+            split_lse + (base * num_splits + split) * PAD_G + member, largest + tl.log2(total),
+            mask=member < PAD_G,
+        )  # fmt: skip
+
+
+@triton.jit
+def pool_kernel(
+    lo, hi, out, logits, tile_max, split_lse,
+    width, num_heads, num_splits, out_width, scratch_width, scratch_tiles, lo_stride, hi_stride,
+    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Turn relative logits into the mean of the heads' softmax, BLOCK_T tiles at a time."""
+    base = tl.program_id(0).to(tl.int64)
+    req = base // num_heads
+    begin = tl.maximum(tl.load(lo + req * lo_stride), 0).to(tl.int32)
+    end = tl.minimum(tl.load(hi + req * hi_stride), width).to(tl.int32)
+    start = tl.program_id(1) * BLOCK_T
+    if (start * BLOCK_N < end) & ((start + BLOCK_T) * BLOCK_N > begin) & (begin < end):
+        member, split = tl.arange(0, PAD_G), tl.arange(0, BLOCK_S)
+        parts = tl.load(
+            split_lse + (base * num_splits + split)[:, None] * PAD_G + member[None, :],
+            mask=(split < num_splits)[:, None], other=float("-inf"),
+        )  # fmt: skip
+        largest = tl.max(parts, 0)
+        lse = largest + tl.log2(tl.sum(tl.exp2(parts - largest[None, :]), 0))
+        lse = tl.where(member < GROUP, lse, float("inf"))
+        tile = start + tl.arange(0, BLOCK_T)
+        top = tl.load(
+            tile_max + (base * scratch_tiles + tile)[:, None] * PAD_G + member[None, :],
+            mask=(tile * BLOCK_N < end)[:, None], other=0.0,
+        )  # fmt: skip
+        position = tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        seen = (position >= begin) & (position < end)
+        x = tl.load(
+            logits + (base * scratch_width + position)[:, :, None] * PAD_G + member[None, None, :],
+            mask=seen[:, :, None], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        probs = tl.exp2(x + (top - lse[None, :])[:, None, :])
+        tl.store(out + base * out_width + position, tl.sum(probs, 2) / GROUP, mask=seen)
