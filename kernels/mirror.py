@@ -7,8 +7,32 @@ nowhere else, so the cache rank always knows it.
 
 import torch
 
-from tandemkv.kernels.check import INT32, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import BOOL, FLOAT32, INT8, INT32, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
+
+
+def make_mirror_scratch(
+    num_reqs: int, num_kv_heads: int, max_context: int, device: torch.device | str
+) -> torch.Tensor:
+    """Allocate what `mirror_diff` works in on a GPU, to be shared by all layers.
+
+    Parameters
+    ----------
+    num_reqs, num_kv_heads : int
+        The largest of the calls that use it.
+    max_context : int
+        Above every position that is selected, resident or a filler.
+    device : torch.device or str
+        Theirs.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[num_reqs, num_kv_heads, max_context]``, int32, -1 everywhere, as each call
+        leaves it.
+    """
+    shape = (num_reqs, num_kv_heads, max_context)
+    return torch.full(shape, -1, dtype=torch.int32, device=device)
 
 
 def mirror_diff(
@@ -22,6 +46,9 @@ def mirror_diff(
     hi: torch.Tensor,
     lo: int,
     fetch_cap: int,
+    selected_scores: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decide what to fetch into which resident slots, and update the mirror.
 
@@ -60,6 +87,16 @@ def mirror_diff(
         Their begin.
     fetch_cap : int
         Slots written per head at most.
+    selected_scores : torch.Tensor, optional
+        As `selected`, float32. Then `selected` may be in any order, but its positions
+        are distinct; best first is by these scores (NaN counts as ``-inf``; ties: the
+        lower position).
+    active : torch.Tensor, optional
+        ``[num_reqs]``, bool or int8. Mirror and scratch of the other requests are left
+        as they are, their results are ``-1`` everywhere.
+    scratch : torch.Tensor, optional
+        From `make_mirror_scratch`, at least as large as the call. Required on a
+        GPU, not looked at on CPU. Calls that share it must be on one stream.
 
     Returns
     -------
@@ -81,6 +118,9 @@ def mirror_diff(
     head; filled slots are a prefix (no holes); and all heads of a request have
     equally many filled slots, as long as `num_target` is at most ``hi - lo`` plus the
     number of resident positions outside ``[lo, hi)``.
+
+    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe (a `step` that is an
+    int is captured as it is); at most 32767 resident slots.
     """
     dims = Dims()
     dims.check("selected", selected, "num_reqs num_kv_heads k", INT32)
@@ -95,6 +135,16 @@ def mirror_diff(
     check_int("num_protected", num_protected, minimum=0)
     check_int("lo", lo, minimum=0)
     check_int("fetch_cap", fetch_cap, minimum=0)
+    if selected_scores is not None:
+        dims.check("selected_scores", selected_scores, "num_reqs num_kv_heads k", FLOAT32)
+    if active is not None:
+        dims.check("active", active, "num_reqs", BOOL + INT8)
+    if scratch is not None:
+        dims.check("scratch", scratch, "scratch_reqs scratch_heads max_context", INT32)
+        if any(have < need for have, need in zip(scratch.shape, selected.shape[:2], strict=False)):
+            fail("scratch.shape", tuple(scratch.shape), f"at least {tuple(selected.shape[:2])}")
+        if scratch.stride(-1) != 1:
+            fail("scratch.stride(-1)", scratch.stride(-1), "1")
     run = resolve("mirror", "mirror_diff", selected.device)
     fetch: tuple[torch.Tensor, torch.Tensor] = run(
         selected,
@@ -106,5 +156,8 @@ def mirror_diff(
         hi=hi,
         lo=lo,
         fetch_cap=fetch_cap,
+        selected_scores=selected_scores,
+        active=active,
+        scratch=scratch,
     )
     return fetch

@@ -63,11 +63,55 @@ def mirror_diff(
     hi: torch.Tensor,
     lo: int,
     fetch_cap: int,
+    selected_scores: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
+    if selected_scores is not None:
+        selected = _best_first(selected, selected_scores)
+    now = torch.as_tensor(step, device=last_used.device).to(last_used.dtype).reshape(-1, 1, 1)
+    if active is None:
+        return _diff(
+            selected, resident_pos, last_used, now, num_protected, num_target, hi, lo, fetch_cap
+        )
+    rows = active.nonzero().view(-1)
+    some_pos, some_used = resident_pos[rows], last_used[rows]
+    now = now.expand(active.shape[0], 1, 1)[rows]
+    fetch = _diff(
+        selected[rows], some_pos, some_used, now, num_protected, num_target[rows], hi[rows], lo,
+        fetch_cap,
+    )  # fmt: skip
+    resident_pos[rows], last_used[rows] = some_pos, some_used
+    fetch_pos, fetch_slot = (
+        part.new_full((*selected.shape[:2], fetch_cap), -1).index_copy_(0, rows, part)
+        for part in fetch
+    )
+    return fetch_pos, fetch_slot
+
+
+def _best_first(selected: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Order positions by score, of equal ones the lower first; padding may end anywhere."""
+    by_position = selected.sort(dim=-1, stable=True)
+    selected, scores = by_position.values, scores.gather(-1, by_position.indices)
+    scores = torch.where(scores.isnan(), float("-inf"), scores)
+    return selected.gather(-1, scores.argsort(dim=-1, descending=True, stable=True))
+
+
+def _diff(
+    selected: torch.Tensor,
+    resident_pos: torch.Tensor,
+    last_used: torch.Tensor,
+    now: torch.Tensor,
+    num_protected: int,
+    num_target: torch.Tensor,
+    hi: torch.Tensor,
+    lo: int,
+    fetch_cap: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Update the mirror of all requests, at the steps ``now [num_reqs or 1, 1, 1]``."""
     num_reqs, num_kv_heads, num_slots = resident_pos.shape
     shape = (num_reqs, num_kv_heads, min(fetch_cap, num_slots))
-    now = torch.as_tensor(step, device=last_used.device).to(last_used.dtype).reshape(-1, 1, 1)
     found, missing = _find(selected, resident_pos)
     touched = torch.zeros(
         (num_reqs, num_kv_heads, num_slots + 1), dtype=torch.bool, device=selected.device

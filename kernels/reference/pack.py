@@ -4,6 +4,13 @@
 import torch
 
 
+def slot_of(slots: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return the slots of positions ``[num_reqs, num_kv_heads, n]``, int64; of padding, any."""
+    places = positions.clamp(min=0).long()
+    page = slots.gather(1, (places // page_size).view(slots.shape[0], -1)).long()
+    return page.view_as(places) * page_size + places % page_size
+
+
 def gather_pack(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
@@ -11,6 +18,8 @@ def gather_pack(
     fetch_pos: torch.Tensor,
     k_out: torch.Tensor,
     v_out: torch.Tensor,
+    *,
+    page_size: int = 1,
 ) -> None:
     """Gather rows; see `tandemkv.kernels.pack.gather_pack`."""
     is_padding = fetch_pos < 0
@@ -18,9 +27,8 @@ def gather_pack(
         k_out.zero_()
         v_out.zero_()
         return
-    num_reqs, num_kv_heads, cap = fetch_pos.shape
-    positions = fetch_pos.clamp(min=0).view(num_reqs, -1).long()
-    slot = slots.gather(1, positions).view(num_reqs, num_kv_heads, cap).long()
+    num_kv_heads = fetch_pos.shape[1]
+    slot = slot_of(slots, fetch_pos, page_size)
     slot.masked_fill_(is_padding, 0)  # what stands there need not be a slot
     head = torch.arange(num_kv_heads, device=slot.device)[:, None]
     for pool, out in ((k_pool, k_out), (v_pool, v_out)):

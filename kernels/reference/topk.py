@@ -6,13 +6,32 @@ import torch
 _INF = float("inf")
 
 
-def topk_positions(scores: torch.Tensor, k: int) -> torch.Tensor:
+def topk_positions(
+    scores: torch.Tensor,
+    k: int,
+    *,
+    lo: torch.Tensor | None = None,
+    hi: torch.Tensor | None = None,
+    sort: bool = True,
+    scratch: torch.Tensor | None = None,
+    out_scores: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Choose positions; see `tandemkv.kernels.topk.topk_positions`."""
     num_reqs, num_kv_heads, max_len = scores.shape
     positions = torch.full((num_reqs, num_kv_heads, k), -1, dtype=torch.int32, device=scores.device)
+    if out_scores is not None:
+        out_scores.fill_(-_INF)
     num_found = min(k, max_len)
     if num_found:
         ranked = torch.nan_to_num(scores, nan=-_INF, posinf=_INF, neginf=-_INF)
-        values, indices = torch.topk(ranked, num_found, dim=-1)
+        place = torch.arange(max_len, device=scores.device)
+        if lo is not None:
+            ranked.masked_fill_((place < lo[:, None])[:, None], -_INF)
+        if hi is not None:
+            ranked.masked_fill_((place >= hi[:, None])[:, None], -_INF)
+        # Sorted in any case: padding has to be at the end.
+        values, indices = torch.topk(ranked, num_found, dim=-1, sorted=True)
         positions[..., :num_found] = torch.where(values > -_INF, indices, -1)
+        if out_scores is not None:
+            out_scores[..., :num_found] = values
     return positions

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tandemkv.kernels.triton_ops.bits import as_bits
 
-_BLOCK_ROWS = 4
+_BLOCK_ROWS = 8
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def _gather_kernel(
     slots_stride_b, slots_stride_n, pos_stride_b, pos_stride_h, pos_stride_c,
     ko_stride_b, ko_stride_h, ko_stride_c, ko_stride_d,
     vo_stride_b, vo_stride_h, vo_stride_c, vo_stride_d,
-    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     req = (tl.program_id(0) // num_heads).to(tl.int64)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -29,9 +29,11 @@ def _gather_kernel(
         mask=in_pack, other=-1,
     ).to(tl.int64)  # fmt: skip
     is_token = position >= 0
-    slot = tl.load(
-        slots + req * slots_stride_b + position * slots_stride_n, mask=is_token, other=0
-    ).to(tl.int64)[:, None]
+    page = tl.load(
+        slots + req * slots_stride_b + position // PAGE_SIZE * slots_stride_n,
+        mask=is_token, other=0,
+    ).to(tl.int64)  # fmt: skip
+    slot = (page * PAGE_SIZE + position % PAGE_SIZE)[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]
     load = is_token[:, None] & (dim < head_dim)
     store = in_pack[:, None] & (dim < head_dim)
@@ -55,6 +57,8 @@ def gather_pack(
     fetch_pos: torch.Tensor,
     k_out: torch.Tensor,
     v_out: torch.Tensor,
+    *,
+    page_size: int = 1,
 ) -> None:
     """Gather rows; see `tandemkv.kernels.pack.gather_pack`."""
     num_reqs, num_heads, cap = fetch_pos.shape
@@ -67,5 +71,6 @@ def gather_pack(
         num_heads, cap, head_dim,
         *k_pool.stride(), *v_pool.stride(), *slots.stride(), *fetch_pos.stride(),
         *k_out.stride(), *v_out.stride(),
-        BLOCK_ROWS=_BLOCK_ROWS, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+        PAGE_SIZE=page_size, BLOCK_ROWS=_BLOCK_ROWS, BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=4,
     )  # fmt: skip

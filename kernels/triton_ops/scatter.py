@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tandemkv.kernels.triton_ops.bits import as_bits
 
-_BLOCK_ROWS = 4
+_BLOCK_ROWS = 8
 
 
 @triton.jit

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copying of token rows from the pools straight into the resident set.
+
+Gather and scatter in one, for both ranks on one GPU: no pack is written.
+"""
+
+import torch
+
+from tandemkv.kernels.check import FLOATS, INT8, INT32, INTS, Dims, check_int
+from tandemkv.kernels.dispatch import resolve
+
+
+def exchange_rows(
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+    fetch_pos: torch.Tensor,
+    fetch_slot: torch.Tensor,
+    k_res: torch.Tensor,
+    v_res: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    page_size: int = 1,
+    pos_res: torch.Tensor | None = None,
+) -> None:
+    """Copy the rows of the positions to fetch to their resident slots, bit by bit.
+
+    Parameters
+    ----------
+    k_pool, v_pool : torch.Tensor
+        ``[num_pool_slots, num_kv_heads, head_dim]``, float or int8.
+    slots : torch.Tensor
+        ``[num_reqs, max_pages]``, int32 or int64. Page table: position ``p`` is in slot
+        ``slots[req, p // page_size] * page_size + p % page_size``.
+    fetch_pos, fetch_slot : torch.Tensor
+        ``[num_reqs, num_kv_heads, cap]``, int32, as `mirror_diff` returns them. Where
+        either is negative nothing is copied. Slots are distinct within a head. On a GPU
+        ranges are not checked.
+    k_res, v_res : torch.Tensor
+        ``[num_rows, num_slots, num_kv_heads, head_dim]``, dtype of the pools. Written.
+    rows : torch.Tensor
+        ``[num_reqs]``, int32 or int64. Row of each request; distinct, other than
+        rows of requests that fetch nothing.
+    page_size : int
+        Tokens per page, ``>= 1``. With 1, `slots` holds the slot of each position.
+    pos_res : torch.Tensor, optional
+        ``[num_rows, num_kv_heads, num_slots]``, int32. Written: the position that each
+        slot holds.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype, device or `page_size` differs from the above.
+    IndexError, RuntimeError
+        On CPU, if a page, slot or row is out of range.
+
+    Notes
+    -----
+    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
+    """
+    check_int("page_size", page_size, minimum=1)
+    dims = Dims()
+    pool, res = "num_pool_slots num_kv_heads head_dim", "num_rows num_slots num_kv_heads head_dim"
+    dims.check("k_pool", k_pool, pool, FLOATS + INT8)
+    dims.check("v_pool", v_pool, pool, FLOATS + INT8)
+    dims.check("slots", slots, "num_reqs max_pages", INTS)
+    dims.check("fetch_pos", fetch_pos, "num_reqs num_kv_heads cap", INT32)
+    dims.check("fetch_slot", fetch_slot, "num_reqs num_kv_heads cap", INT32)
+    dims.check("k_res", k_res, res, (k_pool.dtype,))
+    dims.check("v_res", v_res, res, (v_pool.dtype,))
+    dims.check("rows", rows, "num_reqs", INTS)
+    if pos_res is not None:
+        dims.check("pos_res", pos_res, "num_rows num_kv_heads num_slots", INT32)
+    run = resolve("exchange", "exchange_rows", k_pool.device)
+    run(
+        k_pool,
+        v_pool,
+        slots,
+        fetch_pos,
+        fetch_slot,
+        k_res,
+        v_res,
+        rows,
+        page_size=page_size,
+        pos_res=pos_res,
+    )

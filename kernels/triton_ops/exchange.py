@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton version of `tandemkv.kernels.exchange`: one program per few rows of a head."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tandemkv.kernels.triton_ops.bits import as_bits
+
+_BLOCK_ROWS = 16
+
+
+@triton.jit
+def _exchange_kernel(
+    k_pool, v_pool, slots, fetch_pos, fetch_slot, k_res, v_res, rows, pos_res,
+    num_heads, cap, head_dim,
+    k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
+    slots_stride_b, slots_stride_n, fp_stride_b, fp_stride_h, fp_stride_c,
+    fs_stride_b, fs_stride_h, fs_stride_c,
+    kr_stride_r, kr_stride_s, kr_stride_h, kr_stride_d,
+    vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d,
+    rows_stride, pr_stride_r, pr_stride_h, pr_stride_s,
+    HAS_POS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    req = (tl.program_id(0) // num_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    place = (tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    position = tl.load(
+        fetch_pos + req * fp_stride_b + head * fp_stride_h + place * fp_stride_c,
+        mask=place < cap, other=-1,
+    ).to(tl.int64)  # fmt: skip
+    to = tl.load(
+        fetch_slot + req * fs_stride_b + head * fs_stride_h + place * fs_stride_c,
+        mask=place < cap, other=-1,
+    ).to(tl.int64)  # fmt: skip
+    row = tl.load(rows + req * rows_stride).to(tl.int64)
+    is_copied = (position >= 0) & (to >= 0)
+    page = tl.load(
+        slots + req * slots_stride_b + position // PAGE_SIZE * slots_stride_n,
+        mask=is_copied, other=0,
+    ).to(tl.int64)  # fmt: skip
+    source = (page * PAGE_SIZE + position % PAGE_SIZE)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    mask = is_copied[:, None] & (dim < head_dim)
+    k = tl.load(k_pool + source * k_stride_s + head * k_stride_h + dim * k_stride_d, mask=mask)
+    v = tl.load(v_pool + source * v_stride_s + head * v_stride_h + dim * v_stride_d, mask=mask)
+    if HAS_POS:
+        target = pos_res + row * pr_stride_r + head * pr_stride_h + to * pr_stride_s
+        tl.store(target, position.to(tl.int32), mask=is_copied)
+    to = to[:, None]
+    k_target = k_res + row * kr_stride_r + to * kr_stride_s + head * kr_stride_h
+    v_target = v_res + row * vr_stride_r + to * vr_stride_s + head * vr_stride_h
+    tl.store(k_target + dim * kr_stride_d, k, mask=mask)
+    tl.store(v_target + dim * vr_stride_d, v, mask=mask)
+
+
+def exchange_rows(
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+    fetch_pos: torch.Tensor,
+    fetch_slot: torch.Tensor,
+    k_res: torch.Tensor,
+    v_res: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    page_size: int = 1,
+    pos_res: torch.Tensor | None = None,
+) -> None:
+    """Copy rows; see `tandemkv.kernels.exchange.exchange_rows`."""
+    num_reqs, num_heads, cap = fetch_pos.shape
+    head_dim = k_pool.shape[-1]
+    if not fetch_pos.numel() or not head_dim:
+        return
+    positions = fetch_pos if pos_res is None else pos_res  # stands in for what is not written
+    grid = (num_reqs * num_heads, triton.cdiv(cap, _BLOCK_ROWS))
+    _exchange_kernel[grid](
+        as_bits(k_pool), as_bits(v_pool), slots, fetch_pos, fetch_slot, as_bits(k_res),
+        as_bits(v_res), rows, positions,
+        num_heads, cap, head_dim,
+        *k_pool.stride(), *v_pool.stride(), *slots.stride(), *fetch_pos.stride(),
+        *fetch_slot.stride(), *k_res.stride(), *v_res.stride(), *rows.stride(),
+        *positions.stride(),
+        HAS_POS=pos_res is not None, PAGE_SIZE=page_size, BLOCK_ROWS=_BLOCK_ROWS,
+        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+    )  # fmt: skip
