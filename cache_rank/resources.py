@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from .calibration.resolve import resolve_calibration
 from .counters import Counters
 from .host_memory import check_memory
 from .model_adapters.base import ModelAdapter
@@ -40,6 +41,8 @@ class Resources:
     ------
     UnsupportedModelError, PolicyError
         If the model or the policy cannot be served.
+    CalibrationError
+        If the policy needs a calibration that there is not, or that is of another model.
     SettingsError
         If the host has too little memory for the store.
     """
@@ -58,10 +61,14 @@ class Resources:
         self.model = read_model_spec(model_dir, dtype=dtype)
         self.capabilities = find_policy(settings.selection.policy).capabilities
         check_memory(self.model, settings, num_slots=settings.cache.capacity_tokens)
+        calibrated = resolve_calibration(settings.selection, self.model, self.capabilities.timing)
+        self.calibration_origin = calibrated.origin
         self._context = PolicyContext(
             model=self.model,
             selection=settings.selection,
             rotary=read_rotary(model_dir) if self.capabilities.selects else None,
+            share=calibrated.share,
+            clusters=calibrated.clusters,
         )
         self.policy(self.model)  # a policy that cannot be built is told now
 

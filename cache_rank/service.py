@@ -175,6 +175,7 @@ class CacheRankService:
                 "model_hash": resources.model.model_hash,
                 "transport": self._settings.exchange.transport,
                 "timing": resources.capabilities.timing.name.lower(),
+                "calibration": resources.calibration_origin or "none",
             },
         )
 

@@ -15,6 +15,10 @@ POLICIES = {
     "mean_query": f"{_HERE}.mean_query:MeanQueryPolicy",
     "oracle": f"{_HERE}.oracle:OraclePolicy",
     "quest": f"{_HERE}.quest:QuestPolicy",
+    "lfps": f"{_HERE}.lfps:LfpsPolicy",
+    "kascade": f"{_HERE}.kascade:KascadePolicy",
+    "sfi": f"{_HERE}.sfi:SFIPolicy",
+    "sync_kv": f"{_HERE}.sync_kv:SyncKVPolicy",
     "streaming": f"{_HERE}.streaming:StreamingPolicy",
     "exact": f"{_HERE}.exact:ExactPolicy",
 }

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kascade: select in a few anchor layers, reuse the positions in the layers after them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from tandemkv.cache_rank.protocol.messages import Timing
+
+from .base import (
+    PolicyCapabilities,
+    PolicyContext,
+    PolicyError,
+    ScoringPolicy,
+    Selection,
+    SelectionInput,
+)
+
+_MIN_SELECTED = 128
+
+
+class KascadePolicy(ScoringPolicy):
+    """Score with the true query in anchor layers; the layers after them take the same positions.
+
+    An anchor sends its query in the same step, softmaxes each query head on its own and pools
+    the distributions over the group (post-softmax pooling, section 3.4). A reuse layer sends
+    nothing and is not scanned: each of its heads takes the positions of one head of its anchor
+    (many to one, section 3.5), which the session packs for it. Layer 0 is dense through
+    `exact_layers`; as an anchor it selects with the query of that exact step.
+
+    Notes
+    -----
+    Deviations from the paper, each an option or stated:
+
+    - ``K = min(max(0.1 L, 128), L)`` is the option ``kascade_fraction`` = 0.1, with
+      `budget_tokens` as its cap; by default K is `budget_tokens`, so that policies compare at
+      equal numbers of tokens.
+    - Candidates exclude sink and recent tokens, which are attended to anyway; the softmaxes
+      that are pooled are over the candidates, the paper's over the whole context.
+    - Positions enter a resident set that holds ``resident_factor`` selections (LRU); with
+      ``fetch_cap`` at most that many rows come per head and step, best first.
+    - Prefill is dense; the paper's is sparse by tiles of 128 queries. The first resident set is
+      seeded in each layer from its own last prompt queries.
+    - Layers between two anchors take the lower one, as there; layers that come after
+      an exact anchor and are exact themselves take nothing.
+    - Pre-softmax pooling, the paper's ablation, is ``pooling=mean_logit``.
+
+    References
+    ----------
+    *Kascade: A Practical Sparse Attention Method for Long-Context LLM Inference*, sections
+    3.2-3.6; anchors and head maps: `tandemkv.cache_rank.calibration`.
+    """
+
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.SAME_STEP_QUERY)
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        if context.share is None:
+            raise PolicyError(
+                "policy=kascade needs anchor layers: give --calibration FILE (made by "
+                "`tandemkv calibrate MODEL --policy kascade --out FILE`), or --anchors 0,2,..."
+            )
+
+    def select(self, request: SelectionInput) -> Selection:
+        """See `Policy.select`; positions beyond the request's K are ``-1``."""
+        chosen = super().select(request).positions
+        fraction = self.context.selection.kascade_fraction
+        if fraction > 0.0:
+            lengths = request.positions + 1
+            wanted = torch.ceil(fraction * lengths).clamp(min=_MIN_SELECTED).minimum(lengths)
+            ranks = torch.arange(request.budget, device=chosen.device)
+            is_beyond = ranks >= wanted[:, None]  # [S, K]
+            chosen = chosen.masked_fill(is_beyond[:, None], -1)
+        return Selection(chosen)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SyncKV: representative heads look at everything now and then, the others follow them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
+from tandemkv.kernels.topk import topk_positions
+
+from .base import (
+    HeadClusters,
+    Owner,
+    Policy,
+    PolicyCapabilities,
+    PolicyContext,
+    PolicyError,
+    SeedInput,
+    Selection,
+    SelectionInput,
+)
+
+
+class SyncKVPolicy(Policy):
+    """Every ``sync_stride`` steps, let the representative heads choose for their clusters.
+
+    In an anticipation step the representative heads take the exact step: their queries go to the
+    cache rank, which attends for them over everything and selects with the same scores; the
+    other heads attend to what is resident. In the suspension steps in between nothing is sent but
+    the new K/V, and every head attends to the static and the dynamic set of its cluster.
+
+    K is split (Eq. 4): ``sync_static`` of it is chosen once, from the last prompt query of the
+    representative head (Eq. 3), and stays; the rest is chosen anew in each anticipation (Eq. 6).
+
+    Notes
+    -----
+    Where K/V lie: the paper moves those of non-representative heads to pinned host memory. Here all
+    K/V are on the cache rank and only the selected rows, of every head, on the inference rank; a
+    cache rank on CPU *is* host memory (``pin_memory`` only helps a GPU that copies from it).
+
+    Deviations from the paper, each an option or stated:
+
+    - The paper says both that representative heads attend fully in every step (Algorithm 1, line
+      22) and that in suspension all heads use the sparse cache (Figure 3); here the latter.
+    - The text lets a head use its cluster's set, line 23 of Algorithm 1 the union of all; default
+      is the text. With ``sync_union`` each cluster contributes K / N_r positions to one set.
+    - The dynamic set leaves out what is static, so that both make K; sink and recent tokens,
+      which are attended to anyway, are no candidates.
+    - The first sparse step of a request is an anticipation, whatever the stride. If the request
+      became sparse while decoding, its static set is chosen there.
+    - Scores of a group are the mean of the softmaxes of its query heads (``pooling``).
+    - What is selected enters a resident set that holds ``resident_factor`` selections (LRU); the
+      static part is in every selection, so it is never evicted. 1 is the paper's.
+
+    References
+    ----------
+    *SyncKV: A Syncopated Scheduling Approach to KV Cache Compression for Efficient Long-Context
+    LLM Inference*, section 4 and Algorithm 1; clusters: `tandemkv.cache_rank.calibration`.
+    """
+
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.EXACT_STEP, refresh=RefreshRule.PERIOD
+    )
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        if context.clusters is None:
+            raise PolicyError(
+                "policy=sync_kv needs head clusters: give --calibration FILE, made by "
+                "`tandemkv calibrate MODEL --policy sync_kv --out FILE`"
+            )
+        if context.share is not None:
+            raise PolicyError("policy=sync_kv shares over heads; it goes without --share-layers")
+        self._clusters: HeadClusters = context.clusters
+        self._static: dict[Owner, dict[int, torch.Tensor]] = {}
+
+    @property
+    def traits(self) -> PolicyTraits:
+        """See `Policy.traits`: only representative heads are slow."""
+        return PolicyTraits(slow_heads=self._slow_heads, refresh=int(self.capabilities.refresh))
+
+    @cached_property
+    def _slow_heads(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(set(heads))) for heads in self._clusters.representatives)
+
+    def select(self, request: SelectionInput) -> Selection:
+        """See `Policy.select`; `request` is about the representative heads alone."""
+        scores = request.score(request.query)  # [S, N_r, width]
+        num_static, num_dynamic = self._split(request.budget, scores.shape[1])
+        chosen = []
+        for owner, own in zip(request.owners, scores, strict=True):
+            known = self._static.setdefault(owner, {})
+            if request.layer not in known:
+                known[request.layer] = topk_positions(own.unsqueeze(0), num_static)[0]
+            static = known[request.layer]
+            rest = _without(own, static)
+            dynamic = topk_positions(rest.unsqueeze(0), num_dynamic)[0]
+            chosen.append(self._spread(request, torch.cat([static, dynamic], dim=-1)))
+        return Selection(torch.stack(chosen))
+
+    def seed_scores(self, request: SeedInput) -> torch.Tensor:
+        """See `Policy.seed_scores`: by the representative head's last prompt query (Eq. 3)."""
+        scores = request.score(request.queries[-1:], request.positions[-1:])  # [H, width]
+        slow = self._slow_heads[request.layer]
+        looking = scores[list(slow)]
+        num_static, _ = self._split(request.budget, len(slow))
+        static = topk_positions(looking.unsqueeze(0), num_static)[0]
+        self._static.setdefault(request.owner, {})[request.layer] = static
+        if self.context.selection.sync_union:
+            return looking.amax(dim=0).expand_as(scores)
+        return looking[self._leaders(request.layer)]
+
+    def release(self, owner: Owner) -> None:
+        """See `Policy.release`."""
+        self._static.pop(owner, None)
+
+    def _split(self, budget: int, num_clusters: int) -> tuple[int, int]:
+        """Return the numbers of static and dynamic positions of one cluster."""
+        selection = self.context.selection
+        if selection.sync_union:
+            budget //= num_clusters
+        num_dynamic = int((1.0 - selection.sync_static) * budget)
+        return budget - num_dynamic, num_dynamic
+
+    def _leaders(self, layer: int) -> list[int]:
+        """Return for each head the index of its representative among the slow heads."""
+        slow, representatives = self._slow_heads[layer], self._clusters.representatives[layer]
+        return [slow.index(representatives[cluster]) for cluster in self._clusters.clusters[layer]]
+
+    def _spread(self, request: SelectionInput, sets: torch.Tensor) -> torch.Tensor:
+        """Give every head ``[H, budget]`` its cluster's set, or all, of `sets` ``[N_r, k]``."""
+        if not self.context.selection.sync_union:
+            return sets[self._leaders(request.layer)]
+        heads = self.context.model.num_kv_heads
+        merged = dict.fromkeys(p for rank in sets.t().tolist() for p in rank if p >= 0)
+        union = torch.full((request.budget,), -1, dtype=torch.int32, device=sets.device)
+        union[: len(merged)] = torch.tensor(list(merged), dtype=torch.int32)
+        return union.expand(heads, -1).contiguous()
+
+
+def _without(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return `scores` ``[H, n]`` with ``-inf`` at `positions` ``[H, k]``; ``-1`` is none."""
+    padded = torch.cat([scores, scores.new_zeros((len(scores), 1))], dim=-1)
+    index = torch.where(positions < 0, scores.shape[-1], positions).long()
+    return padded.scatter(-1, index, float("-inf"))[:, :-1]
