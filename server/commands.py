@@ -13,9 +13,11 @@ from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
+from .bench.command import bench_app
 from .command_classes import ReportingGroup, ServeCommand, passed_through
 from .options import RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
 from .plan.command import plan
+from .quality import command as quality_command
 from .settings import EMBEDDED_MODEL
 from .settings_sources import Sourced, load_settings, to_yaml
 
@@ -25,6 +27,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 app.command()(plan)
+app.add_typer(bench_app, name="bench")
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
@@ -155,3 +158,6 @@ def doctor(
         Console(highlight=False).print(findings_table(findings))
     if any(item.level == "fail" for item in findings):
         raise typer.Exit(1)
+
+
+quality_command.add_to(app)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bandwidth of the GPU's own memory, the roof of every kernel's figure."""
+
+from __future__ import annotations
+
+from .report import Row
+from .timing import copy_bandwidth
+
+
+def rows() -> list[Row]:
+    """Time a copy of 1 GiB and of 64 MiB within the GPU's memory."""
+    found = []
+    for label, size in (("1gib", 1 << 30), ("64mib", 64 << 20)):
+        timing, moved = copy_bandwidth(num_bytes=size)
+        note = "read and written bytes together"
+        found.append(timing.bandwidth_row(f"copy_device_{label}", moved, note=note))
+    return found

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations, children, rows and ratios of `bench decode`, with a stand-in for one_batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
+from tandemkv.server.bench import decode
+from tandemkv.server.bench.configurations import (
+    BUILT_IN,
+    Configuration,
+    load_configurations,
+    pick,
+)
+from tandemkv.server.bench.decode import DecodeRun, run_decode
+from tandemkv.server.bench.one_batch import Measured, Point
+from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+
+# Prints what one_batch prints; a configuration says by its environment how it ends.
+FAKE_DRIVER = """
+import os, sys, time
+value = lambda flag: sys.argv[sys.argv.index(flag) + 1]
+batch = int(value("--batch-size"))
+at = sys.argv.index("--input-len") + 1
+contexts = []
+while not sys.argv[at].startswith("--"):
+    contexts.append(int(sys.argv[at])); at += 1
+step = float(os.environ["FAKE_STEP_S"])
+print("Warmup ...\\nBenchmark ...", flush=True)
+for index, context in enumerate(contexts):
+    if context >= int(os.environ.get("FAKE_OOM_AT", 1 << 30)):
+        raise RuntimeError("CUDA out of memory in /secret/place/x.py")
+    if context >= int(os.environ.get("FAKE_HANG_AT", 1 << 30)):
+        time.sleep(600)
+    if context >= int(os.environ.get("FAKE_SKIP_AT", 1 << 30)):
+        print(f"skipping ({batch}, {context}, 4) due to max batch size limit")
+        continue
+    print(f"Prefill. latency: {context / 1e4:6.5f} s, throughput: 1 token/s")
+    for i, factor in enumerate((1, 2, 3)):
+        print(f"Decode {i}. Batch size: {batch}, latency: {factor * step:6.5f} s, x", flush=True)
+    print(f"Decode.  median latency: {2 * step:6.5f} s, median throughput: 1 token/s", flush=True)
+"""
+
+
+def fake(step_s: float, *, is_reference: bool = False, **env: str) -> Configuration:
+    return Configuration(is_reference=is_reference, env={"FAKE_STEP_S": str(step_s), **env})
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DecodeRun:
+    def write_driver(folder: Path) -> None:
+        (folder / "one_batch_driver.py").write_text(FAKE_DRIVER)
+
+    monkeypatch.setattr(decode, "write_driver", write_driver)
+    return DecodeRun(
+        shape=BUILT_IN_SHAPES["qwen3-8b"],
+        tokenizer_dir=tmp_path,
+        points=(Point(8, 65536), Point(1, 8192), Point(8, 8192)),
+        configurations={
+            "dense-tp2": fake(0.002, is_reference=True),
+            "dense-tp1": fake(0.004, is_reference=True),
+            "ours": fake(0.001),
+        },
+        work_dir=tmp_path,
+        output_tokens=4,
+        timeout_s=60,
+    )
+
+
+def replace_run(run: DecodeRun, **changes: object) -> DecodeRun:
+    fields = {name: getattr(run, name) for name in DecodeRun.__dataclass_fields__}
+    return DecodeRun(**{**fields, **changes})
+
+
+def test_rows_and_ratios(run: DecodeRun) -> None:
+    told: list[str] = []
+    result = run_decode(run, told.append)
+    rows = {row.figure: row for row in result.rows}
+    assert result.failures == ()
+    tpot = rows["tpot_ms_dense-tp2_8x64k"]
+    assert (tpot.value, tpot.unit, tpot.n) == (pytest.approx(4.0), "ms", 3)
+    assert tpot.p10 == pytest.approx(2.4)  # of 2, 4, 6
+    assert tpot.p90 == pytest.approx(5.6)
+    assert rows["prefill_s_ours_1x8k"].value == pytest.approx(0.8192)
+    assert rows["tpot_ratio_vs_tp2_8x64k"].value == pytest.approx(0.5)
+    assert rows["tpot_ratio_vs_tp1_8x64k"].value == pytest.approx(0.25)
+    assert rows["tpot_ratio_ours_vs_dense-tp1_1x8k"].value == pytest.approx(0.25)
+    assert len(rows) == 3 * 3 * 2 + 3 * 2 * 2
+    assert told[0] == "dense-tp2: 1x8k"
+    assert told[1] == "dense-tp2: 8x8k, 8x64k"  # one child per batch size
+
+
+def test_missing_points_are_failures_with_the_reason(run: DecodeRun) -> None:
+    configurations = {
+        "dense-tp1": fake(0.004, is_reference=True, FAKE_OOM_AT="65536"),
+        "dense-tp2": fake(0.004, is_reference=True, FAKE_SKIP_AT="65536"),
+        "ours": fake(0.001),
+    }
+    result = run_decode(replace_run(run, configurations=configurations), lambda _: None)
+    reasons = {failure.figure: failure.reason for failure in result.failures}
+    assert reasons["tpot_ms_dense-tp2_8x64k"] == "max batch size limit"
+    assert "exit code 1" in reasons["tpot_ms_dense-tp1_8x64k"]
+    assert "CUDA out of memory" in reasons["tpot_ms_dense-tp1_8x64k"]
+    assert "/secret" not in reasons["tpot_ms_dense-tp1_8x64k"]
+    figures = {row.figure for row in result.rows}
+    assert "tpot_ms_dense-tp1_8x8k" in figures  # printed before the failure
+    assert "tpot_ratio_vs_tp1_8x8k" in figures
+    assert "tpot_ratio_vs_tp1_8x64k" not in figures
+
+
+def test_a_child_that_hangs_is_ended(run: DecodeRun) -> None:
+    hanging = replace_run(
+        run,
+        configurations={"ours": fake(0.001, FAKE_HANG_AT="65536")},
+        points=(Point(8, 65536),),
+        timeout_s=1.5,
+    )
+    began = time.monotonic()
+    result = run_decode(hanging, lambda _: None)
+    assert "no result within 1.5 s" in result.failures[0].reason
+    assert result.rows == ()
+    assert time.monotonic() - began < 30  # not the 600 s that the child wants
+
+
+def test_a_wrong_headline_is_refused_before_anything_runs(run: DecodeRun) -> None:
+    with pytest.raises(SettingsError, match="there is ours"):
+        run_decode(run, lambda _: pytest.fail("a child was started"), headline="dense-tp2")
+
+
+def test_headline_chooses_whose_ratios_are_short() -> None:
+    point = Point(8, 65536)
+    measured = {
+        (name, point): Measured(point=point, prefill_s=1.0, median_s=time_s, steps_s=(time_s,))
+        for name, time_s in (("dense-tp2", 4.0), ("a", 2.0), ("b", 1.0))
+    }
+    table = {"dense-tp2": fake(1, is_reference=True), "a": fake(1), "b": fake(1)}
+    for headline, expected in ((None, 0.5), ("b", 0.25)):
+        rows = decode.ratio_rows(measured, table, headline=headline)
+        short = [row for row in rows if row.figure == "tpot_ratio_vs_tp2_8x64k"]
+        assert [row.value for row in short] == [expected]
+
+
+def test_stock_runs_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEMKV_SERVE_PORT", "1")
+    env = BUILT_IN["dense-tp2"].child_env(
+        model_dir=tmp_path, run_dir=tmp_path, capacity_tokens=1024
+    )
+    assert not [key for key in env if key.startswith("TANDEMKV_")]
+    assert "SGLANG_PLUGINS" not in env
+    assert env["BENCH_LOAD_PLUGINS"] == "0"
+    assert BUILT_IN["dense-tp2"].sglang_flags()[-2:] == ("--tp-size", "2")
+
+
+def test_ours_runs_with_its_settings(tmp_path: Path) -> None:
+    own = Configuration(settings={"selection.budget_tokens": 512}, env={"X": "1"})
+    env = own.child_env(model_dir=tmp_path, run_dir=tmp_path / "run", capacity_tokens=2048)
+    settings = RankSettings.model_validate_json(env[SETTINGS_VARIABLE])
+    assert settings.selection.budget_tokens == 512
+    assert settings.cache.capacity_tokens == 2048
+    assert (env["SGLANG_PLUGINS"], env["BENCH_LOAD_PLUGINS"], env["X"]) == ("tandemkv", "1", "1")
+    assert env["PATH"] == os.environ["PATH"]
+
+
+def test_yaml_adds_and_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "more.yaml"
+    entries = {
+        "dense-tp1": {"is_reference": True, "flags": ["--attention-backend", "fa3"]},
+        "k512": {"tp_size": 2, "settings": {"selection.budget_tokens": 512}},
+    }
+    path.write_text(json.dumps(entries))
+    table = load_configurations(path)
+    assert table["dense-tp1"].flags == ("--attention-backend", "fa3")
+    assert table["k512"].tp_size == 2
+    assert set(BUILT_IN) < set(table)
+    assert list(pick(table, ["k512", "dense-tp1"])) == ["k512", "dense-tp1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x: {tp: 2}", "x.tp"),
+        ("x: {is_reference: true, settings: {port: 1}}", "takes no settings"),
+        ("[1, 2]", "a mapping"),
+        ("x: [", "cannot be read"),
+    ],
+)
+def test_wrong_yaml_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=expected):
+        load_configurations(path)
+
+
+def test_wrong_names_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"magic is unknown; known: dense-tp1"):
+        pick(BUILT_IN, ["magic"])
+    with pytest.raises(SettingsError, match="twice"):
+        pick(BUILT_IN, ["dense-tp1", "dense-tp1"])
+
+
+def test_a_setting_that_does_not_exist_is_refused_before_anything_runs(run: DecodeRun) -> None:
+    wrong = {"ours": Configuration(settings={"selection.budget": 1})}
+    with pytest.raises(SettingsError, match="budget"):
+        run_decode(
+            replace_run(run, configurations=wrong), lambda _: pytest.fail("a child was started")
+        )

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of bench_serving's result, drawings, and the commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.bench.command import parse_points
+from tandemkv.server.bench.one_batch import Point
+from tandemkv.server.bench.plot import draw, tpot_series
+from tandemkv.server.bench.report import BenchError, Gpu, Report, Row, make_report, write_report
+from tandemkv.server.bench.serving import ServeLoad, bench_serving_argv, serving_rows
+from tandemkv.server.commands import app
+
+LOAD = ServeLoad(url="http://127.0.0.1:30000", tokenizer_dir=Path("/t"), concurrency=2)
+RESULT = {
+    "completed": 2,
+    "output_throughput": 55.5,
+    "output_lens": [5, 3, 0],
+    "ttfts": [0.1, 0.3, 0.0],
+    "itls": [[0.010, 0.010, 0.040, 0.020], [0.02, 0.04], []],
+    "errors": ["", "", "HTTP 503\ncache rank lost"],
+}
+
+
+def test_serving_rows_by_hand() -> None:
+    rows, failures = serving_rows(LOAD, "{}\n" + json.dumps(RESULT) + "\n")
+    found = {row.figure: row for row in rows}
+    assert found["ttft_ms_serve_2x4096"].value == pytest.approx(200.0)
+    assert found["tpot_ms_serve_2x4096"].value == pytest.approx(25.0)  # of 20 and 30
+    assert found["tpot_ms_serve_2x4096"].n == 2
+    assert found["longest_gap_ms_serve_2x4096"].p90 == pytest.approx(40.0)
+    assert found["output_tokens_per_s_serve_2x4096"].value == 55.5
+    assert [item.reason for item in failures] == ["HTTP 503 cache rank lost"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "wrote no result"),
+        ('{"completed": 1}', "lacks 'errors'"),
+        (json.dumps({**RESULT, "errors": ["x", "y", "z"]}), "no request was completed: x"),
+    ],
+)
+def test_results_that_say_nothing_are_refused(text: str, expected: str) -> None:
+    with pytest.raises(BenchError, match=expected):
+        serving_rows(LOAD, text)
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.5:30000", "http://example.com", "127.0.0.1:1", ""])
+def test_only_this_machine_is_put_under_load(url: str) -> None:
+    with pytest.raises(SettingsError, match="url="):
+        ServeLoad(url=url, tokenizer_dir=Path("/t"))
+
+
+def test_serving_argv_is_what_sglang_parses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    serving = pytest.importorskip("sglang.benchmark.serving")
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(serving, "run_benchmark", seen.append)
+    argv = bench_serving_argv(LOAD, tmp_path / "r.jsonl")
+    monkeypatch.setattr("sys.argv", ["bench_serving", *argv[4:]])
+    serving.cli_main()
+    assert seen[0].base_url == LOAD.url
+    assert seen[0].dataset_name == "random-ids"
+    assert seen[0].max_concurrency == 2
+    assert seen[0].output_details
+
+
+def report(*names: str) -> Report:
+    rows = []
+    for name in names:
+        for batch in (1, 8):
+            for context, label in ((8192, "8k"), (65536, "64k")):
+                value = 5 + batch * context / 65536
+                row = Row(f"tpot_ms_{name}_{batch}x{label}", value, "ms", value - 1, value + 1, 9)
+                rows.append(row)
+    rows.append(Row("tpot_ratio_vs_tp2_8x64k", 0.5, ""))
+    gpu = Gpu(name="NVIDIA H200", count=2, memory_bytes=1, driver="1")
+    return make_report("decode", rows, command=[], gpu=gpu)
+
+
+def test_series_of_reports() -> None:
+    lines = tpot_series([report("in-process-tp2", "dense-tp2"), report("1+1")])
+    assert [(line.name, line.batch) for line in lines][:2] == [("dense-tp2", 1), ("dense-tp2", 8)]
+    assert {line.name for line in lines} == {"dense-tp2", "in-process-tp2", "1+1"}
+    assert [context for context, _ in lines[0].points] == [8192, 65536]
+    assert lines[1].points[1][1].value == 13.0
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    with pytest.raises(SettingsError, match="no tpot_ms"):
+        tpot_series([make_report("kernels", [], command=[])])
+    with pytest.raises(SettingsError, match="two of the reports"):
+        tpot_series([report("a"), report("a")])
+
+
+def test_drawings(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    reports = [report("dense-tp2", "in-process-tp2")]
+    svg, png = draw(reports, tmp_path / "deep" / "tpot")
+    text = svg.read_text(encoding="utf-8")
+    for part in ("in-process-tp2", "batch 8", "64K", "time per output token", "2 x NVIDIA H200"):
+        assert part in text
+    assert png.read_bytes().startswith(b"\x89PNG")
+    again, _ = draw(reports, tmp_path / "again")
+    assert again.read_text(encoding="utf-8") == text  # the same reports give the same file
+
+
+@pytest.mark.parametrize(
+    ("text", "points"),
+    [
+        ("8x64k", (Point(8, 65536),)),
+        ("1x8k, 2x1000", (Point(1, 8192), Point(2, 1000))),
+        ("8X8K", (Point(8, 8192),)),
+    ],
+)
+def test_points(text: str, points: tuple[Point, ...]) -> None:
+    assert parse_points(text) == points
+
+
+@pytest.mark.parametrize("text", ["", "8", "0x8k", "8x0", "8x8m", "1x8k,1x8192"])
+def test_wrong_points_are_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="--points"):
+        parse_points(text)
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("decode", "--points --config --shape --profile --prefill-chunk --tokenizer --out"),
+        ("kernels", "--only --out"),
+        ("transport", "--only --out"),
+        ("serve", "--url --tokenizer --concurrency --input-tokens"),
+        ("plot", "--out"),
+    ],
+)
+def test_help(runner: CliRunner, command: str, options: str) -> None:
+    result = runner.invoke(app, ["bench", command, "--help"])
+    assert result.exit_code == 0
+    assert [option for option in options.split() if option not in result.output] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["decode", "--profile"], "--work-dir"),
+        (["decode", "--config", "magic"], "magic is unknown"),
+        (["decode", "--points", "many"], "batch x context"),
+        (["plot", "/nonexistent.json"], "cannot be read"),
+        (["serve", "--tokenizer", ".", "--url", "http://10.1.1.1:1"], "only a server on this"),
+    ],
+)
+def test_bad_input_is_exit_code_2(runner: CliRunner, arguments: list[str], expected: str) -> None:
+    result = runner.invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert expected in result.stderr
+
+
+def test_plot_command(runner: CliRunner, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "decode.json"
+    write_report(report("dense-tp1"), path)
+    result = runner.invoke(app, ["bench", "plot", str(path), "--out", str(tmp_path / "x")])
+    assert result.exit_code == 0
+    assert (tmp_path / "x.svg").is_file()
+    assert (tmp_path / "x.png").is_file()
