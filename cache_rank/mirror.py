@@ -19,12 +19,20 @@ class ResidentMirror:
     """
 
     def __init__(
-        self, *, num_layers: int, max_rows: int, num_kv_heads: int, num_resident: int
+        self,
+        *,
+        num_layers: int,
+        max_rows: int,
+        num_kv_heads: int,
+        num_resident: int,
+        device: torch.device | None = None,
     ) -> None:
         shape = (num_layers, max_rows + 1, num_kv_heads, num_resident)
-        self.positions = torch.empty(shape, dtype=torch.int32)
-        self.last_used = torch.empty(shape, dtype=torch.int32)
-        self._identity = torch.arange(num_resident, dtype=torch.int32)
+        # On a GPU memory is committed at once anyway, and a graph's warm-up reads all of it.
+        make = torch.empty if device is None or device.type == "cpu" else torch.zeros
+        self.positions = make(shape, dtype=torch.int32, device=device)
+        self.last_used = make(shape, dtype=torch.int32, device=device)
+        self._identity = torch.arange(num_resident, dtype=torch.int32, device=device)
         self._owners: dict[int, int] = {}
 
     @property
@@ -38,9 +46,13 @@ class ResidentMirror:
 
     def seed_identity(self, row: int, generation: int) -> None:
         """Enter that slot i holds position i, later positions being the more recent ones."""
-        self.positions[:, row] = self._identity
-        self.last_used[:, row] = self._identity - self.num_resident
+        self.fill_identity(row)
         self._owners[row] = generation
+
+    def fill_identity(self, rows: int | torch.Tensor) -> None:
+        """As `seed_identity`, whoever occupies `rows`, one or ``[n]``."""
+        self.positions[:, rows] = self._identity
+        self.last_used[:, rows] = self._identity - self.num_resident
 
     def seed(self, layer: int, row: int, positions: torch.Tensor) -> None:
         """Enter the positions ``[H, R]`` of one layer, best first behind the sink."""

@@ -16,6 +16,15 @@ Hook = tuple[str, Callable[..., Any], HookType]
 
 _ALLOCATOR = "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_BUILD_POOLS = f"{_CONFIGURATOR}._build_token_to_kv_pool"
+_BUILD_POOL = f"{_CONFIGURATOR}._build_mha_kv_pool"
+_RENDEZVOUS = "sglang.srt.distributed.bootstrap.init_distributed_environment"
+_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+
+
+_num_rows = 0
+"""Rows of SGLang's request table, noted before the pool is built."""
 
 
 def register_backend(name: str) -> None:
@@ -28,27 +37,41 @@ def register_backend(name: str) -> None:
 
     @register_attention_backend(name)
     def _create(runner: Any) -> Any:
-        from .attention_backend import TandemKVAttentionBackend
         from .process import start
 
-        start(runner, [target for target, _, _ in scheduler_hooks(name)])
+        hooks = in_process_hooks(name) if is_in_process() else scheduler_hooks(name)
+        start(runner, [target for target, _, _ in hooks])
+        if is_in_process():
+            from .in_process.start import create_backend
+
+            return create_backend(runner)
+        from .attention_backend import TandemKVAttentionBackend
+
         return TandemKVAttentionBackend(runner)
+
+
+def is_in_process() -> bool:
+    """Whether the cache rank is to live in this process."""
+    return runtime_module.settings_from_environment().exchange.transport == "local"
+
+
+def in_process_hooks(backend: str) -> list[Hook]:
+    """Hooks of the process that runs the model and is its own cache rank."""
+    return [
+        _support_triton_hook(backend),
+        (_BUILD_POOLS, _note_rows, HookType.BEFORE),
+        (_BUILD_POOL, _build_local_pool, HookType.AROUND),
+        (f"{_SCHEDULER}.run_batch", _run_local_batch, HookType.AROUND),
+        (_RENDEZVOUS, _meet_over_a_file, HookType.AROUND),
+        (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
+    ]
 
 
 def scheduler_hooks(backend: str) -> list[Hook]:
     """Hooks of the process that runs the model."""
-
-    def support_triton(original: Callable[[str], bool], name: str) -> bool:
-        return False if name == backend else original(name)
-
     return [
-        # An unknown backend counts as Triton-capable, which a CPU is not.
-        ("sglang.srt.utils.common.support_triton", support_triton, HookType.AROUND),
-        (
-            "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
-            _build_pool,
-            HookType.AROUND,
-        ),
+        _support_triton_hook(backend),
+        (_BUILD_POOL, _build_pool, HookType.AROUND),
         # A slot costs nothing here, so --max-total-tokens alone decides the capacity.
         (
             "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator."
@@ -70,14 +93,17 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
         (f"{_SCHEDULER}.process_input_requests", recovery.before_requests, HookType.BEFORE),
         (f"{_SCHEDULER}._add_request_to_queue", recovery.around_queue, HookType.AROUND),
-        (
-            "sglang.srt.distributed.bootstrap.init_distributed_environment",
-            _meet_over_a_file,
-            HookType.AROUND,
-        ),
-        ("sglang.srt.layers.sampler.Sampler.forward", teacher_forcing.around_sampler,
-         HookType.AROUND),
-    ]  # fmt: skip
+        (_RENDEZVOUS, _meet_over_a_file, HookType.AROUND),
+        (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
+    ]
+
+
+def _support_triton_hook(backend: str) -> Hook:
+    # An unknown backend counts as Triton-capable, which a CPU is not.
+    def support_triton(original: Callable[[str], bool], name: str) -> bool:
+        return False if name == backend else original(name)
+
+    return ("sglang.srt.utils.common.support_triton", support_triton, HookType.AROUND)
 
 
 def http_hooks() -> list[Hook]:
@@ -100,14 +126,32 @@ def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     return original(self, **kwargs)
 
 
+def _note_rows(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
+    global _num_rows
+    _num_rows = int(req_to_token_pool.req_to_token.shape[0])
+
+
+def _build_local_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    from .in_process.pool import make_local_pool_class, resident_slots
+
+    selection = runtime_module.settings_from_environment().selection
+    extra = resident_slots(selection, _num_rows, int(self.pool_page_size))
+    kwargs["mha_pool_class"] = make_local_pool_class(kwargs["mha_pool_class"], extra)
+    return original(self, **kwargs)
+
+
 def _no_cell_size(_original: Callable[..., int], *_: Any, **__: Any) -> int:
     return 0
 
 
 def _meet_over_a_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's TCP rendezvous, which listens on every interface, for a lone rank."""
-    if kwargs.get("world_size") == 1 and "distributed_init_method" in kwargs:
-        path = runtime_module.run_dir_from_environment().path / f"sglang-store-{os.getpid()}"
+    """Replace SGLang's TCP rendezvous, which listens on every interface.
+
+    Tensor-parallel ranks are children of one process, whose id names their file.
+    """
+    if "distributed_init_method" in kwargs:
+        owner = os.getpid() if kwargs.get("world_size") == 1 else os.getppid()
+        path = runtime_module.run_dir_from_environment().path / f"sglang-store-{owner}"
         kwargs["distributed_init_method"] = f"file://{path}"
     return original(*args, **kwargs)
 
@@ -153,11 +197,24 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     runtime = runtime_module.current()
     if runtime is None:
         return original(scheduler, batch, *args, **kwargs)
+    _note_batch(runtime, scheduler, batch)
+    result = original(scheduler, batch, *args, **kwargs)
+    recovery.after_batch(runtime, batch)
+    return result
+
+
+def _run_local_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any,
+                     **kwargs: Any) -> Any:  # fmt: skip
+    runtime = runtime_module.current_local()
+    if runtime is not None:
+        _note_batch(runtime, scheduler, batch)
+    return original(scheduler, batch, *args, **kwargs)
+
+
+def _note_batch(runtime: Any, scheduler: Any, batch: Any) -> None:
+    """Remember whose pass comes next, and which prompt does not end in it."""
     runtime.middle_chunk_row = None
     chunked = getattr(batch, "chunked_req", None)
     if chunked is not None and any(chunked is req for req in batch.reqs):
         runtime.middle_chunk_row = int(chunked.req_pool_idx)
     runtime.running_reqs, runtime.scheduler = batch.reqs, scheduler
-    result = original(scheduler, batch, *args, **kwargs)
-    recovery.after_batch(runtime, batch)
-    return result

@@ -51,6 +51,13 @@ async def collect_status(run_dir: RunDir) -> dict[str, Any]:
         ``ready``, ``inference_rank`` and ``cache_ranks``; a rank that does not answer has an
         ``error`` instead of values.
     """
+    if runtime_module.settings_from_environment().exchange.transport == "local":
+        inference = await asyncio.to_thread(_ask, run_dir.inference_socket)
+        return {
+            "ready": bool(inference.get("ready")),
+            "inference_rank": inference,
+            "cache_ranks": [],
+        }
     inference, cache = await asyncio.gather(
         asyncio.to_thread(_ask, run_dir.inference_socket),
         asyncio.to_thread(_ask, run_dir.heartbeat_socket),

@@ -56,7 +56,9 @@ class MetricGroup:
 class MetricsPublisher(threading.Thread):
     """Publishes until the process ends."""
 
-    def __init__(self, own_status: Callable[[], StatusReply], cache_rank_socket: Path) -> None:
+    def __init__(
+        self, own_status: Callable[[], StatusReply], cache_rank_socket: Path | None
+    ) -> None:
         super().__init__(name="tandemkv-metrics", daemon=True)
         self._own_status = own_status
         self._cache_rank_socket = cache_rank_socket
@@ -72,6 +74,8 @@ class MetricsPublisher(threading.Thread):
     def publish(self) -> None:
         """Copy the values once."""
         self._inference.update(self._own_status().values)
+        if self._cache_rank_socket is None:
+            return
         try:
             reply = request_status(self._cache_rank_socket, timeout_s=_TIMEOUT_S)
         except TandemKVError:

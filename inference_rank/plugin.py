@@ -34,12 +34,19 @@ def register() -> None:
                 "is not set; start both with `tandemkv serve MODEL`"
             )
         return
-    from .hooks import http_hooks, register_backend, scheduler_hooks
+    from .hooks import (
+        http_hooks,
+        in_process_hooks,
+        is_in_process,
+        register_backend,
+        scheduler_hooks,
+    )
     from .sglang_contract import check_contract
 
     check_contract()
     register_backend(BACKEND_NAME)
-    hooks = list(scheduler_hooks(BACKEND_NAME))
+    make_hooks = in_process_hooks if is_in_process() else scheduler_hooks
+    hooks = list(make_hooks(BACKEND_NAME))
     if multiprocessing.parent_process() is None:
         hooks += http_hooks()
     from sglang.srt.plugins.hook_registry import HookRegistry

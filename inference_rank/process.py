@@ -30,14 +30,17 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
     """
     global _server
     check_hooks_applied(hook_targets)
-    check_server_args(runner.server_args)
+    is_local = runtime_module.settings_from_environment().exchange.transport == "local"
+    check_server_args(runner.server_args, is_local=is_local)
+    if runner.ps.tp_rank:
+        return  # one rank answers for all of a tensor-parallel group
     run_dir = runtime_module.run_dir_from_environment()
     _server = StatusServer(run_dir.inference_socket, status=status)
     if runner.server_args.enable_metrics:
-        MetricsPublisher(status, run_dir.heartbeat_socket).start()
+        MetricsPublisher(status, None if is_local else run_dir.heartbeat_socket).start()
 
 
-def check_server_args(args: Any) -> None:
+def check_server_args(args: Any, *, is_local: bool) -> None:
     """Refuse options of SGLang that read or write the KV pool behind our back.
 
     Raises
@@ -51,7 +54,7 @@ def check_server_args(args: Any) -> None:
         "--speculative-algorithm": bool(getattr(args, "speculative_algorithm", None)),
         "--enable-mixed-chunk": bool(getattr(args, "enable_mixed_chunk", False)),
         "--kv-cache-dtype": getattr(args, "kv_cache_dtype", "auto") != "auto",
-        "--tp-size": getattr(args, "tp_size", 1) != 1,
+        "--tp-size": getattr(args, "tp_size", 1) != 1 and not is_local,
         "--pp-size": getattr(args, "pp_size", 1) != 1,
         "--dp-size": getattr(args, "dp_size", 1) != 1,
     }
@@ -62,6 +65,10 @@ def check_server_args(args: Any) -> None:
 
 def status() -> StatusReply:
     """Answer a `StatusRequest`."""
+    local = runtime_module.current_local()
+    if local is not None:
+        reply: StatusReply = local.status()
+        return reply
     runtime = runtime_module.current()
     if runtime is None:
         return StatusReply(role="inference_rank", epoch=0, ready=False, values={}, info={})

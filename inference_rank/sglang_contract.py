@@ -30,6 +30,9 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "max_total_num_tokens",
         "mha_pool_class",
     ),
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": (
+        "req_to_token_pool",
+    ),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers": (),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs": (),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_data_ptrs_and_strides": (),

@@ -44,12 +44,13 @@ class _StopRequestedError(Exception):
 class LaunchPlan:
     """What to start and how to tell that it is ready.
 
-    `cache_rank_detail` returns None once the cache rank answers, else why it does not.
+    `cache_rank` is None if the inference rank is its own. `cache_rank_detail` returns None once
+    the cache rank answers, else why it does not.
     `clean_up` gets whether the logs are to be kept, which they are after a failure;
     `guarded_dir` is removed if the launcher is killed outright.
     """
 
-    cache_rank: ChildSpec
+    cache_rank: ChildSpec | None
     sglang: ChildSpec
     cache_rank_detail: Callable[[], str | None]
     server_state: Callable[[], ServerState]
@@ -89,7 +90,7 @@ class Launcher:
         self._plan = plan
         self._console = console
         self._verbose = verbose
-        self._cache_rank = ChildProcess(plan.cache_rank)
+        self._cache_rank = ChildProcess(plan.cache_rank) if plan.cache_rank else None
         self._sglang = ChildProcess(plan.sglang)
         self._progress = StartProgress(console)
         self._backoff_s = plan.first_backoff_s
@@ -121,15 +122,19 @@ class Launcher:
 
     def _start(self) -> None:
         deadline = time.monotonic() + self._plan.start_timeout_s
-        with self._progress.stage("cache rank"):
-            self._start_cache_rank()
-            self._await(self._plan.cache_rank_detail, deadline, self._cache_rank)
+        if self._cache_rank is not None:
+            with self._progress.stage("cache rank"):
+                self._start_cache_rank(self._cache_rank)
+                self._await(self._plan.cache_rank_detail, deadline, self._cache_rank)
         self._sglang.start()
         self._guard.watch(self._sglang.pid)
         with self._progress.stage("SGLang loading"):
             self._await(self._loading_detail, deadline, self._sglang)
         with self._progress.stage("handshake"):
             self._await(self._handshake_detail, deadline, self._sglang)
+
+    def _children(self) -> list[ChildProcess]:
+        return [self._sglang] if self._cache_rank is None else [self._cache_rank, self._sglang]
 
     def _loading_detail(self) -> str | None:
         state = self._plan.server_state()
@@ -161,7 +166,7 @@ class Launcher:
     def _raise_if_stopped_or_ended(self) -> None:
         if self._signals.count:
             raise _StopRequestedError
-        for child in (self._cache_rank, self._sglang):
+        for child in self._children():
             status = child.exit_status()
             if status is not None:
                 raise LaunchError(f"{child.spec.name} ended: {status}\n{_tail(child)}")
@@ -171,36 +176,37 @@ class Launcher:
             status = self._sglang.exit_status()
             if status is not None:
                 raise LaunchError(f"SGLang ended: {status}\n{_tail(self._sglang)}")
-            self._keep_cache_rank()
+            if self._cache_rank is not None:
+                self._keep_cache_rank(self._cache_rank)
             self._pause(_TICK_S)
 
-    def _keep_cache_rank(self) -> None:
+    def _keep_cache_rank(self, child: ChildProcess) -> None:
         """Restart the cache rank when it ended; SGLang reconnects by itself."""
         now = time.monotonic()
         if self._restart_at is not None:
             if now >= self._restart_at:
                 self._restart_at = None
-                self._start_cache_rank()
-                self._console.print(f"cache rank restarted, pid {self._cache_rank.pid}")
+                self._start_cache_rank(child)
+                self._console.print(f"cache rank restarted, pid {child.pid}")
             return
-        status = self._cache_rank.exit_status()
+        status = child.exit_status()
         if status is None:
             return
-        self._end_group(self._cache_rank)
+        self._end_group(child)
         if now - self._cache_rank_started > _HEALTHY_S:
             self._backoff_s = self._plan.first_backoff_s
         self._console.print(
             f"[red]cache rank ended: {status}[/]; restart in {self._backoff_s:g} s, the server "
-            f"stays up\n[dim]{escape(self._cache_rank.log_tail(5))}[/]",
+            f"stays up\n[dim]{escape(child.log_tail(5))}[/]",
             soft_wrap=True,
         )
         self._restart_at = now + self._backoff_s
         self._backoff_s = min(_LONGEST_BACKOFF_S, self._backoff_s * 2)
 
-    def _start_cache_rank(self) -> None:
-        self._cache_rank.start()
+    def _start_cache_rank(self, child: ChildProcess) -> None:
+        child.start()
         self._cache_rank_started = time.monotonic()
-        self._guard.watch(self._cache_rank.pid)
+        self._guard.watch(child.pid)
 
     def _pause(self, seconds: float) -> None:
         """Sleep in short steps, so that a signal or a child's end is seen at once."""
@@ -214,7 +220,7 @@ class Launcher:
 
     def _echo_logs(self) -> None:
         if self._verbose:
-            for child in (self._cache_rank, self._sglang):
+            for child in self._children():
                 for line in child.new_log_lines():
                     text = f"[dim]{child.spec.name}:[/] {escape(line)}"
                     self._console.print(text, soft_wrap=True)
@@ -228,7 +234,7 @@ class Launcher:
         asked = self._signals.count
         if asked:
             self._console.print("stopping; once more ends it at once")
-        for child in (self._sglang, self._cache_rank):
+        for child in reversed(self._children()):
             if child.is_started:
                 grace_s = self._plan.stop_timeout_s
                 child.stop(grace_s, hurry=lambda: self._signals.count > max(1, asked))

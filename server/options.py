@@ -44,6 +44,7 @@ RANK_FLAGS: tuple[Flag, ...] = (
         "policy budget-tokens resident-factor sink-tokens=num_sink_tokens "
         "recent-tokens=num_recent_tokens fetch-cap index-dtype exact-layers look-ahead-layers lag "
         "refresh-every seed-window pooling dense-while-fits quest-page-tokens ridge-window ridge-eps "
+        "lfps-rows lfps-decay lfps-sparsity lfps-threshold lfps-bypass "
         "ridge-sign ridge-normalise ridge-unrotate "
         "calibration anchors share-layers kascade-fraction "
         "sfi-max-interval sfi-triggers sfi-window sfi-alpha sfi-norm-exponent sfi-decay "
@@ -56,7 +57,7 @@ RANK_FLAGS: tuple[Flag, ...] = (
         "heartbeat-misses transport",
     ),
     *_flags("Cache rank", "cache", "cache-tokens=capacity_tokens poison-freed-slots"),
-    *_flags("Evaluation", "", "evaluation"),
+    *_flags("Evaluation", "", "evaluation stress-selection"),
 )  # fmt: skip
 ROW_FLAGS = _flags("Server", "", "max-running-requests max-context dtype")
 SERVE_FLAGS: tuple[Flag, ...] = (

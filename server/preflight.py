@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
 
@@ -37,7 +39,7 @@ def resolve_launch(settings: ServeSettings, progress: Callable[[str], None]) -> 
     UnsupportedModelError
         If the model cannot be served.
     """
-    device = resolve_device(settings.device)
+    device = resolve_device(settings.device, cache_ranks=settings.cache_ranks)
     check_sglang_args(settings.sglang_args, device=device)
     check_policy(settings.selection.policy)
     port = choose_port(settings.host, settings.port)
@@ -72,20 +74,27 @@ def resolve_model(model: str, progress: Callable[[str], None]) -> Path:
     )
 
 
-def resolve_device(device: str) -> str:
-    """Decide the device: cpu, the only one that this version's data plane moves K/V on.
+def resolve_device(device: str, *, cache_ranks: int = 1) -> str:
+    """Decide the device.
 
     Raises
     ------
     SettingsError
-        If cuda is asked for.
+        If cuda is asked for and cannot be used.
     """
-    if device == "cuda":
+    if device == "cpu":
+        return "cpu"
+    has_cuda = torch.cuda.is_available()
+    if device == "auto":
+        return "cuda" if has_cuda and cache_ranks == 0 else "cpu"
+    if not has_cuda:
+        raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
+    if cache_ranks:
         raise SettingsError(
-            "device=cuda: this version serves on CPU only, its data plane (gloo) moves CPU "
-            "tensors; use --device cpu"
+            f"device=cuda with cache_ranks={cache_ranks}: this version keeps the cache rank of a "
+            "GPU inside the inference rank's process; add --cache-ranks 0"
         )
-    return "cpu"
+    return "cuda"
 
 
 def resolve_dtype(dtype: str, device: str, model_dir: Path) -> str:

@@ -93,7 +93,9 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
     return LaunchPlan(
-        cache_rank=ChildSpec(
+        cache_rank=None
+        if not settings.cache_ranks
+        else ChildSpec(
             name="cache rank",
             argv=cache_rank_argv(run_dir=run_dir.path, config=config),
             env=cache_rank_env(os.environ, device=device),

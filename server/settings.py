@@ -32,7 +32,7 @@ class ServeSettings(BaseModel):
         min_length=1, description="Model directory in Hugging Face layout, or smollm2 (embedded)."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the inference rank; this version serves on cpu only."
+        "auto", description="Device of the ranks; auto is cuda where it can be used, else cpu."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Of weights and KV; auto is float32 on cpu, the model's own on cuda."
@@ -44,7 +44,12 @@ class ServeSettings(BaseModel):
     port: int = Field(
         30000, ge=0, le=65535, description="Port of the server; 0 lets the OS choose one."
     )
-    cache_ranks: int = Field(1, description="Cache ranks to start; only 1 in this version.")
+    cache_ranks: int = Field(
+        1, description="Cache ranks to start; 0: inside the inference rank's process."
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="GPUs that the model is split over; needs cache_ranks=0."
+    )
     max_running_requests: int = Field(
         8, ge=1, le=4096, description="Requests that decode together; sizes the resident set."
     )
@@ -72,24 +77,34 @@ class ServeSettings(BaseModel):
     evaluation: bool = Field(
         False, description="Allow forced tokens and attention probes; off when serving."
     )
+    stress_selection: bool = Field(
+        False, description="Benchmarks only: queries jump, so that every step moves all it may."
+    )
 
     @property
     def rank_settings(self) -> RankSettings:
         """The part that both ranks share."""
         return RankSettings(
             selection=self.selection,
-            exchange=self.exchange,
+            exchange=self.exchange.model_copy(update={"transport": self.transport}),
             cache=self.cache,
             evaluation=self.evaluation,
+            stress_selection=self.stress_selection,
         )
+
+    @property
+    def transport(self) -> str:
+        """Data plane of the launch; `cache_ranks` alone decides whether it is ``local``."""
+        return "local" if self.cache_ranks == 0 else self.exchange.transport
 
     @field_validator("cache_ranks")
     @classmethod
     def _check_cache_ranks(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("0 (in-process cache rank) is not available in this version; use 1")
-        if value != 1:
-            raise ValueError(f"{value} cache ranks are not available in this version; use 1")
+        if value not in (0, 1):
+            raise ValueError(
+                f"{value} cache ranks are not available in this version; use 1, or 0 for one "
+                "inside the inference rank's process"
+            )
         return value
 
     @model_validator(mode="after")
@@ -98,6 +113,15 @@ class ServeSettings(BaseModel):
             raise ValueError(
                 f"host={self.host} can be reached from other machines and the server asks for no "
                 "password; use 127.0.0.1, or add --allow-remote if that is what you want"
+            )
+        if self.cache_ranks and self.exchange.transport == "local":
+            raise ValueError(
+                f"transport=local and cache_ranks={self.cache_ranks} contradict each other; use "
+                "--cache-ranks 0"
+            )
+        if self.tensor_parallel > 1 and self.cache_ranks:
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} needs --cache-ranks 0 in this version"
             )
         if self.max_context is not None and self.cache.capacity_tokens < self.max_context:
             raise ValueError(

@@ -15,6 +15,10 @@ from .settings_sources import ENVIRONMENT_PREFIX
 CPU_CHUNK_TOKENS = 2048
 """Default of --chunked-prefill-size on cpu: bounds the memory of one forward pass."""
 
+CUDA_PAGE_SIZE = 64
+"""Tokens in consecutive slots: the key index shares its scales over them and scans them in one."""
+
+_CUDA_FLAGS = ("--device", "cuda", "--cuda-graph-backend-prefill", "disabled")
 _CPU_FLAGS = (
     "--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle",
@@ -45,12 +49,14 @@ def sglang_argv(
         "--host", settings.host,
         "--port", str(port),
         "--dtype", dtype,
-        "--page-size", "1",
+        "--page-size", "1" if device == "cpu" else str(CUDA_PAGE_SIZE),
         "--max-running-requests", str(settings.max_running_requests),
         "--max-total-tokens", str(settings.cache.capacity_tokens),
         "--enable-metrics",
     ]  # fmt: skip
-    argv += _CPU_FLAGS if device == "cpu" else ("--device", "cuda")
+    argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
+    if settings.tensor_parallel > 1:
+        argv += ["--tp-size", str(settings.tensor_parallel)]
     chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
     if chunk is not None:
         argv += ["--chunked-prefill-size", str(chunk)]

@@ -40,7 +40,9 @@ def status_table(status: Mapping[str, Any], url: str) -> Table:
     cache_ranks = status.get("cache_ranks")
     cache_ranks = cache_ranks if isinstance(cache_ranks, list) else []
     sections += [(f"cache rank {index}", rank) for index, rank in enumerate(cache_ranks)]
-    if not cache_ranks:
+    inference = status.get("inference_rank")
+    is_local = isinstance(inference, Mapping) and "local" in str(inference.get("info"))
+    if not cache_ranks and not is_local:
         sections.append(("cache rank", None))
     for name, values in sections:
         _add_section(table, name, values)

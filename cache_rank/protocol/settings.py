@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 SETTINGS_VARIABLE = "TANDEMKV_SETTINGS"
 RUN_DIR_VARIABLE = "TANDEMKV_RUN_DIR"
 
+KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
+"""Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,6 +73,24 @@ class SelectionSettings(_Strict):
     )
     quest_page_tokens: int = Field(
         default=16, ge=1, le=1024, description="quest: tokens of a page, which is taken whole."
+    )
+    lfps_rows: int = Field(
+        default=32,
+        ge=1,
+        le=1024,
+        description="lfps: s, prompt queries that fill the tables, Eq. 4.",
+    )
+    lfps_decay: float = Field(
+        default=0.95, ge=0.0, lt=1.0, description="lfps: r, decay of the tables, Eq. 10."
+    )
+    lfps_sparsity: float = Field(
+        default=0.85, gt=0.0, le=1.0, description="lfps: epsilon, sink share of a bypassed head."
+    )
+    lfps_threshold: float = Field(
+        default=0.2, gt=0.0, le=64.0, description="lfps: a of the candidates' threshold, Eq. 8."
+    )
+    lfps_bypass: Literal["sink_and_mean", "sink", "mean"] = Field(
+        default="sink_and_mean", description="lfps: what a bypassed head returns."
     )
     ridge_window: int = Field(
         default=16, ge=1, le=64, description="async_spade: W, queries regressed on."
@@ -157,9 +178,14 @@ class SelectionSettings(_Strict):
     @property
     def num_resident(self) -> int:
         """R: slots of the resident set, the ring not counted."""
-        if self.policy in ("streaming", "exact"):
+        if self.policy in KEEPS_SINK_ONLY:
             return self.num_sink_tokens
         return self.num_sink_tokens + int(self.resident_factor * self.budget_tokens)
+
+    @property
+    def keeps_dense_while_fits(self) -> bool:
+        """Whether contexts of R + ring tokens skip selection; lfps has none to fill R later."""
+        return self.dense_while_fits or self.policy == "lfps"
 
     @property
     def fetch_cap_tokens(self) -> int:
@@ -172,7 +198,7 @@ class SelectionSettings(_Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.policy not in ("streaming", "exact"):
+        if self.policy not in KEEPS_SINK_ONLY:
             floor = self.num_sink_tokens + self.num_recent_tokens
             if self.budget_tokens < floor:
                 raise ValueError(
@@ -189,6 +215,10 @@ class SelectionSettings(_Strict):
             set(self.anchors)
         ):
             raise ValueError(f"anchors={self.anchors} must be ascending layer ids")
+        if self.policy == "lfps" and (self.refresh_every != 1 or not self.num_sink_tokens):
+            raise ValueError("policy=lfps needs refresh_every=1 and num_sink_tokens of at least 1")
+        if self.policy == "lfps" and self.share_layers:
+            raise ValueError("policy=lfps attends in every layer; it cannot share selections")
         if any(layer < 0 for layer in self.exact_layers):
             raise ValueError(f"exact_layers={self.exact_layers} must not be negative")
         return self

@@ -63,10 +63,11 @@ class Server:
         return found
 
     def values(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters of the inference rank and of the cache rank."""
+        """Counters of the inference rank and of the cache rank (none if in-process)."""
         code, found = self.get("/tandemkv/status")
         assert code == 200, found
-        return found["inference_rank"]["values"], found["cache_ranks"][0]["values"]
+        cache_ranks = found["cache_ranks"]
+        return found["inference_rank"]["values"], cache_ranks[0]["values"] if cache_ranks else {}
 
     def processes(self) -> list[psutil.Process]:
         """The server's process and all below it."""

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The in-process cache rank: select, compare with the mirror, copy what is missing.
+
+Pools, resident sets and books are on one device, so a selection ends in copies from slot to
+slot. Everything between `begin_decode` and the end of a step has a fixed shape and no host
+synchronisation: SGLang captures it in its decode graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandemkv.cache_rank.mirror import ResidentMirror
+from tandemkv.cache_rank.policies.base import (
+    Policy,
+    PolicyContext,
+    PolicyError,
+    ScoringPolicy,
+)
+from tandemkv.cache_rank.policies.registry import make_policy
+from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery
+from tandemkv.cache_rank.protocol.messages import PolicyTraits, Timing
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.step_program import StepProgram
+from tandemkv.cache_rank.seeding import choose_seed
+from tandemkv.kernels.exchange import exchange_rows
+from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
+from tandemkv.kernels.score import make_score_scratch, score_keys
+from tandemkv.kernels.topk import make_topk_scratch, topk_positions
+
+from .batch import DecodeBatch
+from .key_index import KeyIndex, make_key_index
+from .stress import StressSigns
+
+
+def create(
+    *,
+    model: ModelSpec,
+    settings: RankSettings,
+    pools: LocalPools,
+    max_batch: int,
+    predict_query: PredictQuery,
+) -> InProcessCacheRank:
+    """Build the in-process cache rank; see `tandemkv.cache_rank.protocol.local`.
+
+    Raises
+    ------
+    PolicyError
+        If the policy needs more than queries and scores.
+    """
+    policy = make_policy(
+        settings.selection.policy, PolicyContext(model=model, selection=settings.selection)
+    )
+    if policy.capabilities.selects and not can_run_in_process(policy):
+        raise PolicyError(
+            f"policy={settings.selection.policy} keeps state on the host or reads more than scores "
+            "and cannot run in the inference rank's process; use look_ahead, oracle, streaming or "
+            "exact, or start a cache rank with --cache-ranks 1"
+        )
+    return InProcessCacheRank(
+        model=model,
+        settings=settings,
+        pools=pools,
+        max_batch=max_batch,
+        predict_query=predict_query,
+        timing=policy.capabilities.timing,
+        all_exact=policy.capabilities.all_exact,
+    )
+
+
+def can_run_in_process(policy: Policy) -> bool:
+    """Whether `policy` is no more than a score with the query it is given, layer by layer."""
+    return (
+        isinstance(policy, ScoringPolicy)
+        and type(policy).select is ScoringPolicy.select
+        and type(policy).query_for is ScoringPolicy.query_for
+        and policy.traits == PolicyTraits()
+    )
+
+
+class InProcessCacheRank:
+    """See `tandemkv.cache_rank.protocol.local.LocalCacheRank`."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        settings: RankSettings,
+        pools: LocalPools,
+        max_batch: int,
+        predict_query: PredictQuery,
+        timing: Timing,
+        all_exact: bool,
+    ) -> None:
+        selection = settings.selection
+        self._model, self._selection, self._pools = model, selection, pools
+        self._predict = predict_query
+        self._program = StepProgram(model, settings, timing)
+        self.all_exact = all_exact
+        device = pools.k[0].device
+        heads, width = model.num_kv_heads, selection.num_resident
+        layers = range(model.num_layers)
+        self._selecting = [x for x in layers if self._program.is_selecting_layer(x)]
+        self._book_of = {layer: i for i, layer in enumerate(self._selecting)}
+        self._sparse = [x for x in layers if not all_exact and x not in selection.exact_layers]
+        self._resident = [
+            tuple(
+                pool[pools.num_slots :].view(pools.max_rows1, width, heads, model.head_dim)
+                for pool in (pools.k[layer], pools.v[layer])
+            )
+            for layer in layers
+        ]
+        self._mirror = ResidentMirror(
+            num_layers=len(self._selecting),
+            max_rows=pools.max_rows1 - 1,
+            num_kv_heads=heads,
+            num_resident=width,
+            device=device,
+        )
+        self._index: KeyIndex = make_key_index(
+            selection.index_dtype if self._selecting else "native",
+            pools,
+            self._selecting,
+        )
+        self.batch = DecodeBatch(
+            selection,
+            num_resident=width,
+            max_batch=max_batch,
+            max_context=model.max_context,
+            page_size=pools.page_size,
+            device=device,
+        )
+        self._stress = StressSigns(model, device) if settings.stress_selection else None
+        context = model.max_context
+        self._scores = torch.zeros(
+            (max_batch, heads, context) if self._selecting else (0,), device=device
+        )
+        budget = selection.budget_tokens
+        self._chosen_scores = torch.zeros((max_batch, heads, budget), device=device)
+        self._scratch = (
+            make_score_scratch(max_batch, model.num_qo_heads, heads, context, device),
+            make_topk_scratch(max_batch, heads, selection.budget_tokens, device),
+            make_mirror_scratch(max_batch, heads, context, device),
+        ) if self._selecting else None  # fmt: skip
+        self._all_slots = torch.arange(width, dtype=torch.int32, device=device)
+        self._seeding: list[tuple[torch.Tensor, int, int]] = []
+
+    # -- what there is -------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of key index and books."""
+        books = self._mirror.positions.nbytes + self._mirror.last_used.nbytes
+        return self._index.nbytes + books + self._scores.nbytes
+
+    @property
+    def indexes(self) -> bool:
+        """Whether new keys have to be indexed (`append`)."""
+        return self._index.nbytes > 0
+
+    @property
+    def selects(self) -> bool:
+        """Whether anything is selected in decode."""
+        return bool(self._selecting)
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether the policy predicts queries from the residual stream."""
+        return self._program.timing is Timing.SAME_STEP_HIDDEN
+
+    @property
+    def needs_query(self) -> bool:
+        """Whether the policy selects with the layer's own query."""
+        return self._program.timing in (Timing.SAME_STEP_QUERY, Timing.NEXT_STEP)
+
+    @property
+    def selects_for_next_step(self) -> bool:
+        """Whether what is selected is used one step later."""
+        return self._program.timing is Timing.NEXT_STEP
+
+    def is_sparse_layer(self, layer: int) -> bool:
+        """Whether `layer` attends to a resident set."""
+        return layer in self._sparse
+
+    def targets_of(self, layer: int) -> tuple[int, ...]:
+        """Layers whose query is predicted from the residual stream at the entry of `layer`."""
+        return self._program.targets_of(layer)
+
+    # -- prefill -------------------------------------------------------------------------
+
+    def begin_extend(
+        self, prefix_lens: Sequence[int], lengths: Sequence[int], tables: Sequence[torch.Tensor]
+    ) -> None:
+        """See `LocalCacheRank.begin_extend`."""
+        self._seeding = list(zip(tables, prefix_lens, lengths, strict=True))
+        self._index.begin_extend(prefix_lens, lengths, tables)
+
+    def extend(self, layer: int, slots: torch.Tensor) -> None:
+        """See `LocalCacheRank.extend`."""
+        if layer in self._book_of:
+            self._index.extend(layer, slots)
+
+    def seed(self, layer: int, request: int, row: int, queries: torch.Tensor) -> None:
+        """See `LocalCacheRank.seed`."""
+        slots, _, length = self._seeding[request]
+        keys, k_scale = self._index.keys(layer)
+        chosen = choose_seed(
+            queries,
+            keys,
+            k_scale,
+            slots[:: self._pools.page_size] // self._pools.page_size,
+            length=length,
+            selection=self._selection,
+            num_resident=self._mirror.num_resident,
+            scale=self._model.scale,
+            page_size=self._pools.page_size,
+        )
+        if layer in self._book_of:
+            self._mirror.seed(self._book_of[layer], row, chosen)
+        rows = torch.tensor([row], dtype=torch.int64, device=slots.device)
+        self._copy(layer, rows, slots[None], chosen[None], page_size=1)
+
+    def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor) -> None:
+        """See `LocalCacheRank.seed_identity`."""
+        heads, width = self._model.num_kv_heads, self._mirror.num_resident
+        self._mirror.fill_identity(rows)
+        positions = self._all_slots.expand(len(rows), heads, width).contiguous()
+        for layer in self._sparse:
+            self._copy(layer, rows, tables, positions, page_size=1)
+
+    def _copy(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        page_size: int,
+    ) -> None:
+        k_res, v_res = self._resident[layer]
+        targets = torch.where(positions >= 0, self._all_slots, -1)
+        exchange_rows(
+            self._pools.k[layer],
+            self._pools.v[layer],
+            slots,
+            positions,
+            targets,
+            k_res,
+            v_res,
+            rows,
+            page_size=page_size,
+        )
+
+    # -- decode --------------------------------------------------------------------------
+
+    def begin_decode(
+        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
+    ) -> None:
+        """See `LocalCacheRank.begin_decode`."""
+        lag = self._selection.lag if self.selects_for_next_step else 0
+        self.batch.load(rows, lengths, req_to_token, lag=lag)
+
+    def append(self, layer: int, batch_size: int) -> None:
+        """See `LocalCacheRank.append`."""
+        if layer in self._book_of:
+            batch = self.batch
+            self._index.append(layer, batch.lengths[:batch_size], batch.pages[:batch_size])
+
+    def select_ahead(self, layer: int, hidden: torch.Tensor) -> None:
+        """See `LocalCacheRank.select_ahead`."""
+        positions = self.batch.lengths[: len(hidden)].long() - 1
+        self.select(layer, self._predict(layer, hidden, positions))
+
+    def select(self, layer: int, query: torch.Tensor) -> None:
+        """See `LocalCacheRank.select`."""
+        assert self._scratch is not None
+        size, batch, selection = len(query), self.batch, self._selection
+        score_scratch, topk_scratch, mirror_scratch = self._scratch
+        pages = batch.pages[:size]
+        lo, hi = batch.lo[:size], batch.hi[:size]
+        page_size = self._pools.page_size
+        if self._stress is not None:
+            query = self._stress.apply(query, batch.step)
+        keys, k_scale = self._index.keys(layer)
+        scores = score_keys(
+            query,
+            keys,
+            pages,
+            lo,
+            torch.where(batch.active[:size], hi, 0),
+            width=self._model.max_context,
+            scale=self._model.scale,
+            pooling=selection.pooling,
+            k_scale=k_scale,
+            page_size=page_size,
+            out=self._scores[:size],
+            scratch=score_scratch,
+        )
+        chosen = topk_positions(
+            scores, selection.budget_tokens, lo=lo, hi=hi, sort=False, scratch=topk_scratch,
+            out_scores=self._chosen_scores[:size],
+        )  # fmt: skip
+        book, rows = self._book_of[layer], batch.rows[:size]
+        positions, last_used = self._mirror.load(book, rows)
+        fetch_pos, fetch_slot = mirror_diff(
+            chosen,
+            positions,
+            last_used,
+            step=batch.step,
+            num_protected=selection.num_sink_tokens,
+            num_target=batch.num_target[:size],
+            hi=hi,
+            lo=0,
+            fetch_cap=selection.fetch_cap_tokens,
+            selected_scores=self._chosen_scores[:size],
+            active=batch.active[:size],
+            scratch=mirror_scratch,
+        )
+        self._mirror.commit(book, rows, positions, last_used)
+        k_res, v_res = self._resident[layer]
+        exchange_rows(
+            self._pools.k[layer], self._pools.v[layer], pages, fetch_pos, fetch_slot,
+            k_res, v_res, rows, page_size=page_size,
+        )  # fmt: skip
+
+    def counters(self) -> dict[str, float]:
+        """See `LocalCacheRank.counters`."""
+        return {"steps_total": float(self.batch.step), "index_bytes": float(self._index.nbytes)}

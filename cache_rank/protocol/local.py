@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transport ``local``: the cache rank is an object in the inference rank's own process.
+
+The inference rank must not import the cache rank (it may be on another machine), so the
+object is built by dotted path, and what it is asked for is this protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+import torch
+
+from .model_spec import ModelSpec
+from .settings import RankSettings
+
+_FACTORY = "tandemkv.cache_rank.in_process.rank:create"
+
+PredictQuery = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(layer, hidden [B, hidden_size], positions [B] int64) -> query [B, Hq, D]`` after RoPE."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPools:
+    """The K/V pools of this rank, which both sides address by slot.
+
+    Attributes
+    ----------
+    k, v : Sequence[torch.Tensor]
+        Per layer ``[num_slots + max_rows1 * R, H, D]``: the tokens' slots, and behind them the
+        resident sets, R slots for each of `max_rows1` rows (row 0 is padding).
+    num_slots : int
+        Slots of tokens, the padding page included; a multiple of `page_size`.
+    page_size : int
+        Tokens that lie in consecutive slots.
+    max_rows1 : int
+        Rows of the request table.
+    """
+
+    k: Sequence[torch.Tensor]
+    v: Sequence[torch.Tensor]
+    num_slots: int
+    page_size: int
+    max_rows1: int
+
+
+class LocalCacheRank(Protocol):
+    """Selects into the resident sets behind the pools. Used from the scheduler thread only.
+
+    What is called between `begin_decode` and the end of the step launches work of fixed shape
+    and never waits for the device, so that it can be captured in a CUDA graph.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of key index and books."""
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether every layer attends to everything."""
+
+    @property
+    def indexes(self) -> bool:
+        """Whether new keys have to be indexed (`append`)."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether anything is selected in decode."""
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether the policy predicts queries from the residual stream."""
+
+    @property
+    def needs_query(self) -> bool:
+        """Whether the policy selects with the layer's own query."""
+
+    @property
+    def selects_for_next_step(self) -> bool:
+        """Whether what is selected is used one step later."""
+
+    def is_sparse_layer(self, layer: int) -> bool:
+        """Whether `layer` attends to a resident set."""
+
+    def targets_of(self, layer: int) -> tuple[int, ...]:
+        """Layers whose query is predicted from the residual stream at the entry of `layer`."""
+
+    def begin_extend(
+        self, prefix_lens: Sequence[int], lengths: Sequence[int], tables: Sequence[torch.Tensor]
+    ) -> None:
+        """Announce a prefill step; ``tables`` are the slots ``[length]`` of each request."""
+
+    def extend(self, layer: int, slots: torch.Tensor) -> None:
+        """Index the keys just written at `slots` ``[n]``."""
+
+    def seed(self, layer: int, request: int, row: int, queries: torch.Tensor) -> None:
+        """Fill the resident set of a finished prompt, ``queries [W, Hq, D]`` being its last."""
+
+    def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor) -> None:
+        """Make the first R tokens of `rows` ``[n]`` resident, ``tables [n, R]`` their slots."""
+
+    def begin_decode(
+        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
+    ) -> None:
+        """Load the requests of a decode step into the fixed buffers; not to be captured.
+
+        Parameters
+        ----------
+        rows, lengths : torch.Tensor
+            ``[B]`` integers on the device, lengths after the step.
+        req_to_token : torch.Tensor
+            ``[rows, max_context]`` int32, the slot of each position.
+        """
+
+    def append(self, layer: int, batch_size: int) -> None:
+        """Index the key that the step wrote in `layer`."""
+
+    def select_ahead(self, layer: int, hidden: torch.Tensor) -> None:
+        """Select for `layer` from the residual stream ``[B, hidden_size]`` of an earlier one."""
+
+    def select(self, layer: int, query: torch.Tensor) -> None:
+        """Select for `layer` with a query ``[B, Hq, D]``."""
+
+    def counters(self) -> dict[str, float]:
+        """Totals since the start; waits for the device."""
+
+
+def create_local_cache_rank(
+    *,
+    model: ModelSpec,
+    settings: RankSettings,
+    pools: LocalPools,
+    max_batch: int,
+    predict_query: PredictQuery,
+) -> LocalCacheRank:
+    """Build the in-process cache rank.
+
+    Raises
+    ------
+    SettingsError, PolicyError
+        If the settings cannot be served in this process.
+    """
+    module, _, name = _FACTORY.partition(":")
+    rank: LocalCacheRank = getattr(import_module(module), name)(
+        model=model,
+        settings=settings,
+        pools=pools,
+        max_batch=max_batch,
+        predict_query=predict_query,
+    )
+    return rank

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps of SGLang's model runner over long contexts, without their prefill.
+
+    python -m tandemkv.inference_rank.decode_bench --points 8x65536 --out FILE <SGLang arguments>
+
+What a step costs depends on how much K/V there is, not on what it says. So each request's
+slots are allocated as a prefill would, the pool holds random K/V, and only decode runs:
+through ``ModelRunner.forward``, hence through SGLang's CUDA graph, with SGLang's own backend
+(``--attention-backend flashinfer``) or ours. Two figures a point: steps that are waited for
+one by one, as SGLang's ``one_batch`` times them, and steps queued one behind another, as its
+overlap scheduler runs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.benchmark import one_batch
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+_LOG = logging.getLogger(__name__)
+_WARMUP_STEPS = 8
+
+
+def main() -> None:
+    """Parse, start one process per tensor-parallel rank, measure."""
+    load_plugins()  # our backend's name is one of the choices
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--points", required=True, help="batch x context, e.g. 8x65536,1x8192")
+    parser.add_argument("--steps", type=int, default=24, help="decode steps per figure")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
+    parser.add_argument("--trace", type=Path, help="write a Chrome trace of three steps a point")
+    ServerArgs.add_cli_args(parser)
+    args = parser.parse_args()
+    points = [tuple(map(int, p.split("x"))) for p in args.points.split(",")]
+    server_args = ServerArgs.from_cli_args(args)
+    one_batch._set_envs_and_config(server_args)
+    port_args = PortArgs.init_new(server_args)
+    job = (server_args, port_args, points, args.steps, args.out, args.trace)
+    if server_args.tp_size == 1:
+        run_rank(*job, 0)
+        return
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run_rank, args=(*job, r)) for r in range(server_args.tp_size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if any(rank.exitcode for rank in ranks):
+        sys.exit("a tensor-parallel rank failed; its traceback is above")
+
+
+def run_rank(
+    server_args: Any,
+    port_args: Any,
+    points: list[tuple[int, int]],
+    steps: int,
+    out: Path,
+    trace: Path | None,
+    tp_rank: int,
+) -> None:
+    """Measure every point on one rank; rank 0 writes the file after each."""
+    load_plugins()
+    bench, _ = one_batch.load_model(server_args, port_args, tp_rank, tp_rank)
+    runner = bench.torch_runner
+    fill_pool(runner)
+    found: list[dict[str, Any]] = []
+    for batch_size, context in points:
+        try:
+            point = measure(runner, batch_size, context, steps)
+            if trace is not None:
+                write_trace(runner, batch_size, context, trace, tp_rank)
+        except torch.cuda.OutOfMemoryError as error:
+            point = {"batch": batch_size, "context": context, "error": str(error)[:200]}
+        found.append(point)
+        if tp_rank == 0:
+            _LOG.warning("%s", json.dumps(point))
+            out.write_text(json.dumps(found, indent=1))
+
+
+def fill_pool(runner: Any) -> None:
+    """Put random K/V into every slot."""
+    for layer in range(runner.model_config.num_hidden_layers):
+        for pool in runner.token_to_kv_pool.get_kv_buffer(layer):
+            pool.normal_()
+
+
+def prepare(runner: Any, batch_size: int, context: int) -> Any:
+    """Return a batch whose requests have `context` tokens, as after a prefill."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    runner.req_to_token_pool.clear()
+    runner.token_to_kv_pool_allocator.clear()
+    ids = np.ones((batch_size, context), dtype=np.int32)
+    tree = one_batch.TreeCacheNamespace(
+        page_size=runner.server_args.page_size,
+        device=runner.device,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+    )
+    batch = ScheduleBatch.init_new(
+        reqs=one_batch.prepare_synthetic_inputs_for_latency_test(batch_size, context, ids),
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        tree_cache=tree,
+        model_config=runner.model_config,
+        enable_overlap=False,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+    )
+    batch.prepare_for_extend()
+    if batch.input_ids is None:
+        batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+        batch.prefill_input_ids_cpu = None
+    adopt = getattr(runner.attn_backend, "adopt", None)
+    if adopt is not None:
+        adopt(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
+    return batch
+
+
+def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str, Any]:
+    """Time the decode steps of one point, in ms per step."""
+    batch = prepare(runner, batch_size, context)
+    token = torch.ones(batch_size, dtype=torch.int64, device=runner.device)
+    for _ in range(_WARMUP_STEPS):
+        token, _ = one_batch.decode(token, batch, runner)
+    torch.cuda.synchronize()
+    waited = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        token, _ = one_batch.decode(token, batch, runner)
+        torch.cuda.synchronize()
+        waited.append(1e3 * (time.perf_counter() - start))
+    queued = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(steps):
+            token, _ = one_batch.decode(token, batch, runner)
+        torch.cuda.synchronize()
+        queued.append(1e3 * (time.perf_counter() - start) / steps)
+    rank = getattr(runner.attn_backend, "cache_rank", None)
+    return {
+        "batch": batch_size,
+        "context": context,
+        "waited_ms": summary(waited),
+        "queued_ms": summary(queued),
+        "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "counters": rank.counters() if rank is not None else {},
+    }
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Median, p10 and p90."""
+    p10, median, p90 = np.percentile(values, [10, 50, 90])
+    return {"median": round(median, 3), "p10": round(p10, 3), "p90": round(p90, 3)}
+
+
+def write_trace(runner: Any, batch_size: int, context: int, folder: Path, tp_rank: int) -> None:
+    """Write a Chrome trace of three queued steps, and a table of their kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    batch = prepare(runner, batch_size, context)
+    token = torch.ones(batch_size, dtype=torch.int64, device=runner.device)
+    for _ in range(_WARMUP_STEPS):
+        token, _ = one_batch.decode(token, batch, runner)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            token, _ = one_batch.decode(token, batch, runner)
+        torch.cuda.synchronize()
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"decode_{batch_size}x{context}_rank{tp_rank}"
+    profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
+    table = profiler.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70
+    )
+    (folder / f"{name}.txt").write_text(table)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

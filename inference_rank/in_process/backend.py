@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's attention backend ``tandemkv`` with an in-process cache rank.
+
+K/V stay in SGLang's own pool, so prefill, radix hits, retraction and slot reuse are SGLang's
+from end to end. Decode attends to resident sets that lie behind the tokens in the same pool;
+the cache rank keeps them fresh on a stream of its own, inside SGLang's decode graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from tandemkv.cache_rank.protocol.local import LocalCacheRank
+from tandemkv.inference_rank.residual_hooks import install_residual_hooks
+
+from .resident_attention import AttendTable, FlashInferResident, PagedResident
+from .side_stream import SideStream
+
+
+class InProcessBackend(AttentionBackend):
+    """Attention over resident sets of this process's cache rank.
+
+    Parameters
+    ----------
+    runner : Any
+        SGLang's model runner.
+    full : AttentionBackend
+        SGLang's own backend: prefill, and layers that attend to everything.
+    rank : LocalCacheRank
+        Keeps the resident sets.
+    table : AttendTable
+        What decode attends to.
+    """
+
+    def __init__(
+        self, runner: Any, full: AttentionBackend, rank: LocalCacheRank, table: AttendTable,
+        *, seed_window: int, num_dense: int, num_resident: int, runtime: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._full, self._rank, self._table = full, rank, table
+        self._runtime = runtime
+        self._seed_window, self._num_resident = seed_window, num_resident
+        self._num_dense = num_dense
+        self._pool = runner.req_to_token_pool
+        is_cuda = torch.device(runner.device).type == "cuda"
+        self._sparse: FlashInferResident | PagedResident = (
+            FlashInferResident(runner, table) if is_cuda else PagedResident(runner, table)
+        )
+        self._num_layers = int(runner.model_config.num_hidden_layers)
+        layers = range(self._num_layers)
+        self._is_sparse = [rank.is_sparse_layer(x) for x in layers]
+        self._needs_full = not all(self._is_sparse)
+        self._side = SideStream(is_cuda, self._num_layers)
+        self._selects = False
+        self._is_decode = False
+        self._seeds: list[tuple[int, int, int, int]] = []
+        if rank.needs_hidden:
+            install_residual_hooks(runner.model, self._on_layer_input)
+
+    # -- SGLang's contract ---------------------------------------------------------------
+
+    def support_triton(self) -> bool:
+        """No Triton metadata is needed from SGLang."""
+        return False
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of padding rows."""
+        return 1
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what captured graphs read."""
+        if self._needs_full:
+            self._full.init_cuda_graph_state(max_bs, max_num_tokens)
+        assert isinstance(self._sparse, FlashInferResident)
+        self._sparse.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare a step that runs without a graph."""
+        mode = forward_batch.forward_mode
+        self._is_decode = mode.is_decode()
+        if mode.is_idle():
+            return
+        if self._is_decode:
+            self._begin_decode(forward_batch, in_capture=False, in_graph=False)
+        else:
+            self._full.init_forward_metadata(forward_batch)
+            self._begin_extend(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a step that is captured or replayed."""
+        self._is_decode = True
+        self._begin_decode(forward_batch, in_capture=in_capture, in_graph=True)
+
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Prefill attention of one layer, by SGLang's own backend."""
+        out: torch.Tensor = self._full.forward_extend(
+            q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+        )
+        index = layer.layer_id
+        if self._is_sparse[index] and not self._is_decode:
+            self._rank.extend(index, forward_batch.out_cache_loc)
+            queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+            for request, row, start, end in self._seeds:
+                self._rank.seed(index, request, row, queries[start:end])
+        return out
+
+    def forward_decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Decode attention of one layer."""
+        index = layer.layer_id
+        if not self._is_sparse[index]:
+            out: torch.Tensor = self._full.forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+            )
+            return self._after(index, out)
+        size = forward_batch.batch_size
+        rank, side = self._rank, self._side
+        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        if self._selects and rank.needs_query and not rank.selects_for_next_step:
+            rank.select(index, query)
+        side.join(index)
+        out = self._sparse.attend(q, k, v, layer, forward_batch, save_kv_cache)
+        selects_now = self._selects and rank.selects_for_next_step
+        if rank.indexes or selects_now:
+            with side.fork(query):
+                rank.append(index, size)
+                if selects_now:
+                    rank.select(index, query)
+        return self._after(index, out)
+
+    def _after(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        if index == self._num_layers - 1:
+            self._side.join_all()
+        return out
+
+    # -- benchmarks ----------------------------------------------------------------------
+
+    @property
+    def cache_rank(self) -> LocalCacheRank:
+        """The cache rank of this process."""
+        return self._rank
+
+    def adopt(self, forward_batch: Any) -> None:
+        """Index and seed prompts whose K/V is in the pool already, with random queries.
+
+        For benchmarks, which fill the pool instead of computing it.
+        """
+        self._is_decode = False
+        self._begin_extend(forward_batch)
+        model = self._runtime.model
+        for index, is_sparse in enumerate(self._is_sparse):
+            if not is_sparse:
+                continue
+            self._rank.extend(index, forward_batch.out_cache_loc)
+            for request, row, start, end in self._seeds:
+                shape = (end - start, model.num_qo_heads, model.head_dim)
+                queries = torch.randn(shape, device=forward_batch.out_cache_loc.device).to(
+                    getattr(torch, model.dtype)
+                )
+                self._rank.seed(index, request, row, queries)
+
+    # -- steps ---------------------------------------------------------------------------
+
+    def _begin_decode(self, forward_batch: Any, *, in_capture: bool, in_graph: bool) -> None:
+        size = forward_batch.batch_size
+        rows, lengths = forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size]
+        req_to_token = self._pool.req_to_token
+        on_host = forward_batch.seq_lens_cpu[:size]
+        if not in_capture:
+            self._make_sparse(rows, on_host, req_to_token)
+            self._count(on_host)
+        self._table.load(rows, lengths, req_to_token)
+        self._rank.begin_decode(rows, lengths, req_to_token)
+        self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph)
+        if self._needs_full:
+            if in_graph:
+                self._full.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            else:
+                self._full.init_forward_metadata(forward_batch)
+        # A graph serves every length; without one, nothing is launched in vain. Keys are
+        # indexed in any case: a request may become sparse later.
+        self._selects = self._rank.selects and (in_graph or bool((on_host > self._num_dense).any()))
+
+    def _make_sparse(
+        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
+    ) -> None:
+        """Give requests that have just outgrown dense attention their resident set."""
+        grown = (lengths == self._num_dense + 1).nonzero()[:, 0]
+        if not len(grown):
+            return
+        chosen = rows[grown.to(rows.device)].long()
+        self._rank.seed_identity(chosen, req_to_token[chosen, : self._num_resident])
+
+    def _begin_extend(self, forward_batch: Any) -> None:
+        prefixes = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
+        lengths = [int(n) for n in forward_batch.seq_lens_cpu.tolist()]
+        rows = forward_batch.req_pool_indices.tolist()
+        req_to_token = self._pool.req_to_token
+        tables = [req_to_token[row, :n] for row, n in zip(rows, lengths, strict=True)]
+        self._rank.begin_extend(prefixes, lengths, tables)
+        self._seeds, end = [], 0
+        for request, (row, prefix, length) in enumerate(zip(rows, prefixes, lengths, strict=True)):
+            start, end = end, end + length - prefix
+            is_whole = row != self._runtime.middle_chunk_row
+            if is_whole and row and length > self._num_dense:
+                start = max(start, end - self._seed_window)
+                self._seeds.append((request, row, start, end))
+        counters = self._runtime.counters
+        counters.extend_steps_total += 1
+        counters.seeded_rows_total += len(self._seeds)
+
+    def _count(self, lengths: torch.Tensor) -> None:
+        counters = self._runtime.counters
+        num_sparse = int((lengths > self._num_dense).sum())
+        counters.decode_steps_total += 1
+        counters.sparse_rows_total += num_sparse
+        counters.dense_rows_total += len(lengths) - num_sparse
+        counters.attended_tokens_total += int(self._table.attended_on_host(lengths).sum())
+        counters.context_tokens_total += int(lengths.sum())
+
+    def _on_layer_input(
+        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        if not (self._is_decode and self._selects):
+            return
+        targets = self._rank.targets_of(layer)
+        if not targets:
+            return
+        with self._side.fork(hidden_states, residual):
+            stream = hidden_states if residual is None else hidden_states + residual
+            for target in targets:
+                self._rank.select_ahead(target, stream)
+                self._side.note_done(target)

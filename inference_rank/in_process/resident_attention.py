@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention over a list of slots: resident rows first, then the latest tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+
+from tandemkv.kernels.attention import attend_paged
+
+
+class AttendTable:
+    """Which slots each request of a decode step attends to.
+
+    Attributes
+    ----------
+    slots : torch.Tensor
+        ``[max_batch, width]`` int32, ``width = R + num_recent``; the first `attended` count.
+    attended : torch.Tensor
+        ``[max_batch]`` int64, ``min(length, width)``.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_resident: int,
+        num_recent: int,
+        num_dense: int,
+        first_slot: int,
+        max_batch: int,
+        device: torch.device,
+    ) -> None:
+        self.width = num_resident + num_recent
+        self._num_resident, self._num_recent = num_resident, num_recent
+        self._num_dense, self._first_slot = num_dense, first_slot
+        self.slots = torch.zeros((max_batch, self.width), dtype=torch.int32, device=device)
+        self.attended = torch.ones(max_batch, dtype=torch.int64, device=device)
+        self._column = torch.arange(self.width, device=device)
+
+    def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
+        """Fill in the requests of a step; ``rows, lengths [B]`` on the device.
+
+        A sparse request has ``min(R, length - num_recent)`` resident slots; token positions
+        count from the end in both kinds, for a dense one has all of them.
+        """
+        size, rows, lengths = len(rows), rows.long()[:, None], lengths.long()[:, None]
+        attended = lengths.clamp(max=self.width)
+        filled = (lengths - self._num_recent).clamp(0, self._num_resident)
+        is_sparse = (lengths > self._num_dense) & (rows != 0)
+        positions = (lengths - attended + self._column).clamp(min=0, max=req_to_token.shape[1] - 1)
+        in_pool = req_to_token[rows, positions]
+        resident = self._first_slot + rows * self._num_resident + self._column
+        in_set = is_sparse & (self._column < filled)
+        self.slots[:size] = torch.where(in_set, resident, in_pool)
+        self.attended[:size] = attended[:, 0]
+
+    def attended_on_host(self, lengths: torch.Tensor) -> torch.Tensor:
+        """`attended` for lengths ``[B]`` that are known on the host."""
+        return lengths.clamp(max=self.width)
+
+
+class ResidentAttention(Protocol):
+    """Attends to what an `AttendTable` lists."""
+
+    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool) -> None:
+        """Prepare a decode step; the table is loaded already."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Write k, v at the step's slots, and return ``[B, Hq * D]``."""
+
+
+class FlashInferResident:
+    """FlashInfer's paged decode through SGLang's own backend, which gets our table.
+
+    SGLang plans FlashInfer's work from lengths on the host and copies slots from its request
+    table; both are replaced by those of the table, so that CUDA graphs and fast planning stay
+    SGLang's.
+    """
+
+    def __init__(self, runner: Any, table: AttendTable) -> None:
+        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+        self._table = table
+        max_batch = len(table.slots)
+        self._backend = FlashInferAttnBackend(
+            runner,
+            skip_prefill=True,
+            kv_indptr_buf=torch.zeros(max_batch + 1, dtype=torch.int32, device=table.slots.device),
+            kv_last_page_len_buf=torch.ones(
+                max_batch, dtype=torch.int32, device=table.slots.device
+            ),
+            init_new_workspace=True,
+        )
+        self._backend.indices_updater_decode.req_to_token = table.slots
+        self._batch_index = torch.arange(max_batch, device=table.slots.device)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what captured graphs read."""
+        table = self._table
+        self._backend.init_cuda_graph_state(
+            max_bs,
+            max_num_tokens,
+            kv_indices_buf=torch.zeros(
+                max_bs * table.width, dtype=torch.int32, device=table.slots.device
+            ),
+        )
+
+    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool) -> None:
+        """See `ResidentAttention.plan`."""
+        table, size = self._table, forward_batch.batch_size
+        on_host = table.attended_on_host(forward_batch.seq_lens_cpu[:size])
+        view = SimpleNamespace(
+            batch_size=size,
+            req_pool_indices=self._batch_index[:size],
+            seq_lens=table.attended[:size],
+            seq_lens_cpu=on_host,
+            seq_lens_sum=int(on_host.sum()),
+            encoder_lens=None,
+            spec_info=None,
+            forward_mode=forward_batch.forward_mode,
+            out_cache_loc=forward_batch.out_cache_loc,
+            positions=forward_batch.positions,
+        )
+        if in_graph:
+            self._backend.init_forward_metadata_out_graph(view, in_capture=in_capture)
+        else:
+            self._backend.init_forward_metadata(view)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `ResidentAttention.attend`."""
+        out: torch.Tensor = self._backend.forward_decode(
+            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache
+        )
+        return out
+
+
+class PagedResident:
+    """The same without FlashInfer, for devices that have none."""
+
+    def __init__(self, runner: Any, table: AttendTable) -> None:
+        self._pool, self._table = runner.token_to_kv_pool, table
+
+    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool) -> None:
+        """Nothing to plan."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `ResidentAttention.attend`."""
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        if save_kv_cache:
+            shape = (-1, layer.tp_k_head_num, layer.head_dim)
+            self._pool.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k.view(shape), v.view(shape)
+            )
+        keys, values = self._pool.get_kv_buffer(layer.layer_id)
+        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        size = len(query)
+        out, _ = attend_paged(
+            query, keys, values, self._table.slots[:size], self._table.attended[:size],
+            scale=layer.scaling,
+        )  # fmt: skip
+        return out.to(q.dtype).view(size, -1)

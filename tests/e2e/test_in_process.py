@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--cache-ranks 0``: the cache rank inside SGLang's process, on the serving path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from exactness import compare, flush, make_prompts, run
+from rank_servers import Server, ours, stock
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def covering() -> Iterator[Server]:
+    """Everything is selected, nothing skipped; int8, so that the index is kept as well."""
+    selection = {
+        "policy": "look_ahead",
+        "budget_tokens": 600,
+        "num_recent_tokens": 32,
+        "dense_while_fits": False,
+        "index_dtype": "int8",
+        "exact_layers": [0],
+    }
+    with ours({"cache_ranks": 0, "selection": selection}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Server]:
+    """A resident set much smaller than the prompts."""
+    selection = {
+        "policy": "look_ahead",
+        "budget_tokens": 96,
+        "resident_factor": 1.0,
+        "num_recent_tokens": 16,
+        "fetch_cap": 8,
+        "exact_layers": [],
+    }
+    with ours({"cache_ranks": 0, "selection": selection, "evaluation": True}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prompts(token_ids: list[int]) -> list[list[int]]:
+    return make_prompts(token_ids, count=6, shortest=30, longest=700)
+
+
+@pytest.fixture(scope="module")
+def reference(prompts: list[list[int]]) -> list[Any]:
+    with stock() as server:
+        return run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
+
+
+def test_tokens_equal_stock(
+    covering: Server, prompts: list[list[int]], reference: list[Any]
+) -> None:
+    alone = compare(run(covering, prompts, new_tokens=NEW_TOKENS, at_once=1), reference)
+    assert alone["pass"], alone
+    warm = compare(run(covering, prompts, new_tokens=NEW_TOKENS, at_once=4), reference)
+    assert warm["pass"], f"with radix hits, four at a time: {warm}"
+    flush(covering)
+    cold = compare(run(covering, prompts, new_tokens=NEW_TOKENS, at_once=4), reference)
+    assert cold["pass"], f"after a flush, four at a time: {cold}"
+    inference, cache = covering.values()
+    assert cache == {}
+    assert inference["sparse_rows_total"] > 0
+    assert inference["seeded_rows_total"] > 0
+
+
+def test_attends_to_a_bounded_set(small: Server, token_ids: list[int]) -> None:
+    before, _ = small.values()
+    found = small.generate(
+        input_ids=token_ids[:800],
+        sampling_params={"max_new_tokens": 24, "temperature": 0, "ignore_eos": True},
+    )
+    assert found["meta_info"]["completion_tokens"] == 24
+    after, _ = small.values()
+    attended = after["attended_tokens_total"] - before["attended_tokens_total"]
+    steps = after["decode_steps_total"] - before["decode_steps_total"]
+    assert attended == steps * (4 + 96 + 16)
+    assert after["fetched_rows_total"] > before["fetched_rows_total"]
+
+
+def test_a_request_grows_out_of_dense_attention(small: Server, token_ids: list[int]) -> None:
+    """Short enough to be dense at first; the loss of its later tokens stays that of a sparse one."""
+    before, _ = small.values()
+    forced = token_ids[60:160]
+    found = small.generate(
+        input_ids=token_ids[:60],
+        return_logprob=True,
+        sampling_params={
+            "max_new_tokens": len(forced),
+            "temperature": 0,
+            "ignore_eos": True,
+            "custom_params": {"forced_token_ids": forced},
+        },
+    )
+    after, _ = small.values()
+    assert after["dense_rows_total"] > before["dense_rows_total"]
+    assert after["sparse_rows_total"] > before["sparse_rows_total"]
+    pairs = found["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in pairs] == forced
+    dense, sparse = pairs[: 116 - 60], pairs[116 - 60 :]
+    mean = [sum(p for p, _, _ in part) / len(part) for part in (dense, sparse)]
+    assert mean[1] > mean[0] - 1.0, mean
