@@ -5,9 +5,7 @@ Stock SGLang and ours run the same program on the same GPUs; they differ by what
 A YAML file (``--configurations``) adds to the table or replaces entries of it::
 
     in-process-tp1-k512:
-      tp_size: 1
-      settings: {cache_ranks: 0, selection.budget_tokens: 512}
-      flags: [--attention-backend, tandemkv]
+      settings: {cache_ranks: 0, device: cuda, selection.budget_tokens: 512}
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import Sourced, load_settings
-from tandemkv.server.sglang_command import sglang_env
+from tandemkv.server.sglang_command import sglang_argv, sglang_env
 
-_CUDA_FLAGS = ("--device", "cuda", "--dtype", "bfloat16")
-_DENSE_FLAGS = (*_CUDA_FLAGS, "--attention-backend", "flashinfer")
-_OWN_FLAGS = (*_CUDA_FLAGS, "--attention-backend", "tandemkv", "--page-size", "1")
+_DENSE_FLAGS = ("--device", "cuda", "--dtype", "bfloat16", "--attention-backend", "flashinfer")
+_SERVER_MODULE = "sglang.launch_server"
 
 
 class Configuration(BaseModel):
     """One side of a comparison.
 
-    `settings` are dotted settings of ``tandemkv serve``; without any, no plugin is loaded and
-    the run is stock SGLang. `flags` are SGLang's, `env` is added to the environment last.
+    `settings` are dotted settings of ``tandemkv serve``, and SGLang gets the flags that `serve`
+    would give it; without any, no plugin is loaded and the run is stock SGLang. `flags` are
+    further ones of SGLang's, `env` is added to the environment last.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,11 +49,34 @@ class Configuration(BaseModel):
             raise ValueError("a reference is stock SGLang: it takes no settings of tandemkv")
         return self
 
-    def sglang_flags(self) -> tuple[str, ...]:
-        """Return SGLang's flags with the size of tensor parallelism."""
-        return (*self.flags, "--tp-size", str(self.tp_size))
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        is_cpu = self.settings.get("device") == "cpu" or "cpu" in self.flags
+        return "cpu" if is_cpu else "cuda"
 
-    def serve_settings(self, *, model_dir: Path, capacity_tokens: int) -> ServeSettings:
+    def sglang_flags(self, *, model_dir: Path, capacity_tokens: int, batch: int) -> list[str]:
+        """Return SGLang's flags; of ours, those that ``tandemkv serve`` gives.
+
+        Raises
+        ------
+        SettingsError
+            As `serve_settings`.
+        """
+        if not self.settings:
+            return [*self.flags, "--tp-size", str(self.tp_size)]
+        settings = self.serve_settings(
+            model_dir=model_dir, capacity_tokens=capacity_tokens, batch=batch
+        )
+        dtype = settings.dtype
+        if dtype == "auto":
+            dtype = "float32" if self.device == "cpu" else "bfloat16"
+        argv = sglang_argv(
+            settings, model_dir=model_dir, device=self.device, dtype=dtype, port=settings.port
+        )
+        return [*argv[argv.index(_SERVER_MODULE) + 1 :], *self.flags]
+
+    def serve_settings(self, *, model_dir: Path, capacity_tokens: int, batch: int) -> ServeSettings:
         """Return the settings that ours runs with.
 
         Raises
@@ -63,12 +84,19 @@ class Configuration(BaseModel):
         SettingsError
             If this version does not know one of them, or refuses it.
         """
-        given = {"cache.capacity_tokens": capacity_tokens, **self.settings, "model": model_dir}
-        return load_settings(
-            {key: Sourced(str(v) if key == "model" else v, "bench") for key, v in given.items()}, {}
-        )
+        given: dict[str, Any] = {
+            "cache.capacity_tokens": capacity_tokens,
+            "max_running_requests": batch,
+            **self.settings,
+            "model": str(model_dir),
+        }
+        if self.tp_size > 1 and self.settings:
+            given["tensor_parallel"] = self.tp_size
+        return load_settings({key: Sourced(value, "bench") for key, value in given.items()}, {})
 
-    def child_env(self, *, model_dir: Path, run_dir: Path, capacity_tokens: int) -> dict[str, str]:
+    def child_env(
+        self, *, model_dir: Path, run_dir: Path, capacity_tokens: int, batch: int
+    ) -> dict[str, str]:
         """Return the environment of the child process.
 
         Raises
@@ -76,9 +104,10 @@ class Configuration(BaseModel):
         SettingsError
             As `serve_settings`.
         """
-        is_cpu = "cpu" in self.flags
-        settings = self.serve_settings(model_dir=model_dir, capacity_tokens=capacity_tokens)
-        env = sglang_env(settings, os.environ, run_dir=run_dir, device="cpu" if is_cpu else "cuda")
+        settings = self.serve_settings(
+            model_dir=model_dir, capacity_tokens=capacity_tokens, batch=batch
+        )
+        env = sglang_env(settings, os.environ, run_dir=run_dir, device=self.device)
         if not self.settings:
             env = {
                 key: text
@@ -89,10 +118,15 @@ class Configuration(BaseModel):
         return {**env, **self.env}
 
 
-def _own(tp_size: int, **selection: Any) -> Configuration:
-    chosen = {f"selection.{name}": value for name, value in selection.items()}
-    settings = {"cache_ranks": 0, "exchange.transport": "local", **chosen}
-    return Configuration(tp_size=tp_size, flags=_OWN_FLAGS, settings=settings)
+def _own(tp_size: int, **more: Any) -> Configuration:
+    settings = {
+        "cache_ranks": 0,
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "selection.index_dtype": "int4",
+        **more,
+    }
+    return Configuration(tp_size=tp_size, settings=settings)
 
 
 BUILT_IN: Mapping[str, Configuration] = {
@@ -100,10 +134,9 @@ BUILT_IN: Mapping[str, Configuration] = {
         f"dense-tp{size}": Configuration(tp_size=size, flags=_DENSE_FLAGS, is_reference=True)
         for size in (1, 2, 4, 8)
     },
-    **{
-        f"in-process-tp{size}": _own(size, index_dtype="int4", exact_layers=[0, 1])
-        for size in (1, 2, 4, 8)
-    },
+    **{f"in-process-tp{size}": _own(size) for size in (1, 2, 4, 8)},
+    # Dummy weights give queries that hardly move; here every step fetches all it may.
+    **{f"in-process-tp{size}-stress": _own(size, stress_selection=True) for size in (1, 2, 4, 8)},
 }
 
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.plan.shape import ModelShape
 
 from .configurations import Configuration
@@ -20,6 +21,7 @@ from .one_batch import (
     RESULT_FILE,
     Measured,
     Point,
+    capacity_tokens,
     one_batch_argv,
     parse_output,
     trace_files,
@@ -82,7 +84,7 @@ def run_decode(
         longest = max(point.context for point in run.points) + run.output_tokens
         write_model_config(run.shape, model_dir, max_context=longest)
     for configuration in run.configurations.values():
-        configuration.serve_settings(model_dir=model_dir, capacity_tokens=1 << 20)
+        configuration.serve_settings(model_dir=model_dir, capacity_tokens=1 << 20, batch=1)
     measured: dict[tuple[str, Point], Measured] = {}
     failures: list[Failure] = []
     traces: dict[str, tuple[Path, ...]] = {}
@@ -188,23 +190,30 @@ def _run_child(
     folder.mkdir(parents=True, exist_ok=True)
     write_driver(folder)
     (folder / RESULT_FILE).unlink(missing_ok=True)
+    contexts = [point.context for point in points]
+    capacity = capacity_tokens(batch, contexts, run.output_tokens)
     argv = one_batch_argv(
         work_dir=folder,
         model_dir=model_dir,
         tokenizer_dir=run.tokenizer_dir,
         batch=batch,
-        contexts=[point.context for point in points],
+        contexts=contexts,
         output_tokens=run.output_tokens,
-        flags=configuration.sglang_flags(),
+        flags=configuration.sglang_flags(
+            model_dir=model_dir, capacity_tokens=capacity, batch=batch
+        ),
         profile=run.profile,
     )
-    capacity = int(argv[argv.index("--max-total-tokens") + 1])
-    env = configuration.child_env(
-        model_dir=model_dir, run_dir=folder / "run", capacity_tokens=capacity
-    )
-    env["BENCH_PREFILL_CHUNK"] = str(run.prefill_chunk)
-    env["SGLANG_TORCH_PROFILER_DIR"] = str(folder)
-    status = _wait(argv, env, folder, run.timeout_s)
+    run_dir = RunDir.create()
+    try:
+        env = configuration.child_env(
+            model_dir=model_dir, run_dir=run_dir.path, capacity_tokens=capacity, batch=batch
+        )
+        env["BENCH_PREFILL_CHUNK"] = str(run.prefill_chunk)
+        env["SGLANG_TORCH_PROFILER_DIR"] = str(folder)
+        status = _wait(argv, env, folder, run.timeout_s)
+    finally:
+        run_dir.remove()
     text = (folder / "stdout.log").read_text(encoding="utf-8", errors="replace")
     result = folder / RESULT_FILE
     jsonl = result.read_text(encoding="utf-8") if result.exists() else ""

@@ -63,6 +63,8 @@ if __name__ == "__main__":
 '''
 DRIVER_FILE = "one_batch_driver.py"
 RESULT_FILE = "one_batch.jsonl"
+PAGE_TOKENS = 64
+"""Largest page that a configuration uses."""
 
 _DECODE = re.compile(r"^Decode \d+\. Batch size: (\d+), latency: +([0-9.]+) s")
 _PREFILL = re.compile(r"^Prefill\. latency: +([0-9.]+) s")
@@ -118,13 +120,19 @@ def one_batch_argv(
         "--batch-size", str(batch),
         "--input-len", *map(str, contexts),
         "--output-len", str(output_tokens),
-        "--max-total-tokens", str(batch * (max(contexts) + output_tokens + 64)),
+        "--max-total-tokens", str(capacity_tokens(batch, contexts, output_tokens)),
         "--log-decode-step", "1",
         "--result-filename", str(work_dir / RESULT_FILE),
     ]  # fmt: skip
     if profile:
         argv += ["--profile", "--profile-stage", "decode", "--profile-steps", "3"]
     return (*argv, *flags)
+
+
+def capacity_tokens(batch: int, contexts: Sequence[int], output_tokens: int) -> int:
+    """Return the KV capacity of a run: whole pages for each request, and one more."""
+    pages = -(-(max(contexts) + output_tokens) // PAGE_TOKENS) + 1
+    return batch * pages * PAGE_TOKENS
 
 
 def write_driver(work_dir: Path) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time per output token against context, one line per configuration. Needs matplotlib."""
+"""Time per output token against context, one line per configuration. Needs matplotlib.
+
+Points are medians, bars reach from the 10th to the 90th percentile of single steps.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ def draw(reports: Sequence[Report], stem: Path) -> tuple[Path, Path]:
             axis.set_ylim(bottom=0)
             axis.grid(axis="y", linewidth=0.4, color="#dddddd")
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0][0].set_ylabel("time per output token, ms (median, p10 to p90)")
+        axes[0][0].set_ylabel("time per output token, ms")
         axes[0][0].legend(frameon=False)
         gpus = {f"{report.gpu.count} x {report.gpu.name}" for report in reports if report.gpu}
         if gpus:

@@ -69,7 +69,7 @@ class Workload:
             num_recent_tokens=selection.num_recent_tokens,
             fetch_cap_tokens=selection.fetch_cap_tokens,
             num_exact_layers=len(selection.exact_layers),
-            selects=selection.policy not in ("streaming", "exact"),
+            selects=selection.num_resident > selection.num_sink_tokens,
             index_dtype=index_dtype or selection.index_dtype,
             chunk_tokens=chunk_tokens,
             capacity_tokens=capacity_tokens,

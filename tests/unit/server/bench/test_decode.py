@@ -22,6 +22,7 @@ from tandemkv.server.bench.configurations import (
 from tandemkv.server.bench.decode import DecodeRun, run_decode
 from tandemkv.server.bench.one_batch import Measured, Point
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.sglang_command import sglang_argv
 
 # Prints what one_batch prints; a configuration says by its environment how it ends.
 FAKE_DRIVER = """
@@ -33,6 +34,9 @@ contexts = []
 while not sys.argv[at].startswith("--"):
     contexts.append(int(sys.argv[at])); at += 1
 step = float(os.environ["FAKE_STEP_S"])
+if "TANDEMKV_RUN_DIR" in os.environ:
+    assert os.path.isfile(os.environ["TANDEMKV_RUN_DIR"] + "/token")
+    print(os.environ["TANDEMKV_RUN_DIR"], file=sys.stderr)
 print("Warmup ...\\nBenchmark ...", flush=True)
 for index, context in enumerate(contexts):
     if context >= int(os.environ.get("FAKE_OOM_AT", 1 << 30)):
@@ -150,22 +154,43 @@ def test_headline_chooses_whose_ratios_are_short() -> None:
 def test_stock_runs_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEMKV_SERVE_PORT", "1")
     env = BUILT_IN["dense-tp2"].child_env(
-        model_dir=tmp_path, run_dir=tmp_path, capacity_tokens=1024
+        model_dir=tmp_path, run_dir=tmp_path, capacity_tokens=1024, batch=8
     )
     assert not [key for key in env if key.startswith("TANDEMKV_")]
     assert "SGLANG_PLUGINS" not in env
     assert env["BENCH_LOAD_PLUGINS"] == "0"
-    assert BUILT_IN["dense-tp2"].sglang_flags()[-2:] == ("--tp-size", "2")
+    flags = BUILT_IN["dense-tp2"].sglang_flags(model_dir=tmp_path, capacity_tokens=1024, batch=8)
+    assert flags[-2:] == ["--tp-size", "2"]
+    assert "tandemkv" not in flags
 
 
 def test_ours_runs_with_its_settings(tmp_path: Path) -> None:
     own = Configuration(settings={"selection.budget_tokens": 512}, env={"X": "1"})
-    env = own.child_env(model_dir=tmp_path, run_dir=tmp_path / "run", capacity_tokens=2048)
+    env = own.child_env(model_dir=tmp_path, run_dir=tmp_path / "run", capacity_tokens=2048, batch=3)
     settings = RankSettings.model_validate_json(env[SETTINGS_VARIABLE])
     assert settings.selection.budget_tokens == 512
     assert settings.cache.capacity_tokens == 2048
     assert (env["SGLANG_PLUGINS"], env["BENCH_LOAD_PLUGINS"], env["X"]) == ("tandemkv", "1", "1")
     assert env["PATH"] == os.environ["PATH"]
+
+
+def test_ours_gets_the_flags_that_serve_gives(tmp_path: Path) -> None:
+    own = Configuration(settings={"device": "cpu"}, flags=("--log-level", "info"))
+    flags = own.sglang_flags(model_dir=tmp_path, capacity_tokens=2048, batch=3)
+    settings = own.serve_settings(model_dir=tmp_path, capacity_tokens=2048, batch=3)
+    served = sglang_argv(settings, model_dir=tmp_path, device="cpu", dtype="float32", port=30000)
+    assert flags == [*served[4:], "--log-level", "info"]
+    assert flags[flags.index("--max-running-requests") + 1] == "3"
+    assert flags[flags.index("--attention-backend") + 1] == "tandemkv"
+
+
+def test_ours_runs_in_a_run_directory_that_is_removed(run: DecodeRun, tmp_path: Path) -> None:
+    own = Configuration(settings={"device": "cpu"}, env={"FAKE_STEP_S": "0.001"})
+    result = run_decode(replace_run(run, configurations={"ours": own}), lambda _: None)
+    assert result.failures == ()
+    seen = (tmp_path / "ours_batch8" / "stderr.log").read_text().split()
+    assert len(seen) == 1
+    assert not Path(seen[0]).exists()
 
 
 def test_yaml_adds_and_replaces(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_argv() -> None:
     assert argv[-2:] == ("--tp-size", "2")
     at = argv.index("--input-len")
     assert argv[at + 1 : at + 3] == ("8192", "65536")
-    assert argv[argv.index("--max-total-tokens") + 1] == str(8 * (65536 + 32 + 64))
+    assert argv[argv.index("--max-total-tokens") + 1] == str(8 * (65536 + 2 * 64))
     assert argv[argv.index("--load-format") + 1] == "dummy"
     assert argv[argv.index("--profile-stage") + 1] == "decode"
 
@@ -110,7 +110,8 @@ def test_argv_is_what_sglang_parses() -> None:
         parser = argparse.ArgumentParser()
         one_batch.ServerArgs.add_cli_args(parser)
         one_batch.BenchArgs.add_cli_args(parser)
-        flags = ["triton" if word == "tandemkv" else word for word in configuration.sglang_flags()]
+        given = configuration.sglang_flags(model_dir=Path("/m"), capacity_tokens=4096, batch=8)
+        flags = ["triton" if word == "tandemkv" else word for word in given]
         argv = one_batch_argv(
             work_dir=Path("/w"), model_dir=Path("/m"), tokenizer_dir=Path("/t"), batch=8,
             contexts=[64], output_tokens=4, flags=flags, profile=True,
