@@ -7,6 +7,7 @@ import torch
 
 from tandemkv.kernels.attention import attend_paged
 
+from .attending import AttendedRows
 from .epoch import Epoch
 from .protocol.errors import ProtocolError
 from .protocol.messages import RowFlag, StepBegin, Timing
@@ -97,6 +98,7 @@ class DecodeStep:
             dtype=torch.int64,
         )
         self._exact: dict[bool, ExactRows] = {}
+        self._attended: AttendedRows | None = None
         self._hidden: torch.Tensor | None = None
         self._exact_query: torch.Tensor | None = None
         self._queries: dict[int, torch.Tensor] = {}
@@ -138,6 +140,10 @@ class DecodeStep:
 
     def _attend(self, layer: int) -> torch.Tensor:
         is_exact = layer in self._epoch.settings.selection.exact_layers
+        if self._epoch.program.attends and not is_exact:
+            assert self._exact_query is not None
+            self._attended = self._attended or AttendedRows(self._epoch, self._step)
+            return self._attended.attend(layer, self._exact_query)
         if is_exact not in self._exact:
             self._exact[is_exact] = ExactRows(self._epoch, self._step, layer_is_exact=is_exact)
         rows, query = self._exact[is_exact], self._exact_query

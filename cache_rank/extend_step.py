@@ -12,6 +12,7 @@ from tandemkv.kernels.score import score_window
 from tandemkv.kernels.topk import topk_positions
 
 from .epoch import Epoch
+from .policies.attending import AttendingPolicy
 from .policies.base import SeedInput, StoredKV
 from .protocol.messages import RowFlag, RowStep, StepBegin
 from .protocol.step_program import Transfer, TransferKind, seeded_rows
@@ -89,6 +90,10 @@ class ExtendStep:
                 continue
             epoch.mirror.seed(layer, row.row, chosen[-1])
             epoch.policy.observe_prompt(layer, (row.row, row.generation), window, positions)
+            if isinstance(epoch.policy, AttendingPolicy):
+                hi = max(0, row.length + 1 - epoch.settings.selection.num_recent_tokens)
+                request = self._seed_input(layer, row, window, positions, hi)
+                epoch.policy.observe_stored(request)
         return torch.stack(chosen)
 
     def _choose(
@@ -103,31 +108,37 @@ class ExtendStep:
         num_sink, target = min(selection.num_sink_tokens, hi), min(epoch.mirror.num_resident, hi)
         chosen[:, :num_sink] = torch.arange(num_sink, dtype=torch.int32)
         if target > num_sink and row.row != PADDING_ROW:
-            slots = self._tables[row.row]
             if layer == 0:
-                epoch.store.note_read(slots[:hi])
-            keys, k_scale = epoch.store.index(layer)
-            score = partial(
-                score_window,
-                k_pool=keys,
-                slots_row=slots,
-                lo=num_sink,
-                hi=hi,
-                scale=epoch.model.scale,
-                k_scale=k_scale,
-            )
-            request = SeedInput(
-                layer=layer,
-                owner=(row.row, row.generation),
-                queries=window,
-                positions=positions,
-                score=lambda queries, at: score(queries, q_positions=at),
-                lo=num_sink,
-                hi=hi,
-                stored=StoredKV(epoch.store.k[layer], epoch.store.v[layer], slots.unsqueeze(0)),
-                budget=selection.budget_tokens,
-            )
+                epoch.store.note_read(self._tables[row.row][:hi])
+            request = self._seed_input(layer, row, window, positions, hi)
             scores = epoch.policy.seed_scores(request)
             best = topk_positions(scores.unsqueeze(0), target - num_sink)
             chosen[:, num_sink:target] = best[0]
         return chosen
+
+    def _seed_input(
+        self, layer: int, row: RowStep, window: torch.Tensor, positions: torch.Tensor, hi: int
+    ) -> SeedInput:
+        epoch, selection = self._epoch, self._epoch.settings.selection
+        slots, num_sink = self._tables[row.row], min(selection.num_sink_tokens, hi)
+        keys, k_scale = epoch.store.index(layer)
+        score = partial(
+            score_window,
+            k_pool=keys,
+            slots_row=slots,
+            lo=num_sink,
+            hi=hi,
+            scale=epoch.model.scale,
+            k_scale=k_scale,
+        )
+        return SeedInput(
+            layer=layer,
+            owner=(row.row, row.generation),
+            queries=window,
+            positions=positions,
+            score=lambda queries, at: score(queries, q_positions=at),
+            lo=num_sink,
+            hi=hi,
+            stored=StoredKV(epoch.store.k[layer], epoch.store.v[layer], slots.unsqueeze(0)),
+            budget=selection.budget_tokens,
+        )

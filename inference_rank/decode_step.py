@@ -142,14 +142,16 @@ class DecodeStep:
             self._transfers.send(TransferKind.QUERY, (layer,), q[self._sparse])
             self._expect_packs(layer)
         is_exact_layer = layer in runtime.settings.selection.exact_layers
-        exact = self._exact[is_exact_layer]
+        # A policy that attends completes every layer, with what is resident left to us.
+        keeps_resident = self._program.attends and not is_exact_layer
+        exact = self._exact[is_exact_layer or keeps_resident]
         heads = self._slow_heads[layer]
         if len(exact):
             sent = q[exact] if heads is None else q[exact][:, heads]
             self._transfers.send(TransferKind.EXACT_QUERY, (layer,), sent)
         self._packs.apply_for(layer, runtime.decode_step)
         visible = self._visible
-        if len(exact) and heads is None:
+        if len(exact) and heads is None and not keeps_resident:
             visible = visible.clone()
             visible[exact] = self._ring_only[exact]
         out, lse = attend_resident(

@@ -34,7 +34,7 @@ class ResidentSet:
         self.num_resident = selection.num_resident
         self.ring = selection.num_recent_tokens
         self.num_slots = self.num_resident + self.ring
-        self._dense_while_fits = selection.dense_while_fits
+        self._dense_while_fits = selection.keeps_dense_while_fits
         shape = (
             model.num_layers,
             max_rows + 1,

@@ -46,6 +46,11 @@ class PolicyCapabilities:
     devices: tuple[str, ...] = ("cpu", "cuda")
 
     @property
+    def attends(self) -> bool:
+        """Whether it is an `attending.AttendingPolicy`."""
+        return self.timing is Timing.SAME_STEP_ATTENTION
+
+    @property
     def selects(self) -> bool:
         """Whether anything is selected in decode."""
         return self.timing is not Timing.NONE

@@ -44,6 +44,8 @@ class Timing(IntEnum):
     """Answers `lag` steps later, in layer packs (async_spade, last_query)."""
     EXACT_STEP = 4
     """Selects in slow steps with their true query, for `lag` steps later on (sfi, sync_kv)."""
+    SAME_STEP_ATTENTION = 5
+    """Selects and attends on the cache rank, with the step's true query (lfps)."""
 
 
 class StepKind(IntEnum):
@@ -120,7 +122,7 @@ class Welcome(_Message, frozen=True, tag=2):
 
     epoch: Id
     num_slots: Id
-    timing: Annotated[int, msgspec.Meta(ge=0, le=4)]
+    timing: Annotated[int, msgspec.Meta(ge=0, le=5)]
     all_exact: bool
     store_name: ShortText
     traits: PolicyTraits = PolicyTraits()

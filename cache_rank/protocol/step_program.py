@@ -91,6 +91,11 @@ class StepProgram:
         """Whether the policy selects for `layer` (exact layers never do)."""
         return self.timing is not Timing.NONE and layer not in self.settings.selection.exact_layers
 
+    @property
+    def attends(self) -> bool:
+        """Whether sparse rows are completed on the cache rank in every layer, by the policy."""
+        return self.timing is Timing.SAME_STEP_ATTENTION
+
     def source_of(self, layer: int) -> int:
         """Return the layer whose selection `layer` uses, `layer` itself if none is shared."""
         return self.traits.layer_sources[layer] if self.traits.layer_sources else layer
@@ -249,7 +254,8 @@ class StepProgram:
                 queries = (sparse, model.num_qo_heads, dim)
                 out.append(self._transfer(TransferKind.QUERY, Direction.UP, layer, queries))
                 out.extend(made)
-            exact = len(exact_rows(step.rows, layer in selection.exact_layers))
+            is_completed = self.attends or layer in selection.exact_layers
+            exact = len(exact_rows(step.rows, is_completed))
             if exact:
                 heads = len(self.slow_heads(layer)) * model.gqa_group_size
                 queries = (exact, heads, dim)

@@ -152,7 +152,7 @@ def test_malformed_frames_are_refused(frame: bytes) -> None:
         (MESSAGES[0], {"settings": {str(i): "" for i in range(129)}}),
         (MESSAGES[0], {"settings": {"x": "y" * 4097}}),
         (MESSAGES[0], {"model": msgspec.structs.replace(MODEL, num_layers=0)}),
-        (MESSAGES[1], {"timing": 5}),
+        (MESSAGES[1], {"timing": 6}),
         (MESSAGES[1], {"epoch": -1}),
         (MESSAGES[1], {"epoch": (1 << 62) + 1}),
         (MESSAGES[3], {"kind": 2}),

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LFPS: candidates from past attention, exact scores for these alone, attention on this CPU."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from tandemkv.cache_rank.protocol.messages import Timing
+
+from .attending import Attended, AttendingPolicy, AttendInput
+from .base import Owner, PolicyCapabilities, PolicyContext, PolicyError, SeedInput
+from .lfps_state import LfpsState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BYPASSES = {"sink_and_mean": 0, "sink": 1, "mean": 2}
+
+
+class LfpsPolicy(AttendingPolicy):
+    """Keep a vertical and a slash table of past weights, and score what they point at.
+
+    Prefill: the last s prompt queries fill the tables (Eq. 4); mean key, mean value and
+    ``sigma^2 / |q|^2`` are kept. Decode, per head: (1) if the share of the sink, estimated by
+    Eq. 5-6 in the log domain, exceeds epsilon, the head is bypassed; (2) candidates are the
+    entries above ``a * mean / kurtosis`` in either table (Eq. 7-8); (3) their neighbours at
+    {-1, 0, 1, 2} that are above a table's mean (Eq. 9); (4) exact dot products with these, top-k,
+    weighted sum of the values, update of the tables (Eq. 10).
+
+    No step reads all keys or a whole table: `tandemkv.kernels.numba_ops.lfps_tables` says how.
+    Work is spread over requests and heads, ``OMP_NUM_THREADS`` threads. K and V must be float32
+    or bfloat16.
+
+    Notes
+    -----
+    Where the paper leaves a choice, or this system has to differ:
+
+    - Besides the sink, the latest `num_recent_tokens` are attended to on the inference rank, and
+      merged by log-sum-exp. Tables are about the rest, and each prompt row of Eq. 4 about the
+      positions that would have been candidates in its step.
+    - A KV head has one pair of tables and one candidate set; weights are means over the
+      group's query heads that are not bypassed. The paper speaks of heads only.
+    - The slash table is kept by distance, so that a step reads the score of a position's own
+      distance. As printed, Eq. 7 reads the table before Eq. 10 shifts it: one position off.
+    - Bypass: the local part (sink, recent) is exact; the rest returns the mean value, weighted
+      with ``w_global``: "sink plus mean of the rest", with the least error in Figure 2c. The
+      sink's value alone (``lfps_bypass=sink``) and, as Algorithm 1 prints, the mean value alone
+      (``mean``) are options. A KV head is skipped (and its tables left alone) if all its query
+      heads are bypassed.
+    - ``w_sink`` covers all `num_sink_tokens`. Mean key and value go on to include the tokens that
+      leave the ring; sigma stays that of the last prompt row.
+    - If all entries of a table are equal their kurtosis is taken as 1/n, its least value.
+    - While the budget covers all candidates, all are attended to and nothing is bypassed. So it
+      is, with the best `budget_tokens` of all, in the first step of a row without tables (it was
+      dense when its prompt ended); that step fills them, Eq. 4 with s = 1.
+
+    References
+    ----------
+    Yao and Wang, *Learn from the Past: Fast Sparse Indexing for Large Language Model Decoding*.
+    """
+
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.SAME_STEP_ATTENTION, devices=("cpu",)
+    )
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._step = _load_kernel()
+        self._states: dict[Owner, dict[int, LfpsState]] = {}
+        self._num_threads = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="lfps")
+        self._warm_up()
+
+    def observe_stored(self, request: SeedInput) -> None:
+        """See `AttendingPolicy.observe_stored`."""
+        selection = self.context.selection
+        state = LfpsState(self.context.model)
+        state.start(
+            request,
+            num_rows=selection.lfps_rows,
+            decay=selection.lfps_decay,
+            num_recent=selection.num_recent_tokens,
+        )
+        self._states.setdefault(request.owner, {})[request.layer] = state
+
+    def attend(self, request: AttendInput) -> Attended:
+        """See `AttendingPolicy.attend`."""
+        model = self.context.model
+        num_requests = len(request.owners)
+        merged = np.zeros((num_requests, model.num_qo_heads, model.head_dim + 1), np.float32)
+        merged[..., -1] = -np.inf
+        counts = np.zeros((2, num_requests, model.num_kv_heads), np.int64)
+        k, v = (_as_array(pool) for pool in (request.stored.k, request.stored.v))
+        query = np.ascontiguousarray(request.query.float().numpy())
+        slots = request.stored.slots.numpy()
+        jobs: list[tuple[Any, ...]] = []
+        ranges = zip(
+            request.lo.tolist(), request.hi.tolist(), request.lengths.tolist(), strict=True
+        )
+        for i, (lo, hi, length) in enumerate(ranges):
+            if hi <= lo:
+                continue
+            layers = self._states.setdefault(request.owners[i], {})
+            state = layers.get(request.layer)
+            if state is None:
+                state = layers[request.layer] = LfpsState(model)
+            state.reserve(hi - lo)
+            where = (lo, hi - lo, length, state.arrays)
+            for first, last in self._head_ranges(num_requests):
+                results = (merged[i], counts[0, i], counts[1, i])
+                jobs.append(
+                    (query[i], k, v, slots[i], *where, request.budget, first, last, results)
+                )
+        self._run(jobs)
+        num_attended, num_scored = (int(count.sum()) for count in counts)
+        return Attended(torch.from_numpy(merged), num_scored, num_attended)
+
+    def release(self, owner: Owner) -> None:
+        """See `Policy.release`."""
+        self._states.pop(owner, None)
+
+    def _head_ranges(self, num_requests: int) -> list[tuple[int, int]]:
+        """Heads of one request in as many parts as keep all threads busy."""
+        heads = self.context.model.num_kv_heads
+        parts = min(heads, -(-self._num_threads // num_requests))
+        edges = [heads * i // parts for i in range(parts + 1)]
+        return list(pairwise(edges))
+
+    def _run(self, jobs: list[tuple[Any, ...]]) -> None:
+        if self._num_threads == 1 or len(jobs) < 2:
+            for job in jobs:
+                self._run_one(job)
+        else:
+            list(self._pool.map(self._run_one, jobs))
+
+    def _run_one(self, job: tuple[Any, ...]) -> None:
+        query, k, v, slots, lo, n, length, arrays, budget, first, last, results = job
+        selection = self.context.selection
+        self._step(
+            query, k, v, slots, lo, n, length, arrays,
+            np.float32(self.context.model.scale), budget, selection.lfps_threshold,
+            selection.lfps_decay, selection.lfps_sparsity, BYPASSES[selection.lfps_bypass],
+            first, last, *results,
+        )  # fmt: skip
+
+    def _warm_up(self) -> None:
+        """Compile before a request waits for it."""
+        model = self.context.model
+        if model.dtype == "float16":
+            return  # told when KV of that dtype is attended to: the rank may be given another
+        pool = torch.zeros(8, model.num_kv_heads, model.head_dim, dtype=getattr(torch, model.dtype))
+        state = LfpsState(model)
+        state.reserve(4)
+        arrays = np.zeros((2, model.num_kv_heads), np.int64)
+        out = np.zeros((model.num_qo_heads, model.head_dim + 1), np.float32)
+        query, where = np.zeros(out[:, :-1].shape, np.float32), np.arange(8, dtype=np.int32)
+        keys, results = _as_array(pool), (out, *arrays)
+        self._run_one((query, keys, keys, where, 1, 4, 8, state.arrays, 4, 0, 1, results))
+
+
+def _as_array(pool: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a pool as NumPy sees it; bfloat16 as uint16.
+
+    Raises
+    ------
+    PolicyError
+        If its device or dtype is none that the kernel reads.
+    """
+    if pool.device.type != "cpu":
+        raise PolicyError(f"policy=lfps attends on a CPU, the KV is on {pool.device}")
+    if pool.dtype == torch.bfloat16:
+        return pool.view(torch.uint16).numpy()
+    if pool.dtype != torch.float32:
+        raise PolicyError(
+            f"policy=lfps reads KV in float32 or bfloat16, not {pool.dtype}; give --dtype float32"
+        )
+    return pool.numpy()
+
+
+def _load_kernel() -> Callable[..., None]:
+    try:
+        from tandemkv.kernels.numba_ops.lfps import lfps_heads
+    except ImportError as error:
+        raise PolicyError(f"policy=lfps cannot be used: {error}") from error
+    return lfps_heads
