@@ -14,6 +14,7 @@ from rich.console import Console
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .bench.command import bench_app
+from .calibrate.command import calibrate
 from .command_classes import ReportingGroup, ServeCommand, passed_through
 from .options import RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
 from .plan.command import plan
@@ -27,6 +28,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 app.command()(plan)
+app.command()(calibrate)
 app.add_typer(bench_app, name="bench")
 
 ConfigOption = Annotated[

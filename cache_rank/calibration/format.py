@@ -8,14 +8,14 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 16 << 20
 
 
-class CalibrationError(TandemKVError):
+class CalibrationError(SettingsError):
     """A calibration cannot be made, read, or used with this model; the text says what to do."""
 
 

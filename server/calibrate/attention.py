@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a model with transformers and hands out each layer's attention, pooled by KV head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+
+Pool = Callable[[torch.Tensor], torch.Tensor]
+"""``[H, G, T, T]`` post-softmax weights to ``[H, T, T]``."""
+
+
+def mean_of_group(weights: torch.Tensor) -> torch.Tensor:
+    """Post-softmax pooling over the query heads of a group (Kascade, section 3.4)."""
+    return weights.mean(dim=1)
+
+
+def max_of_group(weights: torch.Tensor) -> torch.Tensor:
+    """Max-pooling over the query heads of a group (SyncKV, appendix B.1)."""
+    return weights.amax(dim=1)
+
+
+@dataclass(slots=True)
+class TextAttention:
+    """Attention of one text of T tokens.
+
+    Attributes
+    ----------
+    weights : list of torch.Tensor
+        Per layer ``[H, T, T]`` float32, query by key.
+    importance : list of float
+        Per layer ``1 - cos(x, y)``, mean over tokens: x the residual stream before attention,
+        y after attention is added to it.
+    """
+
+    weights: list[torch.Tensor] = field(default_factory=list)
+    importance: list[float] = field(default_factory=list)
+
+
+class AttentionRecorder:
+    """A model on CPU with eager attention, whose layers are read by hooks, one at a time.
+
+    Parameters
+    ----------
+    model_dir : Path
+        Hugging Face layout.
+    model : ModelSpec
+        Its shape.
+    dtype : str
+        Torch name of the dtype to compute in.
+    pool : Callable
+        How the heads of a group are pooled.
+    """
+
+    def __init__(self, model_dir: Path, model: ModelSpec, *, dtype: str, pool: Pool) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+
+        self._network: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=getattr(torch, dtype), attn_implementation="eager"
+        ).eval()
+        self._model, self._pool = model, pool
+        self._stream = torch.empty(0)
+        self._found = TextAttention()
+        for layer in self._network.model.layers:
+            layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
+            layer.self_attn.register_forward_hook(self._after_attention)
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[int]) -> TextAttention:
+        """Return the attention of one text."""
+        self._found = TextAttention()
+        self._network.model(torch.tensor([list(tokens)]), use_cache=False)
+        return self._found
+
+    def _before_layer(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._stream = args[0] if args else kwargs["hidden_states"]
+
+    def _after_attention(self, _: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        added, weights = output[:2]
+        grouped = weights[0].float().unflatten(0, (self._model.num_kv_heads, -1))
+        self._found.weights.append(self._pool(grouped))
+        before, after = self._stream.float(), (self._stream + added).float()
+        cosine = torch.cosine_similarity(before, after, dim=-1).mean()
+        self._found.importance.append(1.0 - float(cosine))
