@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that is decided before the first server starts."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.settings import CacheSettings
+from tandemkv.server.preflight import resolve_device, resolve_dtype, resolve_model
+from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings_sources import Sourced, load_settings, setting_fields
+
+from .configurations import Configuration, parse_budgets, plan
+from .corpus import Corpus, built_in_corpus, read_corpus
+from .samples import Sample, digest, samples_digest, write_samples
+from .tasks.base import Task, TaskInputs
+from .tasks.registry import find_tasks
+from .tokenizing import PromptBuilder, PromptStyle, Tokenizer, load_tokenizer
+
+SPARE_TOKENS = 64
+"""Room of a request beyond its own tokens, in the cache rank's capacity."""
+
+_CAPACITY = "cache.capacity_tokens"
+_PACKAGES = ("tandemkv", "sglang", "torch", "transformers", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for. Budgets, tasks and settings are texts as given."""
+
+    model: str
+    policies: Sequence[str]
+    budgets: Sequence[str]
+    tasks: Sequence[str]
+    out: Path
+    num_samples: int = 8
+    context_tokens: int = 4096
+    num_forced_tokens: int = 128
+    max_new_tokens: int | None = None
+    corpus: Sequence[Path] = ()
+    prompt_style: PromptStyle = "raw"
+    seed: int = 0
+    concurrency: int = 4
+    with_dense: bool = True
+    device: str = "auto"
+    dtype: str = "auto"
+    settings: Sequence[str] = ()
+    config: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """A checked request: what to run, and where results go.
+
+    `settings_of` returns the settings of the server of a configuration.
+    """
+
+    request: Request
+    model_dir: Path
+    device: str
+    dtype: str
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    corpus: Corpus
+    tasks: Sequence[Task]
+    samples: Mapping[str, Sequence[Sample]]
+    configurations: Sequence[Configuration]
+    base: ServeSettings
+
+    @property
+    def runs(self) -> Path:
+        """Folder of the results."""
+        return self.request.out / "runs"
+
+    def settings_of(self, configuration: Configuration) -> ServeSettings:
+        """Return the whole tree for one server."""
+        selection = self.base.selection.model_validate(
+            {**self.base.selection.model_dump(), **configuration.selection}
+        )
+        return self.base.model_copy(update={"selection": selection})
+
+    def digest_of(self, configuration: Configuration, task: str) -> str:
+        """Return the digest under which a result counts."""
+        settings = self.settings_of(configuration).model_dump(mode="json")
+        for local in ("port", "run_dir", "model", "start_timeout_s", "stop_timeout_s"):
+            del settings[local]
+        configured = msgspec.to_builtins(configuration)
+        return digest(
+            samples_digest(self.samples[task]), configured, settings, self.spec.model_hash
+        )
+
+    def applies(self, configuration: Configuration, task: Task) -> bool:
+        """Whether a task says anything about a configuration: mass needs something selected."""
+        return task.measure != "mass" or configuration.attended_tokens is not None
+
+
+def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
+    """Check a request, make the samples, and write them to ``samples/`` of its folder.
+
+    Raises
+    ------
+    SettingsError
+        If anything is unknown, missing, too short or too long; nothing has been started then.
+    UnsupportedModelError
+        If the model cannot be served.
+    """
+    tasks = find_tasks(request.tasks)
+    model_dir = resolve_model(request.model, note)
+    device = resolve_device(request.device)
+    dtype = resolve_dtype(request.dtype, device, model_dir)
+    spec = read_model_spec(model_dir, dtype=dtype)
+    flags = _flags(request, model_dir, device, dtype)
+    draft = load_settings(flags, {}, request.config)
+    budgets = parse_budgets(request.budgets, request.context_tokens)
+    configurations = plan(
+        request.policies,
+        budgets,
+        num_layers=spec.num_layers,
+        device=device,
+        base=draft.selection.model_dump(exclude_defaults=True, exclude={"policy"}),
+        with_dense=request.with_dense,
+    )
+    if not configurations:
+        raise SettingsError("nothing to measure: no policy is given and dense is left out")
+    corpus = read_corpus(request.corpus) if request.corpus else built_in_corpus()
+    tokenizer = load_tokenizer(model_dir)
+    inputs = TaskInputs(
+        prompts=PromptBuilder(tokenizer, request.prompt_style),
+        corpus=corpus,
+        context_tokens=request.context_tokens,
+        num_samples=request.num_samples,
+        num_forced_tokens=request.num_forced_tokens,
+        seed=request.seed,
+        max_new_tokens=request.max_new_tokens,
+    )
+    samples = {}
+    for task in tasks:
+        note(f"samples of {task.name}")
+        samples[task.name] = task.samples(inputs)
+        write_samples(request.out / "samples" / f"{task.name}.jsonl", samples[task.name])
+    longest = max(sample.num_tokens for found in samples.values() for sample in found)
+    if longest > spec.max_context:
+        raise SettingsError(
+            f"context_tokens={request.context_tokens}: the longest request has {longest} tokens, "
+            f"the model takes {spec.max_context}; lower --context-tokens or --max-new-tokens"
+        )
+    _check_dense(request, tasks)
+    if _CAPACITY not in flags and draft.cache.capacity_tokens == CacheSettings().capacity_tokens:
+        needed = (longest + SPARE_TOKENS) * (request.concurrency + 1)
+        flags[_CAPACITY] = Sourced(max(4096, needed), "--concurrency")
+    return Campaign(
+        request=request,
+        model_dir=model_dir,
+        device=device,
+        dtype=dtype,
+        spec=spec,
+        tokenizer=tokenizer,
+        corpus=corpus,
+        tasks=tasks,
+        samples=samples,
+        configurations=configurations,
+        base=load_settings(flags, {}, request.config),
+    )
+
+
+def _check_dense(request: Request, tasks: Sequence[Task]) -> None:
+    needing = [task.name for task in tasks if task.measure == "agreement"]
+    if needing and not request.with_dense:
+        raise SettingsError(
+            f"task={needing[0]} compares with dense; leave out --no-dense (results that are kept "
+            "in --out are not measured again)"
+        )
+
+
+def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[str, Sourced]:
+    flags = {
+        "model": Sourced(str(model_dir), "MODEL"),
+        "device": Sourced(device, "--device"),
+        "dtype": Sourced(dtype, "--dtype"),
+        "evaluation": Sourced(True, "tandemkv quality"),
+        "max_running_requests": Sourced(request.concurrency, "--concurrency"),
+    }
+    for text in request.settings:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise SettingsError(f"--set {text}: KEY=VALUE is required, e.g. selection.lag=2")
+        if key in (*flags, "port", "host", "run_dir", "selection.policy"):
+            raise SettingsError(f"--set {text}: tandemkv quality sets {key} itself")
+        if key not in setting_fields():
+            near = difflib.get_close_matches(key, setting_fields(), n=1)
+            raise SettingsError(
+                f"--set {text}: no such setting; "
+                + (f"did you mean {near[0]}?" if near else "`tandemkv serve --print-settings`")
+            )
+        flags[key] = Sourced(value, f"--set {key}")
+    return flags
+
+
+def describe(campaign: Campaign) -> dict[str, Any]:
+    """Return what the report says about how results came about."""
+    request = campaign.request
+    return {
+        "format": "tandemkv-quality/1",
+        "command": f"tandemkv {shlex.join(_relative(a) for a in sys.argv[1:])}",
+        "date": datetime.date.today().isoformat(),
+        "model": campaign.model_dir.name,
+        "dtype": campaign.dtype,
+        "device": campaign.device,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "cores": os.cpu_count(),
+        "num_layers": campaign.spec.num_layers,
+        "num_kv_heads": campaign.spec.num_kv_heads,
+        "head_dim": campaign.spec.head_dim,
+        "concurrency": request.concurrency,
+        "corpus": campaign.corpus.describe(),
+        "corpus_absent": list(campaign.corpus.absent),
+        "tasks": {
+            task.name: {
+                "title": task.title,
+                "definition": task.definition,
+                "source": task.source,
+                "measure": task.measure,
+                "samples": len(campaign.samples[task.name]),
+                "samples_digest": samples_digest(campaign.samples[task.name]),
+                "context_tokens": request.context_tokens,
+                "forced_tokens": request.num_forced_tokens,
+                "seed": request.seed,
+                "prompt_style": request.prompt_style,
+                "longest_tokens": max(s.num_tokens for s in campaign.samples[task.name]),
+            }
+            for task in campaign.tasks
+        },
+    }
+
+
+def _relative(argument: str) -> str:
+    """Keep where things lie on this machine out of the report."""
+    return Path(argument).name if argument.startswith(("/", "~")) else argument
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed as a package"

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which servers are measured: policies times budgets, and dense."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+from pydantic import ValidationError
+
+from tandemkv.cache_rank.policies.base import PolicyCapabilities, PolicyError
+from tandemkv.cache_rank.policies.registry import find_policy
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+
+DENSE = "dense"
+System = Literal["tandemkv", "sglang", "kvpress"]
+
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One server, or one setting of another system.
+
+    Attributes
+    ----------
+    system, policy : str
+        ``sglang`` ``dense`` is stock SGLang.
+    budget : str
+        As given on the command line, ``all`` where everything is attended to.
+    attended_tokens : int or None
+        Tokens attended to per KV head and layer, in layers that are not exact; None for all.
+    exact_layers : list of int
+        Layers that attend to everything.
+    num_layers : int
+        Layers of the model.
+    selection : dict
+        Settings of the group ``selection``.
+    sees_question : str
+        Whether what is attended to was chosen knowing the question.
+    """
+
+    system: System
+    policy: str
+    budget: str
+    attended_tokens: int | None
+    num_layers: int
+    exact_layers: list[int] = []
+    selection: dict[str, str | int | float | bool | list[int] | None] = {}
+    sees_question: str = ""
+
+    @property
+    def slug(self) -> str:
+        """Name of its folder."""
+        name = f"{self.system}-{self.policy}-{self.budget}".replace("%", "pc")
+        return re.sub(r"[^A-Za-z0-9.]+", "-", name)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is the reference."""
+        return self.system == "sglang" and self.policy == DENSE
+
+    def attended_share(self, share_elsewhere: float) -> float:
+        """Share over all layers, given that of layers that are not exact."""
+        exact = len(self.exact_layers)
+        return (exact + (self.num_layers - exact) * share_elsewhere) / self.num_layers
+
+
+class Budget(NamedTuple):
+    """Tokens attended to per KV head, as a number or a share of the context."""
+
+    text: str
+    tokens: int
+
+
+def parse_budgets(texts: Sequence[str], context_tokens: int) -> list[Budget]:
+    """Read ``12.5%`` (of the context) and ``1092`` (tokens).
+
+    Raises
+    ------
+    SettingsError
+        If a text is neither, or is not below the context.
+    """
+    found = []
+    for text in texts:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text.strip())
+        if match is None:
+            raise SettingsError(
+                f"budget={text}: a number of tokens (1092) or a share of the context (12.5%) is "
+                "required"
+            )
+        number = float(match[1])
+        tokens = int(number / 100 * context_tokens if match[2] else number)
+        if not 0 < tokens < context_tokens:
+            raise SettingsError(
+                f"budget={text}: {tokens} tokens of a context of {context_tokens}; it must be "
+                "more than none and less than all"
+            )
+        found.append(Budget(text.strip(), tokens))
+    return found
+
+
+def plan(
+    policies: Sequence[str],
+    budgets: Sequence[Budget],
+    *,
+    num_layers: int,
+    device: str,
+    base: Mapping[str, object],
+    with_dense: bool = True,
+) -> list[Configuration]:
+    """Return dense and every policy at every budget; a policy without budgets comes once.
+
+    Parameters
+    ----------
+    policies : sequence of str
+        Names in the registry, or ``module:Class``.
+    budgets : sequence of Budget
+        Tokens attended to.
+    num_layers : int
+        Of the model.
+    device : str
+        ``cpu`` or ``cuda``.
+    base : mapping
+        Settings of the group ``selection`` that the user gave.
+    with_dense : bool
+        Whether stock SGLang is measured too.
+
+    Raises
+    ------
+    SettingsError
+        If a policy is unknown, cannot run here, or a budget is too small for it.
+    """
+    found = []
+    if with_dense:
+        found.append(
+            Configuration(
+                system="sglang",
+                policy=DENSE,
+                budget="all",
+                attended_tokens=None,
+                num_layers=num_layers,
+                sees_question="everything is attended to",
+            )
+        )
+    for policy in policies:
+        if policy == DENSE:
+            continue
+        capabilities = _capabilities(policy, device)
+        if capabilities.all_exact:
+            found.append(_exact(policy, num_layers, base))
+            continue
+        if not budgets:
+            raise SettingsError(f"policy={policy} needs a budget: --budgets 12.5% or --budgets 512")
+        found += [_sparse(policy, capabilities, b, num_layers, base) for b in budgets]
+    slugs = [item.slug for item in found]
+    twice = sorted({slug for slug in slugs if slugs.count(slug) > 1})
+    if twice:
+        raise SettingsError(f"given twice: {', '.join(twice)}; give each policy and budget once")
+    return found
+
+
+def _capabilities(policy: str, device: str) -> PolicyCapabilities:
+    try:
+        capabilities = find_policy(policy).capabilities
+    except PolicyError as error:
+        raise SettingsError(str(error)) from error
+    if device not in capabilities.devices:
+        raise SettingsError(
+            f"policy={policy} declares devices {', '.join(capabilities.devices)}, not {device}; "
+            "leave it out or choose another --device"
+        )
+    return capabilities
+
+
+def _exact(policy: str, num_layers: int, base: Mapping[str, object]) -> Configuration:
+    settings = _settings(policy, base)
+    return Configuration(
+        system="tandemkv",
+        policy=policy,
+        budget="all",
+        attended_tokens=None,
+        num_layers=num_layers,
+        exact_layers=list(range(num_layers)),
+        selection=_given(settings),
+        sees_question="everything is attended to",
+    )
+
+
+def _sparse(
+    policy: str,
+    capabilities: PolicyCapabilities,
+    budget: Budget,
+    num_layers: int,
+    base: Mapping[str, object],
+) -> Configuration:
+    """Find the settings whose attended tokens come closest to the budget from below.
+
+    What is attended to is resident: sink + c * K + ring. A policy that selects nothing gets the
+    whole budget as its ring.
+    """
+    defaults = {key: field.default for key, field in SelectionSettings.model_fields.items()}
+    sink = int(str(base.get("num_sink_tokens", defaults["num_sink_tokens"])))
+    recent = int(str(base.get("num_recent_tokens", defaults["num_recent_tokens"])))
+    factor = float(str(base.get("resident_factor", defaults["resident_factor"])))
+    if capabilities.selects:
+        added: dict[str, object] = {"budget_tokens": int((budget.tokens - sink - recent) / factor)}
+    else:
+        added = {"num_recent_tokens": budget.tokens - sink}
+    try:
+        settings = _settings(policy, {**base, **added})
+    except SettingsError as error:
+        raise SettingsError(
+            f"budget={budget.text} ({budget.tokens} tokens) is not possible for policy={policy} "
+            f"with num_sink_tokens={sink}, num_recent_tokens={recent}, resident_factor={factor:g}: "
+            f"{error}; where it is too small, --set selection.num_recent_tokens=16 makes room"
+        ) from error
+    attended = settings.num_resident + settings.num_recent_tokens
+    if attended > budget.tokens:
+        raise SettingsError(
+            f"policy={policy} attends to {attended} tokens with budget={budget.text}; its budget "
+            "cannot be set from here"
+        )
+    return Configuration(
+        system="tandemkv",
+        policy=policy,
+        budget=budget.text,
+        attended_tokens=attended,
+        num_layers=num_layers,
+        exact_layers=sorted(set(settings.exact_layers) & set(range(num_layers))),
+        selection=_given(settings),
+        sees_question="chosen anew in decode"
+        if capabilities.selects
+        else "no: by position, whatever is asked",
+    )
+
+
+def _settings(policy: str, values: Mapping[str, object]) -> SelectionSettings:
+    try:
+        return SelectionSettings.model_validate({**values, "policy": policy})
+    except ValidationError as error:
+        raise SettingsError(
+            "; ".join(
+                f"{'.'.join(map(str, item['loc'])) or 'selection'}: "
+                f"{item['msg'].removeprefix('Value error, ')}"
+                for item in error.errors(include_url=False)
+            )
+        ) from error
+
+
+def _given(
+    settings: SelectionSettings,
+) -> dict[str, str | int | float | bool | list[int] | None]:
+    """Return what differs from the defaults, and what the report names."""
+    named = {"policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens"}
+    defaults = SelectionSettings()
+    return {
+        key: value
+        for key, value in settings.model_dump(mode="json").items()
+        if key in named or getattr(settings, key) != getattr(defaults, key)
+    }

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score against attended share, one line a policy. Needs matplotlib (``tandemkv[quality]``)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .summary import Row, Score
+
+_AXES = {
+    "score": "score",
+    "perplexity": "change of perplexity, %",
+    "agreement": "tokens that agree with dense",
+    "mass": "attention mass",
+}
+
+
+def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
+    """Return an SVG document a task that has points to draw, by task name.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    found = {}
+    # No dates and no random ids: equal results give equal files.
+    style = {"svg.hashsalt": "tandemkv", "svg.fonttype": "none", "font.size": 9.0}
+    with matplotlib.rc_context(style):
+        for name, task in described["tasks"].items():
+            lines = _lines(rows, name, task["measure"])
+            if not lines:
+                continue
+            figure = Figure(figsize=(6.0, 4.0), layout="constrained")
+            axes = figure.subplots()
+            for label, points in lines.items():
+                shares, values, below, above = zip(*points, strict=True)
+                dashes = "--" if label.endswith(")") else "-"
+                axes.errorbar(
+                    shares, values, yerr=[below, above], label=label, fmt=f"o{dashes}",
+                    markersize=4, linewidth=1.2, capsize=2, elinewidth=0.8,
+                )  # fmt: skip
+            dense = _dense(rows, name, task["measure"])
+            if dense is not None:
+                axes.axhline(dense, color="0.4", linewidth=0.8, linestyle=":", label="dense")
+            axes.set_title(f"{task['title']}, {task['samples']} samples")
+            axes.set_xlabel("attended share of the context, all layers, %")
+            axes.set_ylabel(_AXES[task["measure"]])
+            axes.grid(color="0.9", linewidth=0.6)
+            axes.legend(fontsize=7.5)
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", metadata={"Date": None})
+            found[name] = buffer.getvalue()
+    return found
+
+
+_Point = tuple[float, float, float, float]
+
+
+def _lines(rows: Sequence[Row], name: str, measure: str) -> dict[str, list[_Point]]:
+    """Points of each policy by share: share in per cent, value, and how far the interval goes."""
+    lines: dict[str, list[_Point]] = {}
+    for row in rows:
+        score = row.scores.get(name)
+        if score is None or row.system == "sglang" or score.attended_share is None:
+            continue
+        value, low, high = _figures(score, measure)
+        point = (100 * score.attended_share, value, max(0.0, value - low), max(0.0, high - value))
+        lines.setdefault(row.label, []).append(point)
+    return {label: sorted(points) for label, points in lines.items()}
+
+
+def _figures(score: Score, measure: str) -> tuple[float, float, float]:
+    if (
+        measure == "perplexity"
+        and score.change is not None
+        and score.change_low is not None
+        and score.change_high is not None
+    ):
+        return score.change, score.change_low, score.change_high
+    return score.value, score.low, score.high
+
+
+def _dense(rows: Sequence[Row], name: str, measure: str) -> float | None:
+    score = next((r.scores[name] for r in rows if r.system == "sglang" and name in r.scores), None)
+    if score is None:
+        return None
+    return 0.0 if measure == "perplexity" else score.value

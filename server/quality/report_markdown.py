@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as tables, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .summary import Row, Score, Summary
+
+_NOTHING = "–"
+
+
+class Table(NamedTuple):
+    """A table of texts; `note` says how to read it."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str
+
+
+def tables(described: Mapping[str, Any], summary: Summary) -> list[Table]:
+    """Return the tables of the report."""
+    found = [_scores(described, summary.rows), _attended(described, summary.rows)]
+    mass = [name for name, task in described["tasks"].items() if task["measure"] == "mass"]
+    if any(name in row.scores for row in summary.rows for name in mass):
+        found.append(_mass(summary.rows, mass[0]))
+    found.append(_tasks(described))
+    return found
+
+
+def markdown(described: Mapping[str, Any], summary: Summary, plots: Sequence[str]) -> str:
+    """Return the report as Markdown.
+
+    Parameters
+    ----------
+    described, summary : mapping, Summary
+        How results came about, and the figures.
+    plots : sequence of str
+        Paths of pictures, relative to the report.
+    """
+    parts = [f"# Quality: {described['model']}", "", *headline(described, summary), ""]
+    for table in tables(described, summary):
+        parts += [f"## {table.title}", "", _line(table.header)]
+        parts.append(_line(["---"] * len(table.header)))
+        parts += [_line(row) for row in table.rows]
+        parts += ["", table.note, ""]
+    if plots:
+        parts += ["## Plots", "", *(f"![score against attended share]({p})" for p in plots), ""]
+    return "\n".join(parts)
+
+
+def headline(described: Mapping[str, Any], summary: Summary) -> list[str]:
+    """Return the lines that say what was measured on what."""
+    versions = ", ".join(f"{k} {v}" for k, v in described["versions"].items())
+    texts = ", ".join(f"{t['name']} ({t['sha256']})" for t in described["corpus"])
+    lines = [
+        f"{described['date']}, {described['model']}, {described['dtype']}, {described['device']}, "
+        f"{described['cores']} cores; Python {described['python']}, {versions}.",
+        f"Command: `{described['command']}`",
+        f"Texts: {texts}.",
+    ]
+    if described["corpus_absent"]:
+        lines.append(f"Built-in texts absent here: {', '.join(described['corpus_absent'])}.")
+    if summary.left_out:
+        lines.append(
+            f"Left out, measured on other samples than these: {', '.join(summary.left_out)}."
+        )
+    return [part for line in lines for part in (line, "")][:-1]
+
+
+def _scores(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
+    tasks = described["tasks"]
+    names = [name for name, task in tasks.items() if task["measure"] != "mass"]
+    units = {"score": "0–1", "perplexity": "change", "agreement": "tokens agreeing"}
+    header = ["system", "budget"]
+    header += [f"{tasks[n]['title']} ({units[tasks[n]['measure']]})" for n in names]
+    body = [
+        [row.label, row.budget, *(_cell(row, name, tasks[name]["measure"]) for name in names)]
+        for row in rows
+    ]
+    return Table(
+        "Scores",
+        header,
+        body,
+        "Brackets: 95 % bootstrap interval, over samples, or over blocks of 16 tokens within the "
+        "texts where tokens are forced. Perplexity: change against dense, which has its own "
+        "value. Intervals of few samples are wide and still too narrow.",
+    )
+
+
+def _cell(row: Row, name: str, measure: str) -> str:
+    score = row.scores.get(name)
+    if score is None:
+        return _NOTHING
+    if measure == "perplexity":
+        if score.change is None or score.change_low is None or score.change_high is None:
+            return f"{score.value:.3f}"
+        return f"{score.change:+.2f} % ({score.change_low:+.2f} to {score.change_high:+.2f})"
+    if measure == "agreement":
+        if row.system == "sglang":
+            return "reference"
+        first = score.details["median_first_difference"]
+        return f"{_interval(score)}, first difference {first:.0f}"
+    return _interval(score)
+
+
+def _interval(score: Score) -> str:
+    return f"{score.value:.3f} ({score.low:.3f} to {score.high:.3f})"
+
+
+def _attended(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
+    body = []
+    for row in rows:
+        shares = [s.attended_share for s in row.scores.values() if s.attended_share is not None]
+        spread = _NOTHING
+        if shares:
+            low, high = 100 * min(shares), 100 * max(shares)
+            spread = f"{low:.1f} %" if high - low < 0.05 else f"{low:.1f}–{high:.1f} %"
+        body.append(
+            [
+                row.label,
+                row.budget,
+                "all" if row.attended_tokens is None else str(row.attended_tokens),
+                spread,
+                _exact_layers(row),
+                _NOTHING if row.moved_rows is None else f"{row.moved_rows:.1f}",
+                _NOTHING if row.moved_kib is None else f"{row.moved_kib:.1f}",
+                row.sees_question or _NOTHING,
+            ]
+        )
+    header = [
+        *("system", "budget", "attended tokens", "attended share", "exact layers"),
+        *("rows moved", "KiB moved", "knows the question"),
+    ]
+    return Table(
+        "What is attended to and moved",
+        header,
+        body,
+        "Attended tokens: per KV head, in layers that are not exact. Attended share: measured over "
+        "the tasks, of the context, over all layers, exact ones counted in full. Rows (a key and "
+        "a value of one KV head in one layer) and KiB that selection sends to the inference rank, "
+        f"per request and decode step; the model has {described['num_layers']} layers of "
+        f"{described['num_kv_heads']} KV heads.",
+    )
+
+
+def _exact_layers(row: Row) -> str:
+    if not row.exact_layers:
+        return _NOTHING
+    if len(row.exact_layers) > 4:
+        return f"{len(row.exact_layers)} layers"
+    return ", ".join(map(str, row.exact_layers))
+
+
+def _mass(rows: Sequence[Row], name: str) -> Table:
+    body = []
+    for row in rows:
+        score = row.scores.get(name)
+        if score is not None:
+            d = score.details
+            body.append(
+                [
+                    *(row.label, row.budget, _interval(score), f"{d['oracle_mass']:.3f}"),
+                    *(f"{d['of_oracle']:.3f}", f"{d['recall']:.3f}", f"{d['worst_layer']:.3f}"),
+                ]
+            )
+    return Table(
+        "Attention mass",
+        ["system", "budget", "mass", "oracle", "of the oracle's", "recall", "worst layer"],
+        body,
+        "Share of the true softmax mass on attended tokens, in float64, exact layers left out. "
+        "Oracle: the best that as many tokens can have. Recall: share of the oracle's tokens "
+        "that are attended to.",
+    )
+
+
+def _tasks(described: Mapping[str, Any]) -> Table:
+    body = [
+        [
+            *(task["title"], str(task["samples"]), str(task["longest_tokens"])),
+            *(str(task["seed"]), task["prompt_style"], task["definition"], task["source"]),
+        ]
+        for task in described["tasks"].values()
+    ]
+    return Table(
+        "Tasks",
+        ["task", "samples", "longest request", "seed", "prompt", "definition", "source"],
+        body,
+        "Answers are decoded greedily; the first token of an answer comes from prefill, which is "
+        "dense, unless the question comes late.",
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of an answer against its references, between 0 and 1."""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import re
+import string
+from collections.abc import Callable, Sequence
+
+Scorer = Callable[[str, Sequence[str]], float]
+
+
+def string_match_all(answer: str, references: Sequence[str]) -> float:
+    """Share of the references that occur in the answer, case ignored (RULER, arXiv:2404.06654)."""
+    return sum(r.lower() in answer.lower() for r in references) / len(references)
+
+
+def string_match_part(answer: str, references: Sequence[str]) -> float:
+    """1 if any reference occurs in the answer, case ignored (RULER's question answering)."""
+    return float(any(r.lower() in answer.lower() for r in references))
+
+
+def qa_f1(answer: str, references: Sequence[str]) -> float:
+    """Best F1 over bags of words, after SQuAD's normalisation (LongBench, arXiv:2308.14508)."""
+    return max(_f1(_normalise(answer).split(), _normalise(r).split()) for r in references)
+
+
+def rouge_l(answer: str, references: Sequence[str]) -> float:
+    """Best F1 over the longest common subsequence of words.
+
+    LongBench's summaries. Deviation: words are split at white space, one sentence a text.
+    """
+    return max(_rouge_l(answer.split(), r.split()) for r in references)
+
+
+def code_similarity(answer: str, references: Sequence[str]) -> float:
+    """Similarity of the first line that is code (LongBench's ``lcc``, ``repobench-p``).
+
+    `difflib`'s ratio, which is what fuzzywuzzy's ``ratio`` is without its C extension.
+    """
+    lines = answer.lstrip("\n").split("\n")
+    line = next((x for x in lines if not any(c in x for c in ("`", "#", "//"))), "")
+    return max(difflib.SequenceMatcher(None, line, r).ratio() for r in references)
+
+
+def class_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the first line of the answer holds a reference (LongBench's ``trec``).
+
+    Deviation: LongBench divides by the number of class names that occur in the answer.
+    """
+    return string_match_part(answer.lstrip("\n").split("\n")[0], references)
+
+
+def first_line_f1(answer: str, references: Sequence[str]) -> float:
+    """`qa_f1` of the first line (LongBench's few-shot ``triviaqa``)."""
+    return qa_f1(answer.lstrip("\n").split("\n")[0], references)
+
+
+def first_line_rouge_l(answer: str, references: Sequence[str]) -> float:
+    """`rouge_l` of the first line (LongBench's few-shot ``samsum``)."""
+    return rouge_l(answer.lstrip("\n").split("\n")[0], references)
+
+
+def number_share(answer: str, references: Sequence[str]) -> float:
+    """Share of the numbers in the answer that are the reference's number.
+
+    LongBench's ``passage_count`` and ``passage_retrieval_en``.
+    """
+    wanted = {found for r in references for found in re.findall(r"\d+", r)}
+    numbers = re.findall(r"\d+", answer)
+    return sum(n in wanted for n in numbers) / len(numbers) if numbers else 0.0
+
+
+def final_number(answer: str, references: Sequence[str]) -> float:
+    r"""1 if the last ``\boxed{}``, or else the last number, is the reference (AIME)."""
+    boxed = re.findall(r"\\boxed\{\s*([^{}]*?)\s*\}", answer)
+    numbers = re.findall(r"\d+", boxed[-1] if boxed else answer)
+    return float(bool(numbers) and int(numbers[-1]) in {int(r) for r in references})
+
+
+SCORERS: dict[str, Scorer] = {
+    scorer.__name__: scorer
+    for scorer in (
+        string_match_all,
+        string_match_part,
+        qa_f1,
+        rouge_l,
+        code_similarity,
+        class_match,
+        first_line_f1,
+        first_line_rouge_l,
+        number_share,
+        final_number,
+    )
+}
+
+
+def _normalise(text: str) -> str:
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _f1(found: list[str], wanted: list[str]) -> float:
+    common = sum((collections.Counter(found) & collections.Counter(wanted)).values())
+    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+
+
+def _rouge_l(found: list[str], wanted: list[str]) -> float:
+    row = [0] * (len(wanted) + 1)
+    for word in found:
+        diagonal = 0
+        for j, other in enumerate(wanted, 1):
+            diagonal, row[j] = row[j], diagonal + 1 if word == other else max(row[j], row[j - 1])
+    return 2 * row[-1] / (len(found) + len(wanted)) if row[-1] else 0.0

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers under measurement: ``tandemkv serve`` or stock SGLang, each a child with its own port."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.server.child_process import ChildProcess, ChildSpec
+from tandemkv.server.ports import choose_port
+from tandemkv.server.probes import fetch_status, server_state
+from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings_sources import ENVIRONMENT_PREFIX, to_yaml
+from tandemkv.server.sglang_command import sglang_argv
+
+PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
+_HOST = "127.0.0.1"
+_TICK_S = 0.25
+_REQUEST_TIMEOUT_S = 7200.0
+
+
+class MeasurementError(TandemKVError):
+    """A server did not start, or did not answer as it must."""
+
+
+class StoppedError(MeasurementError):
+    """The user asked to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that answers.
+
+    Attributes
+    ----------
+    url : str
+        Its address.
+    is_stock : bool
+        Whether it is SGLang without the plugin.
+    probe_file : Path or None
+        Where attention probes are written, if they are.
+    """
+
+    url: str
+    is_stock: bool
+    probe_file: Path | None = None
+
+    def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one request to SGLang's native endpoint.
+
+        Raises
+        ------
+        MeasurementError
+            If the answer is not one of success.
+        """
+        request = urllib.request.Request(
+            f"{self.url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=_REQUEST_TIMEOUT_S) as reply:
+                found: dict[str, Any] = json.load(reply)
+        except urllib.error.HTTPError as error:
+            text = error.read(2000).decode("utf-8", errors="replace")
+            raise MeasurementError(f"HTTP {error.code} from /generate: {text}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise MeasurementError(f"no answer from /generate: {error}") from error
+        return found
+
+    def counters(self) -> dict[str, float]:
+        """Return the totals of both ranks by name, with ``inference.`` or ``cache.`` before it."""
+        if self.is_stock:
+            return {}
+        status = fetch_status(self.url)
+        ranks = {"inference": status["inference_rank"], "cache": status["cache_ranks"][0]}
+        found: dict[str, float] = {}
+        for rank, report in ranks.items():
+            if "values" not in report:
+                raise MeasurementError(f"{rank} rank reports no counters: {report.get('error')}")
+            found |= {f"{rank}.{k}": v for k, v in report["values"].items() if k.endswith("_total")}
+        return found
+
+
+@contextlib.contextmanager
+def tandem_server(
+    settings: ServeSettings, stop: threading.Event, *, probes: bool = False
+) -> Iterator[RunningServer]:
+    """Run ``tandemkv serve`` with `settings` while the context lasts.
+
+    Raises
+    ------
+    MeasurementError
+        If it does not become ready; the end of its logs is in the message.
+    """
+    work = Path(tempfile.mkdtemp(prefix="tkv-q-"))
+    try:
+        port = choose_port(_HOST, 0)
+        config = work / "quality.yaml"
+        own = settings.model_copy(update={"port": port, "run_dir": work / "run"})
+        config.write_text(to_yaml(own), encoding="utf-8")
+        probe_file = work / "probes.jsonl" if probes else None
+        env = _environment(settings.device)
+        if probe_file is not None:
+            env[PROBE_VARIABLE] = str(probe_file)
+        argv = (
+            *(sys.executable, "-P", "-m", "tandemkv.server", "serve", settings.model),
+            *("--config", str(config)),
+        )
+        server = RunningServer(f"http://{_HOST}:{port}", is_stock=False, probe_file=probe_file)
+        spec = ChildSpec(name="tandemkv serve", argv=argv, env=env, log_path=work / "serve.log")
+        with _running(spec, server, settings.start_timeout_s, stop, _ready):
+            yield server
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def stock_server(
+    settings: ServeSettings, *, model_dir: Path, device: str, dtype: str, stop: threading.Event
+) -> Iterator[RunningServer]:
+    """Run SGLang without the plugin, otherwise with the same arguments.
+
+    Raises
+    ------
+    MeasurementError
+        As `tandem_server`.
+    """
+    work = Path(tempfile.mkdtemp(prefix="tkv-q-"))
+    try:
+        port = choose_port(_HOST, 0)
+        argv = list(
+            sglang_argv(settings, model_dir=model_dir, device=device, dtype=dtype, port=port)
+        )
+        at = argv.index("--attention-backend")
+        # On a GPU stock SGLang chooses its own.
+        argv[at : at + 2] = ["--attention-backend", "torch_native"] if device == "cpu" else []
+        server = RunningServer(f"http://{_HOST}:{port}", is_stock=True)
+        env = _environment(device) | {"SGLANG_PLUGINS": "none"}
+        spec = ChildSpec(
+            name="stock SGLang", argv=tuple(argv), env=env, log_path=work / "sglang.log"
+        )
+        with _running(spec, server, settings.start_timeout_s, stop, _healthy):
+            yield server
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _environment(device: str) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
+    env.pop(PROBE_VARIABLE, None)
+    env.update(PYTHONSAFEPATH="1", PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1")
+    if device != "cuda":
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+    return env
+
+
+@contextlib.contextmanager
+def _running(
+    spec: ChildSpec,
+    server: RunningServer,
+    timeout_s: float,
+    stop: threading.Event,
+    detail: Any,
+) -> Iterator[None]:
+    child = ChildProcess(spec)
+    child.start()
+    watcher = threading.Thread(target=_end_when_asked, args=(child, stop), daemon=True)
+    watcher.start()
+    try:
+        deadline = time.monotonic() + timeout_s
+        while (reason := detail(server)) is not None:
+            if stop.is_set():
+                raise StoppedError("stopped")
+            status = child.exit_status()
+            if status is not None:
+                raise MeasurementError(f"{spec.name} ended: {status}\n{child.log_tail()}")
+            if time.monotonic() > deadline:
+                raise MeasurementError(
+                    f"{spec.name} not ready after {timeout_s:g} s (start_timeout_s): {reason}\n"
+                    f"{child.log_tail()}"
+                )
+            time.sleep(_TICK_S)
+        try:
+            yield
+        except MeasurementError as error:
+            if stop.is_set():
+                raise StoppedError("stopped") from error
+            raise MeasurementError(f"{error}\n{child.log_tail()}") from error
+    finally:
+        child.stop(30.0, hurry=lambda: False)
+        watcher.join(1.0)
+
+
+def _end_when_asked(child: ChildProcess, stop: threading.Event) -> None:
+    """End the server when the user stops, so that requests under way fail at once."""
+    while child.exit_status() is None:
+        if stop.wait(_TICK_S):
+            child.stop(10.0, hurry=lambda: False)
+            return
+
+
+def _ready(server: RunningServer) -> str | None:
+    state = server_state(server.url)
+    return None if state.ready else state.detail
+
+
+def _healthy(server: RunningServer) -> str | None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{server.url}/health", timeout=5.0) as reply:
+            return None if reply.status == 200 else f"HTTP {reply.status}"
+    except (OSError, http.client.HTTPException) as error:
+        return str(error)
