@@ -104,6 +104,34 @@ def cache_rank(
     run_cache_rank_process(settings, run_dir)
 
 
+@app.command("inference-rank", cls=ServeCommand, epilog="What follows -- goes to SGLang unchanged.")
+@with_flags(tuple(flag for flag in SERVE_FLAGS if flag.key != "run_dir"))
+def inference_rank(
+    ctx: typer.Context,
+    flags: dict[str, Sourced],
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", help="Directory shared with the cache rank.")
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", help=f"Model directory, or {EMBEDDED_MODEL}.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Run SGLang beside a cache rank that something else started; `serve` does both by itself.
+
+    Its settings must equal those of the cache rank, for which it waits.
+    """
+    if model is not None:
+        flags["model"] = Sourced(model, "--model")
+    extra = passed_through(ctx)
+    if extra:
+        flags["sglang_args"] = Sourced(extra, "the arguments after --")
+    settings = load_settings(flags, os.environ, config)
+    from .inference_process import become_inference_rank
+
+    become_inference_rank(settings, run_dir, lambda text: typer.echo(text, err=True))
+
+
 @app.command()
 def status(
     url: Annotated[

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Be the inference rank of a run directory: the counterpart of ``tandemkv cache-rank``.
+
+For places that start and restart the two ranks themselves, such as two containers of one pod.
+``tandemkv serve`` does not need it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+
+from .launch import LaunchError
+from .preflight import ResolvedLaunch, resolve_launch
+from .serve import cache_rank_detail
+from .settings import ServeSettings
+from .sglang_command import sglang_argv, sglang_env
+
+_PAUSE_S = 0.5
+
+
+def become_inference_rank(
+    settings: ServeSettings, path: Path, progress: Callable[[str], None]
+) -> None:
+    """Check, wait for the cache rank of `path`, and replace this process by SGLang's server.
+
+    Parameters
+    ----------
+    settings : ServeSettings
+        Equal to those of the cache rank; the handshake compares them.
+    path : Path
+        The run directory; made if it is not there yet.
+    progress : callable
+        Told what is waited for.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError
+        If the settings do not fit this machine, the model or this version.
+    LaunchError
+        If no cache rank answers within ``start_timeout_s``.
+    """
+    launch = resolve_launch(settings, progress)
+    run_dir = RunDir.create(path)
+    if settings.cache_ranks:
+        wait_for_cache_rank(run_dir, settings.start_timeout_s, progress)
+    argv, env = inference_rank_command(launch, run_dir, os.environ)
+    os.execve(argv[0], argv, env)
+
+
+def inference_rank_command(
+    launch: ResolvedLaunch, run_dir: RunDir, environ: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return SGLang's command line and environment, those that ``tandemkv serve`` gives it."""
+    argv = sglang_argv(
+        launch.settings,
+        model_dir=launch.model_dir,
+        device=launch.device,
+        dtype=launch.spec.dtype,
+        port=launch.port,
+    )
+    env = sglang_env(launch.settings, environ, run_dir=run_dir.path, device=launch.device)
+    return argv, env
+
+
+def wait_for_cache_rank(run_dir: RunDir, timeout_s: float, progress: Callable[[str], None]) -> None:
+    """Return once the cache rank of `run_dir` answers.
+
+    Raises
+    ------
+    LaunchError
+        If it does not within `timeout_s`, with its last answer.
+    """
+    deadline = time.monotonic() + timeout_s
+    told = ""
+    while (reason := cache_rank_detail(run_dir)) is not None:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"no cache rank after {timeout_s:g} s (--start-timeout-s): {reason}; start "
+                f"`tandemkv cache-rank --run-dir {run_dir.path}` with the same settings"
+            )
+        if reason != told:
+            progress(f"waiting for the cache rank: {reason}")
+            told = reason
+        time.sleep(_PAUSE_S)
