@@ -27,9 +27,9 @@ from tandemkv.kernels.dispatch import resolve
 POOLINGS = ("softmax_mean", "max_logit", "mean_logit")
 # Tokens that share one maximum in the scratch, at least; also the smallest page of int4 keys.
 MIN_TILE = 16
-# Programs of the scan for each multiprocessor of a GPU.
-_PROGRAMS_PER_SM = 8
-_MAX_SPLITS = 128
+# Programs of the scan for each multiprocessor of a GPU, at most: kinds of keys take a part of it.
+PROGRAMS_PER_SM = 32
+_MAX_SPLITS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def make_score_scratch(
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     heads = (num_reqs, num_kv_heads)
-    num_splits = -(-num_sms * _PROGRAMS_PER_SM // max(1, num_reqs * num_kv_heads))
+    num_splits = -(-num_sms * PROGRAMS_PER_SM // max(1, num_reqs * num_kv_heads))
     num_splits = max(2, min(num_splits, _MAX_SPLITS, padded_width // 256))
     num_tiles = padded_width // MIN_TILE
     return ScoreScratch(

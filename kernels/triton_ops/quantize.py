@@ -64,28 +64,28 @@ def _int4_kernel(
     if IS_APPEND:
         length = tl.load(lengths + item * lengths_stride).to(tl.int64)
         is_full = (length > 0) & (length % PAGE == 0)
-        at = pages + item * pages_stride_b + (length // PAGE - 1) * pages_stride_p
-        page = tl.load(at, mask=is_full, other=-1).to(tl.int64)
+        last = pages + item * pages_stride_b + (length // PAGE - 1) * pages_stride_p
+        page = tl.load(last, mask=is_full, other=-1).to(tl.int64)
     else:
         page = tl.load(pages + item * pages_stride_b).to(tl.int64)
     if page >= 0:
         row, dim = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-        mask = (row < PAGE)[:, None] & (dim < HALF)[None, :]
+        in_half = dim < HALF
+        mask = (row < PAGE)[:, None] & in_half[None, :]
         keys = k_pool + page * PAGE * k_stride_s + head * k_stride_h
-        at = keys + row[:, None] * k_stride_s + dim[None, :] * k_stride_d
-        first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(at + HALF * k_stride_d, mask=mask, other=0.0).to(tl.float32)
+        rows = keys + row[:, None] * k_stride_s + dim[None, :] * k_stride_d
+        first = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(rows + HALF * k_stride_d, mask=mask, other=0.0).to(tl.float32)
         low, low_step, low_zero = _int4_codes(first, (row < PAGE)[:, None])
         high, high_step, high_zero = _int4_codes(second, (row < PAGE)[:, None])
-        at = codes + page * c_stride_p + head * c_stride_h
-        at = at + row[:, None] * c_stride_n + dim[None, :] * c_stride_d
-        tl.store(at, low | (high << 4), mask=mask)
-        at = scales + page * s_stride_p + head * s_stride_h + dim * s_stride_d
-        in_half = dim < HALF
-        tl.store(at, low_step, mask=in_half)
-        tl.store(at + HALF * s_stride_d, high_step, mask=in_half)
-        tl.store(at + s_stride_k, low_zero, mask=in_half)
-        tl.store(at + s_stride_k + HALF * s_stride_d, high_zero, mask=in_half)
+        bytes_ = codes + page * c_stride_p + head * c_stride_h
+        bytes_ = bytes_ + row[:, None] * c_stride_n + dim[None, :] * c_stride_d
+        tl.store(bytes_, low | (high << 4), mask=mask)
+        steps = scales + page * s_stride_p + head * s_stride_h + dim * s_stride_d
+        tl.store(steps, low_step, mask=in_half)
+        tl.store(steps + HALF * s_stride_d, high_step, mask=in_half)
+        tl.store(steps + s_stride_k, low_zero, mask=in_half)
+        tl.store(steps + s_stride_k + HALF * s_stride_d, high_zero, mask=in_half)
 
 
 def append_int8(

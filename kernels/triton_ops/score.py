@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandemkv.kernels.score import ScoreScratch, make_score_scratch
+from tandemkv.kernels.score import PROGRAMS_PER_SM, ScoreScratch, make_score_scratch
 from tandemkv.kernels.triton_ops.score_scan import pool_kernel, scan_kernel
 from tandemkv.kernels.triton_ops.score_window import score_window
 
@@ -20,23 +20,30 @@ _TRITON_DTYPE = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-_POOL_TOKENS = 1024
-_BLOCK_PAGES = 64
+# Tokens and warps of a program of the second pass.
+POOL = (1024, 4)
+_BLOCK_PAGES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Tokens of a tile, pipeline depth and warps of the scan."""
+    """Tokens of a tile, pipeline depth, warps, programs per SM and registers of the scan.
+
+    Measured on an H200. One warp a program makes the sums over a tile's tokens cheap; the limit
+    of registers is what lets enough of such programs run at once.
+    """
 
     block_n: int
     stages: int
     warps: int
+    programs: int
+    registers: int | None
 
 
 TUNING = {
-    "native": Tuning(block_n=64, stages=3, warps=4),
-    "int8": Tuning(block_n=64, stages=4, warps=4),
-    "int4": Tuning(block_n=64, stages=5, warps=4),
+    "native": Tuning(block_n=64, stages=4, warps=4, programs=16, registers=None),
+    "int8": Tuning(block_n=64, stages=3, warps=1, programs=16, registers=128),
+    "int4": Tuning(block_n=64, stages=3, warps=1, programs=16, registers=128),
 }
 
 
@@ -76,7 +83,8 @@ def score_keys(
     # The interpreter multiplies bfloat16 as if its bits were integers.
     multiplied = torch.float32 if _INTERPRETED else rounded
     dim = head_dim // 2 if kind == "int4" else head_dim
-    pad_g, num_splits = scratch.logits.shape[3], scratch.split_lse.shape[2]
+    pad_g, max_splits = scratch.logits.shape[3], scratch.split_lse.shape[2]
+    num_splits = max(1, max_splits * tuning.programs // PROGRAMS_PER_SM)
     scratch_width, scratch_tiles = scratch.logits.shape[2], scratch.tile_max.shape[2]
     is_softmax = pooling == "softmax_mean"
     scales = q if k_scale is None else k_scale  # stands in for a pointer that is not read
@@ -94,15 +102,15 @@ def score_keys(
         DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), STAGES=tuning.stages,
         ROUND=_TRITON_DTYPE[rounded], DOT=_TRITON_DTYPE[multiplied],
         USE_ASM=not _INTERPRETED, PRECISION="ieee" if rounded == torch.float32 else "tf32",
-        num_warps=tuning.warps,
+        num_warps=tuning.warps, maxnreg=tuning.registers,
     )  # fmt: skip
     if is_softmax:
-        tiles = max(1, _POOL_TOKENS // block_n)
+        tiles = max(1, POOL[0] // block_n)
         pool_kernel[(num_reqs * num_kv_heads, triton.cdiv(width, tiles * block_n))](
             lo, hi, out, scratch.logits, scratch.tile_max, scratch.split_lse,
             width, num_kv_heads, num_splits, out.shape[2], scratch_width, scratch_tiles,
             lo.stride(0), hi.stride(0),
             GROUP=group, PAD_G=pad_g, BLOCK_N=block_n, BLOCK_T=tiles,
-            BLOCK_S=triton.next_power_of_2(num_splits), num_warps=4,
+            BLOCK_S=triton.next_power_of_2(num_splits), num_warps=POOL[1],
         )  # fmt: skip
     return out

@@ -10,30 +10,23 @@ quantized is widened to float16, exactly, in registers.
 import triton
 import triton.language as tl
 
-# Four bytes -> four float16: a byte under the exponent 0x64 is 1024 + byte, which float16 holds
-# exactly. About one instruction an element, where a conversion costs four times that.
+# Four bytes -> four float16, about one instruction an element, where conversions cost several.
+# A nibble as it stands is the subnormal nibble * 2**-24, which tensor cores multiply exactly.
 _ASM_LOW: tl.constexpr = tl.constexpr("""{
-    .reg .b32 t, c;
-    mov.b32 c, 0x64646464;
+    .reg .b32 t;
     and.b32 t, $2, 0x0F0F0F0F;
-    prmt.b32 $0, t, c, 0x4140;
-    prmt.b32 $1, t, c, 0x4342;
-    mov.b32 c, 0x64006400;
-    sub.f16x2 $0, $0, c;
-    sub.f16x2 $1, $1, c;
+    prmt.b32 $0, t, 0, 0x4140;
+    prmt.b32 $1, t, 0, 0x4342;
 }""")
-# The high nibble left in place is 16 * code; under the exponent 0x54 that is 64 + code.
 _ASM_HIGH: tl.constexpr = tl.constexpr("""{
-    .reg .b32 t, c;
-    mov.b32 c, 0x54545454;
-    and.b32 t, $2, 0xF0F0F0F0;
-    prmt.b32 $0, t, c, 0x4140;
-    prmt.b32 $1, t, c, 0x4342;
-    mov.b32 c, 0x54005400;
-    sub.f16x2 $0, $0, c;
-    sub.f16x2 $1, $1, c;
+    .reg .b32 t;
+    shr.b32 t, $2, 4;
+    and.b32 t, t, 0x0F0F0F0F;
+    prmt.b32 $0, t, 0, 0x4140;
+    prmt.b32 $1, t, 0, 0x4342;
 }""")
-# int8 with the sign bit turned is value + 128.
+_SUBNORMAL: tl.constexpr = tl.constexpr(2.0**24)
+# int8 with the sign bit turned is value + 128; under the exponent 0x64 a byte is 1024 + byte.
 _ASM_INT8: tl.constexpr = tl.constexpr("""{
     .reg .b32 t, c;
     mov.b32 c, 0x64646464;
@@ -109,7 +102,8 @@ def scan_kernel(
         peak = tl.where(peak > 0, peak, 1.0)
         query, high = (query / peak[None, :]).to(ROUND), (high / peak[None, :]).to(ROUND)
         unit = unit * peak
-        # The constant of each page, for 16 or more pages at a time.
+        code_unit = unit * (_SUBNORMAL if USE_ASM else 1.0)
+        # The constant of each page, for BLOCK_P pages at a time.
         scale_head = k_scale + head.to(tl.int64) * scale_stride_h
         zeros = scale_head + 2 * DIM
         low_q, high_q = query.to(DOT), high.to(DOT)
@@ -156,7 +150,7 @@ def scan_kernel(
             token = pages * PAGE + position % PAGE
             keys = k_head + token[:, None] * k_stride_s
         if DIM == BLOCK_D:
-            k = tl.load(keys + dim[None, :])
+            k = tl.load(keys + dim[None, :], eviction_policy="evict_first")
         else:
             k = tl.load(keys + dim[None, :], mask=(dim < DIM)[None, :], other=0)
         if KIND == "int4":
@@ -169,7 +163,7 @@ def scan_kernel(
             )  # fmt: skip
             acc = tl.dot(_widen(k, "low", USE_ASM, DOT), (query * low_scale).to(DOT))
             acc = tl.dot(_widen(k, "high", USE_ASM, DOT), (high * high_scale).to(DOT), acc)
-            x = acc * unit[None, :] + constant[None, :]
+            x = acc * code_unit[None, :] + constant[None, :]
         elif KIND == "int8":
             if PAGE % BLOCK_N == 0:
                 token = page * PAGE + start % PAGE + row
@@ -223,6 +217,17 @@ def pool_kernel(
     start = tl.program_id(1) * BLOCK_T
     if (start * BLOCK_N < end) & ((start + BLOCK_T) * BLOCK_N > begin) & (begin < end):
         member, split = tl.arange(0, PAD_G), tl.arange(0, BLOCK_S)
+        tile = start + tl.arange(0, BLOCK_T)
+        position = tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        # What is long on its way is asked for first.
+        x = tl.load(
+            logits + (base * scratch_width + position)[:, :, None] * PAD_G + member[None, None, :],
+            mask=(position < scratch_width)[:, :, None], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        top = tl.load(
+            tile_max + (base * scratch_tiles + tile)[:, None] * PAD_G + member[None, :],
+            mask=(tile < scratch_tiles)[:, None], other=0.0,
+        )  # fmt: skip
         parts = tl.load(
             split_lse + (base * num_splits + split)[:, None] * PAD_G + member[None, :],
             mask=(split < num_splits)[:, None], other=float("-inf"),
@@ -230,16 +235,6 @@ def pool_kernel(
         largest = tl.max(parts, 0)
         lse = largest + tl.log2(tl.sum(tl.exp2(parts - largest[None, :]), 0))
         lse = tl.where(member < GROUP, lse, float("inf"))
-        tile = start + tl.arange(0, BLOCK_T)
-        top = tl.load(
-            tile_max + (base * scratch_tiles + tile)[:, None] * PAD_G + member[None, :],
-            mask=(tile * BLOCK_N < end)[:, None], other=0.0,
-        )  # fmt: skip
-        position = tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         seen = (position >= begin) & (position < end)
-        x = tl.load(
-            logits + (base * scratch_width + position)[:, :, None] * PAD_G + member[None, None, :],
-            mask=seen[:, :, None], other=0.0,
-        ).to(tl.float32)  # fmt: skip
         probs = tl.exp2(x + (top - lse[None, :])[:, None, :])
         tl.store(out + base * out_width + position, tl.sum(probs, 2) / GROUP, mask=seen)

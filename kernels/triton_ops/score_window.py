@@ -30,7 +30,7 @@ def score_window(
         return scores
     grouped = (q_window.float() * scale).view(window_len, num_kv_heads, group, head_dim)
     queries = grouped.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [H, w * G, D]
-    limits = q_positions.repeat_interleave(group)[None, :, None]
+    limits = q_positions[:, None].expand(-1, group).reshape(1, -1, 1)
     num_per_token = max(window_len * num_qo_heads, num_kv_heads * head_dim)
     chunk = max(1, _MAX_ELEMENTS // num_per_token)
 

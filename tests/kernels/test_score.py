@@ -3,9 +3,12 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from score_inputs import EXACT_LOGITS, KINDS, expected, magnitude, make_keys
 
 from tandemkv.kernels.quantize import quantize_int8
-from tandemkv.kernels.score import POOLINGS, score_keys, score_window
+from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys, score_window
 from tandemkv.kernels.testing import TOLERANCES, assert_close
 
 NUM_SLOTS, NUM_KV_HEADS, HEAD_DIM = 1500, 3, 20
@@ -79,6 +82,56 @@ def test_int8_keys_equal_their_dequantized_values() -> None:
             assert_close(scores[req], want)
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    kind=st.sampled_from(KINDS), pooling=st.sampled_from(POOLINGS),
+    page_size=st.sampled_from([1, 3, 16, 64]), group=st.integers(1, 4),
+    ranges=st.lists(st.tuples(st.integers(0, 127), st.integers(0, 128)), min_size=1, max_size=3),
+    is_given=st.booleans(),
+)  # fmt: skip
+def test_paged_keys_of_every_kind_equal_float64(
+    kind: str, pooling: str, page_size: int, group: int, ranges: list[tuple[int, int]],
+    is_given: bool,
+) -> None:  # fmt: skip
+    page_size = max(16, page_size) if kind == "int4" else page_size
+    num_reqs = len(ranges)
+    keys = make_keys(
+        kind, num_reqs=num_reqs, heads=2, group=group, dim=10, page_size=page_size,
+        num_pages=num_reqs * -(-128 // page_size),
+    )  # fmt: skip
+    lo, hi = torch.tensor(ranges).unbind(1)
+    out = torch.full((num_reqs, 2, 140), 7.0) if is_given else None
+    scores = score_keys(
+        keys.q, keys.k_pool, keys.table, lo, hi, width=128, scale=0.3, pooling=pooling,
+        k_scale=keys.k_scale, page_size=page_size, out=out,
+    )  # fmt: skip
+    assert (scores is out) == is_given
+    for req, (first, last) in enumerate(ranges):
+        if not is_given:
+            assert (scores[req, :, :first] == float("-inf")).all()
+            assert (scores[req, :, max(first, last) :] == float("-inf")).all()
+        if first < last:
+            want = expected(keys, req, first, last, pooling, 0.3)
+            largest = magnitude(keys, req, first, last, pooling, 0.3)
+            assert_close(scores[req, :, first:last] / largest, want / largest, EXACT_LOGITS)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_score_window_reads_pages(kind: str) -> None:
+    keys = make_keys(kind, num_reqs=1, heads=3, group=2, dim=8, page_size=16, num_pages=9)
+    q_window, positions = torch.randn(5, 6, 8), torch.tensor([3, 60, 100, 130, 143])
+    scores = score_window(
+        q_window, keys.k_pool, keys.table[0], 2, 140, positions, scale=0.4, k_scale=keys.k_scale,
+        page_size=16,
+    )  # fmt: skip
+    want = torch.zeros(3, 138, dtype=torch.float64)
+    for query, position in zip(q_window, positions.tolist(), strict=True):
+        rows = keys.row(0, 2, min(140, position + 1))
+        part = expected_scores(query / SCALE * 0.4, rows, 0, len(rows), len(rows), "softmax_mean")
+        want[:, : len(rows)] += part / 5
+    assert_close(scores[:, 2:], want, EXACT_LOGITS)
+
+
 def test_huge_logits_stay_finite() -> None:
     k_pool = torch.zeros(4, 1, 2)
     k_pool[2] = 1e18
@@ -130,6 +183,19 @@ def test_errors_name_the_argument() -> None:
         score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, pooling="mean")
     with pytest.raises(ValueError, match="k_scale="):
         score_keys(q, k_pool.to(torch.int8), slots, lo, hi, width=6, scale=1.0)
+    with pytest.raises(ValueError, match=r"num_slots=8: must be a multiple of page_size=3"):
+        score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, page_size=3)
+    with pytest.raises(ValueError, match=r"out=\(1, 2, 5\)"):
+        score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, out=torch.zeros(1, 2, 5))
+    scratch = make_score_scratch(1, 2, 2, 6, q.device)
+    with pytest.raises(ValueError, match="scratch="):
+        score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, scratch=scratch)
+    codes, scales = torch.zeros(2, 2, 8, 2).byte(), torch.zeros(2, 2, 2, 4).half()
+    with pytest.raises(ValueError, match="page_size=8: must be the page size of the int4"):
+        score_keys(q, codes, slots, lo, hi, width=6, scale=1.0, k_scale=scales, page_size=8)
+    codes = torch.zeros(2, 2, 16, 2).byte()
+    with pytest.raises(ValueError, match="k_scale=None"):
+        score_keys(q, codes, slots, lo, hi, width=6, scale=1.0, page_size=16)
     with pytest.raises(ValueError, match="num_qo_heads=3"):
         score_keys(q[:, :3], k_pool, slots, lo, hi, width=6, scale=1.0)
     with pytest.raises(ValueError, match=r"q\.dtype"):

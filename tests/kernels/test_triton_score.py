@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run `triton_score_cases.py` (why in a process of its own: see `test_triton_ops`), and graphs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from score_inputs import KINDS, ON_GPU, expected, magnitude, make_keys
+
+from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
+from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys, score_window
+from tandemkv.kernels.testing import assert_close
+
+pytest.importorskip("triton")
+CASES = Path(__file__).with_name("triton_score_cases.py")
+
+
+def test_triton_scores_equal_float64(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+    assert "skipped" not in run.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_a_graph_replays_with_other_lengths(kind: str, pooling: str) -> None:
+    keys = make_keys(
+        kind, num_reqs=3, heads=8, group=4, dim=128, page_size=64, num_pages=300, device="cuda"
+    )
+    width, scale = 6400, 128**-0.5
+    lo, hi = torch.zeros(3, dtype=torch.int32, device="cuda"), torch.zeros_like(keys.table[:, 0])
+    out = torch.zeros(3, 8, width, device="cuda")
+    scratch = make_score_scratch(3, 32, 8, width, out.device)
+    options = {"width": width, "scale": scale, "pooling": pooling, "k_scale": keys.k_scale}
+
+    def run() -> None:
+        score_keys(
+            keys.q, keys.k_pool, keys.table, lo, hi, **options, page_size=64, out=out,
+            scratch=scratch,
+        )  # fmt: skip
+
+    run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for first, last in (([4, 4, 4], [6400, 70, 3]), ([0, 65, 9], [1, 3000, 6399])):
+        lo.copy_(torch.tensor(first))
+        hi.copy_(torch.tensor(last))
+        out.fill_(float("nan"))
+        graph.replay()
+        for req, (begin, end) in enumerate(zip(first, last, strict=True)):
+            if begin < end:
+                want = expected(keys, req, begin, end, pooling, scale)
+                got = out[req, :, begin:end]
+                largest = magnitude(keys, req, begin, end, pooling, scale)
+                assert_close(got / largest, want / largest, ON_GPU)
+
+
+@pytest.mark.gpu
+def test_appends_replay_and_the_window_never_waits() -> None:
+    k_pool = torch.randn(640, 4, 64, device="cuda").bfloat16()
+    table = torch.randperm(10, device="cuda").int().view(2, 5)
+    lengths, slots = torch.tensor([64, 65]).cuda(), torch.tensor([5, 9]).cuda()
+    codes = torch.zeros(10, 4, 64, 32, dtype=torch.uint8, device="cuda")
+    scales = torch.zeros(10, 4, 2, 64, dtype=torch.float16, device="cuda")
+    codes8 = torch.zeros(640, 4, 64, dtype=torch.int8, device="cuda")
+    scale8 = torch.zeros(640, 4, device="cuda")
+
+    def run() -> torch.Tensor:
+        append_int4(k_pool, table, lengths, codes, scales)
+        append_int8(k_pool, slots, codes8, scale8)
+        q_positions = torch.arange(290, 298, device="cuda")
+        return score_window(
+            k_pool[:8].repeat(1, 2, 1), codes, table[0], 4, 290, q_positions, scale=0.1,
+            k_scale=scales, page_size=64,
+        )  # fmt: skip
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # a host sync would break the capture
+        run()
+    codes.zero_()
+    lengths.copy_(torch.tensor([100, 320]))
+    graph.replay()
+    want, want_scales = torch.zeros_like(codes), torch.zeros_like(scales)
+    quantize_int4_pages(k_pool, table[1, 4:], want, want_scales)
+    assert torch.equal(codes, want)
+    assert (scale8 > 0).any(dim=1).nonzero()[:, 0].tolist() == [5, 9]
