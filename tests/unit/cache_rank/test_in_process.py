@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The in-process cache rank: what its books say is what lies in the resident sets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandemkv.cache_rank.in_process.rank import InProcessCacheRank, create
+from tandemkv.cache_rank.policies.base import PolicyError
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.local import LocalPools
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import RankSettings
+
+LAYERS, HEADS, QUERY_HEADS, DIM, ROWS1, CONTEXT = 3, 2, 4, 16, 4, 256
+MODEL = ModelSpec(
+    architecture="LlamaForCausalLM",
+    num_layers=LAYERS,
+    num_qo_heads=QUERY_HEADS,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    hidden_size=QUERY_HEADS * DIM,
+    max_context=CONTEXT,
+    dtype="float32",
+    model_hash="0",
+)
+
+
+class World:
+    """A pool with requests in scattered pages, and the rank that serves it."""
+
+    def __init__(self, *, page_size: int = 16, **selection: object) -> None:
+        chosen = {
+            "policy": "look_ahead",
+            "budget_tokens": 32,
+            "resident_factor": 1.5,
+            "num_sink_tokens": 4,
+            "num_recent_tokens": 16,
+            "fetch_cap": 8,
+            "exact_layers": (0,),
+            **selection,
+        }
+        self.settings = RankSettings.model_validate(
+            {"selection": chosen, "exchange": {"transport": "local"}}
+        )
+        self.width = self.settings.selection.num_resident
+        self.page_size = page_size
+        generator = torch.Generator().manual_seed(7)
+        self.generator = generator
+        num_slots = 64 * 16
+        shape = (num_slots + ROWS1 * self.width, HEADS, DIM)
+        pools = [torch.randn(shape, generator=generator) for _ in range(2 * LAYERS)]
+        self.pools = LocalPools(
+            k=pools[:LAYERS],
+            v=pools[LAYERS:],
+            num_slots=num_slots,
+            page_size=page_size,
+            max_rows1=ROWS1,
+        )
+        num_pages = CONTEXT // page_size
+        order = torch.randperm(num_slots // page_size - 1, generator=generator) + 1
+        self.table = torch.zeros((ROWS1, CONTEXT), dtype=torch.int32)
+        for row in range(1, ROWS1):
+            pages = order[(row - 1) * num_pages : row * num_pages]
+            slots = pages[:, None] * page_size + torch.arange(page_size)
+            self.table[row] = slots.reshape(-1).to(torch.int32)
+        self.rank = self.make()
+
+    def make(self) -> InProcessCacheRank:
+        """Build the rank; queries are the hidden state itself."""
+        return create(
+            model=MODEL,
+            settings=self.settings,
+            pools=self.pools,
+            max_batch=4,
+            predict_query=lambda _layer, hidden, _positions: hidden.view(-1, QUERY_HEADS, DIM),
+        )
+
+    def prefill(self, row: int, length: int) -> None:
+        """Index and seed a prompt of `length` tokens."""
+        table = self.table[row, :length]
+        self.rank.begin_extend([0], [length], [table])
+        for layer in range(LAYERS):
+            if self.rank.is_sparse_layer(layer):
+                self.rank.extend(layer, table.long())
+                queries = torch.randn((8, QUERY_HEADS, DIM), generator=self.generator)
+                self.rank.seed(layer, 0, row, queries)
+
+    def decode(self, rows: list[int], lengths: list[int]) -> torch.Tensor:
+        """Run one step's selections; returns the hidden state ``[B, hidden]``."""
+        self.rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), self.table)
+        hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=self.generator)
+        for layer in range(LAYERS):
+            for target in self.rank.targets_of(layer):
+                self.rank.select_ahead(target, hidden)
+            self.rank.append(layer, len(rows))
+        return hidden
+
+    def resident(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K of the resident set ``[R, H, D]`` and its positions ``[H, R]``."""
+        start = self.pools.num_slots + row * self.width
+        book = self.rank._book_of[layer]
+        return self.pools.k[layer][start : start + self.width], self.rank._mirror.positions[
+            book, row
+        ]
+
+    def check_books(self, layer: int, row: int, length: int) -> None:
+        """The set holds what the books say: distinct candidates, no hole, sink included."""
+        keys, positions = self.resident(layer, row)
+        hi = length - self.settings.selection.num_recent_tokens
+        filled = min(self.width, hi)
+        for head in range(HEADS):
+            held = positions[head, :filled].long()
+            assert (held >= 0).all()
+            assert (held < hi).all()
+            assert held.unique().numel() == filled
+            assert set(range(4)) <= set(held.tolist())
+            expected = self.pools.k[layer][self.table[row, held].long(), head]
+            torch.testing.assert_close(keys[:filled, head], expected)
+
+
+@pytest.mark.parametrize(
+    ("index_dtype", "page_size"), [("native", 1), ("int8", 1), ("int8", 16), ("int4", 16)]
+)
+def test_books_are_what_is_resident(index_dtype: str, page_size: int) -> None:
+    world = World(index_dtype=index_dtype, page_size=page_size)
+    world.prefill(1, 130)
+    world.prefill(3, 97)
+    for step in range(1, 40):
+        world.decode([1, 0, 3], [130 + step, 1, 97 + step])
+        for layer in (1, 2):
+            world.check_books(layer, 1, 130 + step)
+            world.check_books(layer, 3, 97 + step)
+
+
+def test_selects_what_a_float64_scan_would() -> None:
+    """With a fetch cap of K the set holds the K best, by softmax mean over the group."""
+    world = World(index_dtype="native", fetch_cap=32)
+    world.prefill(2, 200)
+    hidden = world.decode([2], [201])
+    query = hidden.view(HEADS, QUERY_HEADS // HEADS, DIM).double()
+    hi = 201 - 16
+    keys = world.pools.k[1][world.table[2, 4:hi].long()].double()
+    logits = torch.einsum("hgd,nhd->hgn", query, keys) * MODEL.scale
+    best = torch.softmax(logits, -1).mean(1).topk(32).indices + 4
+    _, positions = world.resident(1, 2)
+    for head in range(HEADS):
+        assert set(best[head].tolist()) <= set(positions[head].tolist())
+
+
+def test_identity_seed_of_a_request_that_grew() -> None:
+    world = World(index_dtype="int8", page_size=16)
+    length = world.rank.batch.num_dense + 1
+    rows = torch.tensor([2])
+    table = world.table[2, :length]
+    world.rank.begin_extend([0], [length], [table])
+    for layer in (1, 2):
+        world.rank.extend(layer, table.long())
+    world.rank.seed_identity(rows, world.table[rows, : world.width])
+    keys, positions = world.resident(2, 2)
+    assert positions.tolist() == [list(range(world.width))] * HEADS
+    torch.testing.assert_close(keys, world.pools.k[2][table[: world.width].long()])
+    world.decode([2], [length])
+    world.check_books(2, 2, length)
+
+
+def test_dense_and_padding_rows_are_left_alone() -> None:
+    world = World()
+    world.prefill(1, 200)
+    before = world.rank._mirror.positions.clone()
+    world.decode([0, 1], [1, world.rank.batch.num_dense])
+    assert torch.equal(world.rank._mirror.positions, before)
+
+
+def test_streaming_keeps_the_sink() -> None:
+    world = World(policy="streaming", page_size=16)
+    world.prefill(1, 150)
+    start = world.pools.num_slots + world.width
+    for layer in (1, 2):
+        torch.testing.assert_close(
+            world.pools.k[layer][start : start + 4], world.pools.k[layer][world.table[1, :4].long()]
+        )
+    assert not world.rank.selects
+
+
+def test_pages_too_short_for_int4() -> None:
+    with pytest.raises(SettingsError, match="page_size=1 is too short"):
+        World(index_dtype="int4", page_size=1)
+
+
+def test_policy_with_state_on_the_host() -> None:
+    with pytest.raises(PolicyError, match="--cache-ranks 1"):
+        World(policy="quest")
+
+
+def test_stress_moves_all_it_may() -> None:
+    world = World(index_dtype="native")
+    world.settings = world.settings.model_copy(update={"stress_selection": True})
+    world.rank = world.make()
+    world.prefill(1, 220)
+    hidden = torch.ones((1, QUERY_HEADS * DIM))
+    changed = []
+    for step in range(1, 6):
+        before = world.rank._mirror.positions.clone()
+        world.rank.begin_decode(torch.tensor([1]), torch.tensor([220 + step]), world.table)
+        world.rank.select_ahead(1, hidden)
+        changed.append(int((world.rank._mirror.positions != before).sum()))
+    assert min(changed) == HEADS * 8
