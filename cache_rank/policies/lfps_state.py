@@ -15,6 +15,8 @@ from .base import SeedInput
 Array = np.ndarray[Any, Any]
 
 _BLOCK = 64
+_ROWS_AT_ONCE = 8
+"""Prompt rows whose logits are held together."""
 
 
 class LfpsState:
@@ -90,22 +92,30 @@ class LfpsState:
             values = request.stored.v[slots[lo : request.hi], head].float()
             self._value_sum[head] = values.sum(0, dtype=torch.float64).numpy()
             self._counted[head] = n
+            if not rows:
+                continue
             group = slice(head * model.gqa_group_size, (head + 1) * model.gqa_group_size)
-            for row in rows:
-                self._add_row(request.queries[row, group].float(), keys[: visible[row]], head)
-            if rows:
-                self._finish(
-                    request.queries[rows[-1], group].float(), keys[: visible[rows[-1]]], head
-                )
-                self._tables[:, head] *= 0.5 / (len(rows) * (1.0 - decay))
-                self._refresh(head, n)
+            queries = request.queries[rows, group].float()
+            for start in range(0, len(rows), _ROWS_AT_ONCE):
+                part = slice(start, start + _ROWS_AT_ONCE)
+                self._add_rows(queries[part], keys, [visible[i] for i in rows[part]], head)
+            self._set_variance(queries[-1], keys[: visible[rows[-1]]], head)
+            self._tables[:, head] *= 0.5 / (len(rows) * (1.0 - decay))
+            self._refresh(head, n)
 
-    def _add_row(self, query: torch.Tensor, keys: torch.Tensor, head: int) -> None:
-        weights = (query @ keys.T * self._model.scale).softmax(-1).mean(0).numpy()
-        self._tables[0, head, : len(weights)] += weights
-        self._tables[1, head, : len(weights)] += weights[::-1]
+    def _add_rows(
+        self, queries: torch.Tensor, keys: torch.Tensor, visible: list[int], head: int
+    ) -> None:
+        """Add the mean weights of each of `queries` ``[s, G, D]`` over the keys it sees."""
+        logits = (queries.flatten(0, 1) @ keys.T).view(*queries.shape[:2], -1) * self._model.scale
+        for row, end in zip(logits, visible, strict=True):
+            row[:, end:] = float("-inf")
+        weights = logits.softmax(-1).mean(1).numpy()  # [s, n]
+        self._tables[0, head, : len(keys)] += weights.sum(0)
+        for row, end in zip(weights, visible, strict=True):
+            self._tables[1, head, :end] += row[:end][::-1]
 
-    def _finish(self, query: torch.Tensor, keys: torch.Tensor, head: int) -> None:
+    def _set_variance(self, query: torch.Tensor, keys: torch.Tensor, head: int) -> None:
         logits = (query @ keys.T * self._model.scale).double()
         ratio = logits.var(-1, correction=0) / query.double().square().sum(-1)
         first = head * self._model.gqa_group_size

@@ -274,12 +274,21 @@ def measure(n: int, group: int, args: argparse.Namespace) -> dict[str, Any]:
             - exact_lse
         ).exp()
         recalls.append(float(((lse - exact_lse).exp() / best_mass).mean()))
+    busiest = sorted(range(steps), key=lambda i: -candidates[i])[: max(1, steps // 10)]
+    busiest_ms = statistics.median(times["lfps"][i] for i in busiest)
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "candidates_of_context": n, "query_heads_per_kv_head": group, "budget_tokens": budget,
         "ms": {name: spread(values) for name, values in times.items()},
         "speedup": {
             name: round(medians[name] / medians["lfps"], 2) for name in medians if name != "lfps"
+        },
+        "busiest_decile_of_steps": {
+            "scored_tokens_per_head": statistics.median(candidates[i] for i in busiest),
+            "lfps_ms": round(busiest_ms, 4),
+            "speedup": {
+                name: round(medians[name] / busiest_ms, 2) for name in medians if name != "lfps"
+            },
         },
         "seed_ms": round(seed_ms, 1),
         "scored_tokens_per_head": spread(candidates),
