@@ -10,10 +10,11 @@ ARGS ?=
 # imports. OMP_NUM_THREADS: teams of spinning threads on shared cores cost 10x.
 TEST_ENV := PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1
 PACKAGES := server inference_rank cache_rank kernels
+KUBERNETES_VERSION := 1.33
 # Longest file that CI accepts, in lines.
 MAX_LINES := 500
 
-.PHONY: help setup serve test test-all lint format types imports size wheel ci acceptance clean
+.PHONY: help setup serve test test-all lint format deploy-lint types imports size wheel ci acceptance clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -38,6 +39,12 @@ lint: setup ## ruff and codespell
 format: setup ## let ruff rewrite the files
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+deploy-lint: setup ## hadolint, Kubernetes and Compose schemas over deploy/ (offline)
+	@$(BIN)/hadolint deploy/gpu/Dockerfile
+	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/gpu/compose.yaml
+	@git ls-files -co --exclude-standard 'deploy/kubernetes/*.yaml' | grep -v kustomization | \
+	    xargs $(BIN)/kubernetes-validate --strict --quiet -k $(KUBERNETES_VERSION)
 
 types: setup ## mypy, strict, through a farm of links (.ns): see pyproject.toml
 	@mkdir -p .ns/tandemkv
