@@ -13,6 +13,7 @@ import triton.language as tl
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
+_NUM_WARPS, _CHUNK = 16, 32
 _FIRST = tl.constexpr(1 << 30)
 
 
@@ -180,9 +181,10 @@ def _mirror_kernel(
             out_pos, orders, select, missing, scores, num_missing, num_taken,
             HAS_SCORES, BLOCK_CAP, CHUNK,
         )  # fmt: skip
-    if tl.minimum(may_fill, num_open) > 0:
-        place = tl.cumsum(is_empty.to(tl.int32), 0) - 1
-        tl.store(out_slot + place, slot, mask=is_empty & (place < tl.minimum(may_fill, num_open)))
+    num_refilled = tl.minimum(may_fill, num_open)
+    if num_refilled > 0:
+        empty_rank = tl.cumsum(is_empty.to(tl.int32), 0) - 1
+        tl.store(out_slot + empty_rank, slot, mask=is_empty & (empty_rank < num_refilled))
     if num_victims > 0:
         _take_victims(
             out_slot + num_into_empty, orders, slot, used, may_evict, num_victims, BLOCK_CAP, CHUNK
@@ -253,6 +255,7 @@ def mirror_diff(
     orders = torch.empty(shape, dtype=torch.int64, device=selected.device)
     if not num_reqs * num_heads:
         return fetch_pos, fetch_slot
+    block_cap = max(16, triton.next_power_of_2(fetch_cap))
     is_tensor = isinstance(step, torch.Tensor)
     per_req = isinstance(step, torch.Tensor) and step.dim() > 0 and step.numel() > 1
     scores = selected if selected_scores is None else selected_scores
@@ -268,7 +271,7 @@ def mirror_diff(
         IS_TENSOR=is_tensor,
         BLOCK_K=max(16, triton.next_power_of_2(selected.shape[-1])),
         BLOCK_R=max(16, triton.next_power_of_2(num_resident)),
-        BLOCK_CAP=max(16, triton.next_power_of_2(fetch_cap)),
-        BLOCK_FILL=1024, CHUNK=32, num_warps=16,
+        BLOCK_CAP=block_cap,
+        BLOCK_FILL=1024, CHUNK=min(_CHUNK, block_cap), num_warps=_NUM_WARPS,
     )  # fmt: skip
     return fetch_pos, fetch_slot

@@ -20,22 +20,23 @@ from tandemkv.kernels.triton_ops.topk_search import (
     key_score,
     narrow,
     pack_counts,
-    quarters,
     reach,
     score_key,
-    unpack_counts,
+    thirds,
 )
 
 _MIN_CAPACITY, _MAX_CAPACITY = 4096, 16384
 _MIN_SAMPLE, _MAX_SAMPLE = 1024, 16384
 _POSITIONS_PER_SAMPLE = 16
+_NUM_WARPS, _FILTER_WARPS = 16, 8
+_USE_SCAN = True
 _BLOCK = 4096  # scores that one program of the filter takes at a time
 _FILTER_PROGRAMS = 1024  # about one wave of the filter on a GPU of 132 multiprocessors
 
 
 def capacity_of(k: int) -> int:
     """Return how many candidates of a head its list holds."""
-    return min(_MAX_CAPACITY, max(_MIN_CAPACITY, triton.next_power_of_2(3 * k)))
+    return min(_MAX_CAPACITY, max(_MIN_CAPACITY, triton.next_power_of_2(2 * k)))
 
 
 @triton.jit
@@ -67,9 +68,9 @@ def _sample_kernel(
         place = begin + left + ((noise.to(tl.int64) * size) >> 16)
         base = scores + req * stride_b + head * stride_h
         key = score_key(tl.load(base + place * stride_n))
-        # k candidates make `mean` of the sample; five deviations more make k all but certain.
+        # k candidates make `mean` of the sample; more than four deviations make k all but sure.
         mean = SAMPLE * (k * 1.0 / num)
-        rank = (mean + 5 * tl.sqrt(mean) + 8).to(tl.int32)
+        rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
         num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
         if num_valid > rank:
             top = tl.max(key, 0).to(tl.int64) + 1
@@ -84,6 +85,7 @@ def _filter_kernel(
     scores, lo, hi, scratch, num_heads, width,
     stride_b, stride_h, stride_n, scratch_stride,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+    USE_SCAN: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
@@ -92,26 +94,32 @@ def _filter_kernel(
         row = scratch + index * scratch_stride
         bound = tl.load(row + 1)
         base = scores + req * stride_b + head * stride_h
-        # Shares begin at multiples of 4 scores, whatever `begin` is: whole 16-byte loads.
+        # Shares begin and end at multiples of 4 scores, whatever the bounds are: whole 16-byte
+        # loads, which never leave the memory that the first score of the four is in.
         end = begin + num
-        first = begin // 4 * 4
-        share = tl.cdiv(end - first, tl.num_programs(1) * 4) * 4
-        left = first + tl.program_id(1) * share
-        right = tl.minimum(left + share, end)
+        share = tl.cdiv(tl.cdiv(end - begin // 4 * 4, 4), tl.num_programs(1)) * 4
+        left = begin // 4 * 4 + tl.program_id(1) * share
+        right = tl.minimum(left + share, tl.cdiv(end, 4) * 4)
         start = left
         while start < right:
             place = tl.multiple_of(start, 4) + tl.arange(0, BLOCK)
-            inside = (place >= begin) & (place < right)
-            score = tl.load(base + place.to(tl.int64) * stride_n, mask=inside, other=float("-inf"))
+            score = tl.load(
+                base + place.to(tl.int64) * stride_n,
+                mask=place < tl.multiple_of(right, 4), other=float("-inf"),
+            )  # fmt: skip
             key = score_key(score)
-            keep = key >= bound
-            rank = tl.cumsum(keep.to(tl.int32), 0)
-            num_kept = tl.max(rank, 0)
-            if num_kept > 0:
+            keep = (key >= bound) & (place >= begin) & (place < end)
+            if USE_SCAN:
+                rank = tl.cumsum(keep.to(tl.int32), 0)
+                num_kept = tl.max(rank, 0)
                 rank += tl.atomic_add(row, num_kept, sem="relaxed") - 1
-                keep = keep & (rank < CAPACITY)
-                tl.store(row + 2 + rank, key, mask=keep)
-                tl.store(row + 2 + CAPACITY + rank, place, mask=keep)
+            else:
+                rank = tl.atomic_add(
+                    row + tl.zeros([BLOCK], tl.int32), 1, mask=keep, sem="relaxed"
+                )  # fmt: skip
+            keep = keep & (rank < CAPACITY)
+            tl.store(row + 2 + rank, key, mask=keep)
+            tl.store(row + 2 + CAPACITY + rank, place, mask=keep)
             start += BLOCK
 
 
@@ -159,23 +167,18 @@ def _select_streamed(
     """Choose among all candidates, read again for each count; return how many."""
     low = tl.full([], -(2**31) + 1, tl.int64)
     high = tl.full([], 2**31 - 1, tl.int64)
-    found = tl.full([], 2**31 - 1, tl.int64)
+    found = tl.full([], 2**31 - 1, tl.int32)
     while (high - low > 1) & (found > k):
-        first, second, third = quarters(low, high)
-        at_first, at_second = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-        at_third = tl.zeros([], tl.int64)
+        first, second = thirds(low, high)
+        at_first, at_second = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
         start = tl.zeros([], tl.int32)
         while start < num:
             key, _ = _load_keys(base, stride, begin, start, num, BLOCK)
-            packed = tl.sum(pack_counts(key, first, second, third), 0)
-            part_first, part_second, part_third = unpack_counts(packed)
-            at_first += part_first
-            at_second += part_second
-            at_third += part_third
+            packed = pack_counts(key, first, second)
+            at_first += packed & 0xFFFF
+            at_second += packed >> 16
             start += BLOCK
-        low, high, found = narrow(
-            low, high, k, found, first, second, third, at_first, at_second, at_third
-        )
+        low, high, found = narrow(low, high, k, found, first, second, at_first, at_second)
     bound = low.to(tl.int32)
     num_above = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int32)
@@ -269,17 +272,18 @@ def topk_positions(
         sample = min(_MAX_SAMPLE, max(_MIN_SAMPLE, sample))
         _sample_kernel[(num_rows,)](
             scores, *bounds, scratch, num_heads, width, k, *scores.stride(), scratch.stride(0),
-            **flags, SAMPLE=sample, num_warps=16,
+            **flags, SAMPLE=sample, num_warps=_NUM_WARPS,
         )  # fmt: skip
         parts = min(triton.cdiv(width, _BLOCK), max(1, _FILTER_PROGRAMS // num_rows))
         _filter_kernel[(num_rows, parts)](
             scores, *bounds, scratch, num_heads, width, *scores.stride(), scratch.stride(0),
-            **flags, BLOCK=_BLOCK, num_warps=8,
+            **flags, BLOCK=_BLOCK, USE_SCAN=_USE_SCAN, num_warps=_FILTER_WARPS,
         )  # fmt: skip
     _select_kernel[(num_rows,)](
         scores, *bounds, scratch, out, out if chosen_scores is None else chosen_scores,
         num_heads, width, k, *scores.stride(), scratch.stride(0),
-        **flags, HAS_SCORES=chosen_scores is not None, BLOCK=_BLOCK, BLOCK_PAD=1024, num_warps=16,
+        **flags, HAS_SCORES=chosen_scores is not None, BLOCK=_BLOCK, BLOCK_PAD=1024,
+        num_warps=_NUM_WARPS,
     )  # fmt: skip
     if sort and chosen_scores is not None:
         return _sorted(out, chosen_scores)

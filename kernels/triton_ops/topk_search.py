@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order statistics inside one program, shared by the selection kernels.
 
-A block of keys stays in registers while a threshold is searched by quarters of
-the interval that is left: three counts travel in one reduction, so 32 bits take
-at most 16 of them and most searches stop far earlier.
+A block of keys stays in registers while a threshold is searched by thirds of the
+interval that is left: two counts travel in one reduction. 32 bits take at most 21
+of them, and most searches stop far earlier.
 """
 
 import triton
@@ -29,41 +29,27 @@ def key_score(key):
 
 
 @triton.jit
-def pack_counts(keys, first, second, third):
-    """Count the keys that reach each of three bounds, 16 bits a count (the third has 32)."""
-    low = (keys >= first.to(keys.dtype)).to(tl.int32)
-    low += (keys >= second.to(keys.dtype)).to(tl.int32) << 16
-    return low.to(tl.int64) + ((keys >= third.to(keys.dtype)).to(tl.int64) << 32)
+def pack_counts(keys, first, second):
+    """Sum up how many keys reach each of two bounds, 16 bits a count; at most 32767 keys."""
+    counts = (keys >= first.to(keys.dtype)).to(tl.int32)
+    return tl.sum(counts + tl.where(keys >= second.to(keys.dtype), 65536, 0), 0)
 
 
 @triton.jit
-def unpack_counts(packed):
-    """Undo the packing of a sum of `pack_counts`."""
-    return packed & 0xFFFF, (packed >> 16) & 0xFFFF, packed >> 32
-
-
-@triton.jit
-def narrow(low, high, count, found, first, second, third, at_first, at_second, at_third):
-    """Keep the quarter of ``[low, high)`` in which the threshold is."""
-    new_low = tl.where(at_first >= count, first, low)
-    new_low = tl.where(at_second >= count, second, new_low)
-    new_low = tl.where(at_third >= count, third, new_low)
-    new_found = tl.where(at_first >= count, at_first, found)
-    new_found = tl.where(at_second >= count, at_second, new_found)
-    new_found = tl.where(at_third >= count, at_third, new_found)
-    new_high = tl.where(at_third < count, third, high)
-    new_high = tl.where(at_second < count, second, new_high)
-    new_high = tl.where(at_first < count, first, new_high)
+def narrow(low, high, count, found, first, second, at_first, at_second):
+    """Keep the third of ``[low, high)`` in which the threshold is."""
+    above, far_above = at_first >= count, at_second >= count
+    new_low = tl.where(far_above, second, tl.where(above, first, low))
+    new_found = tl.where(far_above, at_second, tl.where(above, at_first, found))
+    new_high = tl.where(above, tl.where(far_above, high, second), first)
     return new_low, new_high, new_found
 
 
 @triton.jit
-def quarters(low, high):
-    """Return three bounds inside ``(low, high]``, ascending."""
-    quarter = tl.maximum((high - low) // 4, 1)
-    first = low + quarter
-    second = tl.minimum(first + quarter, high)
-    return first, second, tl.minimum(second + quarter, high)
+def thirds(low, high):
+    """Return two bounds inside ``(low, high]``, ascending."""
+    third = tl.maximum((high - low) // 3, 1)
+    return low + third, tl.minimum(low + third + third, high)
 
 
 @triton.jit
@@ -71,15 +57,15 @@ def reach(keys, count, low, high, found, slack):
     """Return a bound that at least `count` keys reach, and how many do.
 
     It is the highest such bound, or an earlier one that at most ``count + slack`` reach.
-    `found` keys reach `low`, at least `count`; fewer reach `high`. Up to 65535 keys.
+    `found` keys reach `low`, at least `count`; fewer reach `high`. Up to 32767 keys.
     """
     zero = tl.zeros([], tl.int64)
-    low, high, found, limit = low + zero, high + zero, found + zero, count + slack + zero
+    low, high, limit = low + zero, high + zero, count + slack
+    found += tl.zeros([], tl.int32)
     while (high - low > 1) & (found > limit):
-        first, second, third = quarters(low, high)
-        packed = tl.sum(pack_counts(keys, first, second, third), 0)
-        at_first, at_second, at_third = unpack_counts(packed)
+        first, second = thirds(low, high)
+        packed = pack_counts(keys, first, second)
         low, high, found = narrow(
-            low, high, count, found, first, second, third, at_first, at_second, at_third
+            low, high, count, found, first, second, packed & 0xFFFF, packed >> 16
         )
     return low, found

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mirror_diff` against a slow oracle, and its invariants over many steps."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandemkv.kernels.mirror import mirror_diff
+from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,47 @@ def test_worked_example() -> None:
     assert used.tolist() == [[[1, 4, 3, 4, 4, -1]]]
 
 
+@settings(max_examples=200, deadline=None)
+@given(any_call(), st.data())
+def test_scores_decide_and_idle_rows_stay(call: dict[str, Any], data: st.DataObject) -> None:
+    limits: Limits = call["limits"]
+    heads = [[list(dict.fromkeys(head)) for head in req] for req in call["selected"]]
+    width = max((len(head) for req in heads for head in req), default=0)
+    heads = [[padded(head, width) for head in req] for req in heads]
+    score = st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.nan])
+    scores = [
+        [data.draw(st.lists(score, min_size=width, max_size=width)) for _ in req] for req in heads
+    ]
+    active = [data.draw(st.booleans()) for _ in heads]
+    num_resident = len(call["resident_pos"][0][0])
+    pos, used = rows(call["resident_pos"], num_resident), rows(call["last_used"], num_resident)
+    fetch = mirror_diff(
+        rows(heads, width), pos, used, step=limits.step, num_protected=limits.num_protected,
+        num_target=torch.tensor(call["num_target"]), hi=torch.tensor(call["hi"]), lo=limits.lo,
+        fetch_cap=limits.fetch_cap, active=torch.tensor(active),
+        selected_scores=torch.tensor(scores).reshape(len(heads), len(heads[0]), width),
+    )  # fmt: skip
+    for req, head_rows in enumerate(heads):
+        for head, selected in enumerate(head_rows):
+            want_pos = call["resident_pos"][req][head]
+            want_used = call["last_used"][req][head]
+            ranked = [
+                (math.inf if math.isnan(s) else -s, p)
+                for s, p in zip(scores[req][head], selected, strict=True)
+            ]
+            fetched = []
+            if active[req]:
+                fetched = oracle(
+                    [p for _, p in sorted(ranked)], want_pos, want_used,
+                    call["num_target"][req], call["hi"][req], limits,
+                )  # fmt: skip
+            for part, side in zip(fetch, (0, 1), strict=True):
+                want = padded([pair[side] for pair in fetched], limits.fetch_cap)
+                assert part[req, head].tolist() == want
+            assert pos[req, head].tolist() == want_pos
+            assert used[req, head].tolist() == want_used
+
+
 def test_bad_arguments() -> None:
     state = torch.zeros(2, 1, 4, dtype=torch.int32)
     arguments: dict[str, Any] = {
@@ -189,7 +231,8 @@ def test_bad_arguments() -> None:
     for name, value in (
         ("fetch_cap", -1), ("lo", -1), ("num_protected", -2), ("hi", torch.zeros(3).long()),
         ("num_target", torch.zeros(2)), ("step", torch.zeros(3).long()),
-        ("step", torch.zeros(2, 1).long()),
+        ("step", torch.zeros(2, 1).long()), ("active", torch.zeros(3, dtype=torch.bool)),
+        ("selected_scores", torch.zeros(2, 1, 3)), ("scratch", make_mirror_scratch(1, 1, 9, "cpu")),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=name):
             mirror_diff(state[..., :2], state, state.clone(), **{**arguments, name: value})

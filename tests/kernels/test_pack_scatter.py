@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gather_pack` and `scatter_pack`, bit by bit against Python loops."""
+"""`gather_pack`, `scatter_pack`, `exchange_rows`, bit by bit against Python loops."""
 
 import pytest
 import torch
 
+from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.pack import gather_pack
 from tandemkv.kernels.scatter import scatter_pack
 
@@ -109,6 +110,50 @@ def test_round_trip() -> None:
     assert not res[:, 1, 2, 1].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_exchange_copies_what_gather_and_scatter_would(dtype: torch.dtype, page_size: int) -> None:
+    torch.manual_seed(3)
+    heads, dim, cap, num_slots = 2, 5, 6, 9
+    pools = random_bits(2, 12 * page_size, heads, dim, dtype=dtype)
+    table = torch.stack([torch.randperm(12)[:7] for _ in range(3)])
+    fetch = torch.randint(0, 7 * page_size, (3, heads, cap), dtype=torch.int32)
+    fetch[torch.rand(fetch.shape) < 0.3] = -1
+    to = torch.rand(3, heads, num_slots).argsort(-1)[..., :cap].int()
+    to[torch.rand(to.shape) < 0.2] = -1
+    rows = torch.tensor([3, 0, 2])
+    res = random_bits(2, 4, num_slots, heads, dim, dtype=dtype)
+    want = res.clone()
+    pos_res = torch.full((4, heads, num_slots), -1, dtype=torch.int32)
+    want_pos = pos_res.clone()
+    exchange_rows(*pools, table, fetch, to, *res, rows, page_size=page_size, pos_res=pos_res)
+    for req, head, place in torch.cartesian_prod(
+        torch.arange(3), torch.arange(heads), torch.arange(cap)
+    ).tolist():
+        position, slot = int(fetch[req, head, place]), int(to[req, head, place])
+        if position >= 0 and slot >= 0:
+            page, rest = divmod(position, page_size)
+            source = int(table[req, page]) * page_size + rest
+            want[:, rows[req], slot, head] = pools[:, source, head]
+            want_pos[rows[req], head, slot] = position
+    assert torch.equal(as_bits(res), as_bits(want))
+    assert torch.equal(pos_res, want_pos)
+    packs = random_bits(2, 3, heads, cap, dim, dtype=dtype)
+    gather_pack(*pools, table, fetch, *packs, page_size=page_size)
+    for req, head, place in (fetch >= 0).nonzero().tolist():
+        page, rest = divmod(int(fetch[req, head, place]), page_size)
+        source = int(table[req, page]) * page_size + rest
+        assert torch.equal(as_bits(packs[:, req, head, place]), as_bits(pools[:, source, head]))
+    assert not as_bits(packs.transpose(0, 1).movedim(1, 3)[fetch < 0]).any()
+
+
+def test_exchange_of_nothing() -> None:
+    pool, res = torch.ones(4, 2, 3), torch.zeros(2, 6, 2, 3)
+    fetch = torch.full((1, 2, 5), -1, dtype=torch.int32)
+    exchange_rows(pool, pool, torch.zeros(1, 0).int(), fetch, fetch, res, res, torch.zeros(1).int())
+    assert not res.any()
+
+
 def test_bad_arguments() -> None:
     pool, out = torch.zeros(4, 2, 3), torch.zeros(1, 2, 5, 3)
     slots, fetch = torch.zeros(1, 9).int(), torch.zeros(1, 2, 5).int()
@@ -118,7 +163,15 @@ def test_bad_arguments() -> None:
         gather_pack(pool, pool, slots, fetch, out, out.half())
     with pytest.raises(ValueError, match=r"fetch_pos\.dtype"):
         gather_pack(pool, pool, slots, fetch.long(), out, out)
+    with pytest.raises(ValueError, match="page_size=0"):
+        gather_pack(pool, pool, slots, fetch, out, out, page_size=0)
     res, rows = torch.zeros(2, 6, 2, 3), torch.zeros(1).int()
+    with pytest.raises(ValueError, match=r"k_res\.dtype"):
+        exchange_rows(pool, pool, slots, fetch, fetch, res.half(), res, rows)
+    with pytest.raises(ValueError, match=r"fetch_slot\.shape"):
+        exchange_rows(pool, pool, slots, fetch, fetch[..., :2], res, res, rows)
+    with pytest.raises(ValueError, match="page_size=-1"):
+        exchange_rows(pool, pool, slots, fetch, fetch, res, res, rows, page_size=-1)
     with pytest.raises(ValueError, match="pos_res"):
         scatter_pack(res, res, rows, fetch, out, out, fetch_pos=fetch)
     with pytest.raises(ValueError, match=r"fetch_slot\.shape.*num_reqs=0"):

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton selection kernels; run by `test_triton_select` in a process of its own."""
+
+import math
+
+import pytest
+import torch
+
+from tandemkv.kernels.mirror import make_mirror_scratch
+from tandemkv.kernels.reference import exchange, mirror, pack
+from tandemkv.kernels.triton_ops import exchange as triton_exchange
+from tandemkv.kernels.triton_ops import mirror as triton_mirror
+from tandemkv.kernels.triton_ops import pack as triton_pack
+from tandemkv.kernels.triton_ops import topk as triton_topk
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Bounds = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def best_positions(scores: torch.Tensor, bounds: Bounds, k: int) -> torch.Tensor:
+    """Choose by sorting in Python: best first, of equal scores the lower position."""
+    num_reqs, heads, width = scores.shape
+    lo = [0] * num_reqs if bounds[0] is None else bounds[0].tolist()
+    hi = [width] * num_reqs if bounds[1] is None else bounds[1].tolist()
+    rows = []
+    for req, row in enumerate(scores.double().tolist()):
+        for values in row:
+            places = range(max(lo[req], 0), min(hi[req], width))
+            usable = [p for p in places if values[p] > -math.inf]
+            best = sorted(usable, key=lambda p, values=values: (-values[p], p))[:k]  # type: ignore[misc]
+            rows.append(best + [-1] * (k - len(best)))
+    return torch.tensor(rows, dtype=torch.int32).view(num_reqs, heads, k).to(scores.device)
+
+
+def check_topk(scores: torch.Tensor, k: int, lo: list[int] | None, hi: list[int] | None) -> None:
+    bounds = tuple(None if b is None else torch.tensor(b, device=DEVICE) for b in (lo, hi))
+    want = best_positions(scores, bounds, k)
+    of_best = scores.gather(-1, want.clamp(min=0).long()).where(want >= 0, -math.inf)
+    got_scores = torch.full(want.shape, math.nan, device=DEVICE)
+    keywords = {"lo": bounds[0], "hi": bounds[1], "out_scores": got_scores}
+    got = triton_topk.topk_positions(scores, k, **keywords)
+    assert torch.equal(got, want)
+    assert torch.equal(got_scores, of_best)
+    got = triton_topk.topk_positions(scores, k, **keywords, sort=False)
+    found = scores.gather(-1, got.clamp(min=0).long()).where(got >= 0, -math.inf)
+    assert torch.equal(got_scores, found)
+    padding = got < 0
+    assert not bool((padding[..., :-1] & ~padding[..., 1:]).any())
+    assert torch.equal(got.sort(-1).values, want.sort(-1).values)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows of some hundred scores go the way of long ones."""
+    monkeypatch.setattr(triton_topk, "_MIN_CAPACITY", 64)
+    monkeypatch.setattr(triton_topk, "_BLOCK", 128)
+    monkeypatch.setattr(triton_topk, "_MIN_SAMPLE", 64)
+
+
+@pytest.mark.parametrize(("width", "k"), [(1, 1), (50, 7), (50, 60), (37, 0)])
+def test_topk_in_registers(width: int, k: int) -> None:
+    check_topk(torch.randn(2, 2, width, device=DEVICE), k, None, None)
+    check_topk(torch.randn(2, 2, width, device=DEVICE).round(), k, [width // 3, 5], [width, 2])
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("k", [1, 20])
+def test_topk_by_sample_and_filter(k: int) -> None:
+    scores = torch.randn(2, 1, 403, device=DEVICE)
+    scores[..., :3] = math.nan  # what stands outside the bounds may be anything
+    scores[0, :, 390:] = math.inf
+    check_topk(scores, k, [3, 130], [390, 460])
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", ["equal", "tied", "special", "misled"])
+def test_topk_where_the_sample_is_of_no_use(kind: str) -> None:
+    scores = torch.randn(1, 2, 300, device=DEVICE)
+    if kind == "equal":
+        scores[0, 0] = 0.0
+        scores[0, 0, ::2] = -0.0
+        scores[0, 1] = -math.inf
+    elif kind == "tied":
+        scores = (scores > 0.2).float()
+    elif kind == "special":
+        scores[..., ::3] = -math.inf
+        scores[..., 1::3] = math.nan
+        scores[..., 7:40:8] = math.inf
+    else:
+        scores = scores.abs() * 1e-30 - 1e30
+        scores[..., :9] = 3e38
+    check_topk(scores, 17, None, [290])
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_topk_of_strided_scores() -> None:
+    scores = torch.randn(2, 300, 2, device=DEVICE).permute(0, 2, 1)
+    check_topk(scores, 5, [0, 1], None)
+
+
+def mirror_call(generator: torch.Generator, sizes: tuple[int, ...], step: int) -> dict[str, object]:
+    """Draw the arguments of one call: ``sizes`` are reqs, heads, k, resident slots, context."""
+    num_reqs, heads, k, num_resident, context = sizes
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, shape, generator=generator).to(DEVICE)
+
+    selected = draw(-1, context - 1, num_reqs, heads, k).int()
+    scores = None
+    if int(draw(0, 1)):
+        order = torch.rand(num_reqs, heads, context, generator=generator).argsort(-1)
+        selected = order[..., :k].int().to(DEVICE)
+        selected[draw(0, 5, *selected.shape) == 0] = -1
+        scores = draw(-2, 2, *selected.shape).float()
+        scores[scores == -2] = -math.inf
+        scores[draw(0, 9, *selected.shape) == 0] = math.nan
+    return {
+        "selected": selected, "selected_scores": scores,
+        "active": (None, draw(0, 1, num_reqs) > 0, draw(0, 1, num_reqs).to(torch.int8))[
+            int(draw(0, 2))
+        ],
+        "step": (step, torch.tensor(step, device=DEVICE), draw(step, step, num_reqs))[
+            int(draw(0, 2))
+        ],
+        "num_protected": int(draw(0, 3)), "num_target": draw(0, num_resident, num_reqs),
+        "hi": draw(0, context, num_reqs).int(), "lo": int(draw(0, 5)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("cap", [0, 1, 7, 30])
+@pytest.mark.parametrize("holes", [True, False])
+def test_mirror_over_many_steps(dtype: torch.dtype, cap: int, holes: bool) -> None:
+    generator = torch.Generator().manual_seed(cap)
+    for trial in range(4):
+        sizes = (2, 2, (5, 20, 0, 9)[trial], (24, 17, 6, 0)[trial], 60)
+        shape = (*sizes[:2], sizes[3])
+        order = torch.rand(*shape[:2], 60, generator=generator).argsort(-1)
+        start = order[..., : shape[-1]].int().to(DEVICE)
+        if holes:
+            start[torch.rand(shape, generator=generator).to(DEVICE) < 0.4] = -1
+        else:
+            start[..., trial + 1 :] = -1
+        want_pos, want_used = start, torch.full(shape, -1, dtype=dtype, device=DEVICE)
+        got_pos, got_used = start.clone(), want_used.clone()
+        scratch = make_mirror_scratch(3, 2, 60, DEVICE)
+        for step in range(1, 6):
+            call = mirror_call(generator, sizes, step)
+            selected = call.pop("selected")
+            want = mirror.mirror_diff(selected, want_pos, want_used, fetch_cap=cap, **call)
+            got = triton_mirror.mirror_diff(
+                selected, got_pos, got_used, fetch_cap=cap, scratch=scratch, **call
+            )
+            assert torch.equal(got[0], want[0])
+            assert torch.equal(got[1], want[1])
+            assert torch.equal(got_pos, want_pos)
+            assert torch.equal(got_used, want_used)
+            assert bool((scratch == -1).all())
+
+
+def test_mirror_needs_scratch_and_few_slots() -> None:
+    state = torch.zeros(1, 1, 4, dtype=torch.int32, device=DEVICE)
+    end = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    keywords = {
+        "step": 1, "num_protected": 0, "num_target": end, "hi": end, "lo": 0, "fetch_cap": 1
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="make_mirror_scratch"):
+        triton_mirror.mirror_diff(state, state, state.clone(), **keywords)
+    many = torch.zeros(1, 1, 40000, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="num_resident=40000"):
+        triton_mirror.mirror_diff(state, many, many.clone(), scratch=state, **keywords)
+
+
+def random_bits(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    size = torch.empty((), dtype=dtype).element_size()
+    bits = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8)
+    return bits.view(dtype).to(DEVICE)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("page_size", "cap", "dim"), [(1, 5, 7), (4, 18, 16), (3, 1, 32)])
+def test_exchange_and_gather(dtype: torch.dtype, page_size: int, cap: int, dim: int) -> None:
+    heads, pages, num_slots = 2, 8, 20
+    pools = random_bits(2, 2 * pages * page_size, heads, dim, dtype=dtype)
+    table = torch.stack([torch.randperm(2 * pages)[:pages] for _ in range(2)]).int().to(DEVICE)
+    fetch = torch.randint(-3, pages * page_size, (2, heads, cap), dtype=torch.int32).to(DEVICE)
+    order = [torch.randperm(num_slots)[:cap] for _ in range(2 * heads)]
+    to = torch.stack(order).view(2, heads, cap).int().to(DEVICE)
+    to[0, :, 0] = -1
+    rows = torch.tensor([2, 0], device=DEVICE)
+    want = random_bits(2, 3, num_slots, heads, dim, dtype=dtype)
+    got, unmarked = want.clone(), want.clone()
+    positions = torch.full((2, 3, heads, num_slots), -1, dtype=torch.int32, device=DEVICE)
+    for run, res, kept in (
+        (exchange.exchange_rows, want, positions[0]),
+        (triton_exchange.exchange_rows, got, positions[1]),
+        (triton_exchange.exchange_rows, unmarked, None),
+    ):
+        run(*pools, table, fetch, to, *res, rows, page_size=page_size, pos_res=kept)
+    assert same_bits(got, want)
+    assert same_bits(unmarked, want)
+    assert torch.equal(positions[0], positions[1])
+    packs = random_bits(2, 2, heads, cap, dim, dtype=dtype)
+    wanted = packs.clone()
+    pack.gather_pack(*pools, table, fetch, *wanted, page_size=page_size)
+    triton_pack.gather_pack(*pools, table, fetch, *packs, page_size=page_size)
+    assert same_bits(packs, wanted)
