@@ -27,11 +27,11 @@ class CalibratedModel(_Strict):
     """The model that was measured.
 
     `model_hash` is `tandemkv.cache_rank.protocol.model_spec.model_hash`: of ``config.json`` and of
-    name, size, first and last MiB of each weight file; null if the figures are from a paper.
+    name, size, first and last MiB of each weight file; absent if the figures are from a paper.
     """
 
     model_id: str = Field(min_length=1, max_length=256)
-    model_hash: str | None
+    model_hash: str | None = None
     architecture: str
     num_layers: int = Field(ge=1)
     num_qo_heads: int = Field(ge=1)

@@ -18,7 +18,7 @@ def recovered_mass(
     Parameters
     ----------
     anchor, reuse : torch.Tensor
-        ``[H, T, T]``, distributions of layers a and b.
+        ``[H, T, n]``, distributions of layers a and b over n keys.
     top_k : int
         Size of the index sets; all of them if the text is shorter.
 
@@ -29,8 +29,8 @@ def recovered_mass(
     denominator : torch.Tensor
         ``[H, T]``: mass of head j of b on its own set.
     """
-    heads, length, _ = anchor.shape
-    top_k = min(top_k, length)
+    heads, length, num_keys = anchor.shape
+    top_k = min(top_k, num_keys)
     index = anchor.topk(top_k, dim=-1).indices  # [H, T, k]
     by_token = index.transpose(0, 1).reshape(length, heads * top_k)
     rows = [head.gather(-1, by_token).view(length, heads, top_k).sum(-1).t() for head in reuse]

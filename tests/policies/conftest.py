@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tandemkv.cache_rank.calibration.resolve import share_of
 from tandemkv.cache_rank.policies.base import (
+    HeadClusters,
     Policy,
     PolicyContext,
     Rotary,
@@ -46,7 +48,15 @@ ROTARY = Rotary(1.0 / 10000.0 ** (torch.arange(0, 8, 2).float() / 8))
 
 def make_context(**changes: Any) -> PolicyContext:
     values = {"budget_tokens": 24, "num_sink_tokens": 4, "num_recent_tokens": 8} | changes
-    return PolicyContext(model=MODEL, selection=SelectionSettings(**values), rotary=ROTARY)
+    selection = SelectionSettings(**values)
+    heads = tuple(range(MODEL.num_kv_heads))
+    return PolicyContext(
+        model=MODEL,
+        selection=selection,
+        rotary=ROTARY,
+        share=share_of(selection.anchors, (heads,) * 3) if selection.anchors else None,
+        clusters=HeadClusters((heads,) * 3, (heads,) * 3),  # each head looks for itself
+    )
 
 
 @dataclass

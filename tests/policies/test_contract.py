@@ -87,8 +87,10 @@ def test_release_forgets(make_bench, queries, case):
 
 def test_agrees_with_the_oracle_when_the_query_does_not_change(make_bench, queries, case):
     name, changes = case
-    if changes.get("ridge_normalise") == "none" or name in ("look_ahead", "quest"):
-        pytest.skip("its query is scaled, or predicted outside; or it takes whole pages")
+    if changes.get("ridge_normalise") == "none" or name in ("look_ahead", "quest", "sfi"):
+        pytest.skip(
+            "its query is scaled, or predicted outside; or it takes whole pages, or refines scores"
+        )
     bench = make_bench(name, **(changes | {"ridge_unrotate": False}))
     same = bench.select([queries[0]] * 20)
     oracle = make_bench("oracle").select([queries[0]])
@@ -115,7 +117,9 @@ def test_registry_key_is_the_module(name):
 def test_registry_takes_your_own_and_lists_names_on_a_miss(make_bench):
     context = make_bench("oracle").context
     assert isinstance(make_policy(f"{__name__}:OwnPolicy", context), OwnPolicy)
-    with pytest.raises(PolicyError, match="async_spade, exact, last_query, look_ahead"):
+    with pytest.raises(
+        PolicyError, match="async_spade, exact, kascade, last_query, lfps, look_ahead"
+    ):
         find_policy("look-ahead")
     for path in ("no_such_module:X", f"{__name__}:Missing", "json:JSONDecoder"):
         with pytest.raises(PolicyError, match=path):

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tandemkv calibrate`: each measure by hand, the corpus, and a whole run on a tiny model."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tandemkv.cache_rank.calibration.format import CalibrationError, read_calibration
+from tandemkv.cache_rank.calibration.resolve import resolve_calibration
+from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.server.calibrate.attention import AttentionRecorder, max_of_group, mean_of_group
+from tandemkv.server.calibrate.corpus import built_in_text, read_corpus
+from tandemkv.server.calibrate.kascade import (
+    KascadeMeasurement,
+    choose_anchors,
+    head_map,
+    recovered_mass,
+)
+from tandemkv.server.calibrate.sync_kv import SyncKVMeasurement, cluster_heads, head_overlap
+from tandemkv.server.commands import app
+
+A = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.0, 0.1, 0.3, 0.6]], dtype=torch.float64)
+B = torch.tensor([[0.4, 0.1, 0.1, 0.4], [0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
+"""Two heads on one token with four keys, of layers a and b."""
+
+
+def test_similarity_by_hand() -> None:
+    """Eq. 3 with k = 2: sets {0,1} and {2,3} of a; {0,3} and {2,3} of b."""
+    numerator, own = recovered_mass(A[:, None], B[:, None], 2)
+    want = torch.tensor([[0.5, 0.5], [0.3, 0.7]], dtype=torch.float64)
+    torch.testing.assert_close(numerator[:, :, 0], want)
+    torch.testing.assert_close(own[:, 0], torch.tensor([0.8, 0.7], dtype=torch.float64))
+    assert head_map(numerator[:, :, 0] / own) == (0, 1)
+
+
+def test_many_heads_may_map_to_one() -> None:
+    assert head_map(torch.tensor([[0.1, 0.9], [0.2, 0.3]])) == (1, 1)
+
+
+def test_layers_are_weighed_by_their_worst_token_and_their_importance() -> None:
+    """Two layers, one head, two tokens, k = 1, then two texts.
+
+    Token 0 of both layers prefers key 0: ratio 1. Token 1 prefers key 0 in layer 0 and key 1, with
+    .75 against .25, in layer 1: ratio 1/3. The minimum is 1/3, times importance 1/2.
+    """
+    first = torch.tensor([[[1.0, 0.0], [0.6, 0.4]]])
+    second = torch.tensor([[[1.0, 0.0], [0.25, 0.75]]])
+    measure = KascadeMeasurement(top_k=1)
+    measure.add([first, second], [1.0, 0.5])
+    assert measure.result(1).similarity == ((1.0, pytest.approx(0.5 / 3, abs=1e-6)), (0.0, 0.5))
+    # A second text in which the layers agree, with importance 3/2 in layer 1: means 2/3 and 1.
+    measure.add([first, first], [1.0, 1.5])
+    found = measure.result(2)
+    assert found.importance == (1.0, 1.0)
+    assert found.similarity[0][1] == pytest.approx(2 / 3, abs=1e-6)
+    assert found.anchors == (0, 1)
+
+
+def score_of(anchors: tuple[int, ...], similarity: torch.Tensor) -> float:
+    return sum(
+        float(similarity[max(a for a in anchors if a <= layer), layer])
+        for layer in range(len(similarity))
+    )
+
+
+def test_anchors_by_hand() -> None:
+    """Of four layers, 2 and 3 are far from 0 but near to 2: the second anchor is 2."""
+    similarity = torch.tensor(
+        [[1, 0.9, 0.1, 0.1], [0, 1, 0.2, 0.2], [0, 0, 1, 0.9], [0, 0, 0, 1.0]]
+    )
+    assert choose_anchors(similarity, 1) == (0,)
+    assert choose_anchors(similarity, 2) == (0, 2)
+    assert choose_anchors(similarity, 4) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_other_anchors_are_better(seed: int) -> None:
+    similarity = torch.rand(7, 7, generator=torch.Generator().manual_seed(seed))
+    for count in range(1, 8):
+        chosen = choose_anchors(similarity, count)
+        others = [(0, *rest) for rest in itertools.combinations(range(1, 7), count - 1)]
+        best = max(score_of(anchors, similarity) for anchors in others)
+        assert score_of(chosen, similarity) == pytest.approx(best)
+        assert len(chosen) == count
+
+
+def test_overlap_by_hand() -> None:
+    """k = 1; tokens that see fewer than two keys do not count. Heads agree in 1 of 2 others."""
+    weights = torch.zeros(2, 3, 3)
+    weights[:, 0, 0] = 1
+    weights[0, 1, :2] = torch.tensor([0.6, 0.4])
+    weights[1, 1, :2] = torch.tensor([0.4, 0.6])
+    weights[:, 2] = torch.tensor([0.2, 0.7, 0.1])
+    want = torch.tensor([[1.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+    assert torch.equal(head_overlap(weights, 1), want)
+
+
+def test_clusters_of_four_heads() -> None:
+    similarity = torch.eye(4, dtype=torch.float64)
+    similarity[0, 2] = similarity[2, 0] = 0.9
+    similarity[1, 3] = similarity[3, 1] = 0.8
+    clusters, leaders = cluster_heads(similarity, 2)
+    assert clusters == (0, 1, 0, 1)
+    assert [clusters[head] for head in leaders] == [0, 1]
+    assert cluster_heads(similarity, 1)[0] == (0, 0, 0, 0)
+    assert cluster_heads(similarity, 4) == ((0, 1, 2, 3), (0, 1, 2, 3))
+
+
+def test_the_representative_is_closest_to_the_centre() -> None:
+    """Of three heads on a line, the middle one."""
+    similarity = torch.tensor([[1.0, 0.8, 0.4], [0.8, 1.0, 0.8], [0.4, 0.8, 1.0]])
+    assert cluster_heads(similarity, 1) == ((0, 0, 0), (1,))
+
+
+def test_missing_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.cluster", None)
+    with pytest.raises(CalibrationError, match=r"pip install 'tandemkv\[calibration\]'"):
+        cluster_heads(torch.eye(2), 1)
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def test_texts_are_cut_evenly_and_the_same_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("aabbccddeef")
+    texts = read_corpus([path], Letters(), num_texts=3, num_tokens=2)
+    assert ["".join(map(chr, text)) for text in texts.tokens] == ["aa", "bb", "dd"]
+    assert texts.sources == ("a.txt",)
+    assert len(read_corpus([path], Letters(), num_texts=9, num_tokens=2).tokens) == 5
+
+
+def test_the_built_in_text_is_long_and_its_licence_is_named() -> None:
+    text, name = built_in_text()
+    assert len(text) > 300_000
+    assert "PSF-2.0" in name
+    assert built_in_text() == (text, name)
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
+    empty, short = tmp_path / "empty.txt", tmp_path / "short.txt"
+    empty.write_text("")
+    short.write_text("abc")
+    with pytest.raises(CalibrationError, match=r"empty\.txt: no text of 8 tokens.*has 0"):
+        read_corpus([empty], Letters(), num_texts=1, num_tokens=8)
+    with pytest.raises(CalibrationError, match="the longest has 3"):
+        read_corpus([empty, short], Letters(), num_texts=1, num_tokens=8)
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        read_corpus([tmp_path / "missing"], Letters(), num_texts=1, num_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four layers with random weights, and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=8,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("pool", [mean_of_group, max_of_group])
+def test_the_recorder_sees_what_the_model_computes(tiny_model: Path, pool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = read_model_spec(tiny_model, dtype="float32")
+    seen = AttentionRecorder(tiny_model, spec, dtype="float32", pool=pool).read(range(1, 30))
+    network = AutoModelForCausalLM.from_pretrained(
+        tiny_model, dtype=torch.float32, attn_implementation="eager"
+    )
+    want = network(torch.arange(1, 30)[None], output_attentions=True)
+    for ours, theirs in zip(seen.weights, want.attentions, strict=True):
+        grouped = theirs[0].detach().view(3, 2, 29, 29)
+        torch.testing.assert_close(
+            ours, grouped.mean(1) if pool is mean_of_group else grouped.amax(1)
+        )
+    assert len(seen.importance) == 4
+    embedded = network.model.embed_tokens(torch.arange(1, 30))
+    layer = network.model.layers[0]
+    rope = network.model.rotary_emb(embedded[None], torch.arange(29)[None])
+    mask = torch.full((29, 29), float("-inf")).triu(1)[None, None]
+    added = layer.self_attn(layer.input_layernorm(embedded[None]), rope, mask)[0][0]
+    cosine = torch.cosine_similarity(embedded, embedded + added, dim=-1).mean()
+    assert seen.importance[0] == pytest.approx(1 - float(cosine), abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["kascade", "sync_kv"])
+def test_a_whole_run_writes_a_file_that_serves(
+    tiny_model: Path, tmp_path: Path, policy: str
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["calibrate", str(tiny_model), "--policy", policy, "--out", str(out)]
+    sizes = ["--texts", "2", "--tokens", "40", "--top-k", "4", "--num-anchors", "2"]
+    result = CliRunner().invoke(app, [*arguments, *sizes])
+    assert result.exit_code == 0, result.output
+    found = read_calibration(out)
+    assert found.source == "measured"
+    assert found.corpus is not None
+    assert found.corpus.num_tokens == 80
+    spec = read_model_spec(tiny_model, dtype="float32")
+    selection = SelectionSettings(policy=policy, calibration=str(out))
+    resolved = resolve_calibration(selection, spec, Timing.SAME_STEP_QUERY)
+    assert (resolved.share is None) == (policy == "sync_kv")
+    assert (resolved.clusters is None) == (policy == "kascade")
+    again = tmp_path / "again.json"
+    arguments[-1] = str(again)
+    assert CliRunner().invoke(app, [*arguments, *sizes]).exit_code == 0
+    assert json.loads(again.read_text()) == json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (["--policy", "quest"], "policy=quest must be one of"),
+        (["--top-k", "20"], "more than twice"),
+        (["--tokens", "300"], "the model takes 256"),
+        (["--text", "/nonexistent"], "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(
+    tiny_model: Path, tmp_path: Path, changes: list[str], match: str
+) -> None:
+    arguments = ["calibrate", str(tiny_model), "--policy", "kascade", "--out", str(tmp_path / "x")]
+    sizes = ["--tokens", "40", "--top-k", "4"]
+    result = CliRunner().invoke(app, [*arguments, *sizes, *changes])
+    assert result.exit_code == 2
+    assert match in result.output
+    assert not (tmp_path / "x").exists()
+
+
+def test_sync_kv_measures_the_mean_over_texts() -> None:
+    measure = SyncKVMeasurement(top_k=1)
+    same = torch.tensor([[[1.0, 0.0], [0.9, 0.1]]] * 3)
+    other = same.clone()
+    other[2, 1] = torch.tensor([0.1, 0.9])
+    measure.add([other])
+    measure.add([other])
+    found = measure.result(2)
+    assert found.clusters == ((0, 0, 1),)
+    assert found.representatives[0][1] == 2
