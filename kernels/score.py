@@ -207,7 +207,8 @@ def score_keys(
 
     Notes
     -----
-    On a GPU: one launch, two for ``softmax_mean``; asynchronous, no host sync;
+    On a GPU the last dimension of `k_pool` and of `slots` must be dense, of int4
+    scales the last two; one launch, two for ``softmax_mean``; asynchronous, no host sync;
     the grid depends on sizes only, so a captured graph may be replayed with
     other `lo`, `hi` and `slots` (these are not checked there). Queries are
     rounded to the dtype that tensor cores multiply in: the keys' own for native

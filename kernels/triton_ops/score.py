@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.check import fail
 from tandemkv.kernels.score import PROGRAMS_PER_SM, ScoreScratch, make_score_scratch
 from tandemkv.kernels.triton_ops.score_scan import pool_kernel, scan_kernel
 from tandemkv.kernels.triton_ops.score_window import score_window
@@ -20,8 +21,8 @@ _TRITON_DTYPE = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-# Tokens and warps of a program of the second pass.
-POOL = (1024, 4)
+# Tokens and warps of a program of the second pass, measured likewise.
+POOL = (512, 2)
 _BLOCK_PAGES = 16
 
 
@@ -88,8 +89,11 @@ def score_keys(
     scratch_width, scratch_tiles = scratch.logits.shape[2], scratch.tile_max.shape[2]
     is_softmax = pooling == "softmax_mean"
     scales = q if k_scale is None else k_scale  # stands in for a pointer that is not read
-    if k_pool.stride(-1) != 1 or slots.stride(1) != 1 or scales.stride(-1) != 1:
-        k_pool, slots, scales = k_pool.contiguous(), slots.contiguous(), scales.contiguous()
+    # Copies of a pool would be made in silence, and in every captured layer.
+    if k_pool.stride(-1) != 1 or slots.stride(1) != 1:
+        fail("strides of k_pool, slots", (k_pool.stride(), slots.stride()), "1 in the last place")
+    if kind == "int4" and scales.stride()[2:] != (head_dim, 1):
+        fail("k_scale.stride()", scales.stride(), f"{(head_dim, 1)} in the last two places")
     scan_kernel[(num_reqs * num_splits * num_kv_heads,)](
         q, k_pool, scales, slots, lo, hi, out,
         scratch.logits, scratch.tile_max, scratch.split_lse, scratch.zero_dot,
