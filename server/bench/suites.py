@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
-from .report import Failure, Row
+from .report import BenchError, Failure, Row
 
 PACKAGE = __name__.rpartition(".")[0]
 
@@ -52,7 +52,7 @@ def run_suite(
             rows += module.rows()
         except SettingsError:
             raise
-        except (RuntimeError, ImportError, ValueError, AssertionError) as error:
+        except (BenchError, RuntimeError, ImportError, ValueError, AssertionError) as error:
             text = " ".join(str(error).split())[:300]
             failures.append(Failure(f"{suite}_{name}", f"{type(error).__name__}: {text}"))
     return rows, failures

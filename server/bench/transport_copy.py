@@ -31,7 +31,7 @@ def _time_copy(source: torch.Tensor, target: torch.Tensor) -> Timing:
 
 
 def _pair(figure: str, size: int, timing: Timing) -> list[Row]:
-    note = "eager, one copy at a time"
+    note = "eager, one copy at a time; of small ones the launch is the time"
     return [
         timing.row(f"{figure}_us", note=note),
         timing.bandwidth_row(f"{figure}_bandwidth", size, note=note),
