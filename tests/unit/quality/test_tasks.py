@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks: the same samples every time, within the length, and solvable from the prompt alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.quality.corpus import Corpus, built_in_corpus, read_corpus
+from tandemkv.server.quality.samples import Sample, read_samples, samples_digest, write_samples
+from tandemkv.server.quality.scorers import SCORERS
+from tandemkv.server.quality.tasks.base import TaskInputs
+from tandemkv.server.quality.tasks.registry import TASKS, find_tasks
+from tandemkv.server.quality.tokenizing import PromptBuilder
+
+ASKING = [
+    "niah_single",
+    "niah_multi_key",
+    "niah_multi_value",
+    "variable_tracking",
+    "multi_document_qa",
+]
+FORCING = ["perplexity", "continuation", "mass"]
+
+
+def text_of(inputs: TaskInputs, sample: Sample) -> str:
+    return inputs.prompts.tokenizer.decode(sample.context_ids + sample.question_ids)
+
+
+def test_every_task_is_tested() -> None:
+    assert set(ASKING) | set(FORCING) == set(TASKS)
+
+
+@pytest.mark.parametrize("name", [*ASKING, *FORCING])
+def test_samples_are_the_same_every_time(name: str, inputs: TaskInputs) -> None:
+    (task,), (again,) = find_tasks([name]), find_tasks([name])
+    first = task.samples(inputs)
+    assert first == again.samples(inputs)
+    fewer = dataclasses.replace(inputs, num_samples=2)
+    assert task.samples(fewer) == first[:2]
+    assert len({sample.name for sample in first}) == 4
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_another_seed_asks_something_else(name: str, inputs: TaskInputs) -> None:
+    (task,) = find_tasks([name])
+    other = task.samples(dataclasses.replace(inputs, seed=1))
+    assert [s.answers for s in other] != [s.answers for s in task.samples(inputs)]
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_prompts_fill_the_context_and_no_more(name: str, inputs: TaskInputs) -> None:
+    (task,) = find_tasks([name])
+    for sample in task.samples(inputs):
+        assert 600 <= len(sample.prompt_ids) <= 700
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_the_right_answer_scores_one_and_another_nothing(name: str, inputs: TaskInputs) -> None:
+    (task,) = find_tasks([name])
+    samples = task.samples(inputs)
+    wrong = {answer for sample in samples for answer in sample.answers}
+    for sample in samples:
+        score = SCORERS[sample.scorer]
+        assert score(" " + ", ".join(sample.answers) + ".", sample.answers) == 1
+        assert score(" ".join(wrong - set(sample.answers)), sample.answers) == 0
+
+
+@pytest.mark.parametrize("name", ["niah_single", "niah_multi_key", "niah_multi_value"])
+def test_needles_can_be_found_by_reading(name: str, inputs: TaskInputs) -> None:
+    (task,) = find_tasks([name])
+    for sample in task.samples(inputs):
+        text = text_of(inputs, sample)
+        key = re.findall(r"magic numbers? for (\S+) mentioned", text)[-1]
+        hidden = re.findall(r"magic numbers for (\S+) is: (\d{7})\.", text)
+        assert sorted(v for k, v in hidden if k == key) == sorted(sample.answers)
+        assert len(hidden) == (1 if name == "niah_single" else 4)
+
+
+def test_single_needles_lie_at_their_depth(inputs: TaskInputs) -> None:
+    (task,) = find_tasks(["niah_single"])
+    for sample in task.samples(dataclasses.replace(inputs, context_tokens=2000)):
+        text = text_of(inputs, sample)
+        found = text.index(sample.answers[0]) / len(text)
+        assert found == pytest.approx(float(sample.notes["depth"]), abs=0.05)
+
+
+def test_variables_can_be_followed(inputs: TaskInputs) -> None:
+    (task,) = find_tasks(["variable_tracking"])
+    for sample in task.samples(inputs):
+        text = text_of(inputs, sample)
+        body = text.rpartition("hidden in the following text.")[2]
+        value = re.findall(r"assigned the value (\d+) in the text above", body)[-1]
+        names: list[str] = []
+        for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", body):
+            if source == value or source in names:
+                names.append(name)
+        assert names == sample.answers
+        assert len(names) == 5
+
+
+def test_documents_hold_the_answers_of_both_kinds(inputs: TaskInputs) -> None:
+    (task,) = find_tasks(["multi_document_qa"])
+    for i, sample in enumerate(task.samples(inputs)):
+        text = text_of(inputs, sample)
+        if i % 2 == 0:
+            (name,) = re.findall(r"was (.+) born\?", text)
+            found = re.findall(rf"{name} was born in \d+ in the city of (\w+)", text)
+        else:
+            (name,) = re.findall(r"company that employs (.+) have its seat\?", text)
+            (firm,) = re.findall(rf"{name} works for (.+?) and spends", text)
+            found = re.findall(rf"company {firm} has its seat in the city of (\w+)", text)
+        assert found == sample.answers
+        assert sample.notes["distractors"] > 5
+
+
+def test_forced_texts_continue_the_prefix(inputs: TaskInputs, corpus: Corpus) -> None:
+    (task,) = find_tasks(["perplexity"])
+    samples = task.samples(inputs)
+    assert [s.name for s in samples] == ["first", "second", "first, part 2", "second, part 2"]
+    for sample in samples:
+        assert (len(sample.prompt_ids), len(sample.forced_ids)) == (700, 40)
+        text = inputs.prompts.tokenizer.decode(sample.context_ids + sample.forced_ids)
+        assert text.strip() in corpus.texts[sample.name.split(",")[0]]
+
+
+def test_a_late_question_is_not_in_the_prompt(inputs: TaskInputs) -> None:
+    early, late = find_tasks(["niah_single", "niah_single+late"])
+    for one, other in zip(early.samples(inputs), late.samples(inputs), strict=True):
+        assert one.prompt_ids == other.prompt_ids + other.question_ids
+        assert (other.late_question, late.name) == (True, "niah_single_late")
+
+
+def test_chat_puts_the_question_into_the_turn_and_the_prefix_after_it(inputs: TaskInputs) -> None:
+    prompts = PromptBuilder(inputs.prompts.tokenizer, "chat")
+    (task,) = find_tasks(["niah_single"])
+    (sample, *_) = task.samples(dataclasses.replace(inputs, prompts=prompts))
+    text = text_of(inputs, sample)
+    assert text.startswith("<user>A special magic number")
+    assert re.search(r"provided text\?</user><assistant> The special magic number for \S+", text)
+
+
+def test_errors_say_what_is_missing(inputs: TaskInputs, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"task=nedle is unknown; known: perplexity, .*file:"):
+        find_tasks(["nedle"])
+    with pytest.raises(SettingsError, match="given twice"):
+        find_tasks(["mass", "mass"])
+    with pytest.raises(SettingsError, match="none given"):
+        find_tasks([])
+    (late,) = find_tasks(["perplexity+late"])
+    with pytest.raises(SettingsError, match="asks no question"):
+        late.samples(inputs)
+    (task,) = find_tasks(["perplexity"])
+    with pytest.raises(SettingsError, match=r"longest text has \d+ tokens"):
+        task.samples(dataclasses.replace(inputs, context_tokens=10**6))
+    (task,) = find_tasks(["niah_single"])
+    with pytest.raises(SettingsError, match="raise --context-tokens"):
+        task.samples(dataclasses.replace(inputs, context_tokens=30))
+    with pytest.raises(SettingsError, match="no sentence"):
+        task.samples(dataclasses.replace(inputs, corpus=Corpus({"empty": "  "})))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SettingsError, match="no text there"):
+        read_corpus([tmp_path / "empty"])
+
+
+def test_a_corpus_of_files_folders_and_json(tmp_path: Path) -> None:
+    (tmp_path / "texts" / "sub").mkdir(parents=True)
+    (tmp_path / "texts" / "b.txt").write_text("two")
+    (tmp_path / "texts" / "sub" / "a.md").write_text("one")
+    (tmp_path / "texts" / "picture.png").write_bytes(b"\xff\x00")
+    (tmp_path / "more.json").write_text('{"three": "3"}')
+    found = read_corpus([tmp_path / "texts", tmp_path / "more.json"])
+    assert found.texts == {"b.txt": "two", "sub/a.md": "one", "three": "3"}
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingsError, match="not UTF-8"):
+        read_corpus([tmp_path / "bad.txt"])
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(SettingsError, match="object of name to text"):
+        read_corpus([tmp_path / "list.json"])
+
+
+def test_the_built_in_corpus_is_long_and_stable() -> None:
+    first, second = built_in_corpus(), built_in_corpus()
+    assert first == second
+    assert max(map(len, first.texts.values())) > 100_000
+    assert len(first.texts) + len(first.absent) == 5
+
+
+def test_samples_survive_their_file(inputs: TaskInputs, tmp_path: Path) -> None:
+    (task,) = find_tasks(["niah_multi_value+late"])
+    samples = task.samples(inputs)
+    write_samples(tmp_path / "s" / "x.jsonl", samples)
+    assert read_samples(tmp_path / "s" / "x.jsonl") == samples
+    assert samples_digest(read_samples(tmp_path / "s" / "x.jsonl")) == samples_digest(samples)
+    assert samples_digest(samples[1:]) != samples_digest(samples)
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(SettingsError, match="not a file of samples"):
+        read_samples(tmp_path / "bad.jsonl")
