@@ -17,6 +17,7 @@ from .protocol.model_spec import ModelSpec
 from .protocol.settings import RankSettings
 from .protocol.step_program import StepProgram
 from .row_table import RowTable
+from .selection_probe import SelectionProbe
 from .store import KVStore
 
 
@@ -45,6 +46,7 @@ class Epoch:
     predictor: QueryPredictor | None
     counters: Counters
     ledger: PackLedger
+    selection_probe: SelectionProbe | None = None
     num_decode_steps: int = field(default=0)
     """Decode steps so far; the time that the mirror's LRU counts in."""
 

@@ -104,6 +104,8 @@ class SparseRows:
             for slots, end in zip(self._slots, self._hi.tolist(), strict=True):
                 epoch.store.note_read(slots[:end])
         selected = self._selected(layer, queries)
+        if epoch.selection_probe is not None:
+            epoch.selection_probe.record(layer, self._row_steps, selected)
         before, last_used = epoch.mirror.load(layer, self._rows)
         resident = before.clone()
         fetch_pos, fetch_slot = mirror_diff(

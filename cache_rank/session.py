@@ -23,6 +23,7 @@ from .protocol.settings import RankSettings
 from .protocol.step_program import StepProgram, TransferKind, seeded_rows
 from .protocol.transport import Transport
 from .row_table import RowTable
+from .selection_probe import SelectionProbe
 from .store import KVStore
 
 
@@ -74,6 +75,7 @@ class Session:
             predictor=predictor,
             counters=counters,
             ledger=PackLedger(selection.lag + 1),
+            selection_probe=SelectionProbe.from_settings(settings),
         )
 
     @property

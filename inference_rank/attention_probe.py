@@ -5,7 +5,8 @@ With ``evaluation`` on and ``TANDEMKV_PROBE_FILE`` set, the probe keeps its own 
 keys of every request and, every `PROBE_EVERY` decode steps, compares in float64: the softmax
 mass over all tokens that falls on the attended ones, and on the same number of tokens chosen
 by the true query (the oracle); recall is the share of the oracle's tokens that are attended to.
-One JSON line per probed (step, layer).
+One JSON line per probed (step, layer). ``TANDEMKV_PROBE_DETAIL=1`` probes every step and
+adds the sets of attended positions.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tandemkv.cache_rank.protocol.bitmap import position_bits
+from tandemkv.cache_rank.protocol.settings import DETAIL_VARIABLE, PROBE_VARIABLE
+
 from .decode_step import DecodeStep
 from .extend_step import ExtendStep
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
 PROBE_EVERY = 8
 
 
@@ -33,6 +36,8 @@ class AttentionProbe:
     def __init__(self, runtime: Runtime, path: Path) -> None:
         self._runtime = runtime
         self._path = path
+        self._is_detailed = os.environ.get(DETAIL_VARIABLE) == "1"
+        self._every = 1 if self._is_detailed else PROBE_EVERY
         self._keys: dict[tuple[int, int, int], torch.Tensor] = {}
 
     @classmethod
@@ -62,7 +67,7 @@ class AttentionProbe:
             end = start + row.length - row.prefix_len
             self._record(layer, row.row, row.generation, row.prefix_len, k[start:end])
             start = end
-        if isinstance(step, DecodeStep) and self._runtime.decode_step % PROBE_EVERY == 0:
+        if isinstance(step, DecodeStep) and self._runtime.decode_step % self._every == 0:
             for i, row in enumerate(step.row_steps):
                 if row.flags and layer not in self._runtime.settings.selection.exact_layers:
                     self._measure(layer, row.row, row.generation, row.length, q[i])
@@ -113,5 +118,9 @@ class AttentionProbe:
             "recall": recall.tolist(),
             "distinct": int(torch.unique(positions[0]).numel()) == filled,
         }
+        if self._is_detailed:
+            line["generation"] = generation
+            sets = (is_in.nonzero()[:, 0] for is_in in is_attended)
+            line["attended_bits"] = [position_bits(found, length) for found in sets]
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -16,6 +16,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from .bench.command import bench_app
 from .calibrate.command import calibrate
 from .command_classes import ReportingGroup, ServeCommand, passed_through
+from .inspect.command import inspect as inspect_command
 from .options import RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
 from .plan.command import plan
 from .quality import command as quality_command
@@ -27,6 +28,7 @@ app = typer.Typer(
     help="Serve long contexts with SGLang and a cache rank that holds the KV.",
 )  # fmt: skip
 
+app.command("inspect")(inspect_command)
 app.command()(plan)
 app.command()(calibrate)
 app.add_typer(bench_app, name="bench")

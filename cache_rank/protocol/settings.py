@@ -14,6 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SETTINGS_VARIABLE = "TANDEMKV_SETTINGS"
 RUN_DIR_VARIABLE = "TANDEMKV_RUN_DIR"
+PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
+"""With ``evaluation``: where the probes write what each decode step attended to."""
+DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
+"""``1``: every step is probed, and the sets of tokens are written too."""
 
 KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
 """Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""

@@ -97,9 +97,13 @@ class RunningServer:
 
 @contextlib.contextmanager
 def tandem_server(
-    settings: ServeSettings, stop: threading.Event, *, probes: bool = False
+    settings: ServeSettings,
+    stop: threading.Event,
+    *,
+    probes: bool = False,
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
-    """Run ``tandemkv serve`` with `settings` while the context lasts.
+    """Run ``tandemkv serve`` with `settings`, and more variables, while the context lasts.
 
     Raises
     ------
@@ -113,7 +117,7 @@ def tandem_server(
         own = settings.model_copy(update={"port": port, "run_dir": work / "run"})
         config.write_text(to_yaml(own), encoding="utf-8")
         probe_file = work / "probes.jsonl" if probes else None
-        env = _environment(settings.device)
+        env = _environment(settings.device) | dict(environ or {})
         if probe_file is not None:
             env[PROBE_VARIABLE] = str(probe_file)
         argv = (

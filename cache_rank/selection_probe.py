@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records, for evaluation, which tokens the policy chose in each step.
+
+With ``evaluation`` on, ``TANDEMKV_PROBE_FILE`` and ``TANDEMKV_PROBE_DETAIL=1`` set. The inference
+rank's probe writes to the file, this one beside it: one JSON line per (step, row, layer).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .protocol.bitmap import position_bits
+from .protocol.messages import RowStep
+from .protocol.settings import DETAIL_VARIABLE, PROBE_VARIABLE, RankSettings
+from .row_table import PADDING_ROW
+
+
+def selection_file(probe_file: Path) -> Path:
+    """Return where selections are recorded, beside the inference rank's `probe_file`."""
+    return probe_file.with_name(f"{probe_file.name}.selected")
+
+
+class SelectionProbe:
+    """Appends to `path` what is chosen."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def from_settings(cls, settings: RankSettings) -> SelectionProbe | None:
+        """Return the probe, if evaluation is on and it was asked for."""
+        path = os.environ.get(PROBE_VARIABLE)
+        if not path or not settings.evaluation or os.environ.get(DETAIL_VARIABLE) != "1":
+            return None
+        return cls(selection_file(Path(path)))
+
+    def record(self, layer: int, rows: Sequence[RowStep], chosen: torch.Tensor) -> None:
+        """Write down `chosen` ``[S, H, K]`` int32 positions of `rows`, ``-1`` for none."""
+        with self._path.open("a", encoding="utf-8") as file:
+            for row, heads in zip(rows, chosen, strict=True):
+                if row.row == PADDING_ROW or bool((heads < 0).all()):
+                    continue
+                line = {
+                    "row": row.row,
+                    "generation": row.generation,
+                    "layer": layer,
+                    "length": row.length,
+                    "selected_bits": [position_bits(head, row.length) for head in heads],
+                }
+                file.write(json.dumps(line) + "\n")

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``tandemkv inspect``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.options import RANK_FLAGS, ROW_FLAGS, with_flags
+from tandemkv.server.settings_sources import Sourced, load_settings
+
+
+@with_flags((*RANK_FLAGS, *ROW_FLAGS))
+def inspect(
+    flags: dict[str, Sourced],
+    model: Annotated[str, typer.Argument(help="Model directory, or smollm2 (embedded).")],
+    prompt_file: Annotated[
+        Path, typer.Option("--prompt-file", help="The prompt, as plain text.", exists=True)
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The page.")] = Path("inspect.html"),
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, max=4096, help="Decode steps.")
+    ] = 48,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
+    ] = None,
+) -> None:
+    """Show which tokens each layer and head selects for one prompt, as one HTML page.
+
+    Serves the prompt once, with the given settings, and records every decode step.
+    """
+    from .run import inspect_prompt
+
+    flags["model"] = Sourced(model, "MODEL")
+    settings = load_settings(flags, os.environ, config)
+    try:
+        text = prompt_file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"--prompt-file {prompt_file}: not UTF-8 text ({error})") from error
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"serving the prompt with {settings.selection.policy} ..."):
+        found = inspect_prompt(settings, text, max_new_tokens=max_new_tokens)
+    out.write_text(found.html, encoding="utf-8")
+    size = len(found.html.encode()) / 1e6
+    console.print(f"{found.steps} steps of a prompt of {found.prompt_tokens} tokens, {size:.1f} MB")
+    typer.echo(str(out))

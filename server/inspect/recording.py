@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the probes of both ranks wrote about one request, put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import TandemKVError
+
+
+class RecordingError(TandemKVError):
+    """The probes' files do not describe one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One request, step by step.
+
+    Sets of tokens are bitmaps in base64, position p in bit ``p % 8`` of byte ``p // 8``.
+
+    Attributes
+    ----------
+    lengths : list of int
+        Tokens of the request in each recorded step, ascending.
+    layers : list of int
+        The layers in which the policy selects.
+    num_heads : int
+        KV heads.
+    attended : list
+        ``[step][layer][head]``: what was attended to, the recent tokens included.
+    selected : list
+        ``[step][layer][head]``: what the policy chose in that step, None where it chose nothing.
+    mass, oracle_mass : list
+        ``[step][layer][head]``: share of the true softmax mass that was attended to, and the
+        most that as many tokens can have.
+    """
+
+    lengths: list[int]
+    layers: list[int]
+    num_heads: int
+    attended: list[list[list[str]]]
+    selected: list[list[list[str] | None]]
+    mass: list[list[list[float]]]
+    oracle_mass: list[list[list[float]]]
+
+
+def read_recording(attention_file: Path, selection_file: Path) -> Recording:
+    """Read what `AttentionProbe` and `SelectionProbe` wrote.
+
+    Raises
+    ------
+    RecordingError
+        If there is nothing in them, or more than one request.
+    """
+    attention = list(_lines(attention_file))
+    if not attention:
+        raise RecordingError(
+            "no step was sparse: the whole context was resident, or the request ended at once; "
+            "give a longer prompt or a smaller --budget-tokens"
+        )
+    if len({(line["row"], line["generation"]) for line in attention}) != 1:
+        raise RecordingError("the recording holds more than one request")
+    if "attended_bits" not in attention[0]:
+        raise RecordingError("the recording has no token sets; set TANDEMKV_PROBE_DETAIL=1")
+    by_step = {(line["length"], line["layer"]): line for line in attention}
+    chosen = {
+        (line["length"], line["layer"]): line["selected_bits"] for line in _lines(selection_file)
+    }
+    layers = sorted({layer for _, layer in by_step})
+    lengths = sorted({length for length, _ in by_step})
+    missing = [(n, layer) for n in lengths for layer in layers if (n, layer) not in by_step]
+    if missing:
+        raise RecordingError(f"the recording lacks {len(missing)} steps, the first {missing[0]}")
+
+    def table(key: str) -> list[list[Any]]:
+        return [[by_step[length, layer][key] for layer in layers] for length in lengths]
+
+    return Recording(
+        lengths=lengths,
+        layers=layers,
+        num_heads=len(attention[0]["mass"]),
+        attended=table("attended_bits"),
+        selected=[[chosen.get((length, layer)) for layer in layers] for length in lengths],
+        mass=table("mass"),
+        oracle_mass=table("oracle_mass"),
+    )
+
+
+def _lines(path: Path) -> Iterable[Mapping[str, Any]]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
