@@ -6,9 +6,12 @@ from __future__ import annotations
 import torch
 
 from tandemkv.kernels.attention import attend_paged
+from tandemkv.kernels.placing import place
 
 from .attending import AttendedRows
 from .epoch import Epoch
+from .gate import moved_rows
+from .policies.base import ScoringPolicy
 from .protocol.errors import ProtocolError
 from .protocol.messages import RowFlag, StepBegin, Timing
 from .protocol.step_program import Transfer, TransferKind, exact_rows
@@ -27,21 +30,27 @@ class ExactRows:
         rows = exact_rows(step.rows, layer_is_exact)
         recent = epoch.settings.selection.num_recent_tokens
         hi = [0 if row.row == PADDING_ROW else max(0, row.length - recent) for row in rows]
-        self._hi = torch.tensor(hi, dtype=torch.int64)
-        index = torch.tensor([row.row for row in rows], dtype=torch.int64)
+        self._ends = hi
+        self._hi = place(hi, epoch.device)
+        index = place([row.row for row in rows], epoch.device)
         wanted = {row.row for row in epoch.program.packed_rows(step.rows)}
+        self.owners = [(row.row, row.generation) for row in rows]
         packed = [i for i, row in enumerate(rows) if row.row in wanted]
-        self.packed = torch.tensor(packed, dtype=torch.int64)
+        self.packed = place(packed, epoch.device)
         self._slots = epoch.rows.slots[index, : max(hi, default=0)]
 
-    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, needed: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return output and log-sum-exp ``[X, n, D + 1]`` float32 of `query` ``[X, n, D]``.
 
-        The n query heads are all, or those of `StepProgram.slow_heads`.
+        The n query heads are all, or those of `StepProgram.slow_heads`. Of rows that are not
+        `needed` ``[X]`` nothing is attended to: log-sum-exp ``-inf``.
         """
         store = self._epoch.store
+        hi = self._hi if needed is None else torch.where(needed, self._hi, 0)
         if layer == 0:
-            for slots, end in zip(self._slots, self._hi.tolist(), strict=True):
+            for slots, end in zip(self._slots, self._ends, strict=True):
                 store.note_read(slots[:end])
         model, heads = self._epoch.model, self._epoch.program.slow_heads(layer)
         pools = [(query, store.k[layer], store.v[layer])]
@@ -53,9 +62,9 @@ class ExactRows:
             ]
         parts = []
         for q, k, v in pools:
-            out, lse = attend_paged(q, k, v, self._slots, self._hi, scale=model.scale)
+            out, lse = attend_paged(q, k, v, self._slots, hi, scale=model.scale)
             parts.append(torch.cat([out, lse.unsqueeze(-1)], dim=-1))
-        self._epoch.counters.exact_rows_total += len(query)
+        self._epoch.tally.add("exact_rows_total", (hi > 0).sum())
         return torch.cat(parts, dim=1)
 
 
@@ -75,27 +84,27 @@ class DecodeStep:
     def __init__(self, epoch: Epoch, step: StepBegin, slots: torch.Tensor) -> None:
         self._epoch = epoch
         epoch.num_decode_steps += 1
-        for row, slot in zip(step.rows, slots.tolist(), strict=True):
+        for row in step.rows:
             if row.row != PADDING_ROW and row.prefix_len != row.length - 1:
                 raise ProtocolError(
                     f"row={row.row}: prefix_len={row.prefix_len} must be length - 1 in a decode"
                 )
-            epoch.rows.append(row, slot)
+        epoch.rows.append_all(step.rows, slots)
         real = [i for i, row in enumerate(step.rows) if row.row != PADDING_ROW]
-        self._real = torch.tensor(real, dtype=torch.int64)
+        self._real = place(real, epoch.device)
         self._new_slots = slots[self._real].long()
         # The queries of exact rows are of no use to a policy: nothing is selected for them.
         self._observed = [i for i in real if not step.rows[i].flags & RowFlag.EXACT]
         self._step = step
         has_packs = epoch.program.timing is not Timing.NONE
         self._sparse = SparseRows(epoch, step) if has_packs else None
-        self._sparse_index = torch.tensor(
+        self._sparse_index = place(
             [
                 i
                 for i, row in enumerate(step.rows)
                 if row.flags & RowFlag.SPARSE and not row.flags & RowFlag.EXACT
             ],
-            dtype=torch.int64,
+            epoch.device,
         )
         self._exact: dict[bool, ExactRows] = {}
         self._attended: AttendedRows | None = None
@@ -144,13 +153,25 @@ class DecodeStep:
             assert self._exact_query is not None
             self._attended = self._attended or AttendedRows(self._epoch, self._step)
             return self._attended.attend(layer, self._exact_query)
-        if is_exact not in self._exact:
-            self._exact[is_exact] = ExactRows(self._epoch, self._step, layer_is_exact=is_exact)
-        rows, query = self._exact[is_exact], self._exact_query
+        is_asked = is_exact or self._epoch.program.is_gated
+        if is_asked not in self._exact:
+            self._exact[is_asked] = ExactRows(self._epoch, self._step, layer_is_exact=is_asked)
+        rows, query = self._exact[is_asked], self._exact_query
         assert query is not None
         # What selects in exact steps, or in an exact layer for others, does so with their query.
         self._queries.setdefault(layer, query[rows.packed])
-        return rows.attend(layer, query)
+        needed = None if is_exact or not is_asked else self._moved(layer, rows, query)
+        return rows.attend(layer, query, needed)
+
+    def _moved(self, layer: int, rows: ExactRows, query: torch.Tensor) -> torch.Tensor:
+        """Return ``[X]`` bool: where the true query is too far from the one selected with."""
+        epoch = self._epoch
+        assert isinstance(epoch.policy, ScoringPolicy)
+        needed = moved_rows(
+            rows.owners, query, epoch.policy.scored.get(layer), epoch.settings.selection.gate_cosine
+        )
+        epoch.counters.gated_rows_total += int(needed.sum())
+        return needed
 
     def _append(self, layers: tuple[int, ...], values: torch.Tensor) -> None:
         """Store K and V of the new tokens; hand the queries to a next-step policy."""
@@ -168,6 +189,6 @@ class DecodeStep:
         self._queries[layer] = queries[self._sparse_index]
         if policy.capabilities.wants_query_window and self._observed:
             rows = [self._step.rows[i] for i in self._observed]
-            positions = torch.tensor([row.length - 1 for row in rows], dtype=torch.int64)
+            positions = place([row.length - 1 for row in rows], self._epoch.device)
             owners = [(row.row, row.generation) for row in rows]
             policy.observe(layer, owners, queries[self._observed], positions)

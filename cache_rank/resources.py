@@ -10,6 +10,7 @@ import msgspec
 
 from .calibration.resolve import resolve_calibration
 from .counters import Counters
+from .gate import check_gate
 from .host_memory import check_memory
 from .model_adapters.base import ModelAdapter
 from .model_adapters.registry import find_adapter
@@ -59,7 +60,9 @@ class Resources:
         saved = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = saved if saved in KV_DTYPES else "float32"
         self.model = read_model_spec(model_dir, dtype=dtype)
-        self.capabilities = find_policy(settings.selection.policy).capabilities
+        policy_class = find_policy(settings.selection.policy)
+        check_gate(policy_class, settings.selection)
+        self.capabilities = policy_class.capabilities
         check_memory(self.model, settings, num_slots=settings.cache.capacity_tokens)
         calibrated = resolve_calibration(settings.selection, self.model, self.capabilities.timing)
         self.calibration_origin = calibrated.origin

@@ -144,20 +144,23 @@ class DecodeStep:
         is_exact_layer = layer in runtime.settings.selection.exact_layers
         # A policy that attends completes every layer, with what is resident left to us.
         keeps_resident = self._program.attends and not is_exact_layer
-        exact = self._exact[is_exact_layer or keeps_resident]
+        is_gated = self._program.is_gated and not is_exact_layer
+        exact = self._exact[is_exact_layer or keeps_resident or is_gated]
         heads = self._slow_heads[layer]
         if len(exact):
             sent = q[exact] if heads is None else q[exact][:, heads]
             self._transfers.send(TransferKind.EXACT_QUERY, (layer,), sent)
         self._packs.apply_for(layer, runtime.decode_step)
         visible = self._visible
-        if len(exact) and heads is None and not keeps_resident:
+        if len(exact) and heads is None and not (keeps_resident or is_gated):
             visible = visible.clone()
             visible[exact] = self._ring_only[exact]
         out, lse = attend_resident(
             q, resident.k[layer], resident.v[layer], self._rows, visible, scale=runtime.model.scale
         )
-        if len(exact):
+        if len(exact) and is_gated:
+            out[exact] = self._merge_gated(layer, q, exact, out[exact]).to(out.dtype)
+        elif len(exact):
             ring_out, ring_lse = out[exact], lse[exact]
             if heads is not None:  # the other heads keep to what is resident
                 ring_out, ring_lse = self._attend_ring(layer, q, exact, heads)
@@ -170,6 +173,19 @@ class DecodeStep:
                 self._expect_packs(layer)  # selected with the exact layer's query
         self._append_remote(layer, q, k, v)
         return out.to(q.dtype)
+
+    def _merge_gated(
+        self, layer: int, q: torch.Tensor, exact: torch.Tensor, resident_out: torch.Tensor
+    ) -> torch.Tensor:
+        """Take the exact result of the rows that the cache rank attended for."""
+        every = torch.arange(q.shape[1])
+        out, lse = self._attend_ring(layer, q, exact, every)
+        receive = self._transfers.receive(TransferKind.EXACT_OUTPUT, (layer,))
+        receive.work.wait(None)
+        remote = receive.buffer
+        merged, _ = merge_attention(out.float(), lse, remote[..., :-1], remote[..., -1])
+        is_answered = ~remote[..., -1].isneginf().all(dim=-1)
+        return torch.where(is_answered[:, None, None], merged, resident_out.float())
 
     def _attend_ring(
         self, layer: int, q: torch.Tensor, exact: torch.Tensor, heads: torch.Tensor

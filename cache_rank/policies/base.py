@@ -274,7 +274,15 @@ class Policy(ABC):
 
 
 class ScoringPolicy(Policy):
-    """A policy that scores every candidate with one query per head, and takes the best."""
+    """A policy that scores every candidate with one query per head, and takes the best.
+
+    `scored` keeps, for each layer, whom the latest selection was for and with which queries
+    ``[S, Hq, D]`` (`SelectionSettings.gate_cosine` compares the true ones with them).
+    """
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self.scored: dict[int, tuple[Sequence[Owner], torch.Tensor]] = {}
 
     def query_for(self, request: SelectionInput) -> torch.Tensor:
         """Return the query ``[S, Hq, D]`` to score with; the given one by default."""
@@ -282,7 +290,10 @@ class ScoringPolicy(Policy):
 
     def select(self, request: SelectionInput) -> Selection:
         """See `Policy.select`."""
-        scores = request.score(self.query_for(request))
+        query = self.query_for(request)
+        if self.context.selection.gate_cosine:
+            self.scored[request.layer] = (request.owners, query)
+        scores = request.score(query)
         return Selection(topk_positions(scores, request.budget))
 
 

@@ -65,6 +65,12 @@ class SelectionSettings(_Strict):
     lag: int = Field(
         default=1, ge=1, le=8, description="Steps between a selection and its use (async_spade)."
     )
+    gate_cosine: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="A layer is exact where predicted and true query differ more; 0: never.",
+    )
     refresh_every: int = Field(default=1, ge=1, le=1024, description="Select every n-th step.")
     seed_window: int = Field(
         default=64, ge=1, le=1024, description="Prompt queries that seed the set."
@@ -209,6 +215,11 @@ class SelectionSettings(_Strict):
                     f"budget_tokens={self.budget_tokens} is smaller than num_sink_tokens + "
                     f"num_recent_tokens = {floor}; raise --budget-tokens or lower the other two"
                 )
+        if self.gate_cosine and (self.refresh_every != 1 or self.lag != 1 or self.share_layers):
+            raise ValueError(
+                "gate_cosine compares with the query that each layer's selection in use was made "
+                "with; it needs refresh_every=1, lag=1 and no share_layers"
+            )
         if self.lag >= self.num_recent_tokens:
             raise ValueError(
                 f"lag={self.lag} must be smaller than num_recent_tokens={self.num_recent_tokens}"
@@ -246,9 +257,10 @@ class ExchangeSettings(_Strict):
     )
     heartbeat_interval_s: float = Field(default=1.0, gt=0, le=60)
     heartbeat_misses: int = Field(default=3, ge=1, le=60)
-    transport: Literal["gloo", "local"] = Field(
+    transport: Literal["gloo", "nccl", "local"] = Field(
         default="gloo",
-        description="Data plane between the ranks; local: the cache rank is in the same process.",
+        description="Data plane between the ranks: gloo between CPUs, nccl between two GPUs; "
+        "local: the cache rank is in the same process.",
     )
 
     @model_validator(mode="after")

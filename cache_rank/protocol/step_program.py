@@ -96,6 +96,11 @@ class StepProgram:
         """Whether sparse rows are completed on the cache rank in every layer, by the policy."""
         return self.timing is Timing.SAME_STEP_ATTENTION
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether sparse rows send their true query in every layer, to be exact where need be."""
+        return self.settings.selection.gate_cosine > 0.0
+
     def source_of(self, layer: int) -> int:
         """Return the layer whose selection `layer` uses, `layer` itself if none is shared."""
         return self.traits.layer_sources[layer] if self.traits.layer_sources else layer
@@ -254,7 +259,7 @@ class StepProgram:
                 queries = (sparse, model.num_qo_heads, dim)
                 out.append(self._transfer(TransferKind.QUERY, Direction.UP, layer, queries))
                 out.extend(made)
-            is_completed = self.attends or layer in selection.exact_layers
+            is_completed = self.attends or self.is_gated or layer in selection.exact_layers
             exact = len(exact_rows(step.rows, is_completed))
             if exact:
                 heads = len(self.slow_heads(layer)) * model.gqa_group_size
