@@ -9,14 +9,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
-from .one_batch import Point
+from .measured import Point
 from .report import BenchError, Failure, Report, Row, make_report, write_report
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and write reports as JSON.")
@@ -56,12 +56,16 @@ def decode(
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", help="Directory with any tokenizer, or smollm2.")
     ] = "smollm2",
+    driver: Annotated[
+        Literal["steps", "one-batch"],
+        typer.Option("--driver", help="Decode alone, or SGLang's one_batch with its prefill."),
+    ] = "steps",
     output_tokens: Annotated[
         int, typer.Option("--output-tokens", min=3, help="Tokens decoded in each run.")
     ] = 32,
     prefill_chunk: Annotated[
         int,
-        typer.Option("--prefill-chunk", min=0, help="Prompt tokens per forward pass; 0 for all."),
+        typer.Option("--prefill-chunk", min=0, help="one-batch: prompt tokens per pass; 0: all."),
     ] = 16384,
     timeout_s: Annotated[
         float, typer.Option("--timeout-s", min=1, help="Longest run of one child.")
@@ -96,6 +100,7 @@ def decode(
             points=parse_points(points),
             configurations=chosen,
             work_dir=folder,
+            driver=driver,
             output_tokens=output_tokens,
             prefill_chunk=prefill_chunk,
             profile=profile,

@@ -11,36 +11,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.plan.shape import ModelShape
 
+from . import decode_steps, one_batch
 from .configurations import Configuration
-from .one_batch import (
-    RESULT_FILE,
-    Measured,
-    Point,
-    capacity_tokens,
-    one_batch_argv,
-    parse_output,
-    trace_files,
-    write_driver,
-    write_model_config,
-)
+from .measured import Measured, Point, Spread
+from .one_batch import capacity_tokens, write_driver, write_model_config
 from .report import Failure, Row
-from .timing import percentile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
-    """What to measure. `prefill_chunk` is in tokens of the whole batch, 0 for all at once."""
+    """What to measure, and by which program.
+
+    `driver` is ``steps`` (decode only, `decode_steps`) or ``one-batch`` (SGLang's own, with a
+    prefill; `prefill_chunk` is then in tokens of the whole batch, 0 for all at once).
+    """
 
     shape: ModelShape
     tokenizer_dir: Path
     points: tuple[Point, ...]
     configurations: Mapping[str, Configuration]
     work_dir: Path
+    driver: Literal["steps", "one-batch"] = "steps"
     output_tokens: int = 32
     prefill_chunk: int = 16384
     profile: bool = False
@@ -81,7 +78,7 @@ def run_decode(
     check_headline(run.configurations, headline)
     model_dir = run.model_dir or run.work_dir / "model"
     if run.model_dir is None:
-        longest = max(point.context for point in run.points) + run.output_tokens
+        longest = max(point.context for point in run.points) + 5 * run.output_tokens
         write_model_config(run.shape, model_dir, max_context=longest)
     for configuration in run.configurations.values():
         configuration.serve_settings(model_dir=model_dir, capacity_tokens=1 << 20, batch=1)
@@ -121,23 +118,23 @@ def check_headline(configurations: Mapping[str, Configuration], headline: str | 
 
 
 def decode_rows(measured: Mapping[tuple[str, Point], Measured]) -> list[Row]:
-    """Return ``tpot_ms_*`` and ``prefill_s_*`` of each configuration and point."""
+    """Return ``tpot_ms_*``, ``queued_tpot_ms_*`` and ``prefill_s_*`` of what was measured."""
     rows = []
     for (name, point), item in measured.items():
-        rows.append(
-            Row(
-                figure=f"tpot_ms_{name}_{point.label}",
-                value=item.median_s * 1e3,
-                unit="ms",
-                p10=percentile(item.steps_s, 0.1) * 1e3,
-                p90=percentile(item.steps_s, 0.9) * 1e3,
-                n=len(item.steps_s),
-            )
-        )
-        rows.append(
-            Row(figure=f"prefill_s_{name}_{point.label}", value=item.prefill_s, unit="s", n=1)
-        )
+        label = f"{name}_{point.label}"
+        rows.append(_spread_row(f"tpot_ms_{label}", item.waited))
+        if item.queued is not None:
+            rows.append(_spread_row(f"queued_tpot_ms_{label}", item.queued))
+        if item.prefill_s is not None:
+            rows.append(Row(figure=f"prefill_s_{label}", value=item.prefill_s, unit="s", n=1))
     return rows
+
+
+def _spread_row(figure: str, spread: Spread) -> Row:
+    return Row(
+        figure=figure, value=spread.median_ms, unit="ms", p10=spread.p10_ms, p90=spread.p90_ms,
+        n=spread.n,
+    )  # fmt: skip
 
 
 def ratio_rows(
@@ -161,13 +158,28 @@ def ratio_rows(
             other = measured.get((reference, point))
             if reference in own or other is None:
                 continue
-            ratio = measured[name, point].median_s / other.median_s
-            note = f"{name} / {reference}, medians of one run; below 1 {name} is faster"
-            label = f"{name}_vs_{reference}_{point.label}"
-            rows.append(Row(figure=f"tpot_ratio_{label}", value=ratio, unit="", note=note))
-            if name == headline:
-                short = f"tpot_ratio_vs_{reference.removeprefix('dense-')}_{point.label}"
-                rows.append(Row(figure=short, value=ratio, unit="", note=note))
+            rows += _ratios(
+                (name, measured[name, point]), (reference, other), is_headline=name == headline
+            )
+    return rows
+
+
+def _ratios(
+    own: tuple[str, Measured], other: tuple[str, Measured], *, is_headline: bool
+) -> list[Row]:
+    (name, ours), (reference, theirs) = own, other
+    label = ours.point.label
+    note = f"{name} / {reference}, medians of one run; below 1 {name} is faster"
+    pairs = [("tpot_ratio", ours.waited, theirs.waited)]
+    if ours.queued is not None and theirs.queued is not None:
+        pairs.append(("queued_tpot_ratio", ours.queued, theirs.queued))
+    rows = []
+    for kind, mine, stock in pairs:
+        ratio = mine.median_ms / stock.median_ms
+        figures = [f"{kind}_{name}_vs_{reference}_{label}"]
+        if is_headline:
+            figures.append(f"{kind}_vs_{reference.removeprefix('dense-')}_{label}")
+        rows += [Row(figure=figure, value=ratio, unit="", note=note) for figure in figures]
     return rows
 
 
@@ -188,22 +200,11 @@ def _run_child(
 ) -> _ChildOutput:
     folder = run.work_dir / f"{name}_batch{batch}"
     folder.mkdir(parents=True, exist_ok=True)
-    write_driver(folder)
-    (folder / RESULT_FILE).unlink(missing_ok=True)
-    contexts = [point.context for point in points]
-    capacity = capacity_tokens(batch, contexts, run.output_tokens)
-    argv = one_batch_argv(
-        work_dir=folder,
-        model_dir=model_dir,
-        tokenizer_dir=run.tokenizer_dir,
-        batch=batch,
-        contexts=contexts,
-        output_tokens=run.output_tokens,
-        flags=configuration.sglang_flags(
-            model_dir=model_dir, capacity_tokens=capacity, batch=batch
-        ),
-        profile=run.profile,
-    )
+    for stale in (one_batch.RESULT_FILE, decode_steps.RESULT_FILE):
+        (folder / stale).unlink(missing_ok=True)
+    capacity = capacity_tokens(batch, [point.context for point in points], run.output_tokens)
+    flags = configuration.sglang_flags(model_dir=model_dir, capacity_tokens=capacity, batch=batch)
+    argv = _child_argv(run, folder, points, flags, capacity, model_dir)
     run_dir = RunDir.create()
     try:
         env = configuration.child_env(
@@ -214,17 +215,58 @@ def _run_child(
         status = _wait(argv, env, folder, run.timeout_s)
     finally:
         run_dir.remove()
-    text = (folder / "stdout.log").read_text(encoding="utf-8", errors="replace")
-    result = folder / RESULT_FILE
-    jsonl = result.read_text(encoding="utf-8") if result.exists() else ""
-    measured, skipped = parse_output(text, points, jsonl)
+    text = _read(folder / "stdout.log")
+    if run.driver == "steps":
+        result = _read(folder / decode_steps.RESULT_FILE)
+        measured, failed = decode_steps.parse_result(result, points)
+        traces = decode_steps.trace_files(folder)
+    else:
+        result = _read(folder / one_batch.RESULT_FILE)
+        measured, failed = one_batch.parse_output(text, points, result)
+        traces = one_batch.trace_files(text)
     reached = {item.point for item in measured}
     failures = []
     for point in points:
         if point not in reached:
-            reason = skipped.get(point) or f"{status}: {_last_error(folder / 'stderr.log')}"
+            reason = failed.get(point) or f"{status}: {_last_error(folder / 'stderr.log')}"
             failures.append(Failure(f"tpot_ms_{name}_{point.label}", reason))
-    return _ChildOutput(measured=measured, failures=failures, traces=trace_files(text))
+    return _ChildOutput(measured=measured, failures=failures, traces=traces)
+
+
+def _child_argv(
+    run: DecodeRun,
+    folder: Path,
+    points: list[Point],
+    flags: Sequence[str],
+    capacity: int,
+    model_dir: Path,
+) -> tuple[str, ...]:
+    if run.driver == "steps":
+        return decode_steps.decode_steps_argv(
+            work_dir=folder,
+            model_dir=model_dir,
+            tokenizer_dir=run.tokenizer_dir,
+            points=points,
+            steps=run.output_tokens,
+            capacity=capacity,
+            flags=flags,
+            profile=run.profile,
+        )
+    write_driver(folder)
+    return one_batch.one_batch_argv(
+        work_dir=folder,
+        model_dir=model_dir,
+        tokenizer_dir=run.tokenizer_dir,
+        batch=points[0].batch,
+        contexts=[point.context for point in points],
+        output_tokens=run.output_tokens,
+        flags=flags,
+        profile=run.profile,
+    )
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _wait(argv: Sequence[str], env: Mapping[str, str], folder: Path, timeout_s: float) -> str:

@@ -14,11 +14,11 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tandemkv.server.plan.shape import ModelShape
 
+from .measured import Measured, Point, Spread
 from .report import BenchError
 
 DRIVER = '''\
@@ -73,30 +73,6 @@ _SKIPPED = re.compile(r"^skipping \((\d+), (\d+), (\d+)\) due to (.*)$")
 _TRACE = re.compile(r"^torch profiler chrome trace .*saved to (.+)$")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Point:
-    """A batch of requests of one context length."""
-
-    batch: int
-    context: int
-
-    @property
-    def label(self) -> str:
-        """Return e.g. ``8x64k``; contexts that are no multiple of 1024 in full."""
-        whole, rest = divmod(self.context, 1024)
-        return f"{self.batch}x{self.context if rest else f'{whole}k'}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What one_batch said of one point. Times in seconds; `steps_s` are single decode steps."""
-
-    point: Point
-    prefill_s: float
-    median_s: float
-    steps_s: tuple[float, ...]
-
-
 def one_batch_argv(
     *,
     work_dir: Path,
@@ -130,8 +106,12 @@ def one_batch_argv(
 
 
 def capacity_tokens(batch: int, contexts: Sequence[int], output_tokens: int) -> int:
-    """Return the KV capacity of a run: whole pages for each request, and one more."""
-    pages = -(-(max(contexts) + output_tokens) // PAGE_TOKENS) + 1
+    """Return the KV capacity of a run: whole pages for each request, and one more.
+
+    Room for five times `output_tokens`, which `decode_steps` needs: it warms up, waits for each
+    step once, and queues them three times.
+    """
+    pages = -(-(max(contexts) + 5 * output_tokens) // PAGE_TOKENS) + 1
     return batch * pages * PAGE_TOKENS
 
 
@@ -226,9 +206,8 @@ def parse_output(
         elif (match := _MEDIAN.match(line)) and prefill_s is not None and waiting:
             point = waiting.pop(0)
             median_s = precise.get(point, float(match[1]))
-            measured.append(
-                Measured(point=point, prefill_s=prefill_s, median_s=median_s, steps_s=tuple(steps))
-            )
+            waited = Spread.of_seconds(steps, median_s=median_s)
+            measured.append(Measured(point=point, waited=waited, prefill_s=prefill_s))
             prefill_s = None
     return measured, skipped
 

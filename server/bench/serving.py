@@ -14,8 +14,8 @@ from typing import Any
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.settings import is_loopback
 
+from .measured import percentile
 from .report import BenchError, Failure, Row
-from .timing import percentile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
+from .measured import percentile
 from .report import BenchError, Row
 
 L2_BYTES = 60 << 20
@@ -48,23 +49,6 @@ class Timing:
             figure=figure, value=num_bytes / self.median_us / 1e3, unit="GB/s", p10=low, p90=high,
             n=self.n, note=note,
         )  # fmt: skip
-
-
-def percentile(samples: Sequence[float], fraction: float) -> float:
-    """Return a percentile by linear interpolation, as ``numpy.percentile`` does.
-
-    Raises
-    ------
-    BenchError
-        If there is no sample.
-    """
-    if not samples:
-        raise BenchError("no sample was measured; raise the number of repetitions")
-    ordered = sorted(samples)
-    position = fraction * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def summarise(samples_us: Sequence[float]) -> Timing:

@@ -20,7 +20,7 @@ from tandemkv.server.bench.configurations import (
     pick,
 )
 from tandemkv.server.bench.decode import DecodeRun, run_decode
-from tandemkv.server.bench.one_batch import Measured, Point
+from tandemkv.server.bench.measured import Measured, Point, Spread
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 from tandemkv.server.sglang_command import sglang_argv
 
@@ -73,6 +73,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DecodeRun:
             "ours": fake(0.001),
         },
         work_dir=tmp_path,
+        driver="one-batch",
         output_tokens=4,
         timeout_s=60,
     )
@@ -141,7 +142,7 @@ def test_a_wrong_headline_is_refused_before_anything_runs(run: DecodeRun) -> Non
 def test_headline_chooses_whose_ratios_are_short() -> None:
     point = Point(8, 65536)
     measured = {
-        (name, point): Measured(point=point, prefill_s=1.0, median_s=time_s, steps_s=(time_s,))
+        (name, point): Measured(point=point, waited=Spread.of_seconds([time_s]))
         for name, time_s in (("dense-tp2", 4.0), ("a", 2.0), ("b", 1.0))
     }
     table = {"dense-tp2": fake(1, is_reference=True), "a": fake(1), "b": fake(1)}

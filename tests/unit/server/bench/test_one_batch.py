@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.server.bench.measured import Point
 from tandemkv.server.bench.one_batch import (
     DRIVER,
-    Point,
     one_batch_argv,
     parse_output,
     trace_files,
@@ -61,10 +61,10 @@ def test_reads_the_recorded_output() -> None:
     measured, skipped = parse_output(RECORDED, POINTS, JSONL)
     assert [item.point for item in measured] == list(POINTS[:3])
     assert [item.prefill_s for item in measured] == [0.30654, 5.58596, 0.37758]
-    assert measured[0].median_s == 0.11821205200067197  # from the result file
-    assert measured[1].median_s == 0.05767
-    assert measured[0].steps_s == (0.12668, 0.11247, 0.11821)  # the warm-up's are not in it
-    assert measured[2].steps_s == (0.07441,)
+    assert measured[0].waited.median_ms == 118.21205200067197  # from the result file
+    assert measured[1].waited.median_ms == pytest.approx(57.67)
+    assert [item.waited.n for item in measured] == [3, 2, 1]  # the warm-up's are not in it
+    assert measured[1].waited.p10_ms == pytest.approx(57.31 + 0.1 * (60.02 - 57.31))
     assert skipped == {Point(2, 1024): "max batch size limit"}
 
 
@@ -96,7 +96,9 @@ def test_argv() -> None:
     assert argv[-2:] == ("--tp-size", "2")
     at = argv.index("--input-len")
     assert argv[at + 1 : at + 3] == ("8192", "65536")
-    assert argv[argv.index("--max-total-tokens") + 1] == str(8 * (65536 + 2 * 64))
+    assert argv[argv.index("--max-total-tokens") + 1] == str(
+        8 * (65536 + 4 * 64)
+    )  # room for 5 x 32, and a page
     assert argv[argv.index("--load-format") + 1] == "dummy"
     assert argv[argv.index("--profile-stage") + 1] == "decode"
 

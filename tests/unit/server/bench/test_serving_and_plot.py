@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.bench.command import parse_points
-from tandemkv.server.bench.one_batch import Point
+from tandemkv.server.bench.measured import Point
 from tandemkv.server.bench.plot import draw, tpot_series
 from tandemkv.server.bench.report import BenchError, Gpu, Report, Row, make_report, write_report
 from tandemkv.server.bench.serving import ServeLoad, bench_serving_argv, serving_rows
