@@ -98,6 +98,12 @@ def test_topk_of_strided_scores() -> None:
     check_topk(scores, 5, [0, 1], None)
 
 
+def test_topk_refuses_the_scratch_of_a_smaller_k() -> None:
+    scratch = torch.zeros((2, 2 + 2 * triton_topk.capacity_of(2048)), dtype=torch.int32)
+    with pytest.raises(ValueError, match="make_topk_scratch"):
+        triton_topk.topk_positions(torch.zeros(1, 2, 5), 2049, scratch=scratch)
+
+
 def mirror_call(generator: torch.Generator, sizes: tuple[int, ...], step: int) -> dict[str, object]:
     """Draw the arguments of one call: ``sizes`` are reqs, heads, k, resident slots, context."""
     num_reqs, heads, k, num_resident, context = sizes
