@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode steps without their prefill, as a child process: command line and result.
 
-``tandemkv.inference_rank.decode_bench`` fills SGLang's pool with random K/V and runs only decode, through
-the model runner and its CUDA graph, for stock SGLang's backend as for ours. It needs a GPU.
+``tandemkv.inference_rank.decode_bench`` fills SGLang's pool with random K/V and runs only decode,
+through the model runner and its CUDA graph, for stock SGLang's backend as for ours. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -84,13 +84,8 @@ def parse_result(text: str, points: Sequence[Point]) -> tuple[list[Measured], di
             if "error" in item:
                 failed[point] = str(item["error"])
                 continue
-            measured.append(
-                Measured(
-                    point=point,
-                    waited=_spread(item["waited_ms"]),
-                    queued=_spread(item["queued_ms"]),
-                )
-            )
+            waited, queued = _spread(item["waited_ms"]), _spread(item["queued_ms"])
+            measured.append(Measured(point=point, waited=waited, queued=queued))
     except (KeyError, TypeError, ValueError) as error:
         raise BenchError(f"{MODULE} wrote a result that lacks {error}; report it") from error
     return measured, failed

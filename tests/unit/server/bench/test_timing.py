@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.bench import suites, timing
+from tandemkv.server.bench.measured import percentile
 from tandemkv.server.bench.report import BenchError, Row
 from tandemkv.server.bench.timing import (
     copy_bandwidth,
     num_rotations,
-    percentile,
     summarise,
     time_graph,
 )
