@@ -25,9 +25,8 @@ class Vocabulary(Protocol):
 def trigger_token_ids(tokenizer: Vocabulary, endings: str) -> frozenset[int]:
     """Return the ids of the tokens whose text ends in one of the characters `endings`.
 
-    Spaces after the character do not count, so ``". "`` ends a sentence as ``"."`` does, and a
-    token of newlines alone does too if a newline is among `endings`. Special tokens count
-    by their text as well.
+    What follows in the same token counts: a newline with the indent of the next line does not
+    end in a newline. Special tokens count by their text as well.
 
     Raises
     ------
@@ -38,7 +37,7 @@ def trigger_token_ids(tokenizer: Vocabulary, endings: str) -> frozenset[int]:
     found = frozenset(
         token
         for token in tokenizer.get_vocab().values()
-        if tokenizer.decode([token]).rstrip(" ").endswith(wanted)
+        if tokenizer.decode([token]).endswith(wanted)
     )
     if not found:
         raise SettingsError(

@@ -7,7 +7,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import RefreshRule
 from tandemkv.inference_rank.refresh import RefreshSchedule, trigger_token_ids
 
-WORDS = ["a", ".", " end.", "e.g", "?", "!\n", "; ", "\n\n", "1.5", "..", " ", ".)"]
+WORDS = ["a", ".", " end.", "e.g", "?", "!\n", ";", "\n\n", "1.5", "..", " ", ".)", "\n  ", ". "]
 
 
 class Words:
@@ -25,7 +25,7 @@ def texts(endings):
 
 
 def test_triggers_are_found_by_the_end_of_their_text():
-    assert texts(".?!;\n") == [".", " end.", "?", "!\n", "; ", "\n\n", ".."]
+    assert texts(".?!;\n") == [".", " end.", "?", "!\n", ";", "\n\n", ".."]
     assert texts("\n") == ["!\n", "\n\n"]
 
 
