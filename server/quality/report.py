@@ -60,7 +60,8 @@ def write_report(out: Path, console: Console) -> list[Path]:
         drawn = draw(described, summary.rows)
     except ImportError:
         drawn = {}
-        console.print("no plots: matplotlib is missing; pip install 'tandemkv[quality]'")
+        text = "no plots: matplotlib is missing; pip install 'tandemkv[quality]'"
+        console.print(text, markup=False, soft_wrap=True)
     written = []
     for name, svg in drawn.items():
         picture = out / "plots" / f"{name}.svg"

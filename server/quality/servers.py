@@ -192,11 +192,11 @@ def _running(
                 raise StoppedError("stopped")
             status = child.exit_status()
             if status is not None:
-                raise MeasurementError(f"{spec.name} ended: {status}\n{child.log_tail()}")
+                raise MeasurementError(f"{spec.name} ended: {status}\n{_log_tails(child)}")
             if time.monotonic() > deadline:
                 raise MeasurementError(
                     f"{spec.name} not ready after {timeout_s:g} s (start_timeout_s): {reason}\n"
-                    f"{child.log_tail()}"
+                    f"{_log_tails(child)}"
                 )
             time.sleep(_TICK_S)
         try:
@@ -204,10 +204,21 @@ def _running(
         except MeasurementError as error:
             if stop.is_set():
                 raise StoppedError("stopped") from error
-            raise MeasurementError(f"{error}\n{child.log_tail()}") from error
+            raise MeasurementError(f"{error}\n{_log_tails(child)}") from error
     finally:
         child.stop(30.0, hurry=lambda: False)
         watcher.join(1.0)
+
+
+def _log_tails(child: ChildProcess, lines: int = 25) -> str:
+    """Return the ends of all logs: the child's, and those of the ranks below it."""
+    paths = [child.spec.log_path, *sorted(child.spec.log_path.parent.glob("run/*.log"))]
+    found = []
+    for path in paths:
+        if path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace").rstrip()
+            found.append("\n".join([f"-- {path.name}", *text.splitlines()[-lines:]]))
+    return "\n".join(found)
 
 
 def _end_when_asked(child: ChildProcess, stop: threading.Event) -> None:

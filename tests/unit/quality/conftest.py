@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer of words, a corpus, and inputs of a task; no model is needed."""
+"""A tokenizer of words, a corpus, inputs of a task, and a server that pretends."""
 
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandemkv.server.quality.corpus import Corpus
+from tandemkv.server.quality.servers import MeasurementError
 from tandemkv.server.quality.tasks.base import TaskInputs
 from tandemkv.server.quality.tokenizing import PromptBuilder
 
@@ -61,3 +66,67 @@ def inputs(tokenizer: WordTokenizer, corpus: Corpus) -> TaskInputs:
         num_samples=4,
         num_forced_tokens=40,
     )
+
+
+STEP_LOGPROB = -0.5
+
+
+@dataclass
+class FakeServer:
+    """Stands for `RunningServer`, with a model that always adds one to the last token.
+
+    `answers` maps prompts to tokens that are generated instead; `forces` and `fails` break it.
+    """
+
+    is_stock: bool = False
+    probe_file: Path | None = None
+    forces: bool = True
+    fails: bool = False
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        with self.lock:
+            self.asked.append(dict(body))
+        if self.fails:
+            raise MeasurementError("HTTP 503 from /generate: lost")
+        prompt, params = list(body["input_ids"]), body["sampling_params"]
+        forced = params.get("custom_params", {}).get("forced_token_ids", [])
+        if self.is_stock or not self.forces:
+            forced = []
+        output, best = [], []
+        written = self.answers.get(tuple(prompt), [])
+        for i in range(params["max_new_tokens"]):
+            last = ([*prompt, *output])[-1]
+            best.append(written[i] if i < len(written) else last + 1)
+            output.append(forced[i] if i < len(forced) else best[-1])
+        pairs = [[STEP_LOGPROB, token, None] for token in output]
+        meta: dict[str, Any] = {"output_token_logprobs": pairs}
+        if "top_logprobs_num" in body:
+            meta["output_top_logprobs"] = [[[-0.1, token, None]] for token in best]
+        if "logprob_start_len" in body:
+            tokens = prompt[body["logprob_start_len"] :]
+            meta["input_token_logprobs"] = [[None, tokens[0], None]] + [
+                [STEP_LOGPROB, token, None] for token in tokens[1:]
+            ]
+        return {"output_ids": output, "meta_info": meta}
+
+    def counters(self) -> dict[str, float]:
+        if self.is_stock:
+            return {}
+        count = float(len(self.asked))
+        return {
+            "inference.attended_tokens_total": 30 * count,
+            "inference.context_tokens_total": 120 * count,
+            "inference.sparse_rows_total": 4 * count,
+            "inference.dense_rows_total": 0.0,
+            "inference.exact_rows_total": 0.0,
+            "inference.decode_steps_total": 4 * count,
+            "cache.fetched_rows_total": 10 * count,
+        }
+
+
+@pytest.fixture
+def fake_server() -> type[FakeServer]:
+    return FakeServer

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies times budgets: equal attended tokens, and refusals that say what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandemkv.cache_rank.policies import look_ahead
+from tandemkv.cache_rank.policies.base import PolicyCapabilities
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.server.quality.configurations import Configuration, parse_budgets, plan
+
+
+def make(policies: list[str], budgets: list[str], **options: Any) -> list[Configuration]:
+    given: dict[str, Any] = {"num_layers": 30, "device": "cpu", "base": {}}
+    return plan(policies, parse_budgets(budgets, 4096), **(given | options))
+
+
+def test_dense_comes_first_then_every_policy_at_every_budget() -> None:
+    found = make(["look_ahead", "streaming"], ["512", "25%"])
+    assert [c.slug for c in found] == [
+        "sglang-dense-all",
+        "tandemkv-look-ahead-512",
+        "tandemkv-look-ahead-25pc",
+        "tandemkv-streaming-512",
+        "tandemkv-streaming-25pc",
+    ]
+    assert [c.is_dense for c in found] == [True, False, False, False, False]
+    assert make(["dense"], []) == found[:1]
+
+
+@pytest.mark.parametrize("policy", ["look_ahead", "async_spade", "last_query", "oracle"])
+def test_attended_tokens_are_the_budget_and_what_the_settings_say(policy: str) -> None:
+    _, one = make([policy], ["1092"])
+    settings = SelectionSettings.model_validate(one.selection)
+    assert (settings.policy, settings.budget_tokens) == (policy, 512)
+    assert settings.num_resident + settings.num_recent_tokens == one.attended_tokens == 1092
+    assert one.exact_layers == [0, 1]
+
+
+def test_streaming_gets_the_whole_budget_as_its_ring() -> None:
+    _, one = make(["streaming"], ["512"])
+    assert one.selection["num_recent_tokens"] == 508
+    assert one.attended_tokens == 512
+
+
+def test_exact_has_no_budget_and_comes_once() -> None:
+    _, one = make(["exact"], ["512", "1024"])
+    assert (one.budget, one.attended_tokens) == ("all", None)
+
+
+def test_the_user_s_settings_count() -> None:
+    base = {"num_recent_tokens": 16, "resident_factor": 1.0, "exact_layers": [0, 29, 40]}
+    _, one = make(["look_ahead"], ["128"], base=base)
+    assert one.selection["budget_tokens"] == 108
+    assert one.exact_layers == [0, 29]
+    assert one.attended_share(0.25) == pytest.approx((2 + 28 * 0.25) / 30)
+
+
+@pytest.mark.parametrize(
+    ("policies", "budgets", "message"),
+    [
+        (["look_ahed"], ["512"], "look_ahed.*is unknown"),
+        (["look_ahead"], ["lots"], "budget=lots: a number of tokens"),
+        (["look_ahead"], ["5000"], "less than all"),
+        (["look_ahead"], ["0"], "more than none"),
+        (["look_ahead"], ["100"], "not possible for policy=look_ahead.*num_recent_tokens=16"),
+        (["look_ahead"], [], "policy=look_ahead needs a budget"),
+        (["look_ahead", "look_ahead"], ["512"], "given twice: tandemkv-look-ahead-512"),
+    ],
+)
+def test_refusals(policies: list[str], budgets: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        make(policies, budgets)
+
+
+def test_a_policy_is_not_asked_for_what_it_declares_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timing = look_ahead.LookAheadPolicy.capabilities.timing
+    cuda_only = PolicyCapabilities(timing=timing, devices=("cuda",))
+    monkeypatch.setattr(look_ahead.LookAheadPolicy, "capabilities", cuda_only)
+    with pytest.raises(SettingsError, match="policy=look_ahead declares devices cuda, not cpu"):
+        make(["look_ahead"], ["512"])
+    assert len(make(["look_ahead"], ["512"], device="cuda")) == 2

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures and tables from a few recorded answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.quality import report
+from tandemkv.server.quality.configurations import Configuration
+from tandemkv.server.quality.report import write_campaign, write_report
+from tandemkv.server.quality.results import (
+    Answer,
+    Probes,
+    TaskResult,
+    read_result,
+    read_runs,
+    write_configuration,
+    write_result,
+)
+from tandemkv.server.quality.summary import summarise
+
+MEASURES = {
+    "perplexity": "perplexity",
+    "continuation": "agreement",
+    "niah_single": "score",
+    "mass": "mass",
+}
+DESCRIBED: dict[str, Any] = {
+    "format": "tandemkv-quality/1",
+    "command": "tandemkv quality m | <x>",
+    "date": "2026-01-02",
+    "model": "tiny & small",
+    "dtype": "float32",
+    "device": "cpu",
+    "python": "3.11",
+    "versions": {"tandemkv": "0.1.0"},
+    "cores": 2,
+    "num_layers": 10,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "concurrency": 4,
+    "corpus": [{"name": "text", "characters": 9, "sha256": "ab"}],
+    "corpus_absent": ["change log"],
+    "tasks": {
+        name: {
+            "title": name.title(),
+            "definition": f"what {name} is",
+            "source": "a paper",
+            "measure": measure,
+            "samples": 2,
+            "samples_digest": "s",
+            "context_tokens": 100,
+            "forced_tokens": 20,
+            "seed": 0,
+            "prompt_style": "raw",
+            "longest_tokens": 120,
+        }
+        for name, measure in MEASURES.items()
+    },
+}
+
+
+def result(task: str, answers: list[Answer], **options: Any) -> TaskResult:
+    given: dict[str, Any] = {"samples_digest": "s", "digest": "d", "seconds": 1.0}
+    return TaskResult(task=task, answers=answers, **(given | options))
+
+
+def scores(*values: float) -> list[Answer]:
+    return [Answer(name=str(i), text="x", score=v) for i, v in enumerate(values)]
+
+
+def nlls(value: float) -> list[Answer]:
+    return [Answer(name=str(i), nll=[value + i] * 20) for i in range(2)]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    dense = Configuration(
+        system="sglang", policy="dense", budget="all", attended_tokens=None, num_layers=10
+    )
+    ours = Configuration(
+        system="tandemkv", policy="look_ahead", budget="25%", attended_tokens=25, num_layers=10,
+        exact_layers=[0, 1], selection={"budget_tokens": 8}, sees_question="chosen anew",
+    )  # fmt: skip
+    peer = Configuration(
+        system="kvpress", policy="SnapKV", budget="25%", attended_tokens=25, num_layers=10
+    )
+    measured = {"attended_share": 0.25, "fetched_rows_per_step": 32.0}
+    differing = [True] * 3 + [False] + [True] * 6
+    probes = Probes(
+        mass=[0.9, 0.8], oracle_mass=[1.0, 0.8], recall=[0.5, 0.7], mass_by_layer={"2": 0.6}
+    )
+    runs = [
+        (
+            dense,
+            [
+                result("perplexity", nlls(2.0)),
+                result("niah_single", scores(1.0, 1.0)),
+                result("continuation", [Answer(name="0", tokens=[1] * 11, agrees=[True] * 10)]),
+            ],
+        ),
+        (
+            ours,
+            [
+                result("perplexity", nlls(2.01), **measured),
+                result("niah_single", scores(1.0, 0.5), **measured),
+                result("continuation", [Answer(name="0", agrees=differing)], **measured),
+                result("mass", nlls(2.0), probes=probes, **measured),
+            ],
+        ),
+        (peer, [result("perplexity", nlls(2.2), attended_share=0.3)]),
+    ]
+    for configuration, results in runs:
+        folder = tmp_path / "runs" / configuration.slug
+        write_configuration(folder, configuration)
+        for one in results:
+            write_result(folder, one)
+    write_campaign(tmp_path, DESCRIBED)
+    return tmp_path
+
+
+def rows_of(out: Path) -> dict[str, Any]:
+    return {row.policy: row for row in summarise(DESCRIBED, read_runs(out / "runs")).rows}
+
+
+def test_figures_are_those_worked_out_by_hand(out: Path) -> None:
+    rows = rows_of(out)
+    assert list(rows) == ["dense", "look_ahead", "SnapKV"]
+    ours = rows["look_ahead"].scores
+    assert ours["perplexity"].value == pytest.approx(math.exp(2.51))
+    assert ours["perplexity"].change == pytest.approx(100 * math.expm1(0.01))
+    assert ours["niah_single"].value == 0.75
+    assert ours["niah_single"].change == -0.25
+    assert (ours["niah_single"].low, ours["niah_single"].high) == (0.5, 1.0)
+    assert ours["continuation"].value == pytest.approx(0.9)
+    assert ours["continuation"].details["median_first_difference"] == 3
+    assert ours["mass"].value == pytest.approx(0.85)
+    assert ours["mass"].details == pytest.approx(
+        {"oracle_mass": 0.9, "of_oracle": 0.85 / 0.9, "recall": 0.6, "worst_layer": 0.6}
+    )
+    assert ours["perplexity"].attended_share == pytest.approx(0.2 + 0.8 * 0.25)
+    assert rows["SnapKV"].scores["perplexity"].attended_share == pytest.approx(0.3)
+    assert rows["dense"].scores["perplexity"].attended_share == 1.0
+    assert rows["dense"].scores["perplexity"].change is None
+    # 32 rows of a key and a value, 16 numbers of 4 bytes each
+    assert rows["look_ahead"].moved_kib == pytest.approx(4.0)
+    assert rows["SnapKV"].moved_rows is None
+
+
+def test_markdown_holds_every_system_in_one_table(out: Path) -> None:
+    write_report(out, Console(file=io.StringIO()))
+    text = (out / "report.md").read_text()
+    table = text[text.index("## Scores") : text.index("## What is")]
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(lines) == 5
+    assert {line.count("|") for line in lines} == {6}
+    assert lines[3].startswith("| look_ahead | 25% | +1.01 % (+1.01 to +1.01) | 0.900 (")
+    assert "first difference 3" in lines[3]
+    assert lines[4].startswith("| SnapKV (kvpress) | 25% | +22.14 %")
+    assert lines[4].endswith("| – | – |")
+    assert "Built-in texts absent here: change log." in text
+    assert "what niah_single is" in text
+
+
+def test_html_is_whole_and_escaped(out: Path) -> None:
+    write_report(out, Console(file=io.StringIO()))
+    text = (out / "report.html").read_text()
+    assert "<title>Quality: tiny &amp; small</title>" in text
+    assert "<x>" not in text
+    assert not any(outside in text for outside in ("<script", "<link", "src=", "@import"))
+    assert text.count("<table>") == text.count("</table>") == 4
+
+
+def test_plots_are_drawn_the_same_every_time(out: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_report(out, Console(file=io.StringIO()))
+    plots = {path.stem: path.read_text() for path in (out / "plots").glob("*.svg")}
+    assert set(plots) == set(MEASURES)
+    for svg in plots.values():
+        assert ET.fromstring(svg).tag.endswith("svg")
+    assert "SnapKV (kvpress)" in plots["perplexity"]
+    write_report(out, Console(file=io.StringIO()))
+    assert (out / "plots" / "mass.svg").read_text() == plots["mass"]
+
+
+def test_without_matplotlib_the_report_says_so(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> dict[str, str]:
+        raise ImportError
+
+    monkeypatch.setattr(report, "draw", refuse)
+    console = Console(file=io.StringIO(), width=200)
+    paths = write_report(out, console)
+    assert "tandemkv[quality]" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert [path.name for path in paths] == ["report.json", "report.md", "report.html"]
+
+
+def test_tasks_of_an_earlier_campaign_stay_in(out: Path) -> None:
+    only = {**DESCRIBED, "date": "2026-02-03", "tasks": {"mass": DESCRIBED["tasks"]["mass"]}}
+    merged = write_campaign(out, only)
+    assert set(merged["tasks"]) == set(MEASURES)
+    assert json.loads((out / "campaign.json").read_text())["date"] == "2026-02-03"
+
+
+def test_errors_name_the_file(out: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no campaign\.json there"):
+        write_report(tmp_path / "none", Console(file=io.StringIO()))
+    with pytest.raises(SettingsError, match="no results there"):
+        read_runs(tmp_path / "none")
+    folder = out / "runs" / "sglang-dense-all"
+    (folder / "perplexity.json").write_text("{}")
+    with pytest.raises(SettingsError, match=r"perplexity\.json: not a result of this version"):
+        read_result(folder, "perplexity")
+    other = {**DESCRIBED, "tasks": {"x": {**DESCRIBED["tasks"]["mass"], "samples_digest": "no"}}}
+    (folder / "perplexity.json").unlink()
+    with pytest.raises(SettingsError, match="no result is of the tasks"):
+        summarise(other, read_runs(out / "runs"))

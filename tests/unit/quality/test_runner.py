@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A campaign on servers that only pretend: order, resuming, failures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.server.quality import runner
+from tandemkv.server.quality.campaign import Campaign, Request, describe
+from tandemkv.server.quality.configurations import parse_budgets, plan
+from tandemkv.server.quality.corpus import Corpus
+from tandemkv.server.quality.report import write_campaign, write_report
+from tandemkv.server.quality.results import read_result, read_runs
+from tandemkv.server.quality.servers import MeasurementError
+from tandemkv.server.quality.tasks.base import TaskInputs
+from tandemkv.server.quality.tasks.registry import find_tasks
+from tandemkv.server.settings import ServeSettings
+
+TASKS = ["perplexity", "continuation", "niah_single"]
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    num_layers=4,
+    num_qo_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    hidden_size=16,
+    max_context=4096,
+    dtype="float32",
+    model_hash="h",
+)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, fake_server: Any) -> list[Any]:
+    """Fake servers instead of real ones; returns those that were started, with their policy."""
+    found: list[Any] = []
+    lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def tandem(settings: ServeSettings, stop: Any, *, probes: bool = False) -> Iterator[Any]:
+        assert settings.evaluation
+        server = fake_server(fails=settings.selection.policy in failing, is_stock=False)
+        with lock:
+            found.append((settings.selection.policy, server))
+        yield server
+
+    @contextlib.contextmanager
+    def stock(settings: ServeSettings, **options: Any) -> Iterator[Any]:
+        server = fake_server(is_stock=True, fails="dense" in failing)
+        with lock:
+            found.append(("dense", server))
+        yield server
+
+    failing.clear()
+    monkeypatch.setattr(runner, "tandem_server", tandem)
+    monkeypatch.setattr(runner, "stock_server", stock)
+    return found
+
+
+failing: set[str] = set()
+
+
+@pytest.fixture
+def campaign(tmp_path: Path, inputs: TaskInputs, corpus: Corpus) -> Campaign:
+    request = Request(
+        model="m",
+        policies=["look_ahead", "streaming"],
+        budgets=["200"],
+        tasks=TASKS,
+        out=tmp_path / "out",
+        concurrency=2,
+    )
+    tasks = find_tasks(TASKS)
+    return Campaign(
+        request=request,
+        model_dir=tmp_path / "model",
+        device="cpu",
+        dtype="float32",
+        spec=SPEC,
+        tokenizer=_Tolerant(),  # type: ignore[arg-type]
+        corpus=corpus,
+        tasks=tasks,
+        samples={task.name: task.samples(inputs) for task in tasks},
+        configurations=plan(
+            request.policies,
+            parse_budgets(request.budgets, 700),
+            num_layers=4,
+            device="cpu",
+            base={"num_recent_tokens": 16},
+        ),
+        base=ServeSettings.model_validate(
+            {"model": "m", "evaluation": True, "selection": {"num_recent_tokens": 16}}
+        ),
+    )
+
+
+class _Tolerant:
+    """Decodes ids that the corpus never had."""
+
+    eos_token_id = None
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        del skip_special_tokens
+        return " ".join(map(str, ids))
+
+
+def run(campaign: Campaign, jobs: int = 1) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    runner.run(campaign, console, jobs=jobs)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_everything_is_measured_once_and_kept(
+    campaign: Campaign, started: list[Any], jobs: int
+) -> None:
+    run(campaign, jobs)
+    assert sorted(name for name, _ in started) == ["dense", "look_ahead", "streaming"]
+    found = {c.slug: results for c, results in read_runs(campaign.runs)}
+    assert {slug: sorted(results) for slug, results in found.items()} == {
+        slug: sorted(TASKS)
+        for slug in ("sglang-dense-all", "tandemkv-look-ahead-200", "tandemkv-streaming-200")
+    }
+    run(campaign, jobs)
+    assert len(started) == 3
+
+
+def test_only_what_is_missing_is_measured_again(campaign: Campaign, started: list[Any]) -> None:
+    run(campaign)
+    (campaign.runs / "tandemkv-streaming-200" / "niah_single.json").unlink()
+    started.clear()
+    run(campaign)
+    ((name, server),) = started
+    assert name == "streaming"
+    assert len(server.asked) == len(campaign.samples["niah_single"])
+
+
+def test_other_settings_or_samples_are_measured_again(
+    campaign: Campaign, started: list[Any]
+) -> None:
+    run(campaign)
+    started.clear()
+    base = campaign.base.model_copy(update={"max_running_requests": 3})
+    text = run(dataclasses.replace(campaign, base=base))
+    assert len(started) == 3
+    assert "of another setting, measured again" in text
+    started.clear()
+    fewer = {name: samples[:2] for name, samples in campaign.samples.items()}
+    run(dataclasses.replace(campaign, base=base, samples=fewer))
+    assert all(len(server.asked) == 6 for _, server in started)
+
+
+def test_one_that_fails_does_not_lose_the_others(campaign: Campaign, started: list[Any]) -> None:
+    failing.add("look_ahead")
+    with pytest.raises(MeasurementError, match=r"1 of 3 .* failed: tandemkv-look-ahead-200"):
+        run(campaign)
+    assert read_result(campaign.runs / "tandemkv-streaming-200", "perplexity") is not None
+    failing.clear()
+    started.clear()
+    run(campaign)
+    assert [name for name, _ in started] == ["look_ahead"]
+
+
+def test_without_dense_what_is_compared_with_it_fails_and_the_rest_is_kept(
+    campaign: Campaign, started: list[Any]
+) -> None:
+    failing.add("dense")
+    with pytest.raises(MeasurementError, match="3 of 3 configurations failed"):
+        run(campaign)
+    folder = campaign.runs / "tandemkv-look-ahead-200"
+    assert read_result(folder, "perplexity") is not None
+    assert read_result(folder, "continuation") is None
+
+
+def test_a_campaign_becomes_a_report(campaign: Campaign, started: list[Any]) -> None:
+    run(campaign)
+    out = campaign.request.out
+    write_campaign(out, describe(campaign))
+    paths = write_report(out, Console(file=io.StringIO()))
+    assert {path.name for path in paths} >= {"report.json", "report.md", "report.html"}
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["dense", "look_ahead", "streaming"]
+    ours = rows[1]
+    assert ours["attended_tokens"] == 200
+    assert ours["moved_rows"] == pytest.approx(2.5)
+    # 2 * 8 numbers of 4 bytes a row
+    assert ours["moved_kib"] == pytest.approx(2.5 * 64 / 1024)
+    # 2 of 4 layers are exact, the others attend to a quarter
+    assert ours["scores"]["perplexity"]["attended_share"] == pytest.approx(0.625)
+    assert ours["scores"]["perplexity"]["change"] == pytest.approx(0.0)
+    assert ours["scores"]["continuation"]["value"] == 1.0
+
+
+def test_a_report_leaves_out_results_on_other_samples(
+    campaign: Campaign, started: list[Any]
+) -> None:
+    run(campaign)
+    fewer = {name: samples[:2] for name, samples in campaign.samples.items()}
+    only_dense = dataclasses.replace(
+        campaign, samples=fewer, configurations=campaign.configurations[:1]
+    )
+    run(only_dense)
+    out = campaign.request.out
+    write_campaign(out, describe(only_dense))
+    write_report(out, Console(file=io.StringIO()))
+    found = json.loads((out / "report.json").read_text())
+    assert [row["policy"] for row in found["rows"]] == ["dense"]
+    assert "tandemkv-streaming-200: perplexity" in found["left_out"]
+    assert "Left out, measured on other samples" in (out / "report.md").read_text()
