@@ -65,6 +65,8 @@ DRIVER_FILE = "one_batch_driver.py"
 RESULT_FILE = "one_batch.jsonl"
 PAGE_TOKENS = 64
 """Largest page that a configuration uses."""
+MIN_CAPACITY_TOKENS = 256
+"""Smallest capacity that the settings accept."""
 
 _DECODE = re.compile(r"^Decode \d+\. Batch size: (\d+), latency: +([0-9.]+) s")
 _PREFILL = re.compile(r"^Prefill\. latency: +([0-9.]+) s")
@@ -112,7 +114,7 @@ def capacity_tokens(batch: int, contexts: Sequence[int], output_tokens: int) -> 
     step once, and queues them three times.
     """
     pages = -(-(max(contexts) + 5 * output_tokens) // PAGE_TOKENS) + 1
-    return batch * pages * PAGE_TOKENS
+    return max(MIN_CAPACITY_TOKENS, batch * pages * PAGE_TOKENS)
 
 
 def write_driver(work_dir: Path) -> None:

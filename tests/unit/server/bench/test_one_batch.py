@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.settings import CacheSettings
 from tandemkv.server.bench.measured import Point
 from tandemkv.server.bench.one_batch import (
     DRIVER,
+    capacity_tokens,
     one_batch_argv,
     parse_output,
     trace_files,
@@ -121,6 +123,17 @@ def test_argv_is_what_sglang_parses() -> None:
         parsed = parser.parse_args(argv[3:])
         assert parsed.tp_size == configuration.tp_size
         assert parsed.batch_size == [8]
+
+
+@pytest.mark.parametrize(
+    ("batch", "contexts", "tokens", "capacity"),
+    [(8, [8192, 65536], 32, 8 * (65536 + 256)), (2, [64, 128], 4, 2 * 256), (1, [1], 2, 256)],
+)
+def test_capacity_is_whole_pages_and_one_that_the_settings_accept(
+    batch: int, contexts: list[int], tokens: int, capacity: int
+) -> None:
+    assert capacity_tokens(batch, contexts, tokens) == capacity
+    CacheSettings(capacity_tokens=capacity)
 
 
 @pytest.mark.parametrize(
