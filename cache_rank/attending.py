@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from tandemkv.kernels.placing import place
+
 from .epoch import Epoch
 from .policies.attending import AttendingPolicy, AttendInput
 from .policies.base import PolicyError, StoredKV
@@ -36,19 +38,22 @@ class AttendedRows:
                 raise ProtocolError(f"row={row.row}: flags={row.flags} with a policy that attends")
         selection = epoch.settings.selection
         self._owners = [(row.row, row.generation) for row in rows]
-        self._lengths = torch.tensor([row.length for row in rows], dtype=torch.int64)
-        self._hi = (self._lengths - selection.num_recent_tokens).clamp(min=0)
-        is_padding = torch.tensor([row.row == PADDING_ROW for row in rows])
-        self._hi[is_padding] = 0
+        lengths = [row.length for row in rows]
+        self._lengths = place(lengths, epoch.device)
+        self._ends = [
+            0 if row.row == PADDING_ROW else max(0, row.length - selection.num_recent_tokens)
+            for row in rows
+        ]
+        self._hi = place(self._ends, epoch.device)
         self._lo = torch.full_like(self._hi, selection.num_sink_tokens)
-        index = torch.tensor([row.row for row in rows], dtype=torch.int64)
-        self._slots = epoch.rows.slots[index, : int(self._lengths.max())]
+        index = place([row.row for row in rows], epoch.device)
+        self._slots = epoch.rows.slots[index, : max(lengths)]
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Return output and log-sum-exp ``[S, Hq, D + 1]`` float32 of `query` ``[S, Hq, D]``."""
         epoch, store = self._epoch, self._epoch.store
         if layer == 0:
-            for slots, end in zip(self._slots, self._hi.tolist(), strict=True):
+            for slots, end in zip(self._slots, self._ends, strict=True):
                 store.note_read(slots[:end])
         request = AttendInput(
             layer=layer,

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from tandemkv.kernels.score import score_keys
+from tandemkv.kernels.placing import place
+from tandemkv.kernels.score import ScoreScratch, score_keys
 
 from .policies.base import Owner, StoredKV
 from .protocol.model_spec import ModelSpec
@@ -37,11 +39,14 @@ class Candidates:
     hi: torch.Tensor
     slots: torch.Tensor
 
-    def subset(self, index: torch.Tensor) -> Candidates:
-        """Return those of the requests at `index` ``[n]`` int64."""
+    def subset(self, places: Sequence[int]) -> Candidates:
+        """Return those of the requests at `places`."""
+        if len(places) == len(self.owners):
+            return self
+        index = place(places, self.lo.device)
         return replace(
             self,
-            owners=tuple(self.owners[i] for i in index.tolist()),
+            owners=tuple(self.owners[i] for i in places),
             positions=self.positions[index],
             use_positions=self.use_positions[index],
             lo=self.lo[index],
@@ -64,6 +69,8 @@ class CandidateScorer:
     layer: int
     pooling: str
     heads: tuple[int, ...]
+    scratch: ScoreScratch | None = None
+    """For all KV heads at once; see `tandemkv.kernels.score.make_score_scratch`."""
 
     def __call__(self, query: torch.Tensor) -> torch.Tensor:
         """Return ``[S, len(heads), width]`` float32 for ``[S, len(heads) * group, D]``."""
@@ -92,4 +99,5 @@ class CandidateScorer:
             scale=self.model.scale,
             pooling=self.pooling,
             k_scale=k_scale,
+            scratch=self.scratch if keys.shape[1] == self.model.num_kv_heads else None,
         )

@@ -170,7 +170,7 @@ class DecodeStep:
         needed = moved_rows(
             rows.owners, query, epoch.policy.scored.get(layer), epoch.settings.selection.gate_cosine
         )
-        epoch.counters.gated_rows_total += int(needed.sum())
+        epoch.tally.add("gated_rows_total", needed.sum())
         return needed
 
     def _append(self, layers: tuple[int, ...], values: torch.Tensor) -> None:

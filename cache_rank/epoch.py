@@ -16,7 +16,9 @@ from .policies.base import Policy
 from .protocol.model_spec import ModelSpec
 from .protocol.settings import RankSettings
 from .protocol.step_program import StepProgram
+from .protocol.tally import DeviceTally
 from .row_table import RowTable
+from .scratch import Scratch
 from .selection_probe import SelectionProbe
 from .store import KVStore
 
@@ -32,7 +34,10 @@ class QueryPredictor(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Epoch:
-    """State of one epoch. `predictor` is there if the policy's timing needs hidden states."""
+    """State of one epoch.
+
+    `predictor` is there if the policy's timing needs hidden states, `scratch` on a GPU.
+    """
 
     number: int
     model: ModelSpec
@@ -46,6 +51,9 @@ class Epoch:
     predictor: QueryPredictor | None
     counters: Counters
     ledger: PackLedger
+    tally: DeviceTally
+    scratch: Scratch | None
+    device: torch.device
     selection_probe: SelectionProbe | None = None
     num_decode_steps: int = field(default=0)
     """Decode steps so far; the time that the mirror's LRU counts in."""

@@ -20,13 +20,21 @@ from .protocol.transport import Transport, Work
 _RECEIVES_AHEAD = 3
 _MAX_PENDING_SENDS = 512
 _MAX_PENDING_BYTES = 256 << 20
+_CPU = torch.device("cpu")
 
 
 class Exchange:
-    """Moves announced transfers over one transport."""
+    """Moves announced transfers over one transport, of tensors on `device`."""
 
-    def __init__(self, transport: Transport, clock: BusyClock, counters: Counters) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        clock: BusyClock,
+        counters: Counters,
+        device: torch.device = _CPU,
+    ) -> None:
         self._transport = transport
+        self._device = device
         self._clock = clock
         self._counters = counters
         self._totals_before = (counters.bytes_sent_total, counters.bytes_received_total)
@@ -61,7 +69,7 @@ class Exchange:
 
     def receive_slots(self, num_slots: int) -> torch.Tensor:
         """Receive slot ids ``[num_slots]`` int32 outside a step."""
-        slots = torch.empty(num_slots, dtype=torch.int32)
+        slots = torch.empty(num_slots, dtype=torch.int32, device=self._device)
         work = self._transport.issue_recv(slots)
         with self._clock.waiting():
             work.wait(None)
@@ -95,7 +103,8 @@ class Exchange:
     def _post(self) -> None:
         while self._announced and len(self._posted) < _RECEIVES_AHEAD:
             transfer = self._announced.popleft()
-            buffer = torch.empty(transfer.shape, dtype=getattr(torch, transfer.dtype))
+            dtype = getattr(torch, transfer.dtype)
+            buffer = torch.empty(transfer.shape, dtype=dtype, device=self._device)
             self._posted.append((transfer, buffer, self._transport.issue_recv(buffer)))
 
     def _reap(self) -> None:

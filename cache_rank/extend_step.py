@@ -84,7 +84,8 @@ class ExtendStep:
         epoch = self._epoch
         chosen = []
         for row, window in zip(self._seeded, self._windows, strict=True):
-            positions = torch.arange(row.length - row.window, row.length)
+            first = row.length - row.window
+            positions = torch.arange(first, row.length, device=epoch.device)
             chosen.append(self._choose(layer, row, window, positions))
             if row.row == PADDING_ROW:
                 continue
@@ -102,11 +103,11 @@ class ExtendStep:
         """Return positions for the slots ``[H, R]``: the sink, then the best by score."""
         epoch, selection = self._epoch, self._epoch.settings.selection
         shape = (epoch.model.num_kv_heads, epoch.mirror.num_resident)
-        chosen = torch.full(shape, -1, dtype=torch.int32)
+        chosen = torch.full(shape, -1, dtype=torch.int32, device=epoch.device)
         # As of the first decode step, which has one more token.
         hi = max(0, row.length + 1 - selection.num_recent_tokens)
         num_sink, target = min(selection.num_sink_tokens, hi), min(epoch.mirror.num_resident, hi)
-        chosen[:, :num_sink] = torch.arange(num_sink, dtype=torch.int32)
+        chosen[:, :num_sink] = torch.arange(num_sink, dtype=torch.int32, device=epoch.device)
         if target > num_sink and row.row != PADDING_ROW:
             if layer == 0:
                 epoch.store.note_read(self._tables[row.row][:hi])

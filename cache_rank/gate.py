@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tandemkv.kernels.placing import place
+
 from .policies.base import Owner, Policy, PolicyError, ScoringPolicy
 from .protocol.messages import Timing
 from .protocol.settings import SelectionSettings
@@ -37,13 +39,13 @@ def moved_rows(
         ``[X]`` bool; False for a request that nothing was selected for yet: its set is that of its
         prompt.
     """
-    moved = torch.zeros(len(owners), dtype=torch.bool)
+    moved = torch.zeros(len(owners), dtype=torch.bool, device=query.device)
     if scored is None:
         return moved
     known = {owner: i for i, owner in enumerate(scored[0])}
     pairs = [(i, known[owner]) for i, owner in enumerate(owners) if owner in known]
     if pairs:
-        ours, theirs = torch.tensor(pairs).t()
+        ours, theirs = (place(places, query.device) for places in zip(*pairs, strict=True))
         cosine = torch.cosine_similarity(query[ours].float(), scored[1][theirs].float(), dim=-1)
         moved[ours] = cosine.mean(dim=-1) < threshold
     return moved

@@ -6,12 +6,17 @@ Owned by a session; rows are the inference rank's request rows, row 0 is padding
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from tandemkv.kernels.placing import place
 
 from .protocol.errors import ProtocolError
 from .protocol.messages import RowStep
 
 PADDING_ROW = 0
+_CPU = torch.device("cpu")
 
 
 class RowTable:
@@ -25,10 +30,14 @@ class RowTable:
         Most tokens of a request.
     num_slots : int
         Slots of the store; larger ids are refused.
+    device : torch.device
+        Of the table, and of the slots that are handed in.
     """
 
-    def __init__(self, *, max_rows: int, max_context: int, num_slots: int) -> None:
-        self.slots = torch.zeros(max_rows + 1, max_context, dtype=torch.int32)
+    def __init__(
+        self, *, max_rows: int, max_context: int, num_slots: int, device: torch.device = _CPU
+    ) -> None:
+        self.slots = torch.zeros(max_rows + 1, max_context, dtype=torch.int32, device=device)
         self._num_slots = num_slots
         self._generations: dict[int, int] = {}
         self._lengths: dict[int, int] = {}
@@ -111,16 +120,38 @@ class RowTable:
         return displaced if displaced != step_row.generation else None
 
     def append(self, step_row: RowStep, slot: int) -> None:
-        """Set the slot of position ``length - 1`` of an occupied row.
+        """As `append_all`, for one row."""
+        self.append_all([step_row], place([slot], self.slots.device, torch.int32))
+
+    def append_all(self, step_rows: Sequence[RowStep], slots: torch.Tensor) -> None:
+        """Set the slot of position ``length - 1`` of occupied rows; padding rows have none.
+
+        Parameters
+        ----------
+        step_rows : Sequence[RowStep]
+            Rows, generations and lengths.
+        slots : torch.Tensor
+            ``[len(step_rows)]`` int32.
 
         Raises
         ------
         ProtocolError
-            If the row is occupied by another generation, or earlier positions are unknown.
+            If a row is occupied by another generation, or earlier positions are unknown.
         """
-        row, length = step_row.row, step_row.length
-        if row == PADDING_ROW:
+        real = [i for i, row in enumerate(step_rows) if row.row != PADDING_ROW]
+        for step_row in (step_rows[i] for i in real):
+            self._check_append(step_row)
+            self._lengths[step_row.row] = step_row.length
+        if not real:
             return
+        device = self.slots.device
+        rows = place([step_rows[i].row for i in real], device)
+        positions = place([step_rows[i].length - 1 for i in real], device)
+        kept = slots if len(real) == len(step_rows) else slots[place(real, device)]
+        self.slots[rows, positions] = kept
+
+    def _check_append(self, step_row: RowStep) -> None:
+        row, length = step_row.row, step_row.length
         if not self.is_occupied_by(row, step_row.generation):
             raise ProtocolError(
                 f"row={row} generation={step_row.generation} is not known here "
@@ -131,8 +162,6 @@ class RowTable:
                 f"row={row}: decode at length={length}, but only {self._lengths[row]} "
                 "positions are known"
             )
-        self.slots[row, length - 1] = slot
-        self._lengths[row] = length
 
     def release(self, row: int, generation: int) -> bool:
         """Forget an occupancy; False if it is not the present one."""

@@ -9,6 +9,7 @@ import torch
 
 from tandemkv.kernels.mirror import mirror_diff
 from tandemkv.kernels.pack import gather_pack
+from tandemkv.kernels.placing import place
 
 from .candidates import Candidates, CandidateScorer
 from .epoch import Epoch
@@ -17,6 +18,17 @@ from .protocol.errors import ProtocolError
 from .protocol.messages import RowFlag, StepBegin, Timing
 from .protocol.pack_layout import PackHeader, PackViews, write_header
 from .row_table import PADDING_ROW
+
+SELECTION_COUNTERS = (
+    "selected_tokens_total",
+    "resident_hits_total",
+    "resident_misses_total",
+    "fetched_rows_total",
+    "evictions_total",
+    "exact_rows_total",
+    "gated_rows_total",
+)
+"""Counters that are found on the device."""
 
 
 class SparseRows:
@@ -44,15 +56,18 @@ class SparseRows:
                     f"row={row.row} generation={row.generation} is sparse but was never seeded"
                 )
         self._row_steps = rows
-        self._rows = torch.tensor([row.row for row in rows], dtype=torch.int64)
-        self.positions = torch.tensor([row.length - 1 for row in rows], dtype=torch.int64)
+        device = epoch.device
+        self._rows = place([row.row for row in rows], device)
+        self._generations = place([row.generation for row in rows], device)
+        self.positions = place([row.length - 1 for row in rows], device)
         timing = epoch.program.timing
         lag = selection.lag if timing in (Timing.NEXT_STEP, Timing.EXACT_STEP) else 0
         hi = [
             0 if row.row == PADDING_ROW else max(0, row.length + lag - selection.num_recent_tokens)
             for row in rows
         ]
-        self._hi = torch.tensor(hi, dtype=torch.int64)
+        self._ends = hi
+        self._hi = place(hi, device)
         self._num_target = self._hi.clamp(max=epoch.mirror.num_resident)
         self._width = max(hi, default=0)
         self._slots = epoch.rows.slots[self._rows, : self._width]
@@ -67,8 +82,8 @@ class SparseRows:
         asked = list(range(len(rows)))
         if timing is Timing.EXACT_STEP:
             asked = [i for i, row in enumerate(rows) if row.flags & RowFlag.SLOW]
-        self._asked_index = torch.tensor(asked, dtype=torch.int64)
-        self._asked = candidates.subset(self._asked_index)
+        self._asked_index = place(asked, device)
+        self._asked = candidates.subset(asked)
         self._chosen: dict[int, torch.Tensor] = {}
 
     def pack(self, layers: tuple[int, ...], queries: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -81,12 +96,12 @@ class SparseRows:
         """
         epoch = self._epoch
         layout = epoch.program.pack_layout(len(layers), len(self._rows))
-        buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=epoch.device)
         views = layout.views(buffer)
         seq, is_open = epoch.ledger.next_seq(layers)
         write_header(views, PackHeader(epoch.number, self._step.step_id, seq))
         views.rows.copy_(self._rows)
-        views.generations.copy_(torch.tensor([row.generation for row in self._row_steps]))
+        views.generations.copy_(self._generations)
         if is_open:
             for i, layer in enumerate(layers):
                 self._fill(views, i, layer, queries)
@@ -101,7 +116,7 @@ class SparseRows:
     ) -> None:
         epoch = self._epoch
         if layer == 0:
-            for slots, end in zip(self._slots, self._hi.tolist(), strict=True):
+            for slots, end in zip(self._slots, self._ends, strict=True):
                 epoch.store.note_read(slots[:end])
         selected = self._selected(layer, queries)
         if epoch.selection_probe is not None:
@@ -118,6 +133,7 @@ class SparseRows:
             hi=self._hi,
             lo=0,
             fetch_cap=views.fetch_pos.shape[-1],
+            scratch=epoch.scratch.mirror if epoch.scratch is not None else None,
         )
         epoch.mirror.commit(layer, self._rows, resident, last_used)
         views.fetch_pos[index] = fetch_pos
@@ -142,7 +158,7 @@ class SparseRows:
         shape = (epoch.model.num_kv_heads, selection.budget_tokens)
         asked = self._asked
         if not len(asked.owners):
-            return torch.full((len(self._rows), *shape), -1, dtype=torch.int32)
+            return self._nothing(shape)
         request = SelectionInput(
             layer=layer,
             owners=asked.owners,
@@ -156,6 +172,7 @@ class SparseRows:
                 layer=layer,
                 pooling=selection.pooling,
                 heads=epoch.program.slow_heads(layer),
+                scratch=epoch.scratch.score if epoch.scratch is not None else None,
             ),
             budget=selection.budget_tokens,
             lo=asked.lo,
@@ -166,25 +183,30 @@ class SparseRows:
         chosen.check((len(asked.owners), *shape))
         if len(asked.owners) == len(self._rows):
             return chosen.positions
-        whole = torch.full((len(self._rows), *shape), -1, dtype=torch.int32)
+        whole = self._nothing(shape)
         whole[self._asked_index] = chosen.positions
         return whole
+
+    def _nothing(self, shape: tuple[int, int]) -> torch.Tensor:
+        size = (len(self._rows), *shape)
+        return torch.full(size, -1, dtype=torch.int32, device=self._epoch.device)
 
     def _count(
         self, selected: torch.Tensor, before: torch.Tensor, fetch_slot: torch.Tensor
     ) -> None:
-        counters = self._epoch.counters
+        tally = self._epoch.tally
         # Both are shifted by one, so that the padding -1 falls on a place that never hits.
-        known = torch.zeros((*before.shape[:2], self._width + 1), dtype=torch.bool)
+        shape = (*before.shape[:2], self._width + 1)
+        known = torch.zeros(shape, dtype=torch.bool, device=before.device)
         known.scatter_(-1, (before + 1).clamp_(max=self._width).long(), 1)
         known[..., 0] = False
-        num_selected = int((selected >= 0).sum())
-        hits = int(known.gather(-1, (selected + 1).long()).sum())
+        num_selected = (selected >= 0).sum()
+        hits = known.gather(-1, (selected + 1).long()).sum()
         is_fetched = fetch_slot >= 0
         replaced = before.gather(-1, fetch_slot.clamp(min=0).long()) >= 0
-        counters.selections_total += len(self._rows)
-        counters.selected_tokens_total += num_selected
-        counters.resident_hits_total += hits
-        counters.resident_misses_total += num_selected - hits
-        counters.fetched_rows_total += int(is_fetched.sum())
-        counters.evictions_total += int((replaced & is_fetched).sum())
+        self._epoch.counters.selections_total += len(self._rows)
+        tally.add("selected_tokens_total", num_selected)
+        tally.add("resident_hits_total", hits)
+        tally.add("resident_misses_total", num_selected - hits)
+        tally.add("fetched_rows_total", is_fetched.sum())
+        tally.add("evictions_total", (replaced & is_fetched).sum())

@@ -21,8 +21,11 @@ from .protocol.messages import ClearSlots, FreeSlots, ReleaseRow, StepBegin, Ste
 from .protocol.model_spec import ModelSpec
 from .protocol.settings import RankSettings
 from .protocol.step_program import StepProgram, TransferKind, seeded_rows
+from .protocol.tally import DeviceTally
 from .protocol.transport import Transport
 from .row_table import RowTable
+from .scratch import make_scratch
+from .selecting import SELECTION_COUNTERS
 from .selection_probe import SelectionProbe
 from .store import KVStore
 
@@ -54,27 +57,34 @@ class Session:
     ) -> None:
         self._transport = transport
         self._counters = counters
-        selection = settings.selection
+        selection, device = settings.selection, store.device
         self._epoch = Epoch(
             number=epoch,
             model=model,
             settings=settings,
             program=StepProgram(model, settings, policy.capabilities.timing, policy.traits),
-            exchange=Exchange(transport, clock, counters),
+            exchange=Exchange(transport, clock, counters, device),
             store=store,
             rows=RowTable(
-                max_rows=max_rows, max_context=model.max_context, num_slots=store.num_slots
+                max_rows=max_rows,
+                max_context=model.max_context,
+                num_slots=store.num_slots,
+                device=device,
             ),
             mirror=ResidentMirror(
                 num_layers=model.num_layers if policy.capabilities.selects else 0,
                 max_rows=max_rows,
                 num_kv_heads=model.num_kv_heads,
                 num_resident=selection.num_resident,
+                device=device,
             ),
             policy=policy,
             predictor=predictor,
             counters=counters,
             ledger=PackLedger(selection.lag + 1),
+            tally=DeviceTally(counters, SELECTION_COUNTERS, device),
+            scratch=make_scratch(model, max_rows, device) if policy.capabilities.selects else None,
+            device=device,
             selection_probe=SelectionProbe.from_settings(settings),
         )
 
@@ -106,6 +116,8 @@ class Session:
                 if self._epoch.rows.release(message.row, message.generation):
                     self._epoch.release(message.row, message.generation)
                 self._counters.rows_live = self._epoch.rows.num_live
+        self._epoch.tally.flush()
+        self._epoch.store.flush_counters()
         self._epoch.exchange.update_byte_counters()
 
     def abort(self) -> None:
@@ -126,7 +138,7 @@ class Session:
         epoch.ledger.acknowledge(step.applied_seq)
         transfers = epoch.program.transfers(step)
         epoch.exchange.announce(transfers)
-        table = torch.empty(0, dtype=torch.int32)
+        table = torch.empty(0, dtype=torch.int32, device=epoch.device)
         if transfers and transfers[0].kind is TransferKind.SLOT_TABLE:
             table = epoch.exchange.receive(transfers.pop(0))
             epoch.rows.check_slots(table)

@@ -2,7 +2,8 @@
 """The KV of every request, by slot.
 
 Pools are ``[num_slots, num_kv_heads, head_dim]`` per layer, for K and V, committed by the
-operating system as they are touched. Slot 0 is padding and holds zeros. A free is a hint: it
+operating system as they are touched; on a GPU all at once, with zeros. Slot 0 is padding and
+holds zeros. A free is a hint: it
 changes what counts as a stale read, and nothing else.
 """
 
@@ -15,6 +16,9 @@ from tandemkv.kernels.quantize import quantize_int8
 from .counters import Counters
 from .protocol.errors import ProtocolError
 from .protocol.model_spec import ModelSpec
+from .protocol.tally import DeviceTally
+
+_CPU = torch.device("cpu")
 
 
 def bytes_per_token(model: ModelSpec, index_dtype: str) -> int:
@@ -40,7 +44,10 @@ class KVStore:
     poison : bool
         Fill freed slots with NaN.
     counters : Counters
-        `slots_live`, `slots_free` and `stale_reads_total` are kept.
+        `slots_live`, `slots_free` and `stale_reads_total` are kept; on a GPU brought up to date by
+        `flush_counters`.
+    device : torch.device
+        Where the pools are, and every tensor of slots that is handed in.
     """
 
     def __init__(
@@ -51,20 +58,24 @@ class KVStore:
         index_dtype: str,
         poison: bool,
         counters: Counters,
+        device: torch.device = _CPU,
     ) -> None:
         self.num_slots = num_slots
+        self.device = device
         self._poison = poison
-        self._counters = counters
+        self._tally = DeviceTally(
+            counters, ("stale_reads_total",), device, gauges=("slots_live", "slots_free")
+        )
         shape = (num_slots, model.num_kv_heads, model.head_dim)
         dtype = getattr(torch, model.dtype)
         layers = range(model.num_layers)
-        self.k = [torch.empty(shape, dtype=dtype) for _ in layers]
-        self.v = [torch.empty(shape, dtype=dtype) for _ in layers]
-        is_int8 = index_dtype == "int8"
-        self._k_int8 = [torch.empty(shape, dtype=torch.int8) for _ in layers if is_int8]
-        self._k_scale = [torch.empty(shape[:2]) for _ in layers if is_int8]
-        self._live = torch.zeros(num_slots, dtype=torch.bool)
-        self._num_live = 0
+        make = torch.empty if device.type == "cpu" else torch.zeros
+        self.k = [make(shape, dtype=dtype, device=device) for _ in layers]
+        self.v = [make(shape, dtype=dtype, device=device) for _ in layers]
+        indexed = layers if index_dtype == "int8" else range(0)
+        self._k_int8 = [make(shape, dtype=torch.int8, device=device) for _ in indexed]
+        self._k_scale = [make(shape[:2], dtype=torch.float32, device=device) for _ in indexed]
+        self._live = torch.zeros(num_slots, dtype=torch.bool, device=device)
         for pool in (*self.k, *self.v, *self._k_int8, *self._k_scale):
             pool[0] = 0
         self._count()
@@ -76,15 +87,14 @@ class KVStore:
         return self.k[layer], None
 
     def put(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write rows ``[n, H, D]`` of one layer at `slots` ``[n]`` int64; slot 0 is skipped.
+        """Write rows ``[n, H, D]`` of one layer at `slots` ``[n]`` int64; slot 0 stays zeros.
 
         Layer 0, which comes first, makes the slots live.
         """
-        if bool((slots == 0).any()):
-            kept = slots != 0
-            slots, k, v = slots[kept], k[kept], v[kept]
         if not len(slots):
             return
+        is_padding = (slots == 0).view(-1, 1, 1)
+        k, v = k.masked_fill(is_padding, 0), v.masked_fill(is_padding, 0)
         self.k[layer].index_copy_(0, slots, k)
         self.v[layer].index_copy_(0, slots, v)
         if self._k_int8:
@@ -93,13 +103,14 @@ class KVStore:
             scales = self._k_scale[layer]
             scales.index_copy_(0, slots, scale.reshape(len(slots), -1).to(scales.dtype))
         if layer == 0:
-            self._num_live += len(slots[~self._live[slots]].unique())
             self._live[slots] = True
+            self._live[0] = False
             self._count()
 
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Return K and V ``[2, n, H, D]`` at `slots` ``[n]`` int64, in a new tensor."""
-        out = torch.empty((2, len(slots), *self.k[layer].shape[1:]), dtype=self.k[layer].dtype)
+        pool = self.k[layer]
+        out = torch.empty((2, len(slots), *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
         torch.index_select(self.k[layer], 0, slots, out=out[0])
         torch.index_select(self.v[layer], 0, slots, out=out[1])
         return out
@@ -107,7 +118,11 @@ class KVStore:
     def note_read(self, slots: torch.Tensor) -> None:
         """Count the reads of slots that were not written since they were last freed."""
         stale = ~self._live[slots.long()] & (slots != 0)
-        self._counters.stale_reads_total += int(stale.sum())
+        self._tally.add("stale_reads_total", stale.sum())
+
+    def flush_counters(self) -> None:
+        """Enter what is known by now into the counters."""
+        self._tally.flush()
 
     def free(self, slots: torch.Tensor) -> None:
         """Note that `slots` ``[n]`` int32 may be reused.
@@ -118,23 +133,28 @@ class KVStore:
             If an id is outside the store.
         """
         slots = slots.long()
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots:
+        # One wait for the GPU a hint, none in a step.
+        low, high = (int(x) for x in torch.aminmax(slots)) if len(slots) else (0, 0)
+        if low < 0 or high >= self.num_slots:
             raise ProtocolError(f"freed slot ids must be within 0..{self.num_slots - 1}")
-        slots = slots[slots != 0]
-        self._num_live -= len(slots[self._live[slots]].unique())
-        self._live[slots] = False
         if self._poison:
+            slots = slots[slots != 0]
             self._fill_nan(slots)
+        self._live[slots] = False
         self._count()
 
     def clear(self) -> None:
         """Free every slot."""
-        self.free(self._live.nonzero()[:, 0])
+        if self._poison:
+            self._fill_nan(self._live.nonzero()[:, 0])
+        self._live.zero_()
+        self._count()
 
     def _fill_nan(self, slots: torch.Tensor) -> None:
         for pool in (*self.k, *self.v, *self._k_scale):
             pool[slots] = float("nan")
 
     def _count(self) -> None:
-        self._counters.slots_live = self._num_live
-        self._counters.slots_free = self.num_slots - 1 - self._num_live
+        num_live = self._live.count_nonzero()
+        self._tally.set("slots_live", num_live)
+        self._tally.set("slots_free", self.num_slots - 1 - num_live)

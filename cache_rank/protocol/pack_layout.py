@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from tandemkv.kernels.placing import place
+
 from .errors import ProtocolError
 
 _ALIGN = 16
 _MAGIC = 0x544B5650  # "TKVP"
 NUM_HEADER_WORDS = 8
+_NUM_HEAD_PARTS = 3
 
 
 class PackHeader(NamedTuple):
@@ -38,6 +41,14 @@ class PackViews(NamedTuple):
     fetch_slot: torch.Tensor  # [L, S, H, C] int32, resident slots
     k: torch.Tensor  # [L, S, H, C, D]
     v: torch.Tensor  # [L, S, H, C, D]
+
+
+class PackHead(NamedTuple):
+    """What a pack says about itself, on the host."""
+
+    header: PackHeader
+    rows: list[int]
+    generations: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +80,27 @@ class PackLayout:
         """Size of the buffer in bytes."""
         return sum(_padded(dtype, shape) for dtype, shape in self._parts())
 
+    @property
+    def head_nbytes(self) -> int:
+        """Bytes in front of the positions: header, rows and generations."""
+        return sum(_padded(dtype, shape) for dtype, shape in self._parts()[:_NUM_HEAD_PARTS])
+
+    def head(self, buffer: torch.Tensor) -> PackHead:
+        """Return header, rows and generations of the first `head_nbytes` of a buffer.
+
+        Raises
+        ------
+        ProtocolError
+            If these bytes are not of a pack.
+        """
+        parts, offset = [], 0
+        for dtype, shape in self._parts()[:_NUM_HEAD_PARTS]:
+            size = prod(shape) * dtype.itemsize
+            parts.append(buffer[offset : offset + size].view(dtype).tolist())
+            offset += _padded(dtype, shape)
+        words, rows, generations = parts
+        return PackHead(_header_of(words), rows, generations)
+
     def views(self, buffer: torch.Tensor) -> PackViews:
         """Return the parts of `buffer`, ``[nbytes]`` uint8, without a copy.
 
@@ -92,7 +124,7 @@ class PackLayout:
 def write_header(views: PackViews, header: PackHeader) -> None:
     """Stamp a pack."""
     words = [_MAGIC, header.epoch, header.step_id, header.seq, 0, 0, 0, 0]
-    views.header.copy_(torch.tensor(words, dtype=torch.int64))
+    views.header.copy_(place(words, views.header.device))
 
 
 def read_header(views: PackViews) -> PackHeader:
@@ -103,7 +135,10 @@ def read_header(views: PackViews) -> PackHeader:
     ProtocolError
         If the buffer does not hold a pack.
     """
-    words = views.header.tolist()
+    return _header_of(views.header.tolist())
+
+
+def _header_of(words: list[int]) -> PackHeader:
     if words[0] != _MAGIC:
         raise ProtocolError(f"not a pack: magic={words[0]:#x}")
     return PackHeader(epoch=words[1], step_id=words[2], seq=words[3])
