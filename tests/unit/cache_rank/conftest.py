@@ -133,7 +133,8 @@ class ScriptedRank:
     free_slots: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.program = StepProgram(self.model, self.settings, Timing(self.welcome.timing))
+        timing, traits = Timing(self.welcome.timing), self.welcome.traits
+        self.program = StepProgram(self.model, self.settings, timing, traits)
         shape = (
             self.model.num_layers,
             MAX_ROWS + 1,

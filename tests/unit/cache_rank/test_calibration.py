@@ -164,9 +164,7 @@ def test_a_file_of_another_model_or_policy_is_refused(tmp_path: Path) -> None:
     write_calibration(kascade_file(), path)
     with pytest.raises(CalibrationError, match=r"of tiny \(3 layers.*for this model"):
         resolve(path, SMOLLM2)
-    with pytest.raises(
-        CalibrationError, match=r"other weights.*hash aa, here bb"
-    ):
+    with pytest.raises(CalibrationError, match=r"other weights.*hash aa, here bb"):
         resolve(path, msgspec.structs.replace(MODEL, model_hash="bb"))
     with pytest.raises(CalibrationError, match="for policy kascade, not sync_kv"):
         resolve(path, policy="sync_kv")

@@ -54,6 +54,33 @@ def test_sparse_rows_keep_their_invariants(serve, settings_of, policy):
     assert reply.info["policy"] == policy
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy": "kascade"},
+        {"policy": "look_ahead", "share_layers": True},
+        {"policy": "last_query", "share_layers": True},
+    ],
+)
+def test_reuse_layers_hold_their_anchors_tokens(serve, settings_of, changes):
+    """Layers 2 and on follow 1, and with R = sink + K and no cap hold what it selected."""
+    sharing = {"anchors": (0, 1), "exact_layers": (0,), "resident_factor": 1.0}
+    settings = settings_of(**(changes | sharing))
+    budget = settings.selection.budget_tokens
+    served = serve(settings_of(**(changes | sharing | {"fetch_cap": budget})))
+    rank = served.connect()
+    assert rank.welcome.traits.layer_sources[:3] == (0, 1, 1)
+    request = rank.new_request(1, 120)
+    rank.extend(request)
+    for _ in range(10):
+        rank.decode(request)
+    rank.settle()
+    held = rank.positions[:, 1].sort(dim=-1).values
+    for layer in range(2, rank.model.num_layers):
+        assert torch.equal(held[layer], held[1])
+    assert served.counters.protocol_errors_total == served.counters.stale_reads_total == 0
+
+
 @pytest.mark.parametrize("policy", SELECTING)
 def test_what_fits_is_resident_when_it_goes_through_selection(serve, settings_of, policy):
     served = serve(settings_of(policy=policy, dense_while_fits=False))

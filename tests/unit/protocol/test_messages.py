@@ -20,6 +20,7 @@ from tandemkv.cache_rank.protocol.messages import (
     HeartbeatReply,
     Hello,
     Message,
+    PolicyTraits,
     Refused,
     ReleaseRow,
     RowStep,
@@ -55,7 +56,14 @@ HELLO = Hello(
 )
 MESSAGES: list[Message] = [
     HELLO,
-    Welcome(epoch=9, num_slots=65536, timing=1, all_exact=False, store_name="store-9"),
+    Welcome(
+        epoch=9,
+        num_slots=65536,
+        timing=1,
+        all_exact=False,
+        store_name="store-9",
+        traits=PolicyTraits(layer_sources=(0, 0, 2), slow_heads=((0,), (0, 1), (1,)), refresh=2),
+    ),
     Refused(field="dtype", message="differs"),
     StepBegin(
         epoch=9,
