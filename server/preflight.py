@@ -47,6 +47,7 @@ def resolve_launch(settings: ServeSettings, progress: Callable[[str], None]) -> 
     dtype = resolve_dtype(settings.dtype, device, model_dir)
     spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
     check_model(settings, spec, read_config(model_dir))
+    check_selection(settings, spec)
     check_memory(settings, spec, model_dir, device=device)
     return ResolvedLaunch(
         settings=settings, model_dir=model_dir, spec=spec, device=device, port=port
@@ -123,6 +124,31 @@ def check_policy(policy: str) -> None:
         find_policy(policy)
     except PolicyError as error:
         raise SettingsError(str(error)) from error
+
+
+def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
+    """Refuse a policy whose calibration or gate does not fit the model or the placement.
+
+    Raises
+    ------
+    SettingsError
+        Saying what would do.
+    """
+    from tandemkv.cache_rank.calibration.resolve import resolve_calibration
+    from tandemkv.cache_rank.gate import check_gate
+    from tandemkv.cache_rank.policies.base import PolicyError
+    from tandemkv.cache_rank.policies.registry import find_policy
+
+    selection = settings.selection
+    for name in ("share_layers", "gate_cosine"):
+        if settings.cache_ranks == 0 and getattr(selection, name):
+            raise SettingsError(f"{name} needs a cache rank of its own: use --cache-ranks 1")
+    policy = find_policy(selection.policy)
+    try:
+        check_gate(policy, selection)
+    except PolicyError as error:
+        raise SettingsError(str(error)) from error
+    resolve_calibration(selection, spec, policy.capabilities.timing)
 
 
 def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:

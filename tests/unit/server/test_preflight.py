@@ -82,6 +82,16 @@ def test_refuses_unknown_policies() -> None:
         check_policy("magic")
 
 
+def test_refuses_what_has_no_calibration_or_nothing_to_gate(model_dir: Path) -> None:
+    with pytest.raises(SettingsError, match="tandemkv calibrate MODEL --policy sync_kv"):
+        resolve(model_dir, selection={"policy": "sync_kv"})
+    with pytest.raises(SettingsError, match=r"calibration=nothing\.json: cannot be read"):
+        resolve(model_dir, selection={"policy": "kascade", "calibration": "nothing.json"})
+    resolve(model_dir, selection={"policy": "kascade", "anchors": (0, 2)})
+    with pytest.raises(SettingsError, match="gate_cosine"):
+        resolve(model_dir, selection={"policy": "streaming", "gate_cosine": 0.5})
+
+
 def test_a_taken_port_is_named(model_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
