@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,7 +54,7 @@ def run(campaign: Campaign, console: Console, *, jobs: int) -> None:
     MeasurementError
         After everything else has ended, naming the configurations that failed.
     KeyboardInterrupt
-        When the user stops; what is finished is kept.
+        When the user stops, by Ctrl-C or SIGTERM; what is finished is kept.
     """
     total = sum(
         len(campaign.samples[task.name])
@@ -64,9 +65,22 @@ def run(campaign: Campaign, console: Console, *, jobs: int) -> None:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=console) as progress:
+    with _terminable(), Progress(*columns, console=console) as progress:
         bar = progress.add_task("answers", total=total)
         _Run(campaign, console, progress, bar).all(jobs)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM stop as Ctrl-C does, also where a shell's job has SIGINT ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Run:

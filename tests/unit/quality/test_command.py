@@ -47,7 +47,7 @@ def test_help_names_tasks_and_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tasks", "nedle"), "task=nedle is unknown"),
+        (("--tasks", "no_such_task"), "task=no_such_task is unknown"),
         (("--policies", "look_ahed"), "policy='look_ahed' is unknown"),
         (("--budgets", "12,5%x"), "budget=5%x"),
         (("--budgets", "20"), "budget=20 (20 tokens) is not possible for policy=look_ahead"),

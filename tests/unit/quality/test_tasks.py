@@ -145,8 +145,10 @@ def test_chat_puts_the_question_into_the_turn_and_the_prefix_after_it(inputs: Ta
 
 
 def test_errors_say_what_is_missing(inputs: TaskInputs, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"task=nedle is unknown; known: perplexity, .*file:"):
-        find_tasks(["nedle"])
+    with pytest.raises(
+        SettingsError, match=r"task=no_such_task is unknown; known: perplexity, .*file:"
+    ):
+        find_tasks(["no_such_task"])
     with pytest.raises(SettingsError, match="given twice"):
         find_tasks(["mass", "mass"])
     with pytest.raises(SettingsError, match="none given"):

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Children under measurement: their command lines, and what happens when they end or must."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandemkv.server.child_process import ChildSpec
+from tandemkv.server.quality import runner, servers
+from tandemkv.server.quality.servers import MeasurementError, RunningServer, StoppedError
+from tandemkv.server.settings import ServeSettings
+
+SERVER = RunningServer("http://127.0.0.1:1", is_stock=True)
+
+
+@pytest.fixture
+def specs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ChildSpec, str]]:
+    """What would have been started, with the settings file it would have read."""
+    found: list[tuple[ChildSpec, str]] = []
+
+    @contextlib.contextmanager
+    def pretend(spec: ChildSpec, *_: Any) -> Iterator[None]:
+        config = spec.argv[-1] if spec.argv[-2] == "--config" else ""
+        found.append((spec, Path(config).read_text() if config else ""))
+        yield
+
+    monkeypatch.setattr(servers, "_running", pretend)
+    monkeypatch.setenv("TANDEMKV_SERVE_PORT", "1")
+    monkeypatch.setenv(servers.PROBE_VARIABLE, "elsewhere")
+    return found
+
+
+def test_ours_reads_its_settings_from_a_file_and_not_from_here(specs: list[Any]) -> None:
+    settings = ServeSettings.model_validate({"model": "m", "device": "cpu", "evaluation": True})
+    with servers.tandem_server(settings, threading.Event(), probes=True) as server:
+        (spec, config), *_ = specs
+        tree = yaml.safe_load(config)
+        assert server.url.endswith(f":{tree['port']}")
+        assert ServeSettings.model_validate(tree).evaluation
+        assert spec.env[servers.PROBE_VARIABLE] == str(server.probe_file)
+        assert "TANDEMKV_SERVE_PORT" not in spec.env
+        folder = spec.log_path.parent
+        assert folder.is_dir()
+    assert not folder.exists()
+    with servers.tandem_server(settings, threading.Event()):
+        assert servers.PROBE_VARIABLE not in specs[1][0].env
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "torch_native"), ("cuda", None)])
+def test_stock_differs_by_the_attention_backend_alone(
+    specs: list[Any], device: str, backend: str | None
+) -> None:
+    settings = ServeSettings.model_validate({"model": "m", "max_running_requests": 3})
+    options: dict[str, Any] = {"model_dir": Path("/m"), "device": device, "dtype": "float32"}
+    with servers.stock_server(settings, stop=threading.Event(), **options):
+        pass
+    ((spec, _),) = specs
+    assert "tandemkv" not in spec.argv
+    given = spec.argv.index("--attention-backend") if backend else None
+    assert (given is None) == ("--attention-backend" not in spec.argv)
+    assert given is None or spec.argv[given + 1] == backend
+    assert spec.argv[spec.argv.index("--max-running-requests") + 1] == "3"
+    assert spec.env["SGLANG_PLUGINS"] == "none"
+
+
+def child(tmp_path: Path, code: str) -> ChildSpec:
+    return ChildSpec(
+        name="it",
+        argv=(sys.executable, "-c", code),
+        env=dict(os.environ),
+        log_path=tmp_path / "it.log",
+    )
+
+
+def test_a_child_that_ends_shows_the_ends_of_all_logs(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "cache_rank.log").write_text("out of memory\n")
+    spec = child(tmp_path, "print('boom'); raise SystemExit(3)")
+    with (
+        pytest.raises(MeasurementError, match=r"exit code 3\n-- it\.log\nboom\n(.|\n)*of memory"),
+        servers._running(spec, SERVER, 60.0, threading.Event(), lambda _: "not yet"),
+    ):
+        raise AssertionError("it never became ready")
+
+
+def test_a_child_that_does_not_become_ready_is_given_up(tmp_path: Path) -> None:
+    spec = child(tmp_path, "import time; time.sleep(600)")
+    with (
+        pytest.raises(MeasurementError, match=r"not ready after 0\.1 s .*: because"),
+        servers._running(spec, SERVER, 0.1, threading.Event(), lambda _: "because"),
+    ):
+        raise AssertionError("it never became ready")
+
+
+def test_stopping_ends_the_child_and_the_request_under_way(tmp_path: Path) -> None:
+    stop, spec = threading.Event(), child(tmp_path, "import time; time.sleep(600)")
+
+    def ask() -> None:
+        with servers._running(spec, SERVER, 60.0, stop, lambda _: None):
+            stop.set()
+            time.sleep(0.1)
+            raise MeasurementError("no answer")
+
+    with pytest.raises(StoppedError):
+        ask()
+
+
+def test_sigterm_stops_as_ctrl_c_does() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def be_terminated() -> None:
+        with runner._terminable():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        be_terminated()
+    assert signal.getsignal(signal.SIGTERM) is before
