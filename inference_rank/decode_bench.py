@@ -111,7 +111,7 @@ def prepare(runner: Any, batch_size: int, context: int) -> Any:
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
     )
     batch = ScheduleBatch.init_new(
-        reqs=one_batch.prepare_synthetic_inputs_for_latency_test(batch_size, context, ids),
+        reqs=one_batch.prepare_synthetic_inputs_for_latency_test(batch_size, context, list(ids)),
         req_to_token_pool=runner.req_to_token_pool,
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
         tree_cache=tree,

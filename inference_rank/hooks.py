@@ -19,6 +19,9 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _BUILD_POOLS = f"{_CONFIGURATOR}._build_token_to_kv_pool"
 _BUILD_POOL = f"{_CONFIGURATOR}._build_mha_kv_pool"
+_CELL_SIZE = (
+    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
+)
 _RENDEZVOUS = "sglang.srt.distributed.bootstrap.init_distributed_environment"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 
@@ -52,12 +55,15 @@ def register_backend(name: str) -> None:
 
 def is_in_process() -> bool:
     """Whether the cache rank is to live in this process."""
-    return runtime_module.settings_from_environment().exchange.transport == "local"
+    return runtime_module.settings_from_environment().exchange.is_in_process
 
 
 def in_process_hooks(backend: str) -> list[Hook]:
     """Hooks of the process that runs the model and is its own cache rank."""
+    settings = runtime_module.settings_from_environment()
+    elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]
     return [
+        *(elsewhere if settings.exchange.transport == "peer" else []),
         _support_triton_hook(backend),
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),
         (_BUILD_POOL, _build_local_pool, HookType.AROUND),
@@ -73,12 +79,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         _support_triton_hook(backend),
         (_BUILD_POOL, _build_pool, HookType.AROUND),
         # A slot costs nothing here, so --max-total-tokens alone decides the capacity.
-        (
-            "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator."
-            "_compute_cell_size",
-            _no_cell_size,
-            HookType.AROUND,
-        ),
+        (_CELL_SIZE, _no_cell_size, HookType.AROUND),
         # Models that fuse RoPE with the KV write would write into the placeholder pool.
         ("sglang.srt.models.utils.enable_fused_set_kv_buffer", _never, HookType.AROUND),
         (f"{_ALLOCATOR}.free", _on_free, HookType.BEFORE),
@@ -132,11 +133,17 @@ def _note_rows(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
 
 
 def _build_local_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    from .in_process.pool import make_local_pool_class, resident_slots
+    from .in_process.pool import make_local_pool_class, make_peer_pool_class, resident_slots
 
-    selection = runtime_module.settings_from_environment().selection
+    settings = runtime_module.settings_from_environment()
+    selection, base = settings.selection, kwargs["mha_pool_class"]
+    if settings.exchange.transport == "peer":
+        from .in_process.start import cache_device_of
+
+        kwargs["mha_pool_class"] = make_peer_pool_class(base, cache_device_of(self, settings))
+        return original(self, **kwargs)
     extra = resident_slots(selection, _num_rows, int(self.pool_page_size))
-    kwargs["mha_pool_class"] = make_local_pool_class(kwargs["mha_pool_class"], extra)
+    kwargs["mha_pool_class"] = make_local_pool_class(base, extra)
     return original(self, **kwargs)
 
 

@@ -51,7 +51,7 @@ async def collect_status(run_dir: RunDir) -> dict[str, Any]:
         ``ready``, ``inference_rank`` and ``cache_ranks``; a rank that does not answer has an
         ``error`` instead of values.
     """
-    if runtime_module.settings_from_environment().exchange.transport == "local":
+    if runtime_module.settings_from_environment().exchange.is_in_process:
         inference = await asyncio.to_thread(_ask, run_dir.inference_socket)
         return {
             "ready": bool(inference.get("ready")),

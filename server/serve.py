@@ -94,7 +94,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
     is_ours = settings.run_dir is None
     return LaunchPlan(
         cache_rank=None
-        if not settings.cache_ranks
+        if settings.rank_settings.exchange.is_in_process
         else ChildSpec(
             name="cache rank",
             argv=cache_rank_argv(run_dir=run_dir.path, config=config),
@@ -188,5 +188,6 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
         model_dir=resolve_model(settings.model, logger.info),
         settings=settings.rank_settings,
         max_rows=settings.max_running_requests,
+        device=resolve_device(settings.device, cache_ranks=1, own_gpus=1),
         on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),
     )

@@ -119,9 +119,10 @@ class ServeSettings(BaseModel):
                 f"transport=local and cache_ranks={self.cache_ranks} contradict each other; use "
                 "--cache-ranks 0"
             )
-        if self.tensor_parallel > 1 and self.cache_ranks:
+        if self.tensor_parallel > 1 and not self.rank_settings.exchange.is_in_process:
             raise ValueError(
-                f"tensor_parallel={self.tensor_parallel} needs --cache-ranks 0 in this version"
+                f"tensor_parallel={self.tensor_parallel} needs --cache-ranks 0 or --transport peer "
+                "in this version"
             )
         if self.max_context is not None and self.cache.capacity_tokens < self.max_context:
             raise ValueError(

@@ -68,7 +68,11 @@ class DecodeBatch:
 
         `lag` is the number of steps until the selection is used.
         """
-        size = len(rows)
+        size, device = len(rows), self.rows.device
+        width = min(self.pages.shape[1], -(-req_to_token.shape[1] // self._page_size))
+        first = req_to_token[:, :: self._page_size][rows.long(), :width]
+        # The table may be on another GPU; only the batch's part of it crosses.
+        rows, lengths, first = rows.to(device), lengths.to(device), first.to(device)
         self.rows[:size] = rows
         self.lengths[:size] = lengths
         torch.sub(lengths, self._num_recent - lag, out=self.hi[:size])
@@ -77,10 +81,8 @@ class DecodeBatch:
         torch.clamp(self.hi[:size], max=self._num_resident, out=self.num_target[:size])
         torch.gt(lengths, self._num_dense, out=self.active[:size])
         self.active[:size] &= rows != 0
-        width = min(self.pages.shape[1], -(-req_to_token.shape[1] // self._page_size))
-        first = req_to_token[:, :: self._page_size]
         torch.div(
-            first[rows.long(), :width],
+            first,
             self._page_size,
             rounding_mode="floor",
             out=self.pages[:size, :width],

@@ -133,7 +133,6 @@ class Int4Index(KeyIndex):
                 f"{pools.page_size} is too short: use pages of 64 (cuda), or --index-dtype int8"
             )
         self._pools = pools
-        self._tokens = [pool[: pools.num_slots] for pool in pools.k]
         _, heads, dim = pools.k[0].shape
         device, num_pages = pools.k[0].device, pools.num_slots // pools.page_size
         codes = (num_pages, heads, pools.page_size, dim // 2)
@@ -166,12 +165,12 @@ class Int4Index(KeyIndex):
         """See `KeyIndex.extend`."""
         if self._pages.numel():
             quantize_int4_pages(
-                self._tokens[layer], self._pages, self._codes[layer], self._scales[layer]
+                self._pools.k[layer], self._pages, self._codes[layer], self._scales[layer]
             )
 
     def append(self, layer: int, lengths: torch.Tensor, pages: torch.Tensor) -> None:
         """See `KeyIndex.append`; only a token that completes a page is indexed, with the page."""
-        append_int4(self._tokens[layer], pages, lengths, self._codes[layer], self._scales[layer])
+        append_int4(self._pools.k[layer], pages, lengths, self._codes[layer], self._scales[layer])
 
 
 def make_key_index(index_dtype: str, pools: LocalPools, layers: Sequence[int]) -> KeyIndex:

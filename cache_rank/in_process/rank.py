@@ -100,22 +100,16 @@ class InProcessCacheRank:
         self._predict = predict_query
         self._program = StepProgram(model, settings, timing)
         self.all_exact = all_exact
-        device = pools.k[0].device
+        device = self._device = pools.k[0].device
         heads, width = model.num_kv_heads, selection.num_resident
         layers = range(model.num_layers)
         self._selecting = [x for x in layers if self._program.is_selecting_layer(x)]
         self._book_of = {layer: i for i, layer in enumerate(self._selecting)}
         self._sparse = [x for x in layers if not all_exact and x not in selection.exact_layers]
-        self._resident = [
-            tuple(
-                pool[pools.num_slots :].view(pools.max_rows1, width, heads, model.head_dim)
-                for pool in (pools.k[layer], pools.v[layer])
-            )
-            for layer in layers
-        ]
+        self._resident = pools.resident
         self._mirror = ResidentMirror(
             num_layers=len(self._selecting),
-            max_rows=pools.max_rows1 - 1,
+            max_rows=pools.num_rows - 1,
             num_kv_heads=heads,
             num_resident=width,
             device=device,
@@ -195,20 +189,21 @@ class InProcessCacheRank:
         self, prefix_lens: Sequence[int], lengths: Sequence[int], tables: Sequence[torch.Tensor]
     ) -> None:
         """See `LocalCacheRank.begin_extend`."""
+        tables = [table.to(self._device) for table in tables]
         self._seeding = list(zip(tables, prefix_lens, lengths, strict=True))
         self._index.begin_extend(prefix_lens, lengths, tables)
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """See `LocalCacheRank.extend`."""
         if layer in self._book_of:
-            self._index.extend(layer, slots)
+            self._index.extend(layer, slots.to(self._device))
 
     def seed(self, layer: int, request: int, row: int, queries: torch.Tensor) -> None:
         """See `LocalCacheRank.seed`."""
         slots, _, length = self._seeding[request]
         keys, k_scale = self._index.keys(layer)
         chosen = choose_seed(
-            queries,
+            queries.to(self._device),
             keys,
             k_scale,
             slots[:: self._pools.page_size] // self._pools.page_size,
@@ -223,10 +218,14 @@ class InProcessCacheRank:
         rows = torch.tensor([row], dtype=torch.int64, device=slots.device)
         self._copy(layer, rows, slots[None], chosen[None], page_size=1)
 
-    def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor) -> None:
+    def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:
         """See `LocalCacheRank.seed_identity`."""
         heads, width = self._model.num_kv_heads, self._mirror.num_resident
+        rows = rows.to(self._device)
         self._mirror.fill_identity(rows)
+        if tables is None:
+            return
+        tables = tables.to(self._device)
         positions = self._all_slots.expand(len(rows), heads, width).contiguous()
         for layer in self._sparse:
             self._copy(layer, rows, tables, positions, page_size=1)

@@ -25,26 +25,34 @@ PredictQuery = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPools:
-    """The K/V pools of this rank, which both sides address by slot.
+    """The K/V that the cache rank selects from, and the resident sets that it writes.
 
     Attributes
     ----------
     k, v : Sequence[torch.Tensor]
-        Per layer ``[num_slots + max_rows1 * R, H, D]``: the tokens' slots, and behind them the
-        resident sets, R slots for each of `max_rows1` rows (row 0 is padding).
-    num_slots : int
-        Slots of tokens, the padding page included; a multiple of `page_size`.
+        Per layer ``[num_slots, H, D]``, on the cache rank's device; the padding page is slot
+        0's, `num_slots` a multiple of `page_size`.
+    resident : Sequence[tuple[torch.Tensor, torch.Tensor]]
+        Per layer K and V ``[rows, slots, H, D]``, the first R slots of each row being the
+        cache rank's (row 0 is padding). They may lie in another GPU's memory.
     page_size : int
         Tokens that lie in consecutive slots.
-    max_rows1 : int
-        Rows of the request table.
     """
 
     k: Sequence[torch.Tensor]
     v: Sequence[torch.Tensor]
-    num_slots: int
+    resident: Sequence[tuple[torch.Tensor, torch.Tensor]]
     page_size: int
-    max_rows1: int
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of tokens."""
+        return int(self.k[0].shape[0])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the request table."""
+        return int(self.resident[0][0].shape[0])
 
 
 class LocalCacheRank(Protocol):
@@ -99,8 +107,11 @@ class LocalCacheRank(Protocol):
     def seed(self, layer: int, request: int, row: int, queries: torch.Tensor) -> None:
         """Fill the resident set of a finished prompt, ``queries [W, Hq, D]`` being its last."""
 
-    def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor) -> None:
-        """Make the first R tokens of `rows` ``[n]`` resident, ``tables [n, R]`` their slots."""
+    def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:
+        """Make the first R tokens of `rows` ``[n]`` resident, ``tables [n, R]`` their slots.
+
+        Without tables they lie there already.
+        """
 
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor

@@ -257,11 +257,16 @@ class ExchangeSettings(_Strict):
     )
     heartbeat_interval_s: float = Field(default=1.0, gt=0, le=60)
     heartbeat_misses: int = Field(default=3, ge=1, le=60)
-    transport: Literal["gloo", "nccl", "local"] = Field(
+    transport: Literal["gloo", "nccl", "peer", "local"] = Field(
         default="gloo",
         description="Data plane between the ranks: gloo between CPUs, nccl between two GPUs; "
         "local: the cache rank is in the same process.",
     )
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether the inference rank's process drives the cache rank, on its GPU or another."""
+        return self.transport in ("local", "peer")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -16,7 +16,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from tandemkv.cache_rank.protocol.local import LocalCacheRank
 from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 
-from .resident_attention import AttendTable, FlashInferResident, PagedResident
+from .layer_streams import LayerStreams
+from .resident_attention import FlashInferResident, PagedResident
+from .resident_home import ResidentHome
 from .side_stream import SideStream
 
 
@@ -31,32 +33,48 @@ class InProcessBackend(AttentionBackend):
         SGLang's own backend: prefill, and layers that attend to everything.
     rank : LocalCacheRank
         Keeps the resident sets.
-    table : AttendTable
-        What decode attends to.
+    home : ResidentHome
+        Where they lie, and what decode attends to.
+    cache_device : torch.device
+        Where the cache rank works.
     """
 
     def __init__(
-        self, runner: Any, full: AttentionBackend, rank: LocalCacheRank, table: AttendTable,
-        *, seed_window: int, num_dense: int, num_resident: int, runtime: Any,
+        self, runner: Any, full: AttentionBackend, rank: LocalCacheRank, home: ResidentHome,
+        *, cache_device: torch.device, seed_window: int, num_dense: int, num_resident: int,
+        runtime: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._full, self._rank, self._table = full, rank, table
+        self._full, self._rank = full, rank
+        self._home, self._table = home, home.table
         self._runtime = runtime
         self._seed_window, self._num_resident = seed_window, num_resident
         self._num_dense = num_dense
         self._pool = runner.req_to_token_pool
-        is_cuda = torch.device(runner.device).type == "cuda"
+        is_cuda = cache_device.type == "cuda"
         self._sparse: FlashInferResident | PagedResident = (
-            FlashInferResident(runner, table) if is_cuda else PagedResident(runner, table)
+            FlashInferResident(runner, home.table, home.pool)
+            if is_cuda
+            else PagedResident(home.table, home.pool)
         )
         self._num_layers = int(runner.model_config.num_hidden_layers)
         layers = range(self._num_layers)
         self._is_sparse = [rank.is_sparse_layer(x) for x in layers]
         self._needs_full = not all(self._is_sparse)
-        self._side = SideStream(is_cuda, self._num_layers)
+        device = home.table.slots.device
+        self._side = SideStream(device, cache_device, self._num_layers)
+        self._streams = LayerStreams(
+            num_layers=self._num_layers if rank.needs_hidden else 0,
+            max_batch=len(home.table.slots),
+            hidden_size=int(runner.model_config.hidden_size),
+            dtype=runner.dtype,
+            device=device,
+            cache_device=cache_device,
+        )
         self._selects = False
         self._is_decode = False
         self._seeds: list[tuple[int, int, int, int]] = []
+        self._fills: list[tuple[int, torch.Tensor]] = []
         if rank.needs_hidden:
             install_residual_hooks(runner.model, self._on_layer_input)
 
@@ -104,11 +122,11 @@ class InProcessBackend(AttentionBackend):
         )
         index = layer.layer_id
         if self._is_sparse[index] and not self._is_decode:
-            self._rank.extend(index, forward_batch.out_cache_loc)
             queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-            for request, row, start, end in self._seeds:
-                self._rank.seed(index, request, row, queries[start:end])
-        return out
+            self._index_and_seed(
+                index, forward_batch, [queries[start:end] for _, _, start, end in self._seeds]
+            )
+        return self._after(index, out)
 
     def forward_decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
@@ -125,7 +143,9 @@ class InProcessBackend(AttentionBackend):
         rank, side = self._rank, self._side
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         if self._selects and rank.needs_query and not rank.selects_for_next_step:
-            rank.select(index, query)
+            with side.fork(query):
+                rank.select(index, query)
+                side.note_done(index)
         side.join(index)
         out = self._sparse.attend(q, k, v, layer, forward_batch, save_kv_cache)
         selects_now = self._selects and rank.selects_for_next_step
@@ -135,6 +155,16 @@ class InProcessBackend(AttentionBackend):
                 if selects_now:
                     rank.select(index, query)
         return self._after(index, out)
+
+    def _index_and_seed(self, index: int, forward_batch: Any, queries: list[torch.Tensor]) -> None:
+        """Let the cache rank index a layer's new keys, and fill the sets of finished prompts."""
+        slots = forward_batch.out_cache_loc
+        with self._side.fork(slots, *queries):
+            self._rank.extend(index, slots)
+            for (request, row, _, _), window in zip(self._seeds, queries, strict=True):
+                self._rank.seed(index, request, row, window)
+        for row, table in self._fills:
+            self._home.fill(index, row, table)
 
     def _after(self, index: int, out: torch.Tensor) -> torch.Tensor:
         if index == self._num_layers - 1:
@@ -155,17 +185,15 @@ class InProcessBackend(AttentionBackend):
         """
         self._is_decode = False
         self._begin_extend(forward_batch)
-        model = self._runtime.model
+        model, device = self._runtime.model, forward_batch.out_cache_loc.device
         for index, is_sparse in enumerate(self._is_sparse):
             if not is_sparse:
                 continue
-            self._rank.extend(index, forward_batch.out_cache_loc)
-            for request, row, start, end in self._seeds:
-                shape = (end - start, model.num_qo_heads, model.head_dim)
-                queries = torch.randn(shape, device=forward_batch.out_cache_loc.device).to(
-                    getattr(torch, model.dtype)
-                )
-                self._rank.seed(index, request, row, queries)
+            shapes = [(e - s, model.num_qo_heads, model.head_dim) for _, _, s, e in self._seeds]
+            queries = [torch.randn(shape, device=device) for shape in shapes]
+            dtype = getattr(torch, model.dtype)
+            self._index_and_seed(index, forward_batch, [q.to(dtype) for q in queries])
+        self._side.join_all()
 
     # -- steps ---------------------------------------------------------------------------
 
@@ -178,7 +206,10 @@ class InProcessBackend(AttentionBackend):
             self._make_sparse(rows, on_host, req_to_token)
             self._count(on_host)
         self._table.load(rows, lengths, req_to_token)
-        self._rank.begin_decode(rows, lengths, req_to_token)
+        with self._side.fork():
+            self._rank.begin_decode(rows, lengths, req_to_token)
+        if in_graph:
+            self._side.join_all()
         self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph)
         if self._needs_full:
             if in_graph:
@@ -197,7 +228,9 @@ class InProcessBackend(AttentionBackend):
         if not len(grown):
             return
         chosen = rows[grown.to(rows.device)].long()
-        self._rank.seed_identity(chosen, req_to_token[chosen, : self._num_resident])
+        tables = req_to_token[chosen, : self._num_resident]
+        with self._side.fork(chosen, tables):
+            self._rank.seed_identity(chosen, None if self._home.holds_dense else tables)
 
     def _begin_extend(self, forward_batch: Any) -> None:
         prefixes = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
@@ -205,11 +238,14 @@ class InProcessBackend(AttentionBackend):
         rows = forward_batch.req_pool_indices.tolist()
         req_to_token = self._pool.req_to_token
         tables = [req_to_token[row, :n] for row, n in zip(rows, lengths, strict=True)]
-        self._rank.begin_extend(prefixes, lengths, tables)
-        self._seeds, end = [], 0
+        with self._side.fork(*tables):
+            self._rank.begin_extend(prefixes, lengths, tables)
+        self._seeds, self._fills, end = [], [], 0
         for request, (row, prefix, length) in enumerate(zip(rows, prefixes, lengths, strict=True)):
             start, end = end, end + length - prefix
             is_whole = row != self._runtime.middle_chunk_row
+            if is_whole and row:
+                self._fills.append((row, tables[request]))
             if is_whole and row and length > self._num_dense:
                 start = max(start, end - self._seed_window)
                 self._seeds.append((request, row, start, end))
@@ -234,8 +270,8 @@ class InProcessBackend(AttentionBackend):
         targets = self._rank.targets_of(layer)
         if not targets:
             return
-        with self._side.fork(hidden_states, residual):
-            stream = hidden_states if residual is None else hidden_states + residual
+        stream = self._streams.put(layer, hidden_states, residual)
+        with self._side.fork():
             for target in targets:
                 self._rank.select_ahead(target, stream)
                 self._side.note_done(target)

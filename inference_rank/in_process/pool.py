@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+
+from .peer_memory import enable_peer_access, seen_from
 
 
 def make_local_pool_class(base: type, num_extra: int) -> type:
@@ -37,6 +41,33 @@ def make_local_pool_class(base: type, num_extra: int) -> type:
             super()._finalize_allocation_log(num_tokens + num_extra)
 
     return LocalKVPool
+
+
+def make_peer_pool_class(base: type, cache_device: torch.device) -> type:
+    """Return a subclass of SGLang's ``MHATokenToKVPool`` whose K/V are another GPU's memory.
+
+    SGLang's own kernels write and read them over NVLink; what the cache rank uses are the same
+    bytes as tensors of its own device, ``cache_k`` and ``cache_v``.
+    """
+
+    class PeerKVPool(base):
+        """K/V of all requests, in the cache GPU."""
+
+        def _create_buffers(self) -> None:
+            own, self.device = torch.device(self.device), cache_device
+            own = torch.device(own.type, own.index or torch.cuda.current_device())
+            try:
+                super()._create_buffers()
+            finally:
+                self.device = str(own)
+            enable_peer_access(own, cache_device)
+            self.cache_k, self.cache_v = self.k_buffer, self.v_buffer
+            self.k_buffer = [seen_from(own, t) for t in self.cache_k]
+            self.v_buffer = [seen_from(own, t) for t in self.cache_v]
+            self._kv_buffer_descs = self._build_kv_buffer_descs()
+            self._init_data_ptrs_and_strides()
+
+    return PeerKVPool
 
 
 def resident_slots(selection: SelectionSettings, max_rows1: int, page_size: int) -> int:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ class LiveQueryPredictor:
     model : Any
         SGLang's model; its decoder layers must have ``input_layernorm`` and ``self_attn`` with
         ``qkv_proj``, ``rotary_emb`` and, where there is one, ``q_norm``.
-    num_kv_heads, head_dim : int
+    num_qo_heads, head_dim : int
         Of this rank.
+    device : torch.device
+        Where to predict; on another GPU than the model's the query weights are copied there.
 
     Raises
     ------
@@ -30,37 +34,62 @@ class LiveQueryPredictor:
         If the layers are built otherwise, or the projection is quantised.
     """
 
-    def __init__(self, model: Any, *, num_qo_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, model: Any, *, num_qo_heads: int, head_dim: int, device: torch.device
+    ) -> None:
         self._num_heads, self._head_dim = num_qo_heads, head_dim
-        self._layers = list(model.model.layers)
-        for index, layer in enumerate(self._layers):
-            attention = getattr(layer, "self_attn", None)
-            weight = getattr(getattr(attention, "qkv_proj", None), "weight", None)
-            if weight is None or not hasattr(attention, "rotary_emb"):
-                raise ContractError(
-                    f"{type(model).__name__}: layer {index} has no self_attn.qkv_proj.weight or "
-                    "rotary_emb; look_ahead cannot read its query projection"
-                )
-            if not weight.is_floating_point() or weight.element_size() < 2:
-                raise ContractError(
-                    f"layer {index}: qkv_proj is quantised ({weight.dtype}); look_ahead needs an "
-                    "unquantised one, serve with --policy last_query or another model"
-                )
+        self._layers = [
+            _Layer.of(f"{type(model).__name__}, layer {i}", layer, num_qo_heads * head_dim, device)
+            for i, layer in enumerate(model.model.layers)
+        ]
 
     def __call__(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``; `hidden` stays as it is."""
-        module = self._layers[layer]
-        attention = module.self_attn
-        normed = module.input_layernorm(hidden)
-        size = self._num_heads * self._head_dim
-        projection = attention.qkv_proj
-        bias = getattr(projection, "bias", None)
-        query = F.linear(normed, projection.weight[:size], None if bias is None else bias[:size])
-        if hasattr(attention, "q_norm"):
-            query = attention.q_norm(query.view(-1, self._head_dim))
+        own, size = self._layers[layer], len(hidden)
+        query = F.linear(own.norm(hidden), own.weight, own.bias)
+        if own.query_norm is not None:
+            query = own.query_norm(query.view(-1, self._head_dim))
         # The rotary kernels take a key too, and work in place.
-        query = query.view(len(hidden), size).contiguous()
-        query, _ = attention.rotary_emb(
-            positions, query, query.new_zeros(len(hidden), self._head_dim)
+        query = query.view(size, self._num_heads * self._head_dim)
+        query, _ = own.rotary(positions, query, query.new_zeros(size, self._head_dim))
+        return query.view(size, self._num_heads, self._head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a decoder layer makes its query with."""
+
+    norm: Any
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    query_norm: Any
+    rotary: Any
+
+    @classmethod
+    def of(cls, name: str, layer: Any, size: int, device: torch.device) -> _Layer:
+        attention = getattr(layer, "self_attn", None)
+        projection = getattr(attention, "qkv_proj", None)
+        weight = getattr(projection, "weight", None)
+        if weight is None or not hasattr(attention, "rotary_emb"):
+            raise ContractError(
+                f"{name} has no self_attn.qkv_proj.weight or rotary_emb; look_ahead cannot read "
+                "its query projection"
+            )
+        if not weight.is_floating_point() or weight.element_size() < 2:
+            raise ContractError(
+                f"{name}: qkv_proj is quantised ({weight.dtype}); look_ahead needs an unquantised "
+                "one: serve another checkpoint of the model"
+            )
+        bias = getattr(projection, "bias", None)
+        is_far = device.type == "cuda" and weight.device != device
+
+        def here(module: Any) -> Any:
+            return copy.deepcopy(module).to(device) if is_far and module is not None else module
+
+        return cls(
+            norm=here(layer.input_layernorm),
+            weight=weight.detach()[:size].to(device),
+            bias=None if bias is None else bias.detach()[:size].to(device),
+            query_norm=here(getattr(attention, "q_norm", None)),
+            rotary=here(attention.rotary_emb),
         )
-        return query.view(len(hidden), self._num_heads, self._head_dim)

@@ -61,6 +61,56 @@ class AttendTable:
         return lengths.clamp(max=self.width)
 
 
+class RingTable(AttendTable):
+    """The same for resident sets that are tensors of their own, ``[rows, R + ring, H, D]``.
+
+    Attributes
+    ----------
+    rows, write_slots : torch.Tensor
+        ``[max_batch]`` int64: row of each request, and slot of its newest token.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_resident: int,
+        num_recent: int,
+        num_dense: int,
+        max_batch: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            num_resident=num_resident,
+            num_recent=num_recent,
+            num_dense=num_dense,
+            first_slot=0,
+            max_batch=max_batch,
+            device=device,
+        )
+        self.rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.write_slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
+
+    def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
+        """See `AttendTable.load`; `req_to_token` is not needed."""
+        size, rows, lengths = len(rows), rows.long()[:, None], lengths.long()[:, None]
+        attended = lengths.clamp(max=self.width)
+        filled = (lengths - self._num_recent).clamp(0, self._num_resident)
+        is_sparse = (lengths > self._num_dense) & (rows != 0)
+        in_set = is_sparse & (self._column < filled)
+        slot = torch.where(
+            in_set, self._column, self._slot_of(lengths - attended + self._column, is_sparse)
+        )
+        self.slots[:size] = rows * self.width + slot
+        self.attended[:size] = attended[:, 0]
+        self.rows[:size] = rows[:, 0]
+        self.write_slots[:size] = self._slot_of(lengths - 1, is_sparse)[:, 0]
+
+    def _slot_of(self, position: torch.Tensor, is_sparse: torch.Tensor) -> torch.Tensor:
+        first, ring = self._num_resident, self._num_recent
+        in_ring = first + torch.remainder(position - first, ring)
+        return torch.where(~is_sparse & (position < first), position.clamp(min=0), in_ring)
+
+
 class ResidentAttention(Protocol):
     """Attends to what an `AttendTable` lists."""
 
@@ -82,7 +132,7 @@ class FlashInferResident:
     SGLang's.
     """
 
-    def __init__(self, runner: Any, table: AttendTable) -> None:
+    def __init__(self, runner: Any, table: AttendTable, pool: Any) -> None:
         from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
         self._table = table
@@ -97,6 +147,7 @@ class FlashInferResident:
             init_new_workspace=True,
         )
         self._backend.indices_updater_decode.req_to_token = table.slots
+        self._backend.token_to_kv_pool = pool
         self._batch_index = torch.arange(max_batch, device=table.slots.device)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -145,8 +196,8 @@ class FlashInferResident:
 class PagedResident:
     """The same without FlashInfer, for devices that have none."""
 
-    def __init__(self, runner: Any, table: AttendTable) -> None:
-        self._pool, self._table = runner.token_to_kv_pool, table
+    def __init__(self, table: AttendTable, pool: Any) -> None:
+        self._pool, self._table = pool, table
 
     def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool) -> None:
         """Nothing to plan."""

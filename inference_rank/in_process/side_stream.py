@@ -4,21 +4,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 
 class SideStream:
-    """One CUDA stream beside the current one; without CUDA everything runs in place.
+    """One CUDA stream beside the forward pass's, on its GPU or on another one.
 
-    Forks and joins are events, so inside a graph capture they become edges of the graph. What
-    the side stream reads is kept alive until it is joined: the allocator only knows the
-    stream that a tensor was made on.
+    Forks and joins are events, so inside a graph capture they become edges of the graph, across
+    GPUs too. What the side stream reads is kept alive until it is joined: the allocator only
+    knows the stream that a tensor was made on. Without CUDA everything runs in place.
+
+    Parameters
+    ----------
+    device : torch.device
+        Of the forward pass.
+    cache_device : torch.device
+        Of the side stream.
+    num_layers : int
+        Layers that can be joined one by one.
     """
 
-    def __init__(self, is_cuda: bool, num_layers: int) -> None:
-        self._stream = torch.cuda.Stream() if is_cuda else None
+    def __init__(self, device: torch.device, cache_device: torch.device, num_layers: int) -> None:
+        is_cuda = cache_device.type == "cuda"
+        self._device = device
+        self._stream = torch.cuda.Stream(device=cache_device) if is_cuda else None
+        # A graph's private pool belongs to the forward pass's GPU; on another one, what a
+        # captured kernel wrote to must not be handed out again either.
+        self._pool = torch.cuda.MemPool() if is_cuda and cache_device != device else None
+        self._cache_device = cache_device
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(num_layers)]
         self._pending: set[int] = set()
         self._kept: list[torch.Tensor] = []
@@ -26,34 +41,37 @@ class SideStream:
 
     @contextmanager
     def fork(self, *reads: torch.Tensor | None) -> Iterator[None]:
-        """Run the body beside the current stream, after what that has queued so far."""
+        """Run the body beside the forward pass, after what that has queued so far."""
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._kept += [t for t in reads if t is not None]
         self._is_forked = True
-        with torch.cuda.stream(self._stream):
+        with ExitStack() as stack:
+            stack.enter_context(torch.cuda.stream(self._stream))
+            if self._pool is not None:
+                stack.enter_context(torch.cuda.use_mem_pool(self._pool, self._cache_device))
             yield
 
     def note_done(self, layer: int) -> None:
         """Mark, inside a fork, that everything for `layer` has been queued."""
         event = self._done[layer]
         if event is not None:
-            event.record()
+            event.record(self._stream)
             self._pending.add(layer)
 
     def join(self, layer: int) -> None:
-        """Let the current stream wait for what was queued for `layer`."""
+        """Let the forward pass wait for what was queued for `layer`."""
         event = self._done[layer]
         if event is not None and layer in self._pending:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)
             self._pending.discard(layer)
 
     def join_all(self) -> None:
-        """Let the current stream wait for everything; a step ends with this."""
+        """Let the forward pass wait for everything; a step ends with this."""
         if self._stream is not None and self._is_forked:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._is_forked = False
         self._pending.clear()
         self._kept.clear()

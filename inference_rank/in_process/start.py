@@ -19,14 +19,17 @@ from tandemkv.cache_rank.protocol.local import (
 )
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.resident_set import ResidentSet
 
 from .backend import InProcessBackend
+from .peer_memory import seen_from
 from .pool import token_slots
 from .query_predictor import LiveQueryPredictor
-from .resident_attention import AttendTable
+from .resident_attention import AttendTable, RingTable
+from .resident_home import OwnSet, PoolTail, ResidentHome
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ class LocalRuntime:
                 "policy": selection.policy,
                 "budget_tokens": str(selection.budget_tokens),
                 "exact_layers": ",".join(map(str, selection.exact_layers)) or "none",
-                "transport": "local",
+                "transport": self.settings.exchange.transport,
                 "index_dtype": selection.index_dtype,
                 "model": self.model.architecture,
                 "pid": str(os.getpid()),
@@ -80,64 +83,118 @@ def create_backend(runner: Any) -> InProcessBackend:
         The server must not start.
     """
     settings = runtime_module.settings_from_environment()
-    selection = settings.selection
-    device = torch.device(runner.device)
     check_sizes(runner, settings)
+    device, cache_device = torch.device(runner.device), cache_device_of(runner, settings)
+    device = cache_device if device.type == "cpu" else _indexed(device)
     model = local_model_spec(runner)
-    pool, rows1 = runner.token_to_kv_pool, int(runner.req_to_token_pool.req_to_token.shape[0])
-    max_batch = int(runner.req_to_token_pool.size)
-    max_batch = max(max_batch, *getattr(runner.server_args, "cuda_graph_bs", None) or [1])
-    num_slots, width = token_slots(pool), selection.num_resident
-    k, v = zip(*(pool.get_kv_buffer(layer) for layer in range(model.num_layers)), strict=True)
-    needed = num_slots + rows1 * width
-    if k[0].shape[0] < needed:
-        raise ContractError(
-            f"SGLang's pool has {k[0].shape[0]} slots, resident sets need {needed}: it was not "
-            "built by the plugin"
-        )
-    pools = LocalPools(
-        k=[t[:needed] for t in k],
-        v=[t[:needed] for t in v],
-        num_slots=num_slots,
-        page_size=int(runner.page_size),
-        max_rows1=rows1,
-    )
+    home = make_home(runner, settings, model, device)
+    pool = runner.token_to_kv_pool
+    num_slots = token_slots(pool)
+    keys, values = getattr(pool, "cache_k", pool.k_buffer), getattr(pool, "cache_v", pool.v_buffer)
+    sets = home.sets
+    if cache_device != device:
+        sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
     rank = create_local_cache_rank(
         model=model,
         settings=settings,
-        pools=pools,
-        max_batch=max_batch,
-        predict_query=LiveQueryPredictor(
-            runner.model, num_qo_heads=model.num_qo_heads, head_dim=model.head_dim
+        pools=LocalPools(
+            k=[t[:num_slots] for t in keys],
+            v=[t[:num_slots] for t in values],
+            resident=sets,
+            page_size=int(runner.page_size),
         ),
-    )
-    num_dense = width + selection.num_recent_tokens if selection.dense_while_fits else 0
-    table = AttendTable(
-        num_resident=width,
-        num_recent=selection.num_recent_tokens,
-        num_dense=num_dense,
-        first_slot=num_slots,
-        max_batch=max_batch,
-        device=device,
+        max_batch=len(home.table.slots),
+        predict_query=LiveQueryPredictor(
+            runner.model,
+            num_qo_heads=model.num_qo_heads,
+            head_dim=model.head_dim,
+            device=cache_device,
+        ),
     )
     local = LocalRuntime(
         settings=settings,
         model=model,
         rank=rank,
         counters=Counters(),
-        resident_bytes=2 * model.num_layers * rows1 * width * k[0][0].nbytes,
+        resident_bytes=sum(k.nbytes + v.nbytes for k, v in home.sets),
     )
     runtime_module.set_current_local(local)
+    selection = settings.selection
     return InProcessBackend(
         runner,
         full_backend(runner),
         rank,
-        table,
+        home,
+        cache_device=cache_device,
         seed_window=selection.seed_window,
-        num_dense=num_dense,
-        num_resident=width,
+        num_dense=num_dense_of(selection),
+        num_resident=selection.num_resident,
         runtime=local,
     )
+
+
+def num_dense_of(selection: SelectionSettings) -> int:
+    """Longest request that is attended to as a whole."""
+    if not selection.dense_while_fits:
+        return 0
+    return selection.num_resident + selection.num_recent_tokens
+
+
+def cache_device_of(runner: Any, settings: RankSettings) -> torch.device:
+    """Where the cache rank works: this rank's own device, or with ``peer`` the next GPU.
+
+    With tensor parallelism over n GPUs the cache GPUs are the n after them.
+    """
+    device = torch.device(runner.device)
+    if device.type == "cpu":
+        return device
+    own = _indexed(device)
+    if settings.exchange.transport != "peer":
+        return own
+    return torch.device("cuda", own.index + int(runner.ps.tp_size))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
+
+
+def make_home(
+    runner: Any, settings: RankSettings, model: ModelSpec, device: torch.device
+) -> ResidentHome:
+    """Place the resident sets.
+
+    Raises
+    ------
+    ContractError
+        If the plugin did not build SGLang's pool.
+    """
+    selection, pool = settings.selection, runner.token_to_kv_pool
+    rows1 = int(runner.req_to_token_pool.req_to_token.shape[0])
+    width, num_slots = selection.num_resident, token_slots(pool)
+    sizes = {
+        "num_resident": width,
+        "num_recent": selection.num_recent_tokens,
+        "num_dense": num_dense_of(selection),
+        "max_batch": rows1 - 1,
+        "device": device,
+    }
+    if settings.exchange.transport == "peer":
+        resident = ResidentSet(model, selection, rows1 - 1, device)
+        return OwnSet(pool, RingTable(**sizes), resident)
+    needed = num_slots + rows1 * width
+    if pool.k_buffer[0].shape[0] < needed:
+        raise ContractError(
+            f"SGLang's pool has {pool.k_buffer[0].shape[0]} slots, resident sets need {needed}: it "
+            "was not built by the plugin"
+        )
+    shape = (rows1, width, model.num_kv_heads, model.head_dim)
+    sets = [
+        (k[num_slots:needed].view(shape), v[num_slots:needed].view(shape))
+        for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)
+    ]
+    return PoolTail(pool, AttendTable(**sizes, first_slot=num_slots), sets)
 
 
 def full_backend(runner: Any) -> Any:

@@ -51,12 +51,12 @@ class World:
         num_slots = 64 * 16
         shape = (num_slots + ROWS1 * self.width, HEADS, DIM)
         pools = [torch.randn(shape, generator=generator) for _ in range(2 * LAYERS)]
+        resident = [pool[num_slots:].view(ROWS1, self.width, HEADS, DIM) for pool in pools]
         self.pools = LocalPools(
-            k=pools[:LAYERS],
-            v=pools[LAYERS:],
-            num_slots=num_slots,
+            k=[pool[:num_slots] for pool in pools[:LAYERS]],
+            v=[pool[:num_slots] for pool in pools[LAYERS:]],
+            resident=list(zip(resident[:LAYERS], resident[LAYERS:], strict=True)),
             page_size=page_size,
-            max_rows1=ROWS1,
         )
         num_pages = CONTEXT // page_size
         order = torch.randperm(num_slots // page_size - 1, generator=generator) + 1
@@ -99,11 +99,8 @@ class World:
 
     def resident(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K of the resident set ``[R, H, D]`` and its positions ``[H, R]``."""
-        start = self.pools.num_slots + row * self.width
         book = self.rank._book_of[layer]
-        return self.pools.k[layer][start : start + self.width], self.rank._mirror.positions[
-            book, row
-        ]
+        return self.pools.resident[layer][0][row], self.rank._mirror.positions[book, row]
 
     def check_books(self, layer: int, row: int, length: int) -> None:
         """The set holds what the books say: distinct candidates, no hole, sink included."""
@@ -176,10 +173,9 @@ def test_dense_and_padding_rows_are_left_alone() -> None:
 def test_streaming_keeps_the_sink() -> None:
     world = World(policy="streaming", page_size=16)
     world.prefill(1, 150)
-    start = world.pools.num_slots + world.width
     for layer in (1, 2):
         torch.testing.assert_close(
-            world.pools.k[layer][start : start + 4], world.pools.k[layer][world.table[1, :4].long()]
+            world.pools.resident[layer][0][1, :4], world.pools.k[layer][world.table[1, :4].long()]
         )
     assert not world.rank.selects
 

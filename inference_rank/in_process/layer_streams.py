@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residual streams on their way to the cache rank."""
+
+from __future__ import annotations
+
+import torch
+
+from .peer_memory import seen_from
+
+
+class LayerStreams:
+    """A buffer per layer on the cache rank's device, written by the forward pass.
+
+    The decoder layer adds and normalises its inputs in place, so what the cache rank reads
+    beside it must be a copy. On another GPU the sum is written there directly.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        max_batch: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        cache_device: torch.device,
+    ) -> None:
+        shape = (num_layers, max_batch, hidden_size)
+        self._there = torch.zeros(shape, dtype=dtype, device=cache_device)
+        is_far = device != cache_device
+        self._here = seen_from(device, self._there) if is_far else self._there
+
+    def put(
+        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Write ``hidden_states + residual`` ``[B, hidden]``; returns it on the cache device."""
+        size = len(hidden_states)
+        out = self._here[layer, :size]
+        if residual is None:
+            out.copy_(hidden_states)
+        else:
+            torch.add(hidden_states, residual, out=out)
+        return self._there[layer, :size]

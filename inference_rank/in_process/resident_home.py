@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where resident sets lie: behind the tokens in SGLang's pool, or in tensors of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tandemkv.inference_rank.resident_set import ResidentSet
+
+from .resident_attention import AttendTable, RingTable
+
+
+class ResidentHome(Protocol):
+    """Resident sets of all rows, as the attention of a decode step needs them.
+
+    Attributes
+    ----------
+    table : AttendTable
+        Which slots a step attends to.
+    pool : Any
+        SGLang's pool interface on them: ``get_kv_buffer``, ``set_kv_buffer``.
+    sets : Sequence[tuple[torch.Tensor, torch.Tensor]]
+        Per layer K and V ``[rows, slots, H, D]``; the first R slots are the cache rank's.
+    """
+
+    table: AttendTable
+    pool: Any
+    sets: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def holds_dense(self) -> bool:
+        """Whether tokens of requests that need no selection are copied here too."""
+
+    def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
+        """Take over the tokens of a finished prompt, at `slots` ``[length]`` of the pool."""
+
+
+class PoolTail:
+    """Behind the tokens in SGLang's pool: nothing has to be copied for dense requests."""
+
+    holds_dense = False
+
+    def __init__(
+        self,
+        pool: Any,
+        table: AttendTable,
+        sets: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self.pool, self.table, self.sets = pool, table, sets
+
+    def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
+        """Nothing to copy."""
+
+
+class OwnSet:
+    """Tensors of their own, because the pool is another GPU's memory.
+
+    Whatever decode attends to is copied here: the latest tokens in a ring, and requests that
+    fit, as a whole. Slots are those of `ResidentSet`.
+    """
+
+    holds_dense = True
+
+    def __init__(self, pool: Any, table: RingTable, resident: ResidentSet) -> None:
+        self._pool, self._resident = pool, resident
+        self.table: RingTable = table
+        self.pool = _WritesBoth(pool, table, resident)
+        self.sets = list(zip(resident.k, resident.v, strict=True))
+
+    def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
+        """See `ResidentHome.fill`: all of a dense prompt, the latest tokens of a sparse one."""
+        resident, length = self._resident, len(slots)
+        is_dense = resident.is_dense(length)
+        start = 0 if is_dense else max(0, length - resident.ring)
+        positions = torch.arange(start, length, device=slots.device)
+        first = resident.num_resident
+        targets = first + torch.remainder(positions - first, resident.ring)
+        if is_dense:
+            targets = torch.where(positions < first, positions, targets)
+        index = slots[start:].long()
+        for own, far in zip(self.sets[layer], self._pool.get_kv_buffer(layer), strict=True):
+            own[row].index_copy_(0, targets, far.index_select(0, index))
+
+
+class _WritesBoth:
+    """SGLang's pool interface: reads are of the resident sets, writes go to pool and ring."""
+
+    def __init__(self, pool: Any, table: RingTable, resident: ResidentSet) -> None:
+        self._pool, self._table, self._resident = pool, table, resident
+        self._buffers = [
+            (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(resident.k, resident.v, strict=True)
+        ]
+
+    def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of every row's set, ``[rows * slots, H, D]``."""
+        return self._buffers[layer]
+
+    def set_kv_buffer(
+        self, layer: Any, location: Any, k: torch.Tensor, v: torch.Tensor, *scales: Any
+    ) -> None:
+        """Write the newest token of each request."""
+        self._pool.set_kv_buffer(layer, location, k, v, *scales)
+        table, size, index = self._table, len(k), layer.layer_id
+        shape = (size, *self._resident.k.shape[-2:])
+        self._resident.append(
+            index, table.rows[:size], table.write_slots[:size], k.view(shape), v.view(shape)
+        )
