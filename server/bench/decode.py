@@ -15,6 +15,7 @@ from typing import Literal
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server.guard import Guard
 from tandemkv.server.plan.shape import ModelShape
 
 from . import decode_steps, one_batch
@@ -270,15 +271,18 @@ def _read(path: Path) -> str:
 
 
 def _wait(argv: Sequence[str], env: Mapping[str, str], folder: Path, timeout_s: float) -> str:
-    """Run a child in a process group of its own and return how it ended; never leave it behind."""
-    with (
-        (folder / "stdout.log").open("wb") as out,
-        (folder / "stderr.log").open("wb") as err,
-        subprocess.Popen(
-            list(argv), env=dict(env), stdout=out, stderr=err, stdin=subprocess.DEVNULL,
-            cwd=folder, start_new_session=True,
-        ) as child,
-    ):  # fmt: skip
+    """Run a child in a process group of its own and return how it ended.
+
+    Its group ends with this call, and with this process, however that ends.
+    """
+    guard = Guard()
+    try:
+        with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
+            child = subprocess.Popen(
+                list(argv), env=dict(env), stdout=out, stderr=err, stdin=subprocess.DEVNULL,
+                cwd=folder, start_new_session=True,
+            )  # fmt: skip
+        guard.watch(child.pid)
         try:
             return f"exit code {child.wait(timeout=timeout_s)}"
         except subprocess.TimeoutExpired:
@@ -286,6 +290,10 @@ def _wait(argv: Sequence[str], env: Mapping[str, str], folder: Path, timeout_s: 
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            guard.forget(child.pid)
+    finally:
+        guard.close()
 
 
 def run_child(argv: Sequence[str], folder: Path, timeout_s: float) -> tuple[str, str]:

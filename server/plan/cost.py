@@ -30,11 +30,13 @@ class CostConstants:
     - `attention_fixed_us`, `attention_bandwidth`: line through FlashInfer's decode kernel under a
       CUDA graph, tensor cores on: 8 x 32K 243 us, 8 x 64K 476 us; it meets 1 x 4K, 8 x 2K,
       8 x 8K and 64 x 4K within 8 %.
-    - `scan_bandwidth`: scoring 8 x 32K bf16 keys takes 137 us. Quantised scans are assumed, not
-      measured, to reach the same bandwidth.
-    - `topk_fixed_us`, `topk_bandwidth`: flashinfer.top_k over 64 rows: 40 us at 32K, 58 us at 128K.
+    - `scan_fixed_us`, `scan_bandwidth_*`: lines through `bench kernels`, score_keys: native 151 and
+      293 us at 8 x 32K and 8 x 64K, int8 95 and 181, int4 67 and 120
+      (docs/benchmarks/kernels.json).
+    - `topk_fixed_us`, `topk_bandwidth`: likewise, topk_positions: 26 and 36 us.
     - `exchange_us`: device-initiated round trip with 64 KiB each way, 7.1 us.
-    - `gather_us`: allowance for diff, gather and put of up to 4 MiB (put: 362 GB/s).
+    - `gather_us`: likewise, mirror_diff 20.8 us and exchange_rows 3.7 us. To another GPU a pack of
+      4 MiB takes about 8 us more (362 GB/s), which hides behind the next layer's scan.
     - `in_process_overlap`: share of the selection that hides behind the model when both use one
       GPU. Assumed.
     """
@@ -45,12 +47,23 @@ class CostConstants:
     tp_request_layer_us: float = 1.4
     attention_fixed_us: float = 10.0
     attention_bandwidth: float = 4.61e12
-    scan_bandwidth: float = 3.93e12
-    topk_fixed_us: float = 34.0
-    topk_bandwidth: float = 1.4e12
+    scan_fixed_us: float = 11.0
+    scan_bandwidth_native: float = 3.78e12
+    scan_bandwidth_int8: float = 3.24e12
+    scan_bandwidth_int4: float = 2.82e12
+    topk_fixed_us: float = 16.9
+    topk_bandwidth: float = 0.89e12
     exchange_us: float = 7.0
-    gather_us: float = 25.0
+    gather_us: float = 24.5
     in_process_overlap: float = 0.5
+
+    def scan_bandwidth(self, index_dtype: str) -> float:
+        """Return the bytes per second at which keys of `index_dtype` are scored."""
+        return {
+            "native": self.scan_bandwidth_native,
+            "int8": self.scan_bandwidth_int8,
+            "int4": self.scan_bandwidth_int4,
+        }[index_dtype]
 
 
 H200 = CostConstants()
@@ -164,6 +177,13 @@ def selection_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostC
     """Return the time to predict, scan, choose and gather for one layer on one of its shards."""
     predictor = shape.predictor_bytes / shape.num_layers / num_shards / cost.weight_bandwidth
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
-    scan = keys * load.index_head_token_bytes(shape) / cost.scan_bandwidth
+    scan = scan_us(shape, load, num_shards, cost)
     topk = keys * 4 / cost.topk_bandwidth
-    return (predictor + scan + topk) * 1e6 + cost.topk_fixed_us + cost.gather_us
+    return (predictor + topk) * 1e6 + scan + cost.topk_fixed_us + cost.gather_us
+
+
+def scan_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:
+    """Return the time to score every key of one layer on one of its shards."""
+    keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
+    size = keys * load.index_head_token_bytes(shape)
+    return cost.scan_fixed_us + size / cost.scan_bandwidth(load.index_dtype) * 1e6

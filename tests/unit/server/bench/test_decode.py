@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -132,6 +136,40 @@ def test_a_child_that_hangs_is_ended(run: DecodeRun) -> None:
     assert "no result within 1.5 s" in result.failures[0].reason
     assert result.rows == ()
     assert time.monotonic() - began < 30  # not the 600 s that the child wants
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_children_end_with_the_benchmark(tmp_path: Path, number: signal.Signals) -> None:
+    """Also those that the child itself started, as SGLang's ranks are."""
+    child = "import os, subprocess, sys; p = subprocess.Popen(['sleep', '600']); "
+    child += f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{p.pid}} '); p.wait()"
+    code = (
+        "import os, sys; from pathlib import Path; from tandemkv.server.bench.decode import _wait; "
+        f"_wait([sys.executable, '-c', {child!r}], os.environ, Path({str(tmp_path)!r}), 600)"
+    )
+    bench = subprocess.Popen([sys.executable, "-P", "-c", code])
+    pids: list[int] = []
+    wait_until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text()[-1:] == " ")
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    bench.send_signal(number)
+    bench.wait(timeout=30)
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
 
 
 def test_a_wrong_headline_is_refused_before_anything_runs(run: DecodeRun) -> None:

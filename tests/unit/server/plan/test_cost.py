@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandemkv.server.plan.cost import CostConstants, attention_us, predict_step, selection_us
+from tandemkv.server.plan.cost import (
+    CostConstants,
+    attention_us,
+    predict_step,
+    scan_us,
+    selection_us,
+)
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES, ModelShape
 from tandemkv.server.plan.workload import Workload
@@ -22,7 +28,8 @@ LOAD = Workload(
 # One layer, all bandwidths 1 byte per us, so that every term is its bytes.
 UNIT = CostConstants(
     weight_bandwidth=1e6, layer_overhead_us=5.0, request_layer_us=2.0, tp_request_layer_us=3.0,
-    attention_fixed_us=1.0, attention_bandwidth=1e6, scan_bandwidth=1e6, topk_fixed_us=7.0,
+    attention_fixed_us=1.0, attention_bandwidth=1e6, scan_bandwidth_native=1e6,
+    scan_fixed_us=17.0, topk_fixed_us=7.0,
     topk_bandwidth=1e6, exchange_us=11.0, gather_us=13.0, in_process_overlap=0.25,
 )  # fmt: skip
 TINY = ModelShape(
@@ -54,7 +61,7 @@ def test_dense_by_hand() -> None:
 
 def test_selection_by_hand() -> None:
     keys = 3 * 100 * 2
-    expected = 2 * 5 * 2 + keys * 4 + keys * 4 + 7 + 13  # W_q + norm, scan, top-k, fixed
+    expected = 2 * 5 * 2 + keys * 4 + keys * 4 + 17 + 7 + 13  # W_q + norm, scan, top-k, fixed
     assert selection_us(TINY, TINY_LOAD, 1, UNIT) == pytest.approx(expected)
 
 
@@ -71,7 +78,7 @@ def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
     hidden_us = (step.weights_ms + step.overhead_ms + step.attention_ms) * 1e3
     select_us = selection_us(TINY, TINY_LOAD, 1, UNIT) + 11
     assert step.exposed_selection_ms * 1e3 == pytest.approx(select_us - hidden_us)
-    quick = replace(UNIT, scan_bandwidth=1e9, topk_bandwidth=1e9, weight_bandwidth=1e6)
+    quick = replace(UNIT, scan_bandwidth_native=1e9, topk_bandwidth=1e9, weight_bandwidth=1e6)
     assert predict_step(placement, TINY, TINY_LOAD, quick).exposed_selection_ms == 0
 
 
@@ -117,6 +124,20 @@ def test_attention_line_is_near_what_was_measured(
 ) -> None:
     predicted = attention_us(QWEN, batch, context, 1, CostConstants())
     assert predicted == pytest.approx(measured_us, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("index_dtype", "context", "measured_us"),
+    [
+        ("native", 32768, 151.4), ("native", 65536, 293.4), ("int8", 32768, 95.4),
+        ("int8", 65536, 180.9), ("int4", 32768, 66.7), ("int4", 65536, 120.3),
+    ],
+)  # fmt: skip
+def test_scan_line_is_near_what_was_measured(
+    index_dtype: str, context: int, measured_us: float
+) -> None:
+    load = replace(LOAD, index_dtype=index_dtype, context_tokens=context)
+    assert scan_us(QWEN, load, 1, CostConstants()) == pytest.approx(measured_us, rel=0.05)
 
 
 @given(
