@@ -98,6 +98,9 @@ class Campaign:
         settings = self.settings_of(configuration).model_dump(mode="json")
         for local in ("port", "run_dir", "model", "start_timeout_s", "stop_timeout_s"):
             del settings[local]
+        if configuration.system == "sglang":  # it knows nothing of these
+            for group in ("selection", "exchange"):
+                del settings[group]
         configured = msgspec.to_builtins(configuration)
         return digest(
             samples_digest(self.samples[task]), configured, settings, self.spec.model_hash

@@ -54,6 +54,7 @@ def measure(
     MeasurementError
         If a request fails or the server did not do what was asked.
     """
+    server.forget()
     before, started = server.counters(), time.monotonic()
 
     def one(sample: Sample) -> Answer:

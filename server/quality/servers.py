@@ -31,6 +31,7 @@ PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
 _HOST = "127.0.0.1"
 _TICK_S = 0.25
 _REQUEST_TIMEOUT_S = 7200.0
+_FLUSH_TIMEOUT_S = 30.0
 
 
 class MeasurementError(TandemKVError):
@@ -80,6 +81,31 @@ class RunningServer:
         except (OSError, http.client.HTTPException) as error:
             raise MeasurementError(f"no answer from /generate: {error}") from error
         return found
+
+    def forget(self) -> None:
+        """Empty the prefix cache, so that no task starts from another one's prompts.
+
+        A prompt whose prefix is cached has fewer prompt queries to seed the resident set with.
+
+        Raises
+        ------
+        MeasurementError
+            If the server still refuses after a while; it does while a request is running.
+        """
+        deadline = time.monotonic() + _FLUSH_TIMEOUT_S
+        request = urllib.request.Request(f"{self.url}/flush_cache", b"", method="POST")
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        while True:
+            try:
+                with opener.open(request, timeout=_FLUSH_TIMEOUT_S):
+                    return
+            except urllib.error.HTTPError as error:
+                reason = f"HTTP {error.code}"
+            except (OSError, http.client.HTTPException) as error:
+                reason = str(error)
+            if time.monotonic() > deadline:
+                raise MeasurementError(f"the prefix cache cannot be emptied: {reason}")
+            time.sleep(_TICK_S)
 
     def counters(self) -> dict[str, float]:
         """Return the totals of both ranks by name, with ``inference.`` or ``cache.`` before it."""

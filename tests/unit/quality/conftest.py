@@ -83,6 +83,7 @@ class FakeServer:
     forces: bool = True
     fails: bool = False
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    num_forgotten: int = 0
     asked: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -111,6 +112,9 @@ class FakeServer:
                 [STEP_LOGPROB, token, None] for token in tokens[1:]
             ]
         return {"output_ids": output, "meta_info": meta}
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
 
     def counters(self) -> dict[str, float]:
         if self.is_stock:

@@ -127,6 +127,7 @@ def test_everything_is_measured_once_and_kept(
 ) -> None:
     run(campaign, jobs)
     assert sorted(name for name, _ in started) == ["dense", "look_ahead", "streaming"]
+    assert [server.num_forgotten for _, server in started] == [len(TASKS)] * 3
     found = {c.slug: results for c, results in read_runs(campaign.runs)}
     assert {slug: sorted(results) for slug, results in found.items()} == {
         slug: sorted(TASKS)
@@ -159,6 +160,15 @@ def test_other_settings_or_samples_are_measured_again(
     fewer = {name: samples[:2] for name, samples in campaign.samples.items()}
     run(dataclasses.replace(campaign, base=base, samples=fewer))
     assert all(len(server.asked) == 6 for _, server in started)
+
+
+def test_dense_does_not_depend_on_the_selection(campaign: Campaign, started: list[Any]) -> None:
+    run(campaign)
+    started.clear()
+    selection = campaign.base.selection.model_copy(update={"lag": 2})
+    base = campaign.base.model_copy(update={"selection": selection})
+    run(dataclasses.replace(campaign, base=base))
+    assert sorted(name for name, _ in started) == ["look_ahead", "streaming"]
 
 
 def test_one_that_fails_does_not_lose_the_others(campaign: Campaign, started: list[Any]) -> None:
