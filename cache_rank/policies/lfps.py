@@ -54,7 +54,8 @@ class LfpsPolicy(AttendingPolicy):
       heads are bypassed.
     - ``w_sink`` covers all `num_sink_tokens`. Mean key and value go on to include the tokens that
       leave the ring; sigma stays that of the last prompt row.
-    - If all entries of a table are equal their kurtosis is taken as 1/n, its least value.
+    - If all entries of a table are equal their kurtosis is taken as 1/n, its least value. If there
+      is no candidate at all, sink and recent tokens are all that the step attends to.
     - While the budget covers all candidates, all are attended to and nothing is bypassed. So it
       is, with the best `budget_tokens` of all, in the first step of a row without tables (it was
       dense when its prompt ended); that step fills them, Eq. 4 with s = 1.

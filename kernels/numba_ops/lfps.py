@@ -98,23 +98,43 @@ def _bypassed(
 
 
 @compiled
-def _pooled(logits: Any, count: Any, is_bypassed: Any, lse: Any, out: Any) -> None:
-    """Mean softmax ``out[:count]`` over the query heads that are not bypassed; writes `lse`."""
-    out[:count] = 0.0
-    group = logits.shape[1]
-    num_active = 0
-    for g in range(group):
-        if not is_bypassed[g]:
-            num_active += 1
-            lse[g] = _log_sum_exp(logits, count, g)
-            for i in range(count):
-                out[i] += np.float32(np.exp(logits[i, g] - lse[g]))
+def _exponentials(logits: Any, is_bypassed: Any, peak: Any) -> None:
+    """Replace logits ``[m, G]`` by ``exp(logit - peak)``; writes `peak` ``[G]``."""
+    count, group = logits.shape
+    peak[:] = -np.inf
     for i in range(count):
-        out[i] /= num_active
+        for g in range(group):
+            peak[g] = max(peak[g], logits[i, g])
+    for i in range(count):
+        for g in range(group):
+            if not is_bypassed[g]:
+                logits[i, g] = np.exp(logits[i, g] - peak[g])
 
 
 @compiled
-def _keep_best(chosen: Any, logits: Any, pooled: Any, count: Any, budget: Any) -> Any:
+def _pooled(weights: Any, count: Any, is_bypassed: Any, total: Any, out: Any) -> None:
+    """Mean ``out[:count]`` of the softmaxes that are not bypassed; writes their sums `total`."""
+    group = weights.shape[1]
+    total[:] = 0.0
+    for i in range(count):
+        for g in range(group):
+            total[g] += weights[i, g]
+    num_active = 0
+    for g in range(group):
+        num_active += not is_bypassed[g]
+    share = np.zeros(group, np.float32)
+    for g in range(group):
+        if not is_bypassed[g]:
+            share[g] = 1.0 / (total[g] * num_active)
+    for i in range(count):
+        mean = np.float32(0.0)
+        for g in range(group):
+            mean += weights[i, g] * share[g]
+        out[i] = mean
+
+
+@compiled
+def _keep_best(chosen: Any, weights: Any, pooled: Any, count: Any, budget: Any) -> Any:
     """Move the `budget` best by `pooled` to the front, in place; return how many there are."""
     if count <= budget:
         return count
@@ -129,29 +149,32 @@ def _keep_best(chosen: Any, logits: Any, pooled: Any, count: Any, budget: Any) -
         if pooled[i] > edge or is_equal:
             num_equal -= is_equal
             chosen[kept] = chosen[i]
-            logits[kept] = logits[i]
+            weights[kept] = weights[i]
             kept += 1
     return kept
 
 
 @compiled
-def _first_tables(
-    pooled: Any, query: Any, logits: Any, n: Any, head: Any, state: Any, decay: Any
-) -> None:
+def _first_tables(pooled: Any, n: Any, head: Any, state: Any, decay: Any) -> None:
     """Fill empty tables from this step's weights of every candidate: Eq. 4 with s = 1."""
-    tables, peaks, sums, unit, sigma2, _, _, _ = state
+    tables, peaks, sums, unit, _, _, _, _ = state
     for x in range(n):
         tables[0, head, x] = pooled[x] * 0.5 / (1.0 - decay)
         tables[1, head, n - 1 - x] = tables[0, head, x]
     unit[head] = 1.0
     refresh(tables, peaks, sums, unit, head, n)
-    group = query.shape[0]
+
+
+@compiled
+def _first_variance(query: Any, logits: Any, head: Any, sigma2: Any) -> None:
+    """Set ``sigma^2 / |q|^2`` from the logits of every candidate."""
+    count, group = logits.shape
     for g in range(group):
         mean, square, norm2 = 0.0, 0.0, 0.0
-        for x in range(n):
-            mean += logits[x, g] / n
-        for x in range(n):
-            square += (logits[x, g] - mean) ** 2 / n
+        for x in range(count):
+            mean += logits[x, g] / count
+        for x in range(count):
+            square += (logits[x, g] - mean) ** 2 / count
         for d in range(query.shape[1]):
             norm2 += query[g, d] * query[g, d]
         sigma2[head * group + g] = square / norm2 if norm2 > 0.0 else 0.0
@@ -186,7 +209,7 @@ def lfps_heads(
     attended, candidates
         ``[H]`` int64: tokens attended to, and scored.
     """
-    tables, peaks, sums, unit, _, _, value_sum, _ = state
+    tables, peaks, sums, unit, sigma2, _, value_sum, _ = state
     dim = query.shape[1]
     group = query.shape[0] // k.shape[1]
     seen = np.zeros(n, np.uint8)
@@ -194,9 +217,10 @@ def lfps_heads(
     chosen = np.empty(n, np.int32)
     is_bypassed = np.empty(group, np.bool_)
     log_global = np.empty(group, np.float64)
-    lse = np.empty(group, np.float64)
-    weight = np.empty(group, np.float32)
-    total = np.empty((group, dim), np.float32)
+    peak = np.empty(group, np.float32)
+    total = np.empty(group, np.float64)
+    factor = np.empty(group, np.float32)
+    output = np.empty((group, dim), np.float32)
     bits = np.empty(dim, np.uint32)
     floats = bits.view(np.float32)
     mean = np.empty(2, np.float64)
@@ -235,31 +259,42 @@ def lfps_heads(
             count = initial_candidates(tables, peaks, head, n, tau, seen, found)
             count = expanded_candidates(tables, head, n, mean, seen, found, count, chosen)
         candidates[head] = count
+        if count == 0:  # no entry stands out: the rest has no part in this step
+            for g in range(group):
+                if not is_bypassed[g]:
+                    result[g, :dim] = 0.0
+                    result[g, dim] = -np.inf
+            continue
         where = np.empty(count, np.int32)
         for i in range(count):
             where[i] = slots[lo + chosen[i]]
-        logits = np.empty((count, group), np.float32)
-        _logits(k, where, head, own, scale, logits)
-        pooled = np.empty(count, np.float32)
-        _pooled(logits, count, is_bypassed, lse, pooled)
+        weights = np.empty((count, group), np.float32)
+        _logits(k, where, head, own, scale, weights)
         if is_empty:
-            _first_tables(pooled, own, logits, n, head, state, decay)
-        kept = _keep_best(chosen, logits, pooled, count, budget)
+            _first_variance(own, weights, head, sigma2)
+        _exponentials(weights, is_bypassed, peak)
+        pooled = np.empty(count, np.float32)
+        _pooled(weights, count, is_bypassed, total, pooled)
+        if is_empty:
+            _first_tables(pooled, n, head, state, decay)
+        kept = _keep_best(chosen, weights, pooled, count, budget)
         if kept < count:
-            _pooled(logits, kept, is_bypassed, lse, pooled)
-        total[:] = 0.0
-        for i in range(kept):
-            where[i] = slots[lo + chosen[i]]
+            _pooled(weights, kept, is_bypassed, total, pooled)
+            for i in range(kept):
+                where[i] = slots[lo + chosen[i]]
+        output[:] = 0.0
+        for i in range(min(_AHEAD, kept)):
+            prefetch_row(v, where[i], head)
         for i in range(kept):
             if i + _AHEAD < kept:
                 prefetch_row(v, where[i + _AHEAD], head)
             for g in range(group):
-                weight[g] = 0.0 if is_bypassed[g] else np.exp(logits[i, g] - lse[g])
-            add_row(v, where[i], head, weight, bits, floats, total)
+                factor[g] = 0.0 if is_bypassed[g] else weights[i, g] / total[g]
+            add_row(v, where[i], head, factor, bits, floats, output)
         for g in range(group):
             if not is_bypassed[g]:
-                result[g, :dim] = total[g]
-                result[g, dim] = lse[g] if kept else -np.inf
+                result[g, :dim] = output[g]
+                result[g, dim] = peak[g] + np.log(total[g])
         attended[head] = kept
-        if kept and not is_empty:
+        if not is_empty:
             update(tables, peaks, sums, unit, head, n, chosen, pooled, kept, decay)

@@ -351,6 +351,18 @@ def test_a_row_without_tables_takes_the_best_of_all_and_fills_them():
     assert bench.step(61).num_scored < 51
 
 
+def test_tables_in_which_nothing_stands_out_have_no_part():
+    bench = Bench(heads=1, group=2)
+    bench.start(200)
+    tables, peaks, sums, unit = bench.state.arrays[:4]
+    tables[:, :, :191] = 1.0
+    refresh(tables, peaks, sums, unit, 0, 191)
+    found = bench.step(200)
+    assert (found.merged[0, :, -1] == -torch.inf).all()
+    assert (found.merged[0, :, :-1] == 0).all()
+    assert (found.num_scored, found.num_attended) == (0, 0)
+
+
 def test_bfloat16_is_read_as_it_is():
     half = Bench(dtype="bfloat16")
     whole = Bench()
