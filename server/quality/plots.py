@@ -67,8 +67,8 @@ def _lines(rows: Sequence[Row], name: str, measure: str) -> dict[str, list[_Poin
     lines: dict[str, list[_Point]] = {}
     for row in rows:
         score = row.scores.get(name)
-        if score is None or row.system == "sglang" or score.attended_share is None:
-            continue
+        if score is None or row.attended_tokens is None or score.attended_share is None:
+            continue  # what attends to everything is the dotted line
         value, low, high = _figures(score, measure)
         point = (100 * score.attended_share, value, max(0.0, value - low), max(0.0, high - value))
         lines.setdefault(row.label, []).append(point)
