@@ -23,6 +23,7 @@ _CELL_SIZE = (
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 )
 _RENDEZVOUS = "sglang.srt.distributed.bootstrap.init_distributed_environment"
+_CAPTURE = "sglang.srt.distributed.parallel_state.graph_capture"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 
 
@@ -65,6 +66,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
     return [
         *(elsewhere if settings.exchange.transport == "peer" else []),
         _support_triton_hook(backend),
+        (_CAPTURE, _capture_first, HookType.AROUND),
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),
         (_BUILD_POOL, _build_local_pool, HookType.AROUND),
         (f"{_SCHEDULER}.run_batch", _run_local_batch, HookType.AROUND),
@@ -161,6 +163,19 @@ def _meet_over_a_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         path = runtime_module.run_dir_from_environment().path / f"sglang-store-{owner}"
         kwargs["distributed_init_method"] = f"file://{path}"
     return original(*args, **kwargs)
+
+
+def _capture_first(original: Callable[..., Any], stream: Any = None) -> Any:
+    """Capture the forward pass on a stream that goes before the cache rank's.
+
+    A graph keeps the priorities of the streams that it was captured on, and the default is the
+    lowest one.
+    """
+    import torch
+
+    if stream is None and torch.cuda.is_available():
+        stream = torch.cuda.Stream(priority=-1)
+    return original(stream)
 
 
 def _never(_original: Callable[..., bool], *_: Any, **__: Any) -> bool:

@@ -54,6 +54,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "world_size",
         "distributed_init_method",
     ),
+    "sglang.srt.distributed.parallel_state.graph_capture": ("stream",),
     "sglang.srt.layers.sampler.Sampler.forward": ("logits_output", "sampling_info"),
 }
 

@@ -13,8 +13,8 @@ class DecodeBatch:
 
     Attributes
     ----------
-    rows : torch.Tensor
-        ``[max_batch]`` int64.
+    rows, positions : torch.Tensor
+        ``[max_batch]`` int64; the position is that of the newest token.
     lengths, lo, hi, num_target : torch.Tensor
         ``[max_batch]`` int32: tokens after the step, candidates ``[lo, hi)``, resident slots
         that have to be filled.
@@ -50,6 +50,7 @@ class DecodeBatch:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.rows = zeros(max_batch, dtype=torch.int64)
+        self.positions = zeros(max_batch, dtype=torch.int64)
         self.lengths = zeros(max_batch)
         self.lo, self.hi, self.num_target = zeros(max_batch), zeros(max_batch), zeros(max_batch)
         self.active = zeros(max_batch, dtype=torch.bool)
@@ -75,6 +76,7 @@ class DecodeBatch:
         rows, lengths, first = rows.to(device), lengths.to(device), first.to(device)
         self.rows[:size] = rows
         self.lengths[:size] = lengths
+        torch.sub(self.lengths[:size], 1, out=self.positions[:size])
         torch.sub(lengths, self._num_recent - lag, out=self.hi[:size])
         self.hi[:size].clamp_(min=0)
         self.lo[:size].fill_(self._sink)

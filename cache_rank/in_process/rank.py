@@ -270,8 +270,7 @@ class InProcessCacheRank:
 
     def select_ahead(self, layer: int, hidden: torch.Tensor) -> None:
         """See `LocalCacheRank.select_ahead`."""
-        positions = self.batch.lengths[: len(hidden)].long() - 1
-        self.select(layer, self._predict(layer, hidden, positions))
+        self.select(layer, self._predict(layer, hidden, self.batch.positions[: len(hidden)]))
 
     def select(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.select`."""

@@ -32,7 +32,10 @@ class SideStream:
         self._stream = torch.cuda.Stream(device=cache_device) if is_cuda else None
         # A graph's private pool belongs to the forward pass's GPU; on another one, what a
         # captured kernel wrote to must not be handed out again either.
-        self._pool = torch.cuda.MemPool() if is_cuda and cache_device != device else None
+        self._pool = None
+        if is_cuda and cache_device != device:
+            with torch.cuda.device(cache_device):
+                self._pool = torch.cuda.MemPool()
         self._cache_device = cache_device
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(num_layers)]
         self._pending: set[int] = set()
