@@ -10,31 +10,33 @@ import torch
 from tandemkv.cache_rank.calibration.format import KascadeCalibration
 
 
-def recovered_mass(
-    anchor: torch.Tensor, reuse: torch.Tensor, top_k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numerator and denominator of Eq. 3 for every pair of heads and every token.
+def top_sets(weights: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return each head's `top_k` keys ``[H, T, k]`` int64; all of them if there are fewer."""
+    return weights.topk(min(top_k, weights.shape[-1]), dim=-1).indices
+
+
+def recovered_mass(sets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the mass of each head on the sets of each head of another layer, for every token.
+
+    With the sets of layer a and the weights of layer b it is the numerator of Eq. 3; its
+    denominator is the diagonal of the same with both of layer b.
 
     Parameters
     ----------
-    anchor, reuse : torch.Tensor
-        ``[H, T, n]``, distributions of layers a and b over n keys.
-    top_k : int
-        Size of the index sets; all of them if the text is shorter.
+    sets : torch.Tensor
+        ``[H, T, k]`` int64.
+    weights : torch.Tensor
+        ``[H, T, n]``, distributions over n keys.
 
     Returns
     -------
-    numerator : torch.Tensor
-        ``[H, H, T]``: mass of head j of b on the set of head i of a, at ``[j, i]``.
-    denominator : torch.Tensor
-        ``[H, T]``: mass of head j of b on its own set.
+    torch.Tensor
+        ``[H, H, T]``: head j of `weights` on the set of head i, at ``[j, i]``.
     """
-    heads, length, num_keys = anchor.shape
-    top_k = min(top_k, num_keys)
-    index = anchor.topk(top_k, dim=-1).indices  # [H, T, k]
-    by_token = index.transpose(0, 1).reshape(length, heads * top_k)
-    rows = [head.gather(-1, by_token).view(length, heads, top_k).sum(-1).t() for head in reuse]
-    return torch.stack(rows), reuse.topk(top_k, dim=-1).values.sum(-1)
+    heads, length, top_k = sets.shape
+    by_token = sets.transpose(0, 1).reshape(length, heads * top_k)
+    rows = [head.gather(-1, by_token).view(length, heads, top_k).sum(-1).t() for head in weights]
+    return torch.stack(rows)
 
 
 def head_map(similarity: torch.Tensor) -> tuple[int, ...]:
@@ -96,10 +98,11 @@ class KascadeMeasurement:
     def add(self, weights: Sequence[torch.Tensor], importance: Sequence[float]) -> None:
         """Take in one text: per layer ``[H, T, T]`` distributions, and its importance."""
         self._importance.append(torch.tensor(importance, dtype=torch.float64))
+        sets = [top_sets(layer, self._top_k) for layer in weights]
         for b, reuse in enumerate(weights):
             for a in range(b + 1):
-                numerator, own = recovered_mass(weights[a], reuse, self._top_k)
-                self._pairs.setdefault((a, b), []).append(numerator)
+                self._pairs.setdefault((a, b), []).append(recovered_mass(sets[a], reuse))
+            own = reuse.gather(-1, sets[b]).sum(-1)
             self._own.setdefault(b, []).append(own)
 
     def result(self, num_anchors: int) -> KascadeCalibration:

@@ -21,6 +21,7 @@ from tandemkv.server.calibrate.kascade import (
     choose_anchors,
     head_map,
     recovered_mass,
+    top_sets,
 )
 from tandemkv.server.calibrate.sync_kv import SyncKVMeasurement, cluster_heads, head_overlap
 from tandemkv.server.commands import app
@@ -32,7 +33,8 @@ B = torch.tensor([[0.4, 0.1, 0.1, 0.4], [0.1, 0.2, 0.3, 0.4]], dtype=torch.float
 
 def test_similarity_by_hand() -> None:
     """Eq. 3 with k = 2: sets {0,1} and {2,3} of a; {0,3} and {2,3} of b."""
-    numerator, own = recovered_mass(A[:, None], B[:, None], 2)
+    numerator = recovered_mass(top_sets(A[:, None], 2), B[:, None])
+    own = recovered_mass(top_sets(B[:, None], 2), B[:, None]).diagonal().t()
     want = torch.tensor([[0.5, 0.5], [0.3, 0.7]], dtype=torch.float64)
     torch.testing.assert_close(numerator[:, :, 0], want)
     torch.testing.assert_close(own[:, 0], torch.tensor([0.8, 0.7], dtype=torch.float64))
