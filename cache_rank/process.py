@@ -32,6 +32,7 @@ def run_cache_rank(
     model_dir: Path,
     settings: RankSettings,
     max_rows: int,
+    device: str = "cpu",
     on_ready: Callable[[], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Call it from the main thread.
@@ -47,6 +48,8 @@ def run_cache_rank(
         Must equal the inference rank's.
     max_rows : int
         Most request rows of the inference rank.
+    device : {"cpu", "cuda"}
+        Where the cache is; cuda is the first GPU that this process sees.
     on_ready : Callable, optional
         Called once the sockets answer.
 
@@ -63,7 +66,12 @@ def run_cache_rank(
     _set_threads()
     directory = RunDir.open(run_dir)
     counters = Counters()
-    resources = Resources(model_dir, settings, counters)
+    place = torch.device("cpu")
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
+        place = torch.device("cuda", torch.cuda.current_device())
+    resources = Resources(model_dir, settings, counters, place)
     service = CacheRankService(
         run_dir=directory,
         resources=resources,

@@ -7,22 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import torch
 
 from .calibration.resolve import resolve_calibration
 from .counters import Counters
+from .device_memory import check_device_memory
 from .gate import check_gate
 from .host_memory import check_memory
 from .model_adapters.base import ModelAdapter
 from .model_adapters.registry import find_adapter
 from .model_adapters.rotary import read_rotary
-from .policies.base import Policy, PolicyContext
+from .policies.base import Policy, PolicyContext, Rotary
 from .policies.registry import find_policy
-from .protocol.errors import ProtocolError
+from .protocol.errors import ProtocolError, SettingsError
 from .protocol.messages import Timing
 from .protocol.model_spec import ModelSpec, read_config, read_model_spec
 from .protocol.settings import RankSettings
 from .store import KVStore
 
+_CPU = torch.device("cpu")
 KV_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -37,6 +40,8 @@ class Resources:
         The settings of both ranks.
     counters : Counters
         For the store.
+    device : torch.device
+        Where store, weights and what policies keep are.
 
     Raises
     ------
@@ -45,10 +50,18 @@ class Resources:
     CalibrationError
         If the policy needs a calibration that there is not, or that is of another model.
     SettingsError
-        If the host has too little memory for the store.
+        If the host or the GPU has too little memory for the store, or the policy does not run on
+        a GPU.
     """
 
-    def __init__(self, model_dir: Path, settings: RankSettings, counters: Counters) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        settings: RankSettings,
+        counters: Counters,
+        device: torch.device = _CPU,
+    ) -> None:
+        self.device = device
         self._model_dir = model_dir
         self._settings = settings
         self._counters = counters
@@ -63,13 +76,18 @@ class Resources:
         policy_class = find_policy(settings.selection.policy)
         check_gate(policy_class, settings.selection)
         self.capabilities = policy_class.capabilities
-        check_memory(self.model, settings, num_slots=settings.cache.capacity_tokens)
+        if device.type not in self.capabilities.devices:
+            raise SettingsError(
+                f"policy={settings.selection.policy} does not run on {device.type}; use one that "
+                "does, or --device cpu"
+            )
+        self._check_memory(self.model, num_slots=settings.cache.capacity_tokens)
         calibrated = resolve_calibration(settings.selection, self.model, self.capabilities.timing)
         self.calibration_origin = calibrated.origin
         self._context = PolicyContext(
             model=self.model,
             selection=settings.selection,
-            rotary=read_rotary(model_dir) if self.capabilities.selects else None,
+            rotary=self._rotary() if self.capabilities.selects else None,
             share=calibrated.share,
             clusters=calibrated.clusters,
         )
@@ -109,7 +127,7 @@ class Resources:
             self._store.clear()
             return self._store
         self._store = None  # given back before the new one is made
-        check_memory(model, self._settings, num_slots=num_slots)
+        self._check_memory(model, num_slots=num_slots)
         self._store_dtype = model.dtype
         self._store = KVStore(
             model,
@@ -117,8 +135,17 @@ class Resources:
             index_dtype=self._settings.selection.index_dtype,
             poison=cache.poison_freed_slots,
             counters=self._counters,
+            device=self.device,
         )
         return self._store
+
+    def _check_memory(self, model: ModelSpec, *, num_slots: int) -> None:
+        check = check_memory if self.device.type == "cpu" else check_device_memory
+        check(model, self._settings, num_slots=num_slots)
+
+    def _rotary(self) -> Rotary:
+        found = read_rotary(self._model_dir)
+        return replace(found, inv_freq=found.inv_freq.to(self.device))
 
     def policy(self, model: ModelSpec) -> Policy:
         """Return a fresh policy, which remembers nothing."""
@@ -137,6 +164,7 @@ class Resources:
                 model,
                 layers=[layer for layer in range(model.num_layers) if layer not in exact],
                 rotary=self._context.rotary,
+                device=self.device,
             )
             self._adapter_dtype = model.dtype
         return self._adapter

@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from .counters import BusyClock, Counters
+from .protocol.connect import check_transport, connect_transport
 from .protocol.control import ControlServer
 from .protocol.errors import (
     ProtocolError,
@@ -23,7 +25,6 @@ from .protocol.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
-from .protocol.gloo_transport import connect_gloo
 from .protocol.handshake import check_hello
 from .protocol.heartbeat import HeartbeatServer
 from .protocol.messages import (
@@ -58,7 +59,7 @@ class Connect(Protocol):
     """Meets the inference rank at a rendezvous file."""
 
     def __call__(self, store_path: Path, *, rank: int, timeout_s: float) -> Transport:
-        """See `protocol.gloo_transport.connect_gloo`."""
+        """See `protocol.connect.connect_transport`."""
 
 
 class CacheRankService:
@@ -76,13 +77,15 @@ class CacheRankService:
         Most request rows that an inference rank may have.
     counters : Counters
         The same that `resources` counts in.
-    connect : Connect
-        Opens the data plane; another one in tests.
+    connect : Connect, optional
+        Opens the data plane; by default the one that the settings name.
 
     Raises
     ------
     CacheRankError
         If another live process serves this run directory.
+    SettingsError
+        If the data plane does not fit the device.
     """
 
     def __init__(
@@ -93,13 +96,17 @@ class CacheRankService:
         settings: RankSettings,
         max_rows: int,
         counters: Counters,
-        connect: Connect = connect_gloo,
+        connect: Connect | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._resources = resources
         self._settings = settings
         self._max_rows = max_rows
         self._counters = counters
+        transport = settings.exchange.transport
+        if connect is None:
+            check_transport(transport, resources.device)
+            connect = partial(connect_transport, transport, device=resources.device)
         self._connect = connect
         self._clock = BusyClock()
         self._session: Session | None = None

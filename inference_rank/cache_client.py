@@ -10,9 +10,9 @@ import threading
 
 import torch
 
+from tandemkv.cache_rank.protocol.connect import check_transport, connect_transport
 from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, TandemKVError
-from tandemkv.cache_rank.protocol.gloo_transport import connect_gloo
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.messages import (
@@ -57,7 +57,10 @@ class CacheClient:
         max_rows: int,
         page_size: int,
         counters: Counters,
+        device: torch.device,
     ) -> None:
+        check_transport(settings.exchange.transport, device)
+        self._device = device
         self._run_dir = run_dir
         self._settings = settings
         self._model = model
@@ -102,10 +105,12 @@ class CacheClient:
                 page_size=self._page_size,
             )
             welcome = open_epoch(control, hello, timeout_s)
-            transport = connect_gloo(
+            transport = connect_transport(
+                self._settings.exchange.transport,
                 self._run_dir.resolve_store(welcome.store_name),
                 rank=0,
                 timeout_s=self._settings.exchange.transfer_timeout_s,
+                device=self._device,
             )
         except BaseException:
             control.close()
@@ -126,7 +131,7 @@ class CacheClient:
         """Announce a step and send its slot table, ``[num_table_slots]`` int32."""
         transport = self._require()
         self._send(step)
-        transfers = StepTransfers(transport, self.program.transfers(step))
+        transfers = StepTransfers(transport, self.program.transfers(step), self._device)
         if table.numel():
             transfers.send(TransferKind.SLOT_TABLE, (), table)
         return transfers

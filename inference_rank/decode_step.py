@@ -15,6 +15,7 @@ from tandemkv.cache_rank.protocol.messages import RowFlag, RowStep, StepBegin, S
 from tandemkv.cache_rank.protocol.step_program import TransferKind, exact_rows, sparse_rows
 from tandemkv.kernels.attention import attend_resident
 from tandemkv.kernels.merge import merge_attention
+from tandemkv.kernels.placing import place
 
 from .packs import PackQueue
 from .runtime import Runtime
@@ -39,8 +40,9 @@ class DecodeStep:
         newest = tokens if tokens is not None else [None] * len(rows)
         self._steps = [self._row_step(*row) for row in zip(rows, lengths, newest, strict=True)]
         resident = runtime.resident
-        self._rows = torch.tensor(rows, dtype=torch.int64)
-        self._slots = torch.tensor([resident.write_slot(n) for n in lengths], dtype=torch.int64)
+        device = self._device = resident.device
+        self._rows = place(rows, device)
+        self._slots = place([resident.write_slot(n) for n in lengths], device)
         self._visible = resident.visible(lengths)
         self._ring_only = resident.visible_ring(lengths)
         self._sparse = self._indices(sparse_rows(self._steps))
@@ -51,8 +53,8 @@ class DecodeStep:
         self._pending_kv: list[torch.Tensor] = []
         dirty, tables = runtime.take_dirty(but=[])
         req_to_token = runtime.req_to_token_pool.req_to_token
-        newest = req_to_token[self._rows, torch.tensor(lengths, dtype=torch.int64) - 1]
-        table = torch.cat([*tables, newest.to(torch.int32)])
+        new_slots = req_to_token[self._rows, place([n - 1 for n in lengths], device)]
+        table = torch.cat([*tables, new_slots.to(torch.int32)])
         runtime.step_id += 1
         runtime.decode_step += 1
         step = StepBegin(
@@ -88,13 +90,13 @@ class DecodeStep:
         model, heads = self._runtime.model, self._program.slow_heads(layer)
         if len(heads) == model.num_kv_heads:
             return None
-        group = torch.arange(model.gqa_group_size)
-        return (torch.tensor(heads)[:, None] * model.gqa_group_size + group).flatten()
+        size = model.gqa_group_size
+        return place([head * size + i for head in heads for i in range(size)], self._device)
 
     def _indices(self, steps: Sequence[RowStep]) -> torch.Tensor:
         wanted = {s.row for s in steps}
         found = [i for i, s in enumerate(self._steps) if s.row in wanted]
-        return torch.tensor(found, dtype=torch.int64)
+        return place(found, self._device)
 
     def _count(self, lengths: list[int]) -> None:
         counters = self._runtime.counters
@@ -105,7 +107,7 @@ class DecodeStep:
         counters.exact_rows_total += len(self._exact[0])
         counters.dense_rows_total += len(lengths) - len(self._exact[1])
         counters.exact_layer_rows_total += exact_layers * len(self._exact[1])
-        counters.attended_tokens_total += int(self._visible.sum())
+        counters.attended_tokens_total += sum(map(self._runtime.resident.num_visible, lengths))
         counters.context_tokens_total += sum(lengths)
 
     def on_layer_input(self, layer: int, stream: torch.Tensor) -> None:
@@ -178,7 +180,7 @@ class DecodeStep:
         self, layer: int, q: torch.Tensor, exact: torch.Tensor, resident_out: torch.Tensor
     ) -> torch.Tensor:
         """Take the exact result of the rows that the cache rank attended for."""
-        every = torch.arange(q.shape[1])
+        every = torch.arange(q.shape[1], device=q.device)
         out, lse = self._attend_ring(layer, q, exact, every)
         receive = self._transfers.receive(TransferKind.EXACT_OUTPUT, (layer,))
         receive.work.wait(None)

@@ -134,7 +134,7 @@ class ExtendStep:
 
     def _restored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._transfers.expects(TransferKind.RESTORE, (layer,)):
-            empty = torch.empty(0)
+            empty = torch.empty(0, device=self._runtime.resident.device)
             return empty, empty
         receive = self._transfers.receive(TransferKind.RESTORE, (layer,))
         receive.work.wait(None)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError, TransferTimeoutError
-from tandemkv.cache_rank.protocol.pack_layout import PackLayout, read_header
+from tandemkv.cache_rank.protocol.pack_layout import PackLayout
 from tandemkv.cache_rank.protocol.settings import ExchangeSettings
+from tandemkv.cache_rank.protocol.tally import DeviceTally
+from tandemkv.kernels.placing import SideReader, place
 from tandemkv.kernels.scatter import scatter_pack
 
 from .counters import Counters
@@ -50,6 +52,8 @@ class PackQueue:
         self._generation_of = generation_of
         self._epoch = epoch
         self._pending: deque[_Pending] = deque()
+        self._reader = SideReader(resident.device)
+        self._tally = DeviceTally(counters, ("scattered_rows_total",), resident.device)
         self.applied_seq = 0
 
     def add(self, receive: Receive, layout: PackLayout, due: int) -> None:
@@ -94,20 +98,24 @@ class PackQueue:
         return done
 
     def _scatter(self, pending: _Pending) -> None:
-        views = pending.layout.views(pending.receive.buffer)
-        header = read_header(views)
+        buffer, layout = pending.receive.buffer, pending.layout
+        views = layout.views(buffer)
+        head = layout.head(self._reader.read(buffer[: layout.head_nbytes]))
+        header = head.header
         if header.epoch != self._epoch or header.seq != self.applied_seq + 1:
             raise ProtocolError(
                 f"pack epoch={header.epoch} seq={header.seq}, expected epoch={self._epoch} "
                 f"seq={self.applied_seq + 1}"
             )
         self.applied_seq = header.seq
-        rows, generations = views.rows.tolist(), views.generations.tolist()
-        live = [self._generation_of(r) == g for r, g in zip(rows, generations, strict=True)]
+        live = [
+            self._generation_of(row) == generation
+            for row, generation in zip(head.rows, head.generations, strict=True)
+        ]
         slots = views.fetch_slot
         if not all(live):
             self._counters.stale_pack_rows_total += live.count(False)
-            keep = torch.tensor(live).view(1, -1, 1, 1)
+            keep = place(live, slots.device, torch.bool).view(1, -1, 1, 1)
             slots = torch.where(keep, slots, torch.full_like(slots, -1))
         row_index = views.rows.to(torch.int64)
         for i, layer in enumerate(pending.receive.transfer.layers):
@@ -122,4 +130,5 @@ class PackQueue:
                 fetch_pos=views.fetch_pos[i],
             )
         self._counters.packs_total += 1
-        self._counters.scattered_rows_total += int((slots >= 0).sum())
+        self._tally.add("scattered_rows_total", (slots >= 0).sum())
+        self._tally.flush()

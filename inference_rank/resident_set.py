@@ -14,6 +14,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.kernels.placing import place
 
 
 class ResidentSet:
@@ -55,6 +56,11 @@ class ResidentSet:
         self._slots = torch.arange(self.num_slots, device=device)
 
     @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.k.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of K and V."""
         return self.k.nbytes + self.v.nbytes
@@ -76,26 +82,28 @@ class ResidentSet:
 
     def visible(self, lengths: list[int]) -> torch.Tensor:
         """Slots that a decode step attends to, ``[len(lengths), R + ring]`` bool."""
-        masks = []
-        for length in lengths:
-            if self.is_dense(length):
-                masks.append(self._slots < length)
-            else:
-                filled = min(self.num_resident, max(0, length - self.ring))
-                masks.append((self._slots < filled) | self._ring_mask(length))
-        return torch.stack(masks)
+        # Slots [0, filled) and those of the ring; of a dense request [0, length) in all.
+        is_dense = [self.is_dense(n) for n in lengths]
+        filled = [
+            n if dense else min(self.num_resident, max(0, n - self.ring))
+            for n, dense in zip(lengths, is_dense, strict=True)
+        ]
+        in_ring = [0 if dense else n for n, dense in zip(lengths, is_dense, strict=True)]
+        ends = place(filled, self._slots.device).unsqueeze(-1)
+        return (self._slots < ends) | self.visible_ring(in_ring)
+
+    def num_visible(self, length: int) -> int:
+        """Slots that a decode step of a request attends to."""
+        if self.is_dense(length):
+            return length
+        return min(self.num_resident, max(0, length - self.ring)) + min(length, self.ring)
 
     def visible_ring(self, lengths: list[int]) -> torch.Tensor:
         """Slots of the ring, ``[len(lengths), R + ring]`` bool: the exact step's local part."""
-        return torch.stack([self._ring_mask(length) for length in lengths])
-
-    def _ring_mask(self, length: int) -> torch.Tensor:
-        in_ring = self._slots >= self.num_resident
-        if length >= self.ring:
-            return in_ring
-        offset = (self._slots - self.num_resident) % self.ring
         first = (0 - self.num_resident) % self.ring
-        return in_ring & ((offset - first) % self.ring < length)
+        place_in_ring = (self._slots - self.num_resident - first) % self.ring
+        ends = place(lengths, self._slots.device).unsqueeze(-1)
+        return (self._slots >= self.num_resident) & (place_in_ring < ends)
 
     def append(
         self, layer: int, rows: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -221,6 +221,7 @@ def create(runner: Any) -> Runtime:
         max_context=int(config.context_len),
     )
     counters = Counters()
+    device = torch.device(runner.device)
     pool = runner.req_to_token_pool
     _current = Runtime(
         settings=settings,
@@ -232,10 +233,9 @@ def create(runner: Any) -> Runtime:
             max_rows=int(pool.size),
             page_size=int(runner.page_size),
             counters=counters,
+            device=device,
         ),
-        resident=ResidentSet(
-            model, settings.selection, int(pool.size), torch.device(runner.device)
-        ),
+        resident=ResidentSet(model, settings.selection, int(pool.size), device),
         counters=counters,
         req_to_token_pool=pool,
         load_tokenizer=lambda: _tokenizer(

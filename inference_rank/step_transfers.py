@@ -18,6 +18,7 @@ from tandemkv.cache_rank.protocol.step_program import Direction, Transfer, Trans
 from tandemkv.cache_rank.protocol.transport import Transport, Work
 
 _ISSUE_AHEAD = 2
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,16 @@ class Receive:
 
 
 class StepTransfers:
-    """Send and receive in the order of a step's program. Used from the scheduler thread only."""
+    """Send and receive in the order of a step's program, tensors on `device`.
 
-    def __init__(self, transport: Transport, transfers: Sequence[Transfer]) -> None:
+    Used from the scheduler thread only.
+    """
+
+    def __init__(
+        self, transport: Transport, transfers: Sequence[Transfer], device: torch.device = _CPU
+    ) -> None:
         self._transport = transport
+        self._device = device
         self._up = deque(t for t in transfers if t.direction is Direction.UP)
         self._down = deque(t for t in transfers if t.direction is Direction.DOWN)
         self._down_keys = {(t.kind, t.layers) for t in self._down}
@@ -91,6 +98,7 @@ class StepTransfers:
 
     def _post_next(self) -> None:
         transfer = self._down.popleft()
-        buffer = torch.empty(transfer.shape, dtype=getattr(torch, transfer.dtype))
+        dtype = getattr(torch, transfer.dtype)
+        buffer = torch.empty(transfer.shape, dtype=dtype, device=self._device)
         work = self._transport.issue_recv(buffer)
         self._posted[(transfer.kind, transfer.layers)] = Receive(transfer, buffer, work)

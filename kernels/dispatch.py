@@ -10,14 +10,17 @@ from typing import Any
 import torch
 
 _REFERENCE = "tandemkv.kernels.reference"
-_TRITON = "tandemkv.kernels.triton_ops"
+# On a GPU, in this order.
+_ON_GPU = ("tandemkv.kernels.triton_ops", "tandemkv.kernels.library_ops")
 
 
 @cache
 def _resolve(module: str, function: str, device_type: str) -> Callable[..., Any]:
-    if device_type == "cuda" and find_spec(f"{_TRITON}.{module}") is not None:
+    for package in _ON_GPU if device_type == "cuda" else ():
+        if find_spec(f"{package}.{module}") is None:
+            continue
         found: Callable[..., Any] | None = getattr(
-            import_module(f"{_TRITON}.{module}"), function, None
+            import_module(f"{package}.{module}"), function, None
         )
         if found is not None:
             return found
@@ -33,14 +36,14 @@ def resolve(module: str, function: str, device: torch.device) -> Callable[..., A
     module, function : str
         The operation, for example ``"pack"``, ``"gather_pack"``.
     device : torch.device
-        Where its tensors are. ``cuda`` takes ``triton_ops`` where that has the
-        function; everything else takes ``reference``.
+        Where its tensors are. ``cuda`` takes ``triton_ops`` or else ``library_ops``
+        where they have the function; everything else takes ``reference``.
 
     Returns
     -------
     callable
         With the signature of the public function. Its ``__module__`` tells
-        which of the two it is.
+        which of them it is.
 
     Raises
     ------

@@ -44,7 +44,7 @@ def become_inference_rank(
     LaunchError
         If no cache rank answers within ``start_timeout_s``.
     """
-    launch = resolve_launch(settings, progress)
+    launch = resolve_launch(settings, progress, num_ranks_here=1)
     run_dir = RunDir.create(path)
     if settings.cache_ranks:
         wait_for_cache_rank(run_dir, settings.start_timeout_s, progress)

@@ -50,7 +50,7 @@ def gib(size: int) -> str:
 def estimate_memory(
     settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
 ) -> MemoryEstimate:
-    """Return what the launch needs of the host's memory; on cuda the cache rank's part only."""
+    """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs."""
     item = _ITEM_BYTES.get(spec.dtype, 4)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item
     selection = settings.selection
@@ -60,7 +60,7 @@ def estimate_memory(
     saved = str(config.get("dtype") or config.get("torch_dtype"))
     on_cpu = device == "cpu"
     return MemoryEstimate(
-        cache_bytes=settings.cache.capacity_tokens * token_bytes,
+        cache_bytes=settings.cache.capacity_tokens * token_bytes if on_cpu else 0,
         resident_bytes=settings.max_running_requests * row_tokens * token_bytes if on_cpu else 0,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,
     )

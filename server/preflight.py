@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tandemkv.cache_rank.protocol.connect import check_transport
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
 
@@ -29,8 +30,19 @@ class ResolvedLaunch:
     port: int
 
 
-def resolve_launch(settings: ServeSettings, progress: Callable[[str], None]) -> ResolvedLaunch:
+def resolve_launch(
+    settings: ServeSettings, progress: Callable[[str], None], *, num_ranks_here: int = 2
+) -> ResolvedLaunch:
     """Check everything that can be checked without starting a process.
+
+    Parameters
+    ----------
+    settings : ServeSettings
+        What was asked for.
+    progress : callable
+        Told what takes a while.
+    num_ranks_here : int
+        Processes with a GPU of their own that this launch starts, if there is a cache rank.
 
     Raises
     ------
@@ -39,7 +51,10 @@ def resolve_launch(settings: ServeSettings, progress: Callable[[str], None]) -> 
     UnsupportedModelError
         If the model cannot be served.
     """
-    device = resolve_device(settings.device, cache_ranks=settings.cache_ranks)
+    device = resolve_device(
+        settings.device, cache_ranks=settings.cache_ranks, num_ranks_here=num_ranks_here
+    )
+    settings = resolve_transport(settings, device)
     check_sglang_args(settings.sglang_args, device=device)
     check_policy(settings.selection.policy)
     port = choose_port(settings.host, settings.port)
@@ -75,8 +90,8 @@ def resolve_model(model: str, progress: Callable[[str], None]) -> Path:
     )
 
 
-def resolve_device(device: str, *, cache_ranks: int = 1) -> str:
-    """Decide the device.
+def resolve_device(device: str, *, cache_ranks: int = 1, num_ranks_here: int = 2) -> str:
+    """Decide the device. A cache rank needs a GPU of its own.
 
     Raises
     ------
@@ -86,16 +101,37 @@ def resolve_device(device: str, *, cache_ranks: int = 1) -> str:
     if device == "cpu":
         return "cpu"
     has_cuda = torch.cuda.is_available()
+    num_needed = num_ranks_here if cache_ranks else 1
+    num_gpus = torch.cuda.device_count() if has_cuda else 0
     if device == "auto":
-        return "cuda" if has_cuda and cache_ranks == 0 else "cpu"
+        return "cuda" if num_gpus >= num_needed else "cpu"
     if not has_cuda:
         raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
-    if cache_ranks:
+    if num_gpus < num_needed:
         raise SettingsError(
-            f"device=cuda with cache_ranks={cache_ranks}: this version keeps the cache rank of a "
-            "GPU inside the inference rank's process; add --cache-ranks 0"
+            f"device=cuda with cache_ranks={cache_ranks} needs {num_needed} GPUs, {num_gpus} seen "
+            "(CUDA_VISIBLE_DEVICES counts); add --cache-ranks 0, which keeps the cache rank inside "
+            "the inference rank's process"
         )
     return "cuda"
+
+
+def resolve_transport(settings: ServeSettings, device: str) -> ServeSettings:
+    """Decide the data plane between two ranks: as given, else by the device.
+
+    Raises
+    ------
+    SettingsError
+        If the one that was given does not fit the device.
+    """
+    exchange = settings.exchange
+    if not settings.cache_ranks or exchange.is_in_process:
+        return settings
+    if "transport" not in exchange.model_fields_set:
+        update = {"transport": "nccl" if device == "cuda" else "gloo"}
+        return settings.model_copy(update={"exchange": exchange.model_copy(update=update)})
+    check_transport(exchange.transport, torch.device(device))
+    return settings
 
 
 def resolve_dtype(dtype: str, device: str, model_dir: Path) -> str:
@@ -186,7 +222,7 @@ def check_memory(settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, d
     if available is None or needed.total_bytes <= available:
         return
     rest = available - (needed.total_bytes - needed.cache_bytes)
-    fitting = max(0, rest * settings.cache.capacity_tokens // needed.cache_bytes)
+    fitting = max(0, rest * settings.cache.capacity_tokens // max(1, needed.cache_bytes))
     advice = (
         f"--cache-tokens {fitting // 256 * 256} would fit"
         if fitting >= 256

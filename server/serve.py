@@ -18,7 +18,13 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from .child_process import ChildSpec
 from .launch import Launcher, LaunchPlan
 from .ports import server_url
-from .preflight import ResolvedLaunch, resolve_launch, resolve_model
+from .preflight import (
+    ResolvedLaunch,
+    resolve_device,
+    resolve_launch,
+    resolve_model,
+    resolve_transport,
+)
 from .probes import server_state
 from .progress import StartProgress
 from .settings import ServeSettings
@@ -183,11 +189,12 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
     )
     logger = logging.getLogger(__name__)
     run_dir = RunDir.create(path)
+    device = resolve_device(settings.device, num_ranks_here=1)
     run_cache_rank(
         run_dir=run_dir.path,
         model_dir=resolve_model(settings.model, logger.info),
-        settings=settings.rank_settings,
+        settings=resolve_transport(settings, device).rank_settings,
         max_rows=settings.max_running_requests,
-        device=resolve_device(settings.device, cache_ranks=1, own_gpus=1),
+        device=device,
         on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),
     )

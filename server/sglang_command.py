@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tandemkv.cache_rank.protocol.nccl_transport import NCCL_ENVIRONMENT
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
 
 from .settings import ServeSettings
@@ -19,6 +20,9 @@ CUDA_PAGE_SIZE = 64
 """Tokens in consecutive slots: the key index shares its scales over them and scans them in one."""
 
 _CUDA_FLAGS = ("--device", "cuda", "--cuda-graph-backend-prefill", "disabled")
+# Each layer waits on the host for its exchange, so no pass can be captured; and a lost cache rank
+# has to end the requests of a pass before its tokens are used, so none may be under way beside it.
+_CUDA_PAIR_FLAGS = (*_CUDA_FLAGS, "--disable-cuda-graph", "--disable-overlap-schedule")
 _CPU_FLAGS = (
     "--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle",
@@ -41,6 +45,7 @@ def sglang_argv(
     port : int
         Resolved, i.e. not 0.
     """
+    is_pair = is_gpu_pair(settings, device)
     argv = [
         sys.executable, "-P", "-m", "sglang.launch_server",
         "--model-path", str(model_dir),
@@ -49,12 +54,12 @@ def sglang_argv(
         "--host", settings.host,
         "--port", str(port),
         "--dtype", dtype,
-        "--page-size", "1" if device == "cpu" else str(CUDA_PAGE_SIZE),
+        "--page-size", "1" if device == "cpu" or is_pair else str(CUDA_PAGE_SIZE),
         "--max-running-requests", str(settings.max_running_requests),
         "--max-total-tokens", str(settings.cache.capacity_tokens),
         "--enable-metrics",
     ]  # fmt: skip
-    argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
+    argv += _CPU_FLAGS if device == "cpu" else _CUDA_PAIR_FLAGS if is_pair else _CUDA_FLAGS
     if settings.tensor_parallel > 1:
         argv += ["--tp-size", str(settings.tensor_parallel)]
     chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
@@ -80,6 +85,8 @@ def sglang_env(
     )
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
+    if is_gpu_pair(settings, device):
+        env.update(_pair_env(env, 0))
     return env
 
 
@@ -93,7 +100,20 @@ def cache_rank_argv(*, run_dir: Path, config: Path) -> tuple[str, ...]:
 
 def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
     """Return the environment of the cache rank; its settings come from the file alone."""
-    return _common_env(environ, device=device)
+    env = _common_env(environ, device=device)
+    return env if device == "cpu" else env | _pair_env(env, 1)
+
+
+def is_gpu_pair(settings: ServeSettings, device: str) -> bool:
+    """Whether the two ranks are processes with a GPU each."""
+    return device == "cuda" and settings.transport == "nccl"
+
+
+def _pair_env(env: Mapping[str, str], place: int) -> dict[str, str]:
+    """Give a rank its GPU: the first that is visible to the inference rank, then the cache rank."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else ["0", "1"]
+    return {"CUDA_VISIBLE_DEVICES": gpus[place].strip(), **NCCL_ENVIRONMENT}
 
 
 def served_name(settings: ServeSettings) -> str:

@@ -18,6 +18,12 @@ from tandemkv.kernels.rope import apply_rope
 from .checkpoint import Checkpoint
 from .rotary import read_rotary
 
+_CPU = torch.device("cpu")
+
+
+def _on(rotary: Rotary, device: torch.device) -> Rotary:
+    return Rotary(rotary.inv_freq.to(device), rotary.scaling)
+
 
 class ModelAdapter:
     """Holds ``input_layernorm``, ``q_proj`` and, where there is one, ``q_norm`` of the layers.
@@ -31,7 +37,9 @@ class ModelAdapter:
     layers : Sequence[int]
         The layers to load.
     rotary : Rotary, optional
-        Read from `model_dir` if not given.
+        On `device`; read from `model_dir` if not given.
+    device : torch.device
+        Where the weights are kept.
     """
 
     has_bias: ClassVar[bool | None] = None
@@ -45,11 +53,12 @@ class ModelAdapter:
         *,
         layers: Sequence[int],
         rotary: Rotary | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         config = read_config(model_dir)
         self._model = model
         self._eps = float(config.get("rms_norm_eps", 1e-6))
-        self._rotary = rotary or read_rotary(model_dir)
+        self._rotary = rotary or _on(read_rotary(model_dir), device)
         bias = bool(config.get("attention_bias")) if self.has_bias is None else self.has_bias
         names = ["input_layernorm.weight", "self_attn.q_proj.weight"]
         names += ["self_attn.q_proj.bias"] if bias else []
@@ -58,7 +67,7 @@ class ModelAdapter:
         with Checkpoint(model_dir) as checkpoint:
             self._weights = {
                 layer: {
-                    name: checkpoint.read(f"model.layers.{layer}.{name}").to(dtype)
+                    name: checkpoint.read(f"model.layers.{layer}.{name}").to(device, dtype)
                     for name in names
                 }
                 for layer in layers

@@ -92,6 +92,8 @@ class _Channel:
             _, send, recv = self.moving.popleft()
             with torch.inference_mode():  # either side may hold inference tensors
                 recv.tensor.view(-1).copy_(send.tensor.view(-1))
+            if recv.tensor.is_cuda:  # in place when the work is done, for every stream
+                torch.cuda.current_stream(recv.tensor.device).synchronize()
             recv.owner.count_received(recv.tensor.nbytes)
             send.is_complete = recv.is_complete = True
             self._pair.changed.notify_all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton version of `attend_resident`: slots split among programs, then combined."""
+"""Triton versions of `attend_resident` and `attend_paged`: split among programs, then combined."""
 
 import torch
 import triton
@@ -8,6 +8,9 @@ import triton.language as tl
 _BLOCK_N = 64
 # Fewer slots per program fill the GPU better, more cost less in the second kernel.
 _SPLIT_LEN = 256
+# `attend_paged`: enough programs to fill a large GPU, and what one warp combines.
+_MAX_PROGRAMS = 1024
+_MAX_PAGED_SPLITS = 128
 _MIN_DOT = 16  # the smallest extent that tensor cores multiply
 
 
@@ -113,6 +116,98 @@ def attend_resident(
         GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)), BLOCK_N=_BLOCK_N,
         BLOCK_D=block_d, SPLIT_LEN=_SPLIT_LEN,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+    )  # fmt: skip
+    _combine_kernel[(num_reqs * num_qo_heads,)](
+        part_out, part_lse, out, lse, num_splits, head_dim,
+        BLOCK_SPLITS=triton.next_power_of_2(num_splits), BLOCK_D=block_d, num_warps=1,
+    )  # fmt: skip
+    return out, lse
+
+
+@triton.jit
+def _paged_kernel(
+    q, k_pool, v_pool, slots, hi, part_out, part_lse,
+    scale, max_len, head_dim, num_splits, split_len,
+    q_stride_b, q_stride_h, q_stride_d,
+    k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
+    slots_stride_b, slots_stride_n, hi_stride,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    req, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    member, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    q_head = head * GROUP + member
+    in_query = (member < GROUP)[:, None] & (dim < head_dim)[None, :]
+    query = tl.load(
+        q + req * q_stride_b + q_head[:, None] * q_stride_h + dim[None, :] * q_stride_d,
+        mask=in_query, other=0.0,
+    )  # fmt: skip
+    end = tl.minimum(tl.load(hi + req * hi_stride).to(tl.int32), max_len)
+    first = split * split_len
+    last = tl.minimum(first + split_len, end)
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    start = first
+    while start < last:
+        position = start + tl.arange(0, BLOCK_N)
+        seen = position < last
+        slot = tl.load(
+            slots + req * slots_stride_b + position.to(tl.int64) * slots_stride_n,
+            mask=seen, other=0,
+        ).to(tl.int64)[:, None]  # fmt: skip
+        mask = seen[:, None] & (dim < head_dim)[None, :]
+        place = head * k_stride_h + dim[None, :] * k_stride_d
+        k = tl.load(k_pool + slot * k_stride_s + place, mask=mask, other=0.0)
+        place = head * v_stride_h + dim[None, :] * v_stride_d
+        v = tl.load(v_pool + slot * v_stride_s + place, mask=mask, other=0.0)
+        logits = tl.dot(query, tl.trans(k).to(query.dtype), input_precision=PRECISION) * scale
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        peak = tl.maximum(largest, tl.max(logits, 1))
+        decay = tl.exp(largest - peak)
+        probs = tl.exp(logits - peak[:, None])
+        total = total * decay + tl.sum(probs, 1)
+        acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
+        largest = peak
+        start += BLOCK_N
+    index = (req * tl.num_programs(1) * GROUP + q_head) * num_splits + split
+    norm = tl.where(total > 0, total, 1.0)
+    tl.store(
+        part_out + index[:, None] * head_dim + dim[None, :], acc / norm[:, None], mask=in_query
+    )
+    tl.store(part_lse + index, largest + tl.log(norm), mask=member < GROUP)
+
+
+def attend_paged(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+    hi: torch.Tensor,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to positions; see `tandemkv.kernels.attention.attend_paged`."""
+    num_reqs, num_qo_heads, head_dim = q.shape
+    num_kv_heads, max_len = k_pool.shape[1], slots.shape[1]
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if not out.numel() or not max_len:
+        return out.zero_(), lse.fill_(float("-inf"))
+    # The grid depends on shapes only. Programs whose part lies behind `hi` end at once.
+    wanted = triton.cdiv(_MAX_PROGRAMS, num_reqs * num_kv_heads)
+    num_splits = max(1, min(wanted, triton.cdiv(max_len, _SPLIT_LEN), _MAX_PAGED_SPLITS))
+    split_len = triton.cdiv(triton.cdiv(max_len, num_splits), _BLOCK_N) * _BLOCK_N
+    part_out = out.new_empty((num_reqs, num_qo_heads, num_splits, head_dim))
+    part_lse = out.new_empty((num_reqs, num_qo_heads, num_splits))
+    group = num_qo_heads // num_kv_heads
+    block_d = max(_MIN_DOT, triton.next_power_of_2(head_dim))
+    _paged_kernel[(num_reqs, num_kv_heads, num_splits)](
+        q, k_pool, v_pool, slots, hi, part_out, part_lse,
+        scale, max_len, head_dim, num_splits, split_len,
+        *q.stride(), *k_pool.stride(), *v_pool.stride(), *slots.stride(), *hi.stride(),
+        GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)), BLOCK_N=_BLOCK_N,
+        BLOCK_D=block_d, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     _combine_kernel[(num_reqs * num_qo_heads,)](
         part_out, part_lse, out, lse, num_splits, head_dim,

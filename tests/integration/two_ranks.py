@@ -60,6 +60,7 @@ MODEL = ModelSpec(
 
 CLUSTERS = HeadClusters(((0, 0), (0, 1), (0, 0), (0, 1)), ((1,), (0, 1), (1,), (0, 1)))
 """Layers 0 and 2 follow head 1; in layers 1 and 3 each head looks for itself."""
+CPU = torch.device("cpu")
 TRIGGER, PERIOD = 7, 6
 
 
@@ -91,7 +92,7 @@ class Predictor:
         del positions
         generator = torch.Generator().manual_seed(layer)
         weight = torch.randn(HIDDEN, HEADS * GROUP * DIM, generator=generator)
-        return (hidden @ weight).view(len(hidden), HEADS * GROUP, DIM)
+        return (hidden @ weight.to(hidden.device)).view(len(hidden), HEADS * GROUP, DIM)
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Client:
 
     def begin_step(self, step: StepBegin, table: torch.Tensor) -> StepTransfers:
         self.inbox.put(step)
-        transfers = StepTransfers(self.transport, self.program.transfers(step))
+        transfers = StepTransfers(self.transport, self.program.transfers(step), table.device)
         transfers.send(TransferKind.SLOT_TABLE, (), table)
         return transfers
 
@@ -123,6 +124,7 @@ class World:
 
     settings: RankSettings
     delay_s: float | None = None
+    device: torch.device = CPU
     runtime: Runtime = field(init=False)
     step: DecodeStep = field(init=False)
     errors: list[BaseException] = field(default_factory=list)
@@ -136,8 +138,9 @@ class World:
             index_dtype=self.settings.selection.index_dtype,
             poison=True,
             counters=cache_counters,
+            device=self.device,
         )
-        rotary = Rotary(1.0 / 10000 ** (torch.arange(0, DIM, 2) / DIM))
+        rotary = Rotary((1.0 / 10000 ** (torch.arange(0, DIM, 2) / DIM)).to(self.device))
         timing = find_policy(self.settings.selection.policy).capabilities.timing
         share = None
         if self.settings.selection.policy != "sync_kv":
@@ -166,11 +169,11 @@ class World:
         )
         inbox: queue.Queue[Any] = queue.Queue()
         pool = SimpleNamespace(
-            req_to_token=torch.zeros(5, CONTEXT, dtype=torch.int32),
+            req_to_token=torch.zeros(5, CONTEXT, dtype=torch.int32, device=self.device),
             req_generation=torch.ones(5, dtype=torch.int64),
         )
         counters = Counters()
-        resident = ResidentSet(MODEL, self.settings.selection, 4, torch.device("cpu"))
+        resident = ResidentSet(MODEL, self.settings.selection, 4, self.device)
         client = Client(
             program=StepProgram(MODEL, self.settings, timing, policy.traits),
             transport=ours,
@@ -214,7 +217,7 @@ class World:
         for position in range(start, end):
             generator = torch.Generator().manual_seed((seed * 1000 + position) * 100 + layer)
             parts.append(torch.randn(HEADS * (GROUP + 2) * DIM + HIDDEN, generator=generator))
-        flat = torch.stack(parts)
+        flat = torch.stack(parts).to(self.device)
         q = flat[:, : HEADS * GROUP * DIM].view(-1, HEADS * GROUP, DIM)
         k = flat[:, HEADS * GROUP * DIM :][:, : HEADS * DIM].reshape(-1, HEADS, DIM)
         v = flat[:, HEADS * (GROUP + 1) * DIM :][:, : HEADS * DIM].reshape(-1, HEADS, DIM)
@@ -227,7 +230,7 @@ class World:
         k, v = k.repeat_interleave(GROUP, 1), v.repeat_interleave(GROUP, 1)
         logits = torch.einsum("qhd,khd->hqk", q, k) * MODEL.scale
         mask = torch.arange(end)[None] <= torch.arange(start, end)[:, None]
-        weights = logits.masked_fill(~mask, float("-inf")).softmax(-1)
+        weights = logits.masked_fill(~mask.to(self.device), float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
     def extend(

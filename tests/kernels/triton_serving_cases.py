@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norm, RoPE and paged attention in Triton; run by `test_triton_serving` in its own process."""
+
+import math
+
+import pytest
+import torch
+
+from tandemkv.kernels.reference import attention, norm, rope
+from tandemkv.kernels.testing import TOLERANCES, Tolerance, assert_close
+from tandemkv.kernels.triton_ops import attention as triton_attention
+from tandemkv.kernels.triton_ops import norm as triton_norm
+from tandemkv.kernels.triton_ops import rope as triton_rope
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter multiplies bfloat16 as if its bits were integers.
+MULTIPLIED = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 0, 9), (2, 4, 128), (1, 4096)])
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(shape, device=DEVICE) * 4).to(dtype)
+    weight = torch.randn(2 * shape[-1], device=DEVICE).to(dtype)[::2]
+    want = norm.rms_norm(x.double(), weight, 1e-2)
+    got = triton_norm.rms_norm(x, weight, 1e-2)
+    assert got.dtype == dtype
+    assert_close(got, want, TOLERANCES[dtype])
+
+
+def test_rms_norm_of_a_view() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(3, 6, 16, device=DEVICE)[:, ::2].transpose(0, 1)
+    weight = torch.randn(16, device=DEVICE)
+    assert_close(triton_norm.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("scaling", [1.0, 1.3])
+@pytest.mark.parametrize("dim", [6, 64, 128])
+def test_rope(dtype: torch.dtype, scaling: float, dim: int) -> None:
+    torch.manual_seed(2)
+    x = torch.randn(5, 6, dim, device=DEVICE).to(dtype)[:, ::2]
+    inv_freq = (10000.0 ** (-torch.arange(dim // 2) / (dim // 2))).to(DEVICE)
+    positions = torch.tensor([0, 1, 7, 1000, 100000], device=DEVICE)
+    loose = Tolerance(abs_error=2e-2, rel_error=2e-2, cosine_gap=1e-5)  # angles in float32
+    tolerance = loose if dtype == torch.float32 else TOLERANCES[dtype]
+    want = rope.apply_rope(x, positions, inv_freq, scaling=scaling)
+    got = triton_rope.apply_rope(x, positions, inv_freq, scaling=scaling)
+    assert got.dtype == dtype
+    assert_close(got, want, tolerance)
+    back = triton_rope.unapply_rope(got, positions, inv_freq, scaling=scaling)
+    assert_close(back, x, TOLERANCES[torch.float16])
+
+
+@pytest.mark.parametrize("dtype", MULTIPLIED)
+@pytest.mark.parametrize(
+    ("group", "dim", "max_len"), [(1, 16, 1), (3, 20, 65), (4, 64, 300), (8, 128, 700)]
+)
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_attend_paged(
+    dtype: torch.dtype, group: int, dim: int, max_len: int, slot_dtype: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    heads, num_slots = 2, 1500
+    k_pool, v_pool = torch.randn(2, num_slots, heads, dim, device=DEVICE).to(dtype)
+    v_pool = v_pool.transpose(0, 1).contiguous().transpose(0, 1)  # other strides than k's
+    order = torch.randperm(num_slots)
+    slots = torch.stack([order[:max_len], order[max_len : 2 * max_len], order[:max_len].flip(0)])
+    slots = slots.to(DEVICE, slot_dtype)
+    hi = torch.tensor([max_len, 0, max(1, max_len // 3)], device=DEVICE)
+    unseen = torch.ones(num_slots, dtype=torch.bool)
+    unseen[slots[0].long().cpu()] = False
+    k_pool[unseen], v_pool[unseen] = math.nan, math.nan
+    q = torch.randn(3, heads * group, dim, device=DEVICE).to(dtype)
+    want = attention.attend_paged(q, k_pool, v_pool, slots, hi, scale=dim**-0.5)
+    got = triton_attention.attend_paged(q, k_pool, v_pool, slots, hi, scale=dim**-0.5)
+    assert got[0].dtype == got[1].dtype == torch.float32
+    assert_close(got[0], want[0], TOLERANCES[dtype])
+    assert_close(got[1], want[1], TOLERANCES[dtype])
+    assert bool(got[1][1].isneginf().all())
+
+
+def test_attend_paged_of_one_head_of_a_pool() -> None:
+    torch.manual_seed(4)
+    k_pool, v_pool = torch.randn(2, 80, 3, 32, device=DEVICE)
+    slots = torch.randperm(80)[None, :70].to(DEVICE)
+    hi, q = torch.tensor([70], device=DEVICE), torch.randn(1, 2, 32, device=DEVICE)
+    pools = k_pool[:, 1:2], v_pool[:, 1:2]
+    want = attention.attend_paged(q, *pools, slots, hi, scale=0.2)
+    got = triton_attention.attend_paged(q, *pools, slots, hi, scale=0.2)
+    assert_close(got[0], want[0])
+    assert_close(got[1], want[1])
+
+
+def test_nothing_to_attend_to() -> None:
+    q, pool = torch.randn(2, 2, 16, device=DEVICE), torch.randn(4, 1, 16, device=DEVICE)
+    slots = torch.zeros(2, 0, dtype=torch.int32, device=DEVICE)
+    hi = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    out, lse = triton_attention.attend_paged(q, pool, pool, slots, hi, scale=1.0)
+    assert not out.any()
+    assert bool(lse.isneginf().all())
