@@ -67,7 +67,7 @@ class Runtime:
             )
         self._lengths.clear()
         self._dirty.clear()
-        self.refresh = self._make_schedule(RefreshRule(welcome.traits.refresh))
+        self.refresh = self.schedule_for(RefreshRule(welcome.traits.refresh))
         self.packs = PackQueue(
             resident=self.resident,
             exchange=self.settings.exchange,
@@ -76,7 +76,14 @@ class Runtime:
             epoch=welcome.epoch,
         )
 
-    def _make_schedule(self, rule: RefreshRule) -> RefreshSchedule:
+    def schedule_for(self, rule: RefreshRule) -> RefreshSchedule:
+        """Return the schedule that the policy's rule and the settings ask for.
+
+        Raises
+        ------
+        SettingsError
+            If no token of the vocabulary ends a sentence, or there is no tokenizer.
+        """
         selection = self.settings.selection
         if rule is RefreshRule.PERIOD:
             return RefreshSchedule(rule, selection.sync_stride)
