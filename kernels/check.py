@@ -13,6 +13,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT32 = (torch.float32,)
 INTS = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
+INT64 = (torch.int64,)
 INT8 = (torch.int8,)
 BOOL = (torch.bool,)
 

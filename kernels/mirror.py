@@ -7,8 +7,10 @@ nowhere else, so the cache rank always knows it.
 
 import torch
 
-from tandemkv.kernels.check import BOOL, FLOAT32, INT8, INT32, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import BOOL, FLOAT32, INT8, INT32, INT64, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
+
+_NUM_COUNTERS = 3
 
 
 def make_mirror_scratch(
@@ -48,6 +50,8 @@ def mirror_diff(
     fetch_cap: int,
     selected_scores: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decide what to fetch into which resident slots, and update the mirror.
@@ -94,6 +98,13 @@ def mirror_diff(
     active : torch.Tensor, optional
         ``[num_reqs]``, bool or int8. Mirror and scratch of the other requests are left
         as they are, their results are ``-1`` everywhere.
+    rows : torch.Tensor, optional
+        ``[num_reqs]``, int64. Row of each request in `resident_pos` and `last_used`, which
+        then are whole books ``[num_rows, num_kv_heads, num_resident]``; rows of active
+        requests are distinct, and not checked. By default request i has row i.
+    counters : torch.Tensor, optional
+        ``[>= 3]``, int64, contiguous. The call adds: selected positions that were resident,
+        selected positions that were missing, slots written.
     scratch : torch.Tensor, optional
         From `make_mirror_scratch`, at least as large as the call. Required on a
         GPU, not looked at on CPU. Calls that share it must be on one stream.
@@ -124,8 +135,15 @@ def mirror_diff(
     """
     dims = Dims()
     dims.check("selected", selected, "num_reqs num_kv_heads k", INT32)
-    dims.check("resident_pos", resident_pos, "num_reqs num_kv_heads num_resident", INT32)
-    dims.check("last_used", last_used, "num_reqs num_kv_heads num_resident", INTS)
+    book = "num_reqs" if rows is None else "num_rows"
+    dims.check("resident_pos", resident_pos, f"{book} num_kv_heads num_resident", INT32)
+    dims.check("last_used", last_used, f"{book} num_kv_heads num_resident", INTS)
+    if rows is not None:
+        dims.check("rows", rows, "num_reqs", INT64)
+    if counters is not None:
+        dims.check("counters", counters, "num_counters", INT64)
+        if len(counters) < _NUM_COUNTERS or not counters.is_contiguous():
+            fail("counters.shape", tuple(counters.shape), f"[>= {_NUM_COUNTERS}], contiguous")
     dims.check("num_target", num_target, "num_reqs", INTS)
     dims.check("hi", hi, "num_reqs", INTS)
     if isinstance(step, torch.Tensor):
@@ -158,6 +176,8 @@ def mirror_diff(
         fetch_cap=fetch_cap,
         selected_scores=selected_scores,
         active=active,
+        rows=rows,
+        counters=counters,
         scratch=scratch,
     )
     return fetch

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import FLOAT32, FLOATS, INT8, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import BOOL, FLOAT32, FLOATS, INT8, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
 
 POOLINGS = ("softmax_mean", "max_logit", "mean_logit")
@@ -56,6 +56,11 @@ class ScoreScratch:
     split_lse: torch.Tensor
 
 
+def padded_group(group: int) -> int:
+    """Heads that the scratch has room for: a power of two, and a float32 for each token."""
+    return max(2, 1 << (group - 1).bit_length())
+
+
 def make_score_scratch(
     num_reqs: int, num_qo_heads: int, num_kv_heads: int, width: int, device: torch.device
 ) -> ScoreScratch:
@@ -76,7 +81,7 @@ def make_score_scratch(
         About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share
         it must be ordered by one stream.
     """
-    group = 1 << (num_qo_heads // num_kv_heads - 1).bit_length()
+    group = padded_group(num_qo_heads // num_kv_heads)
     padded_width = -(-width // 256) * 256 + 256
     num_sms = 1
     if device.type == "cuda":
@@ -93,9 +98,10 @@ def make_score_scratch(
     )
 
 
-def _check_keys(
+def check_keys(
     dims: Dims, k_pool: torch.Tensor, k_scale: torch.Tensor | None, page_size: int
 ) -> None:
+    """Check keys and scales against the kinds that the top of this module lists."""
     check_int("page_size", page_size, minimum=1)
     if k_pool.dtype == torch.uint8:
         dims.check("k_pool", k_pool, "num_pages num_kv_heads page_size half_dim", (torch.uint8,))
@@ -137,7 +143,7 @@ def _check_buffers(
             logits.shape[0] < dims["num_reqs"]
             or logits.shape[1] != dims["num_kv_heads"]
             or logits.shape[2] < width + 256
-            or logits.shape[3] != 1 << (group - 1).bit_length()
+            or logits.shape[3] != padded_group(group)
         ):
             fail("scratch", tuple(logits.shape), "made by make_score_scratch for these sizes")
 
@@ -154,6 +160,7 @@ def score_keys(
     pooling: str = "softmax_mean",
     k_scale: torch.Tensor | None = None,
     page_size: int = 1,
+    active: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scratch: ScoreScratch | None = None,
 ) -> torch.Tensor:
@@ -186,6 +193,8 @@ def score_keys(
     page_size : int
         Tokens a page; 1 makes `slots` the slot of each position. Of int4 keys
         their own page size.
+    active : torch.Tensor, optional
+        ``[num_reqs]``, bool or int8: the other requests have no candidates.
     out : torch.Tensor, optional
         ``[num_reqs, num_kv_heads, >= width]``, float32, contiguous: written and
         returned. What stands in it outside ``[lo, hi)`` is undefined.
@@ -221,18 +230,20 @@ def score_keys(
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
-    _check_keys(dims, k_pool, k_scale, page_size)
+    check_keys(dims, k_pool, k_scale, page_size)
     dims.check("slots", slots, "num_reqs max_pages", INTS)
     dims.check("lo", lo, "num_reqs", INTS)
     dims.check("hi", hi, "num_reqs", INTS)
     check_int("width", width, minimum=0, maximum=dims["max_pages"] * page_size)
     if pooling not in POOLINGS:
         fail("pooling", repr(pooling), f"one of {POOLINGS}")
+    if active is not None:
+        dims.check("active", active, "num_reqs", BOOL + INT8)
     _check_buffers(dims, width, out, scratch)
     run = resolve("score", "score_keys", q.device)
     scores: torch.Tensor = run(
         q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, out=out, scratch=scratch,
+        page_size=page_size, active=active, out=out, scratch=scratch,
     )  # fmt: skip
     return scores
 
@@ -288,7 +299,7 @@ def score_window(
     """
     dims = Dims()
     dims.check("q_window", q_window, "window_len num_qo_heads head_dim", FLOATS)
-    _check_keys(dims, k_pool, k_scale, page_size)
+    check_keys(dims, k_pool, k_scale, page_size)
     dims.check("slots_row", slots_row, "num_row_pages", INTS)
     dims.check("q_positions", q_positions, "window_len", INTS)
     check_int("window_len", dims["window_len"], minimum=1)

@@ -28,10 +28,10 @@ from tandemkv.cache_rank.protocol.step_program import StepProgram
 from tandemkv.cache_rank.seeding import choose_seed
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
-from tandemkv.kernels.score import make_score_scratch, score_keys
-from tandemkv.kernels.topk import make_topk_scratch, topk_positions
+from tandemkv.kernels.select import make_select_scratch, score_topk
 
 from .batch import DecodeBatch
+from .device_counters import DeviceCounters
 from .key_index import KeyIndex, make_key_index
 from .stress import StressSigns
 
@@ -129,16 +129,13 @@ class InProcessCacheRank:
         )
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         context = model.max_context
-        self._scores = torch.zeros(
-            (max_batch, heads, context) if self._selecting else (0,), device=device
-        )
-        budget = selection.budget_tokens
-        self._chosen_scores = torch.zeros((max_batch, heads, budget), device=device)
         self._scratch = (
-            make_score_scratch(max_batch, model.num_qo_heads, heads, context, device),
-            make_topk_scratch(max_batch, heads, selection.budget_tokens, device),
+            make_select_scratch(
+                max_batch, model.num_qo_heads, heads, context, selection.budget_tokens, device
+            ),
             make_mirror_scratch(max_batch, heads, context, device),
         ) if self._selecting else None  # fmt: skip
+        self._counters = DeviceCounters(device)
         self._all_slots = torch.arange(width, dtype=torch.int32, device=device)
         self._seeding: list[tuple[torch.Tensor, int, int]] = []
 
@@ -148,7 +145,7 @@ class InProcessCacheRank:
     def nbytes(self) -> int:
         """Bytes of key index and books."""
         books = self._mirror.positions.nbytes + self._mirror.last_used.nbytes
-        return self._index.nbytes + books + self._scores.nbytes
+        return self._index.nbytes + books
 
     @property
     def indexes(self) -> bool:
@@ -261,6 +258,7 @@ class InProcessCacheRank:
         """See `LocalCacheRank.begin_decode`."""
         lag = self._selection.lag if self.selects_for_next_step else 0
         self.batch.load(rows, lengths, req_to_token, lag=lag)
+        self._counters.begin_step(self.batch.active[: len(rows)], len(self._selecting))
 
     def append(self, layer: int, batch_size: int) -> None:
         """See `LocalCacheRank.append`."""
@@ -276,48 +274,45 @@ class InProcessCacheRank:
         """See `LocalCacheRank.select`."""
         assert self._scratch is not None
         size, batch, selection = len(query), self.batch, self._selection
-        score_scratch, topk_scratch, mirror_scratch = self._scratch
-        pages = batch.pages[:size]
+        select_scratch, mirror_scratch = self._scratch
+        pages, rows, active = batch.pages[:size], batch.rows[:size], batch.active[:size]
         lo, hi = batch.lo[:size], batch.hi[:size]
         page_size = self._pools.page_size
         if self._stress is not None:
             query = self._stress.apply(query, batch.step)
         keys, k_scale = self._index.keys(layer)
-        scores = score_keys(
+        chosen, chosen_scores = score_topk(
             query,
             keys,
             pages,
             lo,
-            torch.where(batch.active[:size], hi, 0),
+            hi,
+            selection.budget_tokens,
             width=self._model.max_context,
             scale=self._model.scale,
             pooling=selection.pooling,
             k_scale=k_scale,
             page_size=page_size,
-            out=self._scores[:size],
-            scratch=score_scratch,
+            active=active,
+            scratch=select_scratch,
         )
-        chosen = topk_positions(
-            scores, selection.budget_tokens, lo=lo, hi=hi, sort=False, scratch=topk_scratch,
-            out_scores=self._chosen_scores[:size],
-        )  # fmt: skip
-        book, rows = self._book_of[layer], batch.rows[:size]
-        positions, last_used = self._mirror.load(book, rows)
+        book = self._book_of[layer]
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
-            positions,
-            last_used,
+            self._mirror.positions[book],
+            self._mirror.last_used[book],
             step=batch.step,
             num_protected=selection.num_sink_tokens,
             num_target=batch.num_target[:size],
             hi=hi,
             lo=0,
             fetch_cap=selection.fetch_cap_tokens,
-            selected_scores=self._chosen_scores[:size],
-            active=batch.active[:size],
+            selected_scores=chosen_scores,
+            active=active,
+            rows=rows,
+            counters=self._counters.totals,
             scratch=mirror_scratch,
         )
-        self._mirror.commit(book, rows, positions, last_used)
         k_res, v_res = self._resident[layer]
         exchange_rows(
             self._pools.k[layer], self._pools.v[layer], pages, fetch_pos, fetch_slot,
@@ -326,4 +321,12 @@ class InProcessCacheRank:
 
     def counters(self) -> dict[str, float]:
         """See `LocalCacheRank.counters`."""
-        return {"steps_total": float(self.batch.step), "index_bytes": float(self._index.nbytes)}
+        return {
+            "steps_total": float(self.batch.step),
+            "index_bytes": float(self._index.nbytes),
+            **self._counters.read(),
+        }
+
+    def last_counters(self) -> dict[str, float]:
+        """See `LocalCacheRank.last_counters`."""
+        return self._counters.last()

@@ -138,6 +138,9 @@ class LocalCacheRank(Protocol):
     def counters(self) -> dict[str, float]:
         """Totals since the start; waits for the device."""
 
+    def last_counters(self) -> dict[str, float]:
+        """Totals as of a step that is over, without waiting; any thread may ask."""
+
 
 def create_local_cache_rank(
     *,

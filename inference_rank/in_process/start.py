@@ -55,6 +55,7 @@ class LocalRuntime:
             "resident_slots": float(selection.num_resident),
             "ring_slots": float(selection.num_recent_tokens),
             "index_bytes": float(self.rank.nbytes),
+            **self.rank.last_counters(),
         }
         return StatusReply(
             role="inference_rank",

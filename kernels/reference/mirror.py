@@ -65,26 +65,32 @@ def mirror_diff(
     fetch_cap: int,
     selected_scores: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
     if selected_scores is not None:
         selected = _best_first(selected, selected_scores)
     now = torch.as_tensor(step, device=last_used.device).to(last_used.dtype).reshape(-1, 1, 1)
-    if active is None:
+    if active is None and rows is None:
         return _diff(
-            selected, resident_pos, last_used, now, num_protected, num_target, hi, lo, fetch_cap
-        )
-    rows = active.nonzero().view(-1)
-    some_pos, some_used = resident_pos[rows], last_used[rows]
-    now = now.expand(active.shape[0], 1, 1)[rows]
+            selected, resident_pos, last_used, now, num_protected, num_target, hi, lo, fetch_cap,
+            counters,
+        )  # fmt: skip
+    chosen = torch.arange(len(selected), device=selected.device)
+    if active is not None:
+        chosen = active.nonzero().view(-1)
+    books = chosen if rows is None else rows[chosen]
+    some_pos, some_used = resident_pos[books], last_used[books]
+    now = now.expand(len(selected), 1, 1)[chosen]
     fetch = _diff(
-        selected[rows], some_pos, some_used, now, num_protected, num_target[rows], hi[rows], lo,
-        fetch_cap,
+        selected[chosen], some_pos, some_used, now, num_protected, num_target[chosen], hi[chosen],
+        lo, fetch_cap, counters,
     )  # fmt: skip
-    resident_pos[rows], last_used[rows] = some_pos, some_used
+    resident_pos[books], last_used[books] = some_pos, some_used
     fetch_pos, fetch_slot = (
-        part.new_full((*selected.shape[:2], fetch_cap), -1).index_copy_(0, rows, part)
+        part.new_full((*selected.shape[:2], fetch_cap), -1).index_copy_(0, chosen, part)
         for part in fetch
     )
     return fetch_pos, fetch_slot
@@ -108,6 +114,7 @@ def _diff(
     hi: torch.Tensor,
     lo: int,
     fetch_cap: int,
+    counters: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror of all requests, at the steps ``now [num_reqs or 1, 1, 1]``."""
     num_reqs, num_kv_heads, num_slots = resident_pos.shape
@@ -145,6 +152,9 @@ def _diff(
 
     is_fetched = fetch_pos >= 0
     fetch_slot = torch.where(is_fetched, slot_order, -1).to(torch.int32)
+    if counters is not None:
+        counts = (found >= 0).sum(), missing.sum(), is_fetched.sum()
+        counters[:3] += torch.stack(counts)
     _write(resident_pos, slot_order, fetch_pos, is_fetched)
     _write(last_used, slot_order, now.expand(shape), is_fetched)
     if fetch_cap > num_slots:

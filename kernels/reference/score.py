@@ -23,6 +23,7 @@ def score_keys(
     pooling: str = "softmax_mean",
     k_scale: torch.Tensor | None = None,
     page_size: int = 1,
+    active: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scratch: ScoreScratch | None = None,
 ) -> torch.Tensor:
@@ -35,6 +36,8 @@ def score_keys(
     if scores is None:
         scores = grouped.new_full((num_reqs, num_kv_heads, width), float("-inf"))
     limit = min(width, slots.shape[1] * page_size)
+    if active is not None:
+        hi = torch.where(active != 0, hi, 0)
     for req, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
         if last <= first:
             continue

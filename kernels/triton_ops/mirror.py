@@ -13,7 +13,7 @@ import triton.language as tl
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
-_NUM_WARPS, _CHUNK = 16, 32
+_NUM_WARPS, _CHUNK = 16, 128
 _FIRST = tl.constexpr(1 << 30)
 
 
@@ -102,13 +102,14 @@ def _take_victims(
     ]
 )
 def _mirror_kernel(
-    selected, selected_scores, resident_pos, last_used, step, num_target, hi, active,
-    slot_of, orders, fetch_pos, fetch_slot,
+    selected, selected_scores, resident_pos, last_used, rows, step, num_target, hi, active,
+    counters, slot_of, orders, fetch_pos, fetch_slot,
     num_heads, num_selected, num_resident, num_protected, lo, cap, max_context,
     sel_stride_b, sel_stride_h, sel_stride_n, score_stride_b, score_stride_h, score_stride_n,
     pos_stride_b, pos_stride_h, pos_stride_n, used_stride_b, used_stride_h, used_stride_n,
     step_stride, map_stride_b, map_stride_h,
-    HAS_SCORES: tl.constexpr, HAS_ACTIVE: tl.constexpr, IS_TENSOR: tl.constexpr,
+    HAS_SCORES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_ACTIVE: tl.constexpr,
+    HAS_COUNTERS: tl.constexpr, IS_TENSOR: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_CAP: tl.constexpr,
     BLOCK_FILL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -122,8 +123,11 @@ def _mirror_kernel(
     if IS_TENSOR:
         now = tl.load(step + req * step_stride)
     now = now.to(last_used.dtype.element_ty)
-    positions = resident_pos + req * pos_stride_b + head * pos_stride_h
-    uses = last_used + req * used_stride_b + head * used_stride_h
+    book = req
+    if HAS_ROWS:
+        book = tl.load(rows + req).to(tl.int64)
+    positions = resident_pos + book * pos_stride_b + head * pos_stride_h
+    uses = last_used + book * used_stride_b + head * used_stride_h
     slot_of += req * map_stride_b + head * map_stride_h
     out_pos, out_slot, orders = (
         fetch_pos + index * cap,
@@ -217,6 +221,11 @@ def _mirror_kernel(
     to_slot = tl.load(out_slot + column, mask=is_fetched, other=0)
     to_fetch = tl.load(out_pos + column, mask=is_fetched, other=0)
     tl.store(positions + to_slot * pos_stride_n, to_fetch, mask=is_fetched)
+    if HAS_COUNTERS:
+        num_hits = tl.sum((is_token & (found >= 0)).to(tl.int32), 0)
+        tl.atomic_add(counters, num_hits.to(tl.int64), mask=is_active, sem="relaxed")
+        tl.atomic_add(counters + 1, num_missing.to(tl.int64), mask=is_active, sem="relaxed")
+        tl.atomic_add(counters + 2, num_fetched.to(tl.int64), mask=is_active, sem="relaxed")
     tl.store(
         uses + to_slot * used_stride_n, tl.zeros_like(to_slot).to(now.dtype) + now, mask=is_fetched
     )
@@ -239,10 +248,12 @@ def mirror_diff(
     fetch_cap: int,
     selected_scores: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
-    num_reqs, num_heads, num_resident = resident_pos.shape
+    num_reqs, num_heads, num_resident = len(selected), *resident_pos.shape[1:]
     if scratch is None:
         message = "scratch=None: must be given on a GPU; make it once with make_mirror_scratch"
         raise ValueError(message)
@@ -261,14 +272,14 @@ def mirror_diff(
     scores = selected if selected_scores is None else selected_scores
     flags = num_target if active is None else active.view(torch.int8)
     _mirror_kernel[(num_reqs * num_heads,)](
-        selected, scores, resident_pos, last_used, step, num_target, hi, flags,
-        scratch, orders, fetch_pos, fetch_slot,
-        num_heads, selected.shape[-1], num_resident, num_protected, lo, fetch_cap,
-        scratch.shape[-1],
+        selected, scores, resident_pos, last_used, num_target if rows is None else rows,
+        step, num_target, hi, flags, orders if counters is None else counters, scratch, orders,
+        fetch_pos, fetch_slot, num_heads, selected.shape[-1], num_resident, num_protected, lo,
+        fetch_cap, scratch.shape[-1],
         *selected.stride(), *scores.stride(), *resident_pos.stride(), *last_used.stride(),
         step.stride(0) if per_req and isinstance(step, torch.Tensor) else 0, *scratch.stride()[:2],
-        HAS_SCORES=selected_scores is not None, HAS_ACTIVE=active is not None,
-        IS_TENSOR=is_tensor,
+        HAS_SCORES=selected_scores is not None, HAS_ROWS=rows is not None,
+        HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None, IS_TENSOR=is_tensor,
         BLOCK_K=max(16, triton.next_power_of_2(selected.shape[-1])),
         BLOCK_R=max(16, triton.next_power_of_2(num_resident)),
         BLOCK_CAP=block_cap,

@@ -64,11 +64,12 @@ def score_keys(
     pooling: str = "softmax_mean",
     k_scale: torch.Tensor | None = None,
     page_size: int = 1,
+    active: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scratch: ScoreScratch | None = None,
 ) -> torch.Tensor:
     """Score candidates; see `tandemkv.kernels.score.score_keys`."""
-    num_reqs, num_qo_heads, head_dim = q.shape
+    num_reqs, num_qo_heads = q.shape[:2]
     num_kv_heads = k_pool.shape[1]
     if out is None:
         shape = (num_reqs, num_kv_heads, width)
@@ -77,6 +78,51 @@ def score_keys(
         return out
     if scratch is None:
         scratch = make_score_scratch(num_reqs, num_qo_heads, num_kv_heads, width, q.device)
+    scanned = scan(
+        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
+        page_size=page_size, active=active, out=out, scratch=scratch,
+    )  # fmt: skip
+    if pooling == "softmax_mean":
+        tiles = max(1, POOL[0] // scanned.block_n)
+        pool_kernel[(num_reqs * num_kv_heads, triton.cdiv(width, tiles * scanned.block_n))](
+            lo, hi, lo if active is None else active.view(torch.int8),
+            out, scratch.logits, scratch.tile_max, scratch.split_lse,
+            width, num_kv_heads, scanned.num_splits, out.shape[2],
+            scratch.logits.shape[2], scratch.tile_max.shape[2], lo.stride(0), hi.stride(0),
+            HAS_ACTIVE=active is not None, GROUP=num_qo_heads // num_kv_heads,
+            PAD_G=scratch.logits.shape[3], BLOCK_N=scanned.block_n, BLOCK_T=tiles,
+            BLOCK_S=triton.next_power_of_2(scanned.num_splits), num_warps=POOL[1],
+        )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scanned:
+    """Tokens of a tile and programs per head of a scan: how its results lie in the scratch."""
+
+    block_n: int
+    num_splits: int
+
+
+def scan(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    slots: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    *,
+    width: int,
+    scale: float,
+    pooling: str,
+    k_scale: torch.Tensor | None,
+    page_size: int,
+    active: torch.Tensor | None,
+    out: torch.Tensor,
+    scratch: ScoreScratch,
+) -> Scanned:
+    """Launch the pass over the keys; `out` is not written for ``softmax_mean``."""
+    num_reqs, num_qo_heads, head_dim = q.shape
+    num_kv_heads = k_pool.shape[1]
     kind, group = _kind(k_pool), num_qo_heads // num_kv_heads
     tuning = TUNING[kind]
     block_n = min(tuning.block_n, page_size) if kind == "int4" else tuning.block_n
@@ -95,26 +141,17 @@ def score_keys(
     if kind == "int4" and scales.stride()[2:] != (head_dim, 1):
         fail("k_scale.stride()", scales.stride(), f"{(head_dim, 1)} in the last two places")
     scan_kernel[(num_reqs * num_splits * num_kv_heads,)](
-        q, k_pool, scales, slots, lo, hi, out,
+        q, k_pool, scales, slots, lo, hi, lo if active is None else active.view(torch.int8), out,
         scratch.logits, scratch.tile_max, scratch.split_lse, scratch.zero_dot,
         scale * (math.log2(math.e) if is_softmax else 1.0),
         width, num_kv_heads, num_splits, out.shape[2], scratch_width, scratch_tiles,
         *q.stride(), *k_pool.stride()[:3], *scales.stride()[:2],
         slots.stride(0), lo.stride(0), hi.stride(0),
-        KIND=kind, POOLING=pooling, GROUP=group, PAD_G=pad_g,
+        KIND=kind, POOLING=pooling, HAS_ACTIVE=active is not None, GROUP=group, PAD_G=pad_g,
         BLOCK_G=max(8, pad_g), PAGE=page_size, BLOCK_N=block_n, BLOCK_P=_BLOCK_PAGES,
         DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), STAGES=tuning.stages,
         ROUND=_TRITON_DTYPE[rounded], DOT=_TRITON_DTYPE[multiplied],
         USE_ASM=not _INTERPRETED, PRECISION="ieee" if rounded == torch.float32 else "tf32",
         num_warps=tuning.warps, maxnreg=tuning.registers,
     )  # fmt: skip
-    if is_softmax:
-        tiles = max(1, POOL[0] // block_n)
-        pool_kernel[(num_reqs * num_kv_heads, triton.cdiv(width, tiles * block_n))](
-            lo, hi, out, scratch.logits, scratch.tile_max, scratch.split_lse,
-            width, num_kv_heads, num_splits, out.shape[2], scratch_width, scratch_tiles,
-            lo.stride(0), hi.stride(0),
-            GROUP=group, PAD_G=pad_g, BLOCK_N=block_n, BLOCK_T=tiles,
-            BLOCK_S=triton.next_power_of_2(num_splits), num_warps=POOL[1],
-        )  # fmt: skip
-    return out
+    return Scanned(block_n=block_n, num_splits=num_splits)

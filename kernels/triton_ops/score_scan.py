@@ -57,14 +57,24 @@ def _widen(x, PART: tl.constexpr, USE_ASM: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
+def bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE: tl.constexpr):
+    """Return begin and end of a request's candidates; without candidates the end is 0."""
+    begin = tl.maximum(tl.load(lo + req * lo_stride), 0).to(tl.int32)
+    end = tl.minimum(tl.load(hi + req * hi_stride), width).to(tl.int32)
+    if HAS_ACTIVE:
+        end = tl.where(tl.load(active + req) != 0, end, 0)
+    return begin, tl.where(end > begin, end, 0)
+
+
+@triton.jit
 def scan_kernel(
-    q, k_pool, k_scale, slots, lo, hi, out, logits, tile_max, split_lse, zero_dot,
+    q, k_pool, k_scale, slots, lo, hi, active, out, logits, tile_max, split_lse, zero_dot,
     factor, width, num_heads, num_splits, out_width, scratch_width, scratch_tiles,
     q_stride_b, q_stride_h, q_stride_d, k_stride_s, k_stride_h, k_stride_n,
     scale_stride_s, scale_stride_h, slots_stride_b, lo_stride, hi_stride,
-    KIND: tl.constexpr, POOLING: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr,
-    BLOCK_G: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, POOLING: tl.constexpr, HAS_ACTIVE: tl.constexpr,
+    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_G: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     ROUND: tl.constexpr, DOT: tl.constexpr, USE_ASM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Score one part of one KV head's candidates.
@@ -77,8 +87,7 @@ def scan_kernel(
     head = tl.program_id(0) % num_heads
     split = (tl.program_id(0) // num_heads) % num_splits
     req = tl.program_id(0) // (num_heads * num_splits)
-    begin = tl.maximum(tl.load(lo + req * lo_stride), 0).to(tl.int32)
-    end = tl.minimum(tl.load(hi + req * hi_stride), width).to(tl.int32)
+    begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
     first_tile = begin // BLOCK_N
     num_tiles = tl.maximum(tl.cdiv(end, BLOCK_N) - first_tile, 0)
     num_tiles = tl.where(end > begin, num_tiles, 0)
@@ -204,16 +213,15 @@ def scan_kernel(
 
 @triton.jit
 def pool_kernel(
-    lo, hi, out, logits, tile_max, split_lse,
+    lo, hi, active, out, logits, tile_max, split_lse,
     width, num_heads, num_splits, out_width, scratch_width, scratch_tiles, lo_stride, hi_stride,
-    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Turn relative logits into the mean of the heads' softmax, BLOCK_T tiles at a time."""
     base = tl.program_id(0).to(tl.int64)
     req = base // num_heads
-    begin = tl.maximum(tl.load(lo + req * lo_stride), 0).to(tl.int32)
-    end = tl.minimum(tl.load(hi + req * hi_stride), width).to(tl.int32)
+    begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
     start = tl.program_id(1) * BLOCK_T
     if (start * BLOCK_N < end) & ((start + BLOCK_T) * BLOCK_N > begin) & (begin < end):
         member, split = tl.arange(0, PAD_G), tl.arange(0, BLOCK_S)

@@ -25,9 +25,9 @@ from tandemkv.kernels.triton_ops.topk_search import (
     thirds,
 )
 
-_MIN_CAPACITY, _MAX_CAPACITY = 4096, 16384
-_MIN_SAMPLE, _MAX_SAMPLE = 1024, 16384
-_POSITIONS_PER_SAMPLE = 16
+MIN_CAPACITY, MAX_CAPACITY = 4096, 16384
+MIN_SAMPLE, MAX_SAMPLE = 1024, 16384
+POSITIONS_PER_SAMPLE = 16
 _NUM_WARPS = 8
 _BLOCK = 2048  # scores that one program of the filter takes at a time
 _FILTER_PROGRAMS = 2048  # about two waves of the filter on a GPU of 132 multiprocessors
@@ -35,11 +35,12 @@ _FILTER_PROGRAMS = 2048  # about two waves of the filter on a GPU of 132 multipr
 
 def capacity_of(k: int) -> int:
     """Return how many candidates of a head its list holds."""
-    return min(_MAX_CAPACITY, max(_MIN_CAPACITY, triton.next_power_of_2(2 * k)))
+    return min(MAX_CAPACITY, max(MIN_CAPACITY, triton.next_power_of_2(2 * k)))
 
 
 @triton.jit
-def _bounds(lo, hi, req, width, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr):
+def row_bounds(lo, hi, req, width, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr):
+    """Return where a request's candidates begin, and how many they are."""
     begin, end = 0, width
     if HAS_LO:
         begin = tl.maximum(tl.load(lo + req), 0).to(tl.int32)
@@ -56,7 +57,7 @@ def _sample_kernel(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
-    begin, num = _bounds(lo, hi, req, width, HAS_LO, HAS_HI)
+    begin, num = row_bounds(lo, hi, req, width, HAS_LO, HAS_HI)
     bound = tl.full([], -(2**31) + 1, tl.int64)
     if num > CAPACITY:
         # One random candidate of each of SAMPLE equal parts: a period in the text does no harm.
@@ -87,7 +88,7 @@ def _filter_kernel(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
-    begin, num = _bounds(lo, hi, req, width, HAS_LO, HAS_HI)
+    begin, num = row_bounds(lo, hi, req, width, HAS_LO, HAS_HI)
     if num > CAPACITY:
         row = scratch + index * scratch_stride
         bound = tl.load(row + 1)
@@ -125,7 +126,7 @@ def _store_chosen(out, out_scores, rank, keep, position, key, HAS_SCORES: tl.con
 
 
 @triton.jit
-def _select_listed(out, out_scores, key, position, k, HAS_SCORES: tl.constexpr):
+def select_listed(out, out_scores, key, position, k, HAS_SCORES: tl.constexpr):
     """Choose among keys in registers; return how many."""
     num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
     keep = key > -(2**31)
@@ -155,7 +156,7 @@ def _load_keys(base, stride, begin, start, num, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _select_streamed(
+def select_streamed(
     out, out_scores, base, stride, begin, num, k, HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Choose among all candidates, read again for each count; return how many."""
@@ -205,7 +206,7 @@ def _select_kernel(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
-    begin, num = _bounds(lo, hi, req, width, HAS_LO, HAS_HI)
+    begin, num = row_bounds(lo, hi, req, width, HAS_LO, HAS_HI)
     base = scores + req * stride_b + head * stride_h
     row = scratch + index * scratch_stride
     out_row, score_row = out + index * k, out_scores + index * k
@@ -224,9 +225,9 @@ def _select_kernel(
         listed_at = tl.load(row + 2 + CAPACITY + place, mask=in_list, other=0)
         key = tl.where(is_short, score_key(direct), listed)
         position = tl.where(is_short, begin + place, listed_at)
-        num_chosen = _select_listed(out_row, score_row, key, position, k, HAS_SCORES)
+        num_chosen = select_listed(out_row, score_row, key, position, k, HAS_SCORES)
     else:
-        num_chosen = _select_streamed(
+        num_chosen = select_streamed(
             out_row, score_row, base, stride_n, begin, num, k, HAS_SCORES, BLOCK
         )
     start = num_chosen
@@ -267,8 +268,8 @@ def topk_positions(
     bounds = (out if lo is None else lo, out if hi is None else hi)  # not read where None
     flags = {"HAS_LO": lo is not None, "HAS_HI": hi is not None, "CAPACITY": capacity}
     if width > capacity:
-        sample = triton.next_power_of_2(width // _POSITIONS_PER_SAMPLE)
-        sample = min(_MAX_SAMPLE, max(_MIN_SAMPLE, sample))
+        sample = triton.next_power_of_2(width // POSITIONS_PER_SAMPLE)
+        sample = min(MAX_SAMPLE, max(MIN_SAMPLE, sample))
         _sample_kernel[(num_rows,)](
             scores, *bounds, scratch, num_heads, width, k, *scores.stride(), scratch.stride(0),
             **flags, SAMPLE=sample, num_warps=_NUM_WARPS,

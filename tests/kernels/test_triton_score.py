@@ -15,13 +15,22 @@ from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys, sco
 from tandemkv.kernels.testing import assert_close
 
 pytest.importorskip("triton")
-CASES = Path(__file__).with_name("triton_score_cases.py")
+CASES = ("triton_score_cases.py", "triton_fused_cases.py")
 
 
-def test_triton_scores_equal_float64(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_triton_scores_equal_float64(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
     environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).with_name(name)),
+    ]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout

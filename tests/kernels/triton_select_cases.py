@@ -52,9 +52,9 @@ def check_topk(scores: torch.Tensor, k: int, lo: list[int] | None, hi: list[int]
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows of some hundred scores go the way of long ones."""
-    monkeypatch.setattr(triton_topk, "_MIN_CAPACITY", 64)
+    monkeypatch.setattr(triton_topk, "MIN_CAPACITY", 64)
     monkeypatch.setattr(triton_topk, "_BLOCK", 128)
-    monkeypatch.setattr(triton_topk, "_MIN_SAMPLE", 64)
+    monkeypatch.setattr(triton_topk, "MIN_SAMPLE", 64)
 
 
 @pytest.mark.parametrize(("width", "k"), [(1, 1), (50, 7), (50, 60), (37, 0)])
@@ -149,19 +149,32 @@ def test_mirror_over_many_steps(dtype: torch.dtype, cap: int, holes: bool) -> No
             start[..., trial + 1 :] = -1
         want_pos, want_used = start, torch.full(shape, -1, dtype=dtype, device=DEVICE)
         got_pos, got_used = start.clone(), want_used.clone()
+        rows, counts = None, torch.zeros((2, 4), dtype=torch.int64, device=DEVICE)
+        if trial % 2:  # whole books, of which the requests have some rows
+            rows = torch.tensor([3, 1], device=DEVICE)
+            books = [torch.full((5, *t.shape[1:]), 7, dtype=t.dtype, device=DEVICE) for t in
+                     (want_pos, want_used)]  # fmt: skip
+            for book, part in zip(books, (want_pos, want_used), strict=True):
+                book[rows] = part
+            want_pos, want_used = books
+            got_pos, got_used = want_pos.clone(), want_used.clone()
         scratch = make_mirror_scratch(3, 2, 60, DEVICE)
         for step in range(1, 6):
             call = mirror_call(generator, sizes, step)
             selected = call.pop("selected")
-            want = mirror.mirror_diff(selected, want_pos, want_used, fetch_cap=cap, **call)
-            got = triton_mirror.mirror_diff(
-                selected, got_pos, got_used, fetch_cap=cap, scratch=scratch, **call
+            want = mirror.mirror_diff(
+                selected, want_pos, want_used, fetch_cap=cap, rows=rows, counters=counts[0], **call
             )
+            got = triton_mirror.mirror_diff(
+                selected, got_pos, got_used, fetch_cap=cap, rows=rows, counters=counts[1],
+                scratch=scratch, **call,
+            )  # fmt: skip
             assert torch.equal(got[0], want[0])
             assert torch.equal(got[1], want[1])
             assert torch.equal(got_pos, want_pos)
             assert torch.equal(got_used, want_used)
             assert bool((scratch == -1).all())
+            assert torch.equal(counts[0], counts[1])
 
 
 def test_mirror_needs_scratch_and_few_slots() -> None:

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choice of the best-scored positions under a query, in one operation.
+
+Called each step for each layer by a cache rank that keeps its books on the device that holds
+the keys; `tandemkv.kernels.score` and `tandemkv.kernels.topk` are the two halves of it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tandemkv.kernels.check import BOOL, FLOATS, INT8, INTS, Dims, check_int, fail
+from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.score import POOLINGS, ScoreScratch, check_keys, make_score_scratch
+from tandemkv.kernels.topk import make_topk_scratch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectScratch:
+    """Buffers of `score_topk` on a GPU, reused over layers and replays of a graph.
+
+    Attributes
+    ----------
+    score : ScoreScratch
+        What stands between the pass over the keys and the choice.
+    lists : torch.Tensor
+        ``[num_reqs * num_kv_heads, size]``, int32: see `make_topk_scratch`.
+    head_lse : torch.Tensor
+        ``[num_reqs, num_kv_heads, padded_group]``, float32: log2 of each query head's sum.
+    """
+
+    score: ScoreScratch
+    lists: torch.Tensor
+    head_lse: torch.Tensor
+
+
+def make_select_scratch(
+    num_reqs: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    width: int,
+    k: int,
+    device: torch.device,
+) -> SelectScratch:
+    """Allocate the buffers of `score_topk`.
+
+    Parameters
+    ----------
+    num_reqs, width, k : int
+        Largest values that will be used with it.
+    num_qo_heads, num_kv_heads : int
+        Heads, as they will be scored.
+    device : torch.device
+        Where.
+
+    Returns
+    -------
+    SelectScratch
+        About ``2.5 * num_reqs * num_qo_heads * width`` bytes. Calls that share it must be
+        ordered by one stream.
+    """
+    score = make_score_scratch(num_reqs, num_qo_heads, num_kv_heads, width, device)
+    return SelectScratch(
+        score=score,
+        lists=make_topk_scratch(num_reqs, num_kv_heads, k, device),
+        head_lse=torch.empty((*score.logits.shape[:2], score.logits.shape[3]), device=device),
+    )
+
+
+def score_topk(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    slots: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    k: int,
+    *,
+    width: int,
+    scale: float,
+    pooling: str = "softmax_mean",
+    k_scale: torch.Tensor | None = None,
+    page_size: int = 1,
+    active: torch.Tensor | None = None,
+    scratch: SelectScratch | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of the `k` highest scores under `q`, and the scores.
+
+    Parameters
+    ----------
+    q, k_pool, slots, lo, hi, width, scale, pooling, k_scale, page_size, active
+        As in `tandemkv.kernels.score.score_keys`.
+    k : int
+        Positions per KV head, ``>= 0``.
+    scratch : SelectScratch, optional
+        Buffers of the GPU version, from `make_select_scratch`; else allocated.
+
+    Returns
+    -------
+    positions : torch.Tensor
+        ``[num_reqs, num_kv_heads, k]``, int32, distinct, in any order, padded with ``-1`` at
+        the end. Of equal scores the lowest positions are chosen on a GPU, any on CPU.
+    scores : torch.Tensor
+        Likewise, float32: their scores, ``-inf`` for padding.
+
+    Raises
+    ------
+    ValueError
+        If an argument differs from the above; on CPU also if a range or a slot that it covers
+        is out of bounds.
+
+    Notes
+    -----
+    On a GPU asynchronous, without host sync and CUDA-graph safe; four launches for
+    ``softmax_mean``, whose scores are never written to memory, up to five for the others.
+    Exact for any content, as `tandemkv.kernels.topk.topk_positions` is. What stands in the
+    scratch afterwards is undefined.
+    """
+    dims = Dims()
+    dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
+    check_keys(dims, k_pool, k_scale, page_size)
+    dims.check("slots", slots, "num_reqs max_pages", INTS)
+    dims.check("lo", lo, "num_reqs", INTS)
+    dims.check("hi", hi, "num_reqs", INTS)
+    check_int("k", k, minimum=0)
+    check_int("width", width, minimum=0, maximum=dims["max_pages"] * page_size)
+    if pooling not in POOLINGS:
+        fail("pooling", repr(pooling), f"one of {POOLINGS}")
+    if active is not None:
+        dims.check("active", active, "num_reqs", BOOL + INT8)
+    if scratch is not None:
+        have, rows = scratch.score.logits.shape, dims["num_reqs"] * dims["num_kv_heads"]
+        if (
+            have[0] < dims["num_reqs"]
+            or have[1] != dims["num_kv_heads"]
+            or have[2] < width + 256
+            or scratch.lists.shape[0] < rows
+        ):
+            fail("scratch", tuple(have), "made by make_select_scratch for these sizes")
+    run = resolve("select", "score_topk", q.device)
+    chosen: tuple[torch.Tensor, torch.Tensor] = run(
+        q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
+        page_size=page_size, active=active, scratch=scratch,
+    )  # fmt: skip
+    return chosen

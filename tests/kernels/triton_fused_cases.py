@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`score_topk` against scores and then a choice; run by `test_triton_score` in a process."""
+
+import pytest
+import torch
+import triton_score_cases  # lets the interpreter loop to loaded bounds
+from score_inputs import make_keys
+
+from tandemkv.kernels.reference.select import score_topk as reference
+from tandemkv.kernels.score import POOLINGS, make_score_scratch
+from tandemkv.kernels.select import SelectScratch, make_select_scratch
+from tandemkv.kernels.triton_ops import score as triton_score
+from tandemkv.kernels.triton_ops import select as triton_select
+from tandemkv.kernels.triton_ops import topk as triton_topk
+
+DEVICE = triton_score_cases.DEVICE
+tensor = triton_score_cases.tensor
+
+
+@pytest.fixture(autouse=True)
+def small_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let some hundred candidates go the way of many."""
+    monkeypatch.setattr(triton_topk, "MIN_CAPACITY", 64)
+    monkeypatch.setattr(triton_topk, "MIN_SAMPLE", 64)
+    monkeypatch.setattr(triton_select, "_BLOCK", 64)
+    monkeypatch.setattr(triton_select, "_FILTER_PROGRAMS", 6)
+
+
+def filled_scratch(num_reqs: int, group: int, heads: int, width: int, k: int) -> SelectScratch:
+    """Return buffers as large as on a GPU, with nothing useful in them."""
+    score = make_score_scratch(num_reqs, group * heads, heads, width, torch.device(DEVICE))
+    for buffer in (score.logits, score.tile_max, score.zero_dot, score.split_lse):
+        buffer.fill_(float("nan"))
+    size = 2 + 2 * triton_topk.capacity_of(k)
+    return SelectScratch(
+        score=score,
+        lists=torch.full((num_reqs * heads, size), 7, dtype=torch.int32, device=DEVICE),
+        head_lse=torch.full((num_reqs, heads, score.logits.shape[3]), torch.nan, device=DEVICE),
+    )
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("group", "k"), [(1, 5), (4, 20), (3, 40)])
+def test_equals_scores_and_choice(pooling: str, kind: str, group: int, k: int) -> None:
+    """Exactly: both take the same scan's results through the same formula."""
+    torch.manual_seed(group)
+    keys = make_keys(
+        kind, num_reqs=5, heads=2, group=group, dim=64, page_size=16, num_pages=5 * 25,
+        device=DEVICE,
+    )  # fmt: skip
+    lo, hi = tensor([4, 0, 17, 9, 3]), tensor([391, 30, 17, 9 + k, 400])
+    active = torch.tensor([1, 1, 1, 1, int(k != 5)], dtype=torch.bool, device=DEVICE)
+    options = {
+        "width": 400, "scale": 0.2, "pooling": pooling, "k_scale": keys.k_scale, "page_size": 16,
+        "active": active,
+    }  # fmt: skip
+    arguments = (keys.q, keys.k_pool, keys.table, lo, hi)
+    for scratch in (filled_scratch(6, group, 2, 400, k), None):
+        if scratch is None and DEVICE == "cpu":
+            continue  # without a GPU no lists are allocated
+        got, got_scores = triton_select.score_topk(*arguments, k, **options, scratch=scratch)
+        scores = triton_score.score_keys(*arguments, **options)
+        want_scores = torch.full(got.shape, torch.nan, device=DEVICE)
+        want = triton_topk.topk_positions(scores, k, sort=False, out_scores=want_scores)
+        order, want_order = got.sort(-1), want.sort(-1)
+        assert torch.equal(order.values, want_order.values)
+        assert torch.equal(
+            got_scores.gather(-1, order.indices), want_scores.gather(-1, want_order.indices)
+        )
+        assert not bool(((got < 0)[..., :-1] & (got >= 0)[..., 1:]).any())
+        assert torch.equal(got < 0, got_scores == -torch.inf)
+        _, far_scores = reference(*arguments, k, **options)
+        far_scores, near_scores = (s.sort(-1).values for s in (far_scores, got_scores))
+        assert torch.equal(far_scores == -torch.inf, near_scores == -torch.inf)
+        gap = torch.where(far_scores > -torch.inf, near_scores - far_scores, 0.0).abs()
+        assert float(gap.max()) <= 2e-2 * float(far_scores.abs()[far_scores > -torch.inf].max())
+
+
+@pytest.mark.parametrize("kind", ["equal", "two_values"])
+def test_where_the_sample_is_of_no_use(kind: str) -> None:
+    """Many equal scores: more than fit reach the bound, and the lowest positions count."""
+    keys = make_keys(
+        "float32", num_reqs=1, heads=2, group=2, dim=16, page_size=16, num_pages=20, device=DEVICE
+    )
+    keys.k_pool.zero_()
+    best = []
+    if kind == "two_values":
+        best = [7, 250, 290]
+        keys.q.fill_(1.0)
+        slots = keys.table[0].long()[torch.tensor(best) // 16] * 16 + torch.tensor(best) % 16
+        keys.k_pool[slots.to(DEVICE)] = 0.5
+    scratch = filled_scratch(1, 2, 2, 320, 20)
+    got, scores = triton_select.score_topk(
+        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 20, width=320, scale=1.0,
+        page_size=16, scratch=scratch,
+    )  # fmt: skip
+    want = sorted([*best, *[p for p in range(2, 40) if p not in best][: 20 - len(best)]])
+    assert got.sort(-1).values.tolist() == [[want, want]]
+    assert bool(scores.isfinite().all())
+
+
+def test_refuses_lists_for_a_smaller_k() -> None:
+    keys = make_keys(
+        "float32", num_reqs=1, heads=1, group=1, dim=16, page_size=16, num_pages=4, device=DEVICE
+    )
+    with pytest.raises(ValueError, match="make_select_scratch"):
+        triton_select.score_topk(
+            keys.q, keys.k_pool, keys.table, tensor([0]), tensor([9]), 300, width=9, scale=1.0,
+            page_size=16, scratch=filled_scratch(1, 1, 1, 64, 5),
+        )  # fmt: skip
+
+
+def test_scratch_fits_what_is_asked_for() -> None:
+    scratch = make_select_scratch(3, 8, 2, 500, 40, torch.device(DEVICE))
+    assert scratch.head_lse.shape == (3, 2, 4)
+    assert scratch.lists.shape[0] == 6
