@@ -107,8 +107,9 @@ class Campaign:
         )
 
     def applies(self, configuration: Configuration, task: Task) -> bool:
-        """Whether a task says anything about a configuration: mass needs something selected."""
-        return task.measure != "mass" or configuration.attended_tokens is not None
+        """Whether a task says anything: mass needs what is attended to, on the inference rank."""
+        has_all_here = configuration.attended_tokens is not None and not configuration.remote_tokens
+        return task.measure != "mass" or has_all_here
 
 
 def prepare(request: Request, note: Callable[[str], None]) -> Campaign:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from tandemkv.cache_rank.policies.base import PolicyCapabilities, PolicyError
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 DENSE = "dense"
@@ -30,6 +31,9 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         As given on the command line, ``all`` where everything is attended to.
     attended_tokens : int or None
         Tokens attended to per KV head and layer, in layers that are not exact; None for all.
+    remote_tokens : int
+        Those of them, at most, that the cache rank attends to; the inference rank does not see
+        them.
     exact_layers : list of int
         Layers that attend to everything.
     num_layers : int
@@ -45,6 +49,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     budget: str
     attended_tokens: int | None
     num_layers: int
+    remote_tokens: int = 0
     exact_layers: list[int] = []
     selection: dict[str, str | int | float | bool | list[int] | None] = {}
     sees_question: str = ""
@@ -196,13 +201,17 @@ def _sparse(
 ) -> Configuration:
     """Find the settings whose attended tokens come closest to the budget from below.
 
-    What is attended to is resident: sink + c * K + ring. A policy that selects nothing gets the
-    whole budget as its ring.
+    What is attended to is resident: sink + c * K + ring. A policy that attends on the cache rank
+    has sink and ring resident, and K there. One that selects nothing gets the whole budget as its
+    ring.
     """
     defaults = {key: field.default for key, field in SelectionSettings.model_fields.items()}
     sink = int(str(base.get("num_sink_tokens", defaults["num_sink_tokens"])))
     recent = int(str(base.get("num_recent_tokens", defaults["num_recent_tokens"])))
     factor = float(str(base.get("resident_factor", defaults["resident_factor"])))
+    is_remote = capabilities.timing is Timing.SAME_STEP_ATTENTION
+    if is_remote:
+        factor = 1.0
     if capabilities.selects:
         added: dict[str, object] = {"budget_tokens": int((budget.tokens - sink - recent) / factor)}
     else:
@@ -215,7 +224,8 @@ def _sparse(
             f"with num_sink_tokens={sink}, num_recent_tokens={recent}, resident_factor={factor:g}: "
             f"{error}; where it is too small, --set selection.num_recent_tokens=16 makes room"
         ) from error
-    attended = settings.num_resident + settings.num_recent_tokens
+    remote = settings.budget_tokens if is_remote else 0
+    attended = settings.num_resident + settings.num_recent_tokens + remote
     if attended > budget.tokens:
         raise SettingsError(
             f"policy={policy} attends to {attended} tokens with budget={budget.text}; its budget "
@@ -226,6 +236,7 @@ def _sparse(
         policy=policy,
         budget=budget.text,
         attended_tokens=attended,
+        remote_tokens=remote,
         num_layers=num_layers,
         exact_layers=sorted(set(settings.exact_layers) & set(range(num_layers))),
         selection=_given(settings),

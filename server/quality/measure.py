@@ -17,6 +17,8 @@ from .scorers import SCORERS
 from .servers import MeasurementError, RunningServer
 from .tokenizing import Tokenizer
 
+_ROW_KINDS = ("sparse", "dense", "exact", "slow")
+
 
 def measure(
     server: RunningServer,
@@ -68,16 +70,23 @@ def measure(
     after = server.counters()
     counters = {key: value - before.get(key, 0.0) for key, value in after.items()}
     context = counters.get("inference.context_tokens_total", 0.0)
-    rows = sum(counters.get(f"inference.{k}_rows_total", 0.0) for k in ("sparse", "dense", "exact"))
+    kinds = {k: counters.get(f"inference.{k}_rows_total", 0.0) for k in _ROW_KINDS}
+    # A slow row is counted as sparse and as exact.
+    rows = kinds["sparse"] + kinds["dense"] + kinds["exact"] - kinds["slow"]
+    share = None
+    if context:
+        share = counters["inference.attended_tokens_total"] / context
+        share += kinds["slow"] / rows * (1 - share)
     return TaskResult(
         task=task,
         samples_digest=samples_digest(samples),
         digest=digest,
         answers=answers,
         seconds=round(seconds, 2),
-        attended_share=counters["inference.attended_tokens_total"] / context if context else None,
+        attended_share=share,
         fetched_rows_per_step=counters["cache.fetched_rows_total"] / rows if rows else None,
         decode_steps=counters.get("inference.decode_steps_total"),
+        request_steps=rows or None,
         probes=_read_probes(server) if samples and samples[0].mode == "probe" else None,
         counters={key: value for key, value in counters.items() if value},
     )

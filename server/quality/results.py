@@ -60,10 +60,13 @@ class TaskResult(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     digest : str
         Of the samples and of all settings: what a result is taken for when resuming.
     attended_share : float or None
-        Measured share of the context that decode attended to, in layers that are not exact.
+        Measured share of the context that decode attended to, in layers that are not exact. A
+        step that attends to everything for a part of the heads counts as if it did for all.
     fetched_rows_per_step : float or None
         Rows (a key and a value of one KV head in one layer) that selection sent to the inference
         rank, per request and decode step.
+    decode_steps, request_steps : float or None
+        Decode steps of the server, and of each request summed up.
     """
 
     task: str
@@ -74,6 +77,7 @@ class TaskResult(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     attended_share: float | None = None
     fetched_rows_per_step: float | None = None
     decode_steps: float | None = None
+    request_steps: float | None = None
     probes: Probes | None = None
     counters: dict[str, float] = {}
 

@@ -197,7 +197,10 @@ def _share(configuration: Configuration, result: TaskResult) -> float | None:
         return 1.0
     if result.attended_share is None:
         return None
-    return configuration.attended_share(result.attended_share)
+    share, context = result.attended_share, result.counters.get("inference.context_tokens_total")
+    if configuration.remote_tokens and context and result.request_steps:
+        share += configuration.remote_tokens * result.request_steps / context
+    return configuration.attended_share(min(1.0, share))
 
 
 def _pairs(result: TaskResult, dense: TaskResult | None) -> list[tuple[Answer, Answer]]:

@@ -47,6 +47,12 @@ def test_streaming_gets_the_whole_budget_as_its_ring() -> None:
     assert one.attended_tokens == 512
 
 
+def test_what_is_attended_to_on_the_cache_rank_is_in_the_budget() -> None:
+    _, one = make(["lfps"], ["512"])
+    assert (one.selection["budget_tokens"], one.remote_tokens) == (444, 444)
+    assert one.attended_tokens == 512
+
+
 def test_exact_has_no_budget_and_comes_once() -> None:
     _, one = make(["exact"], ["512", "1024"])
     assert (one.budget, one.attended_tokens) == ("all", None)

@@ -156,6 +156,17 @@ def test_figures_are_those_worked_out_by_hand(out: Path) -> None:
     assert rows["SnapKV"].moved_rows is None
 
 
+def test_tokens_attended_to_on_the_cache_rank_count_in_the_share() -> None:
+    there = Configuration(
+        system="tandemkv", policy="lfps", budget="512", attended_tokens=30, num_layers=10,
+        remote_tokens=20,
+    )  # fmt: skip
+    counters = {"inference.context_tokens_total": 400.0}
+    one = result("perplexity", nlls(2.0), attended_share=0.1, request_steps=4.0, counters=counters)
+    (row,) = summarise(DESCRIBED, [(there, {"perplexity": one})]).rows
+    assert row.scores["perplexity"].attended_share == pytest.approx(0.1 + 20 / 100)
+
+
 def test_markdown_holds_every_system_in_one_table(out: Path) -> None:
     write_report(out, Console(file=io.StringIO()))
     text = (out / "report.md").read_text()
