@@ -187,9 +187,9 @@ def _select_kernel(
         num_chosen = select_streamed(out_row, score_row, scores, stride, begin, num, k, True, BLOCK)
     start = num_chosen
     while start < k:
-        place = start + tl.arange(0, BLOCK_PAD)
-        tl.store(out_row + place, -1, mask=place < k)
-        tl.store(score_row + place, float("-inf"), mask=place < k)
+        column = start + tl.arange(0, BLOCK_PAD)
+        tl.store(out_row + column, -1, mask=column < k)
+        tl.store(score_row + column, float("-inf"), mask=column < k)
         start += BLOCK_PAD
 
 
