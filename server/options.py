@@ -62,7 +62,7 @@ RANK_FLAGS: tuple[Flag, ...] = (
 )  # fmt: skip
 ROW_FLAGS = _flags("Server", "", "max-running-requests max-context dtype")
 SERVE_FLAGS: tuple[Flag, ...] = (
-    *_flags("Server", "", "host port allow-remote device cache-ranks"),
+    *_flags("Server", "", "host port allow-remote device cache-ranks tp=tensor_parallel"),
     *ROW_FLAGS,
     *_flags("Server", "", "chunked-prefill-size start-timeout-s stop-timeout-s run-dir"),
     *RANK_FLAGS,

@@ -14,6 +14,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
 
 from .memory import available_bytes, estimate_memory, gib
+from .placement_choice import resolve_placement
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL, ServeSettings
 from .sglang_args import check_sglang_args
@@ -54,7 +55,6 @@ def resolve_launch(
     device = resolve_device(
         settings.device, cache_ranks=settings.cache_ranks, num_ranks_here=num_ranks_here
     )
-    settings = resolve_transport(settings, device)
     check_sglang_args(settings.sglang_args, device=device)
     check_policy(settings.selection.policy)
     port = choose_port(settings.host, settings.port)
@@ -62,6 +62,8 @@ def resolve_launch(
     dtype = resolve_dtype(settings.dtype, device, model_dir)
     spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
     check_model(settings, spec, read_config(model_dir))
+    settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
+    settings = resolve_transport(settings, device)
     check_selection(settings, spec)
     check_memory(settings, spec, model_dir, device=device)
     return ResolvedLaunch(
@@ -90,8 +92,8 @@ def resolve_model(model: str, progress: Callable[[str], None]) -> Path:
     )
 
 
-def resolve_device(device: str, *, cache_ranks: int = 1, num_ranks_here: int = 2) -> str:
-    """Decide the device. A cache rank needs a GPU of its own.
+def resolve_device(device: str, *, cache_ranks: int | None = None, num_ranks_here: int = 2) -> str:
+    """Decide the device. A cache rank that was asked for needs a GPU of its own.
 
     Raises
     ------

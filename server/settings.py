@@ -44,8 +44,10 @@ class ServeSettings(BaseModel):
     port: int = Field(
         30000, ge=0, le=65535, description="Port of the server; 0 lets the OS choose one."
     )
-    cache_ranks: int = Field(
-        1, description="Cache ranks to start; 0: inside the inference rank's process."
+    cache_ranks: int | None = Field(
+        None,
+        description="Cache ranks; 0: inside the inference rank's process. Default 1 on cpu, on "
+        "cuda what `tandemkv plan` recommends.",
     )
     tensor_parallel: int = Field(
         1, ge=1, le=64, description="GPUs that the model is split over; needs cache_ranks=0."
@@ -99,8 +101,8 @@ class ServeSettings(BaseModel):
 
     @field_validator("cache_ranks")
     @classmethod
-    def _check_cache_ranks(cls, value: int) -> int:
-        if value not in (0, 1):
+    def _check_cache_ranks(cls, value: int | None) -> int | None:
+        if value not in (None, 0, 1):
             raise ValueError(
                 f"{value} cache ranks are not available in this version; use 1, or 0 for one "
                 "inside the inference rank's process"
@@ -119,7 +121,9 @@ class ServeSettings(BaseModel):
                 f"transport=local and cache_ranks={self.cache_ranks} contradict each other; use "
                 "--cache-ranks 0"
             )
-        if self.tensor_parallel > 1 and not self.rank_settings.exchange.is_in_process:
+        if self.tensor_parallel > 1 and not (
+            self.cache_ranks is None or self.rank_settings.exchange.is_in_process
+        ):
             raise ValueError(
                 f"tensor_parallel={self.tensor_parallel} needs --cache-ranks 0 or --transport peer "
                 "in this version"

@@ -52,8 +52,8 @@ _REFUSED_FAMILIES = {
     "--dllm-": "diffusion language models are not supported",
 }
 _ONLY = {
-    "--tp-size": ("1", "tensor parallelism is not available in this version"),
-    "--tensor-parallel-size": ("1", "tensor parallelism is not available in this version"),
+    "--tp-size": ("1", "use --tp of tandemkv"),
+    "--tensor-parallel-size": ("1", "use --tp of tandemkv"),
     "--pp-size": ("1", "pipeline parallelism is not available in this version"),
     "--pipeline-parallel-size": ("1", "pipeline parallelism is not available in this version"),
     "--dp-size": ("1", "data parallelism is not available in this version"),

@@ -58,8 +58,10 @@ def test_every_hook_target_is_in_the_contract() -> None:
 )
 def test_options_that_bypass_us_are_refused(args: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match=next(iter(args)).replace("_", "-")):
-        check_server_args(SimpleNamespace(**args))
+        check_server_args(SimpleNamespace(**args), is_local=False)
 
 
 def test_plain_options_are_accepted() -> None:
-    check_server_args(SimpleNamespace(tp_size=1, disaggregation_mode="null", kv_cache_dtype="auto"))
+    plain = {"disaggregation_mode": "null", "kv_cache_dtype": "auto"}
+    check_server_args(SimpleNamespace(tp_size=1, **plain), is_local=False)
+    check_server_args(SimpleNamespace(tp_size=4, **plain), is_local=True)

@@ -100,7 +100,7 @@ def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:
         (["serve", "/nonexistent"], 2, "model=/nonexistent: no such directory"),
         (["serve", "m", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["serve", "m", "--no-such-flag"], 2, "No such option"),
-        (["serve", "m", "--cache-ranks", "0"], 2, "not available in this version"),
+        (["serve", "m", "--cache-ranks", "2"], 2, "not available in this version"),
         (["serve", "m", "--", "--attention-backend", "triton"], 2, "--attention-backend"),
         (["serve", "m", "--port", "0", "--policy", "magic"], 2, "look_ahead"),
         (["cache-rank"], 2, "--run-dir"),
