@@ -10,17 +10,50 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
 from .model_spec import ModelSpec
-from .settings import RankSettings
+from .settings import RankSettings, SelectionSettings
 
 _FACTORY = "tandemkv.cache_rank.in_process.rank:create"
 
 PredictQuery = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(layer, hidden [B, hidden_size], positions [B] int64) -> query [B, Hq, D]`` after RoPE."""
+
+
+WARM_UP_STEPS = 64
+"""Steps before a request leaves dense attention in which its resident set is made ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLengths:
+    """Up to which length a request is attended to as a whole, and from which it is selected for.
+
+    Between the two nothing that is selected is used yet: the fetch cap bounds how fast a
+    resident set can follow, so it starts `WARM_UP_STEPS` early. No request begins with a cold
+    set: longer prompts are seeded by their last queries.
+
+    Attributes
+    ----------
+    num_dense : int
+        Longest request that is attended to as a whole.
+    num_cold : int
+        Longest request that is not selected for.
+    """
+
+    num_dense: int
+    num_cold: int
+
+    @classmethod
+    def of(cls, selection: SelectionSettings, num_resident: int) -> Self:
+        """Derive both from the settings."""
+        if not selection.dense_while_fits:
+            return cls(num_dense=0, num_cold=0)
+        fitting = num_resident + selection.num_recent_tokens
+        num_dense = max(fitting, selection.dense_tokens or 0)
+        return cls(num_dense=num_dense, num_cold=max(fitting, num_dense - WARM_UP_STEPS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

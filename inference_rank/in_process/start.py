@@ -13,6 +13,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.local import (
+    DenseLengths,
     LocalCacheRank,
     LocalPools,
     create_local_cache_rank,
@@ -128,17 +129,10 @@ def create_backend(runner: Any) -> InProcessBackend:
         home,
         cache_device=cache_device,
         seed_window=selection.seed_window,
-        num_dense=num_dense_of(selection),
+        lengths=DenseLengths.of(selection, selection.num_resident),
         num_resident=selection.num_resident,
         runtime=local,
     )
-
-
-def num_dense_of(selection: SelectionSettings) -> int:
-    """Longest request that is attended to as a whole."""
-    if not selection.dense_while_fits:
-        return 0
-    return selection.num_resident + selection.num_recent_tokens
 
 
 def cache_device_of(runner: Any, settings: RankSettings) -> torch.device:
@@ -177,7 +171,7 @@ def make_home(
     sizes = {
         "num_resident": width,
         "num_recent": selection.num_recent_tokens,
-        "num_dense": num_dense_of(selection),
+        "num_dense": DenseLengths.of(selection, width).num_dense,
         "max_batch": rows1 - 1,
         "device": device,
     }
@@ -241,6 +235,12 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
             f"capacity_tokens={capacity} does not fit this GPU: SGLang sized its pool to "
             f"{runner.max_total_num_tokens}; lower --cache-tokens, or pass a higher "
             "--mem-fraction-static to SGLang"
+        )
+    fitting = selection.num_resident + selection.num_recent_tokens
+    if settings.exchange.transport == "peer" and (selection.dense_tokens or 0) > fitting:
+        raise SettingsError(
+            f"dense_tokens={selection.dense_tokens}: with transport=peer only what is resident can "
+            f"be attended to as a whole, {fitting} tokens; lower --dense-tokens"
         )
     if selection.index_dtype == "int4" and selection.num_recent_tokens < page_size:
         raise SettingsError(

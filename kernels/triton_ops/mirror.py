@@ -13,7 +13,7 @@ import triton.language as tl
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
-_NUM_WARPS, _CHUNK = 16, 128
+_NUM_WARPS, _CHUNK = 16, 32
 _FIRST = tl.constexpr(1 << 30)
 
 

@@ -74,8 +74,9 @@ def scan_kernel(
     scale_stride_s, scale_stride_h, slots_stride_b, lo_stride, hi_stride,
     KIND: tl.constexpr, POOLING: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_G: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    ROUND: tl.constexpr, DOT: tl.constexpr, USE_ASM: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr, ROUND: tl.constexpr, DOT: tl.constexpr, USE_ASM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Score one part of one KV head's candidates.
 

@@ -27,7 +27,7 @@ from tandemkv.kernels.triton_ops.topk import select_listed, select_streamed
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 _BLOCK = 512  # tokens that a program of the filter takes at a time
-_FILTER_WARPS = 2
+_FILTER_WARPS = 4
 _FILTER_PROGRAMS = 4096
 
 

@@ -43,7 +43,7 @@ def filled_scratch(num_reqs: int, group: int, heads: int, width: int, k: int) ->
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(("group", "k"), [(1, 5), (4, 20), (3, 40)])
 def test_equals_scores_and_choice(pooling: str, kind: str, group: int, k: int) -> None:
-    """Exactly: both take the same scan's results through the same formula."""
+    """Both take the same scan's results through the same formula, in another order of sums."""
     torch.manual_seed(group)
     keys = make_keys(
         kind, num_reqs=5, heads=2, group=group, dim=64, page_size=16, num_pages=5 * 25,
@@ -63,11 +63,15 @@ def test_equals_scores_and_choice(pooling: str, kind: str, group: int, k: int) -
         scores = triton_score.score_keys(*arguments, **options)
         want_scores = torch.full(got.shape, torch.nan, device=DEVICE)
         want = triton_topk.topk_positions(scores, k, sort=False, out_scores=want_scores)
-        order, want_order = got.sort(-1), want.sort(-1)
-        assert torch.equal(order.values, want_order.values)
-        assert torch.equal(
-            got_scores.gather(-1, order.indices), want_scores.gather(-1, want_order.indices)
-        )
+        if DEVICE == "cpu":
+            assert torch.equal(got.sort(-1).values, want.sort(-1).values)
+        # On a GPU sums of the members of a group may differ in their last bit.
+        close = {"rtol": 1e-6, "atol": 0}
+        torch.testing.assert_close(got_scores.sort(-1).values, want_scores.sort(-1).values, **close)
+        found = scores.gather(-1, got.clamp(min=0).long()).where(got >= 0, -torch.inf)
+        torch.testing.assert_close(got_scores, found, **close)
+        chosen = got.sort(-1).values
+        assert not bool(((chosen[..., 1:] == chosen[..., :-1]) & (chosen[..., 1:] >= 0)).any())
         assert not bool(((got < 0)[..., :-1] & (got >= 0)[..., 1:]).any())
         assert torch.equal(got < 0, got_scores == -torch.inf)
         _, far_scores = reference(*arguments, k, **options)
