@@ -11,6 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from . import recovery, teacher_forcing
 from . import runtime as runtime_module
+from .in_process import graph_variants
 
 Hook = tuple[str, Callable[..., Any], HookType]
 
@@ -24,6 +25,7 @@ _CELL_SIZE = (
 )
 _RENDEZVOUS = "sglang.srt.distributed.bootstrap.init_distributed_environment"
 _CAPTURE = "sglang.srt.distributed.parallel_state.graph_capture"
+_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 
 
@@ -67,6 +69,8 @@ def in_process_hooks(backend: str) -> list[Hook]:
         *(elsewhere if settings.exchange.transport == "peer" else []),
         _support_triton_hook(backend),
         (_CAPTURE, _capture_first, HookType.AROUND),
+        (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_both, HookType.AROUND),
+        (f"{_GRAPHS}._resolve_lora_variant", graph_variants.resolve, HookType.AROUND),
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),
         (_BUILD_POOL, _build_local_pool, HookType.AROUND),
         (f"{_SCHEDULER}.run_batch", _run_local_batch, HookType.AROUND),

@@ -55,6 +55,10 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "distributed_init_method",
     ),
     "sglang.srt.distributed.parallel_state.graph_capture": ("stream",),
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
+    "capture_one_shape": ("size", "forward", "stream_idx", "variant_label"),
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
+    "_resolve_lora_variant": ("forward_batch",),
     "sglang.srt.layers.sampler.Sampler.forward": ("logits_output", "sampling_info"),
 }
 

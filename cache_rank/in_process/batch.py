@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from tandemkv.cache_rank.protocol.local import DenseLengths
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 
@@ -19,8 +20,8 @@ class DecodeBatch:
         ``[max_batch]`` int32: tokens after the step, candidates ``[lo, hi)``, resident slots
         that have to be filled.
     active : torch.Tensor
-        ``[max_batch]`` bool: the policy selects for the request. Padding (row 0) and requests
-        that are resident as a whole are not.
+        ``[max_batch]`` bool: the policy selects for the request; not for padding (row 0), and
+        not for requests that are dense and will be for a while.
     pages : torch.Tensor
         ``[max_batch, max_pages]`` int32: page that each run of `page_size` positions lies in.
     step : torch.Tensor
@@ -40,9 +41,7 @@ class DecodeBatch:
         self._page_size = page_size
         self._num_resident = num_resident
         self._num_recent = selection.num_recent_tokens
-        self._num_dense = (
-            num_resident + selection.num_recent_tokens if selection.dense_while_fits else 0
-        )
+        self._lengths = DenseLengths.of(selection, num_resident)
         # As of the step that uses the selection.
         self._sink = selection.num_sink_tokens
 
@@ -56,11 +55,6 @@ class DecodeBatch:
         self.active = zeros(max_batch, dtype=torch.bool)
         self.pages = zeros(max_batch, -(-max_context // page_size))
         self.step = zeros()
-
-    @property
-    def num_dense(self) -> int:
-        """Longest request that is attended to as a whole."""
-        return self._num_dense
 
     def load(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, *, lag: int
@@ -81,7 +75,7 @@ class DecodeBatch:
         self.hi[:size].clamp_(min=0)
         self.lo[:size].fill_(self._sink)
         torch.clamp(self.hi[:size], max=self._num_resident, out=self.num_target[:size])
-        torch.gt(lengths, self._num_dense, out=self.active[:size])
+        torch.gt(lengths, self._lengths.num_cold, out=self.active[:size])
         self.active[:size] &= rows != 0
         torch.div(
             first,

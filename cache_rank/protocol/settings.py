@@ -78,6 +78,13 @@ class SelectionSettings(_Strict):
     dense_while_fits: bool = Field(
         default=True, description="Skip selection while everything is resident; off only for tests."
     )
+    dense_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=1 << 24,
+        description="In-process only: requests up to this length attend to everything; default "
+        "what is resident anyway, with serve the length from which selecting is faster.",
+    )
     pooling: Literal["softmax_mean", "max_logit", "mean_logit"] = Field(
         default="softmax_mean", description="How the query heads of a group are pooled."
     )

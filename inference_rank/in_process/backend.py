@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from tandemkv.cache_rank.protocol.local import LocalCacheRank
+from tandemkv.cache_rank.protocol.local import DenseLengths, LocalCacheRank
 from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 
 from .layer_streams import LayerStreams
@@ -41,7 +41,7 @@ class InProcessBackend(AttentionBackend):
 
     def __init__(
         self, runner: Any, full: AttentionBackend, rank: LocalCacheRank, home: ResidentHome,
-        *, cache_device: torch.device, seed_window: int, num_dense: int, num_resident: int,
+        *, cache_device: torch.device, seed_window: int, lengths: DenseLengths, num_resident: int,
         runtime: Any,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -49,7 +49,7 @@ class InProcessBackend(AttentionBackend):
         self._home, self._table = home, home.table
         self._runtime = runtime
         self._seed_window, self._num_resident = seed_window, num_resident
-        self._num_dense = num_dense
+        self._lengths = lengths
         self._pool = runner.req_to_token_pool
         is_cuda = cache_device.type == "cuda"
         self._sparse: FlashInferResident | PagedResident = (
@@ -72,6 +72,7 @@ class InProcessBackend(AttentionBackend):
             cache_device=cache_device,
         )
         self._selects = False
+        self.captures_selection = True
         self._is_decode = False
         self._seeds: list[tuple[int, int, int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
@@ -216,15 +217,23 @@ class InProcessBackend(AttentionBackend):
                 self._full.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             else:
                 self._full.init_forward_metadata(forward_batch)
-        # A graph serves every length; without one, nothing is launched in vain. Keys are
-        # indexed in any case: a request may become sparse later.
-        self._selects = self._rank.selects and (in_graph or bool((on_host > self._num_dense).any()))
+        self._selects = self._rank.selects and (
+            self.captures_selection if in_capture else self.selects_for(on_host)
+        )
+
+    def selects_for(self, lengths: torch.Tensor) -> bool:
+        """Whether a step over requests of ``lengths [B]``, on the host, selects for any of them.
+
+        Steps that select and steps that do not are captured as two graphs; keys are indexed in
+        both, because a request may outgrow dense attention later.
+        """
+        return bool((lengths > self._lengths.num_cold).any())
 
     def _make_sparse(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
     ) -> None:
         """Give requests that have just outgrown dense attention their resident set."""
-        grown = (lengths == self._num_dense + 1).nonzero()[:, 0]
+        grown = (lengths == self._lengths.num_cold + 1).nonzero()[:, 0]
         if not len(grown):
             return
         chosen = rows[grown.to(rows.device)].long()
@@ -246,7 +255,7 @@ class InProcessBackend(AttentionBackend):
             is_whole = row != self._runtime.middle_chunk_row
             if is_whole and row:
                 self._fills.append((row, tables[request]))
-            if is_whole and row and length > self._num_dense:
+            if is_whole and row and length > self._lengths.num_cold:
                 start = max(start, end - self._seed_window)
                 self._seeds.append((request, row, start, end))
         counters = self._runtime.counters
@@ -255,7 +264,7 @@ class InProcessBackend(AttentionBackend):
 
     def _count(self, lengths: torch.Tensor) -> None:
         counters = self._runtime.counters
-        num_sparse = int((lengths > self._num_dense).sum())
+        num_sparse = int((lengths > self._lengths.num_dense).sum())
         counters.decode_steps_total += 1
         counters.sparse_rows_total += num_sparse
         counters.dense_rows_total += len(lengths) - num_sparse

@@ -17,9 +17,11 @@ class AttendTable:
     Attributes
     ----------
     slots : torch.Tensor
-        ``[max_batch, width]`` int32, ``width = R + num_recent``; the first `attended` count.
+        ``[max_batch, width]`` int32, ``width`` the larger of `num_dense` and ``R + num_recent``;
+        the first `attended` count.
     attended : torch.Tensor
-        ``[max_batch]`` int64, ``min(length, width)``.
+        ``[max_batch]`` int64: all tokens of a request of up to `num_dense`, else
+        ``min(length, R + num_recent)``.
     """
 
     def __init__(
@@ -32,7 +34,8 @@ class AttendTable:
         max_batch: int,
         device: torch.device,
     ) -> None:
-        self.width = num_resident + num_recent
+        self._most = num_resident + num_recent
+        self.width = max(self._most, num_dense)
         self._num_resident, self._num_recent = num_resident, num_recent
         self._num_dense, self._first_slot = num_dense, first_slot
         self.slots = torch.zeros((max_batch, self.width), dtype=torch.int32, device=device)
@@ -46,7 +49,7 @@ class AttendTable:
         count from the end in both kinds, for a dense one has all of them.
         """
         size, rows, lengths = len(rows), rows.long()[:, None], lengths.long()[:, None]
-        attended = lengths.clamp(max=self.width)
+        attended = self._attended(lengths)
         filled = (lengths - self._num_recent).clamp(0, self._num_resident)
         is_sparse = (lengths > self._num_dense) & (rows != 0)
         positions = (lengths - attended + self._column).clamp(min=0, max=req_to_token.shape[1] - 1)
@@ -58,7 +61,10 @@ class AttendTable:
 
     def attended_on_host(self, lengths: torch.Tensor) -> torch.Tensor:
         """`attended` for lengths ``[B]`` that are known on the host."""
-        return lengths.clamp(max=self.width)
+        return self._attended(lengths)
+
+    def _attended(self, lengths: torch.Tensor) -> torch.Tensor:
+        return torch.where(lengths > self._num_dense, lengths.clamp(max=self._most), lengths)
 
 
 class RingTable(AttendTable):
@@ -93,7 +99,7 @@ class RingTable(AttendTable):
     def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
         """See `AttendTable.load`; `req_to_token` is not needed."""
         size, rows, lengths = len(rows), rows.long()[:, None], lengths.long()[:, None]
-        attended = lengths.clamp(max=self.width)
+        attended = self._attended(lengths)
         filled = (lengths - self._num_recent).clamp(0, self._num_resident)
         is_sparse = (lengths > self._num_dense) & (rows != 0)
         in_set = is_sparse & (self._column < filled)

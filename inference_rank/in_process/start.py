@@ -20,7 +20,7 @@ from tandemkv.cache_rank.protocol.local import (
 )
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.resident_set import ResidentSet

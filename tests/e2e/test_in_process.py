@@ -107,3 +107,28 @@ def test_a_request_grows_out_of_dense_attention(small: Server, token_ids: list[i
     dense, sparse = pairs[: 116 - 60], pairs[116 - 60 :]
     mean = [sum(p for p, _, _ in part) / len(part) for part in (dense, sparse)]
     assert mean[1] > mean[0] - 1.0, mean
+
+
+def test_dense_up_to_a_length(prompts: list[list[int]], reference: list[Any]) -> None:
+    """Up to `dense_tokens` a request is attended to as a whole; beyond it is selected for."""
+    selection = {
+        "policy": "look_ahead",
+        "budget_tokens": 96,
+        "resident_factor": 1.0,
+        "num_recent_tokens": 16,
+        "exact_layers": [],
+        "dense_tokens": 720,
+    }
+    with ours({"cache_ranks": 0, "selection": selection}) as server:
+        found = compare(run(server, prompts, new_tokens=NEW_TOKENS, at_once=1), reference)
+        assert found["pass"], found
+        before, _ = server.values()
+        longest = max(prompts, key=len)
+        server.generate(
+            input_ids=longest,
+            sampling_params={"max_new_tokens": 60, "temperature": 0, "ignore_eos": True},
+        )
+        after, _ = server.values()
+    assert before["sparse_rows_total"] == 0
+    assert after["sparse_rows_total"] > 0
+    assert after["fetched_rows_total"] > before["fetched_rows_total"]

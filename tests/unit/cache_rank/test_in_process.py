@@ -9,7 +9,7 @@ import torch
 from tandemkv.cache_rank.in_process.rank import InProcessCacheRank, create
 from tandemkv.cache_rank.policies.base import PolicyError
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.local import LocalPools
+from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 
@@ -45,6 +45,7 @@ class World:
             {"selection": chosen, "exchange": {"transport": "local"}}
         )
         self.width = self.settings.selection.num_resident
+        self.lengths = DenseLengths.of(self.settings.selection, self.width)
         self.page_size = page_size
         generator = torch.Generator().manual_seed(7)
         self.generator = generator
@@ -148,7 +149,7 @@ def test_selects_what_a_float64_scan_would() -> None:
 
 def test_identity_seed_of_a_request_that_grew() -> None:
     world = World(index_dtype="int8", page_size=16)
-    length = world.rank.batch.num_dense + 1
+    length = world.lengths.num_cold + 1
     rows = torch.tensor([2])
     table = world.table[2, :length]
     world.rank.begin_extend([0], [length], [table])
@@ -166,7 +167,7 @@ def test_dense_and_padding_rows_are_left_alone() -> None:
     world = World()
     world.prefill(1, 200)
     before = world.rank._mirror.positions.clone()
-    world.decode([0, 1], [1, world.rank.batch.num_dense])
+    world.decode([0, 1], [1, world.lengths.num_cold])
     assert torch.equal(world.rank._mirror.positions, before)
 
 

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two decode graphs for each batch size: with selection, and without.
+
+A graph's kernels run whether a request needs them or not. A step whose requests are all
+attended to as a whole replays a graph that has no selection in it, and costs what stock
+SGLang's does. SGLang keeps graphs of several variants already (for LoRA); ours use its label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+
+DENSE, SPARSE = "tandemkv-dense", "tandemkv-sparse"
+
+
+def capture_both(
+    original: Callable[..., None],
+    runner: Any,
+    size: int,
+    forward: Callable[..., Any],
+    stream_idx: int | None = None,
+    variant_label: str | None = None,
+) -> None:
+    """Capture a batch size twice.
+
+    Raises
+    ------
+    ContractError
+        If SGLang captures variants of its own (LoRA): the two cannot be told apart.
+    """
+    if variant_label is not None:
+        raise ContractError(
+            f"SGLang captures decode graphs of variant {variant_label!r}; tandemkv needs that "
+            "label: serve without LoRA"
+        )
+    backend = runner.attn_backend
+    for label in (SPARSE, DENSE):
+        backend.captures_selection = label == SPARSE
+        original(runner, size, forward, stream_idx, label)
+
+
+def resolve(original: Callable[..., str | None], runner: Any, forward_batch: Any) -> str:
+    """Return the variant that a batch needs."""
+    lengths = forward_batch.seq_lens_cpu
+    if lengths is None or runner.attn_backend.selects_for(lengths):
+        return SPARSE
+    return DENSE
