@@ -15,7 +15,7 @@ from pathlib import Path
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .launch import LaunchError
-from .preflight import ResolvedLaunch, resolve_launch
+from .preflight import ResolvedLaunch, as_pair, resolve_launch
 from .serve import cache_rank_detail
 from .settings import ServeSettings
 from .sglang_command import sglang_argv, sglang_env
@@ -44,9 +44,9 @@ def become_inference_rank(
     LaunchError
         If no cache rank answers within ``start_timeout_s``.
     """
-    launch = resolve_launch(settings, progress, num_ranks_here=1)
+    launch = resolve_launch(as_pair(settings), progress, num_ranks_here=1)
     run_dir = RunDir.create(path)
-    if settings.cache_ranks:
+    if launch.settings.cache_ranks:
         wait_for_cache_rank(run_dir, settings.start_timeout_s, progress)
     argv, env = inference_rank_command(launch, run_dir, os.environ)
     os.execve(argv[0], argv, env)

@@ -118,6 +118,13 @@ def resolve_device(device: str, *, cache_ranks: int | None = None, num_ranks_her
     return "cuda"
 
 
+def as_pair(settings: ServeSettings) -> ServeSettings:
+    """Return the settings of a rank that is started by itself: one of two, unless told otherwise."""
+    if settings.cache_ranks is not None:
+        return settings
+    return settings.model_copy(update={"cache_ranks": 1})
+
+
 def resolve_transport(settings: ServeSettings, device: str) -> ServeSettings:
     """Decide the data plane between two ranks: as given, else by the device.
 

@@ -20,6 +20,7 @@ from .launch import Launcher, LaunchPlan
 from .ports import server_url
 from .preflight import (
     ResolvedLaunch,
+    as_pair,
     resolve_device,
     resolve_launch,
     resolve_model,
@@ -193,7 +194,7 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
     run_cache_rank(
         run_dir=run_dir.path,
         model_dir=resolve_model(settings.model, logger.info),
-        settings=resolve_transport(settings, device).rank_settings,
+        settings=resolve_transport(as_pair(settings), device).rank_settings,
         max_rows=settings.max_running_requests,
         device=device,
         on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),

@@ -23,8 +23,15 @@ _NAP_S = 0.00005
 class PostedOperation(Protocol):
     """What torch hands out for an operation on the GPU."""
 
-    def is_completed(self) -> bool:
-        """Whether the GPU has finished it, without waiting."""
+    def wait(self) -> bool:
+        """Let the current stream wait for it; the host does not."""
+
+
+class Mark(Protocol):
+    """A point in a stream, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the GPU has got there, without waiting."""
 
 
 Post = Callable[[torch.Tensor], PostedOperation]
@@ -36,7 +43,8 @@ class NcclWork:
     def __init__(self, lane: NcclLane, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.ready: torch.cuda.Event | None = None
-        self.posted: PostedOperation | None = None
+        self.done: Mark | None = None
+        """Behind the operation, once that is posted."""
         self.is_settled = False
         self._lane = lane
 
@@ -160,11 +168,11 @@ class NcclLane:
         self._raise_if_failed(work)
         if work.is_settled:
             return True
-        if work.posted is None:
+        if work.done is None:
             self._post_up_to(work)
-        posted = work.posted
+        done = work.done
         try:
-            is_complete = posted is not None and posted.is_completed()
+            is_complete = done is not None and done.query()
         except RuntimeError as error:
             self._break(error)
             is_complete = False
@@ -181,10 +189,10 @@ class NcclLane:
 
     def _post_up_to(self, work: NcclWork) -> None:
         with self._guard:
-            while work.posted is None and self._unposted and self._error is None:
+            while work.done is None and self._unposted and self._error is None:
                 following = self._unposted.popleft()
                 try:
-                    following.posted = self._post_one(following)
+                    following.done = self._post_one(following)
                 except RuntimeError as error:
                     self._error = broken_pair(error)
                     break
@@ -192,13 +200,15 @@ class NcclLane:
         if self._error is not None:
             self._on_error(self._error)
 
-    def _post_one(self, work: NcclWork) -> PostedOperation:
-        if self._stream is None or work.ready is None:
-            return self._post(work.tensor)
-        # Behind the point of issue only, not behind what the stream was given since.
+    def _post_one(self, work: NcclWork) -> Mark:
+        assert self._stream is not None
+        assert work.ready is not None
+        # Behind the point of issue only, not behind what that stream was given since. An event of
+        # our own is polled: asking torch's takes a lock that an abort under way holds.
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(work.ready)
-            return self._post(work.tensor)
+            self._post(work.tensor).wait()
+            return self._stream.record_event()
 
     def _break(self, error: RuntimeError) -> None:
         self._on_error(broken_pair(error))
@@ -207,7 +217,7 @@ class NcclLane:
         while self._under_way and self._error is None:
             work = self._under_way[0]
             try:
-                if work.posted is None or not work.posted.is_completed():
+                if work.done is None or not work.done.query():
                     return
             except RuntimeError:  # aborted meanwhile; whoever waits is told
                 return

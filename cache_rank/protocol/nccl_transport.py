@@ -20,7 +20,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,15 @@ logger = logging.getLogger(__name__)
 NCCL_ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_RAS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""What NCCL and torch read when a communicator is made; values that are set already stay."""
+"""What NCCL and torch read when a communicator is made; values that are set already stay.
+
+How buffers are shared (CUMEM) has to be the same on both sides: SGLang switches it off in its own
+process unless it is set, and the two then fail with "invalid argument".
+"""
 
 _dist: Any = torch.distributed  # its stubs know nothing of the process groups' own interface
 _NEVER = timedelta(days=365)  # deadlines are ours
@@ -92,8 +98,7 @@ def connect_nccl(
     thread.join(connect_timeout_s)
     if made:
         return made[0]
-    for group in groups:
-        _abort_bounded(group)
+    _abort_bounded(groups)
     reason = errors[0] if errors else "no answer"
     raise CacheRankLostError(
         f"no data plane within {connect_timeout_s:g} s at {store_path}: {reason}"
@@ -213,8 +218,7 @@ class NcclTransport:
         self._recvs.fail(error)
         with self._guard:
             groups, self._groups = self._groups, ()
-        for group in groups:
-            _abort_bounded(group)
+        _abort_bounded(groups)
 
 
 def _poster(
@@ -227,15 +231,25 @@ def _poster(
     return post
 
 
-def _abort_bounded(group: Any) -> None:
-    """Abort a communicator; if that hangs (it may, with a dead peer in the same node), go on."""
+def _abort_bounded(groups: Sequence[Any]) -> None:
+    """Abort communicators, all at once; if that hangs (it may, with a dead peer), go on.
 
-    def run() -> None:
+    One after another would not do: giving one's memory back waits for the GPU, and so for the
+    kernel of another that spins until it is aborted too.
+    """
+
+    def run(group: Any) -> None:
         with contextlib.suppress(RuntimeError):
             group.abort()
 
-    thread = threading.Thread(target=run, name="nccl-abort", daemon=True)
-    thread.start()
-    thread.join(_ABORT_JOIN_S)
-    if thread.is_alive():
+    threads = [
+        threading.Thread(target=run, args=(group,), name="nccl-abort", daemon=True)
+        for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _ABORT_JOIN_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
         logger.error("an NCCL communicator did not abort within %g s", _ABORT_JOIN_S)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tandemkv.cache_rank.protocol.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
-from tandemkv.cache_rank.protocol.nccl_lane import NcclLane
+from tandemkv.cache_rank.protocol.nccl_lane import NcclLane, NcclWork
 from tandemkv.cache_rank.protocol.nccl_transport import NcclTransport, connect_nccl
 
 PEER = Path(__file__).with_name("nccl_peer.py")
@@ -156,29 +157,38 @@ def listening_elsewhere() -> set[str]:
     return found
 
 
-class ScriptedOperation:
-    """Stands in for an operation on the GPU."""
+class ScriptedMark:
+    """Stands in for an event behind an operation on the GPU."""
 
     def __init__(self) -> None:
         self.is_finished = False
 
-    def is_completed(self) -> bool:
+    def query(self) -> bool:
         return self.is_finished
+
+
+class ScriptedLane(NcclLane):
+    """Posts to a list instead of a GPU."""
+
+    posted: list[ScriptedMark]
+
+    def _post_one(self, work: NcclWork) -> ScriptedMark:
+        self.posted.append(ScriptedMark())
+        return self.posted[-1]
 
 
 class Script:
     """A lane on the CPU whose operations end when the test says so."""
 
     def __init__(self, *, posts_at_once: bool, timeout_s: float = 5.0) -> None:
-        self.posted: list[ScriptedOperation] = []
         self.errors: list[Exception] = []
-        self.lane = NcclLane(
-            self.post, torch.device("cpu"), timeout_s, self.on_error, posts_at_once=posts_at_once
+        self.lane = ScriptedLane(
+            self.never, torch.device("cpu"), timeout_s, self.on_error, posts_at_once=posts_at_once
         )
+        self.posted = self.lane.posted = []
 
-    def post(self, tensor: torch.Tensor) -> ScriptedOperation:
-        self.posted.append(ScriptedOperation())
-        return self.posted[-1]
+    def never(self, tensor: torch.Tensor) -> NoReturn:
+        raise AssertionError(tensor.shape)
 
     def on_error(self, error: Exception) -> None:
         self.errors.append(error)
