@@ -119,7 +119,7 @@ def resolve_device(device: str, *, cache_ranks: int | None = None, num_ranks_her
 
 
 def as_pair(settings: ServeSettings) -> ServeSettings:
-    """Return the settings of a rank that is started by itself: one of two, unless told otherwise."""
+    """Return the settings of a rank that is started by itself: one of two by default."""
     if settings.cache_ranks is not None:
         return settings
     return settings.model_copy(update={"cache_ranks": 1})

@@ -208,7 +208,8 @@ class NcclLane:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(work.ready)
             self._post(work.tensor).wait()
-            return self._stream.record_event()
+            mark: Mark = self._stream.record_event()
+            return mark
 
     def _break(self, error: RuntimeError) -> None:
         self._on_error(broken_pair(error))
