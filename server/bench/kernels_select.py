@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows the scores of one layer: top-k, difference to what is resident, exchange of rows.
+"""Selection in one layer: scores and choice, top-k, difference to what is resident, exchange.
 
 8 requests, 8 KV heads, K = 1024, a resident set of 2052 rows and at most 64 fetched rows per head,
 the defaults. Results are compared with their references before anything is timed.
@@ -15,10 +15,13 @@ import torch
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.reference.mirror import mirror_diff as mirror_reference
+from tandemkv.kernels.reference.select import score_topk as select_reference
+from tandemkv.kernels.select import make_select_scratch, score_topk
 from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
+from .kernels_score import NUM_RECENT, QO_HEADS, TOLERANCE, make_index
 from .report import BenchError, Row
-from .timing import require_cuda, time_graph
+from .timing import num_rotations, require_cuda, time_graph
 
 NUM_REQS, HEADS, HEAD_DIM, PAGE = 8, 8, 128, 64
 K, NUM_SINK, RESIDENT, CAP = 1024, 4, 2052, 64
@@ -28,13 +31,44 @@ LAYERS = 12
 
 
 def rows() -> list[Row]:
-    """Time `topk_positions`, `mirror_diff` and `exchange_rows`, per layer."""
+    """Time `score_topk`, `topk_positions`, `mirror_diff` and `exchange_rows`, per layer."""
     device = require_cuda()
     torch.manual_seed(0)
-    found = [_time_topk(length, device) for length in (32768, 65536)]
+    found = [_time_select(length, device) for length in (32768, 65536)]
+    found += [_time_topk(length, device) for length in (32768, 65536)]
     found.append(_time_mirror(65536, device))
     found += _time_exchange(32768, device)
     return found
+
+
+def _time_select(length: int, device: torch.device) -> Row:
+    num_pages = NUM_REQS * length // PAGE + 1
+    first = make_index("int4", num_pages, device)
+    num_bytes = sum(part.nbytes for part in first if part is not None)
+    pools = [
+        first,
+        *(make_index("int4", num_pages, device) for _ in range(num_rotations(num_bytes))),
+    ]
+    table = (torch.randperm(num_pages - 1, device=device).int() + 1).view(NUM_REQS, -1)
+    q = torch.randn(NUM_REQS, QO_HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    lo = torch.full((NUM_REQS,), NUM_SINK, dtype=torch.int32, device=device)
+    hi = torch.full((NUM_REQS,), length - NUM_RECENT, dtype=torch.int32, device=device)
+    scratch = make_select_scratch(NUM_REQS, QO_HEADS, HEADS, length, K, device)
+    options: dict[str, Any] = {"width": length, "scale": HEAD_DIM**-0.5, "page_size": PAGE}
+
+    def run(keys: torch.Tensor, k_scale: torch.Tensor | None) -> torch.Tensor:
+        return score_topk(
+            q, keys, table, lo, hi, K, k_scale=k_scale, scratch=scratch, **options
+        )[1]  # fmt: skip
+
+    got = run(*first)[:1].sort(-1).values
+    want = select_reference(
+        q[:1], first[0], table, lo[:1], hi[:1], K, k_scale=first[1], **options
+    )[1].sort(-1).values  # fmt: skip
+    error = float((got - want).abs().max() / want.max())
+    _require(error < TOLERANCE, "score_topk")
+    timing = time_graph([partial(run, *pool) for pool in pools])
+    return timing.row(f"score_topk_int4_{NUM_REQS}x{length // 1024}k_us")
 
 
 def _time_topk(length: int, device: torch.device) -> Row:

@@ -132,6 +132,24 @@ def test_books_are_what_is_resident(index_dtype: str, page_size: int) -> None:
             world.check_books(layer, 3, 97 + step)
 
 
+def test_counters_follow_the_selections() -> None:
+    world = World(index_dtype="int8", page_size=16)
+    world.prefill(1, 200)
+    before = world.rank._mirror.positions.clone()
+    world.decode([1, 0, 2], [201, 1, 30])  # the second is padding, the third fits as a whole
+    totals = world.rank.counters()
+    changed = int((world.rank._mirror.positions != before).sum())
+    assert totals["selections_total"] == 2
+    assert totals["fetched_rows_total"] == changed > 0
+    selected = totals["resident_hits_total"] + totals["resident_misses_total"]
+    assert selected == 2 * HEADS * 32
+    assert totals["resident_misses_total"] >= totals["fetched_rows_total"]
+    assert world.rank.last_counters()["selections_total"] == 0  # as of the start of that step
+    world.decode([1], [202])
+    last = world.rank.last_counters()
+    assert last == {name: totals[name] for name in last}
+
+
 def test_selects_what_a_float64_scan_would() -> None:
     """With a fetch cap of K the set holds the K best, by softmax mean over the group."""
     world = World(index_dtype="native", fetch_cap=32)

@@ -34,7 +34,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_score, "LENGTHS", (256,))
     for name, value in (("K", 64), ("RESIDENT", 132), ("CAP", 8), ("MISSING", 16), ("LAYERS", 2)):
         monkeypatch.setattr(kernels_select, name, value)
-    for name in ("_time_topk", "_time_mirror", "_time_exchange"):
+    monkeypatch.setattr(kernels_select, "num_rotations", lambda _: 1)
+    for name in ("_time_select", "_time_topk", "_time_mirror", "_time_exchange"):
         whole = getattr(kernels_select, name)
         monkeypatch.setattr(kernels_select, name, lambda _, device, whole=whole: whole(512, device))
 
@@ -42,7 +43,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_selection_rows() -> None:
     found = [row.figure for row in kernels_select.rows()[1:]]
     assert found == [
-        "topk_positions_2x0k_us", "mirror_diff_2x0k_us", "exchange_rows_2x8_us",
+        "score_topk_int4_2x0k_us", "topk_positions_2x0k_us", "topk_positions_2x0k_us",
+        "mirror_diff_2x0k_us", "exchange_rows_2x8_us",
         "exchange_rows_2x8_bandwidth",
     ]  # fmt: skip
 
