@@ -14,6 +14,7 @@ from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
 _NUM_WARPS, _CHUNK = 16, 32
+_MIN_BLOCK, _MAX_HEAD = 16, 256
 _FIRST = tl.constexpr(1 << 30)
 
 
@@ -110,7 +111,7 @@ def _mirror_kernel(
     step_stride, map_stride_b, map_stride_h,
     HAS_SCORES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     HAS_COUNTERS: tl.constexpr, IS_TENSOR: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_CAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_CAP: tl.constexpr,
     BLOCK_FILL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -135,7 +136,17 @@ def _mirror_kernel(
         orders + index * cap,
     )
 
-    slot = tl.arange(0, BLOCK_R)
+    # The first slots, protected ones, stand apart where that halves the block of the others.
+    num_first = tl.zeros([], tl.int32)
+    num_filled, num_empty_first = num_first, num_first
+    if BLOCK_HEAD:
+        num_first = num_resident - BLOCK_R
+        first_slot = tl.arange(0, BLOCK_HEAD)
+        in_first = (first_slot < num_first) & is_active
+        first_position = tl.load(positions + first_slot * pos_stride_n, mask=in_first, other=-1)
+        num_filled = tl.sum((first_position >= 0).to(tl.int32), 0)
+        num_empty_first = tl.where(is_active, num_first - num_filled, 0)
+    slot = num_first + tl.arange(0, BLOCK_R)
     in_set = (slot < num_resident) & is_active
     position = tl.load(positions + slot * pos_stride_n, mask=in_set, other=-1)
     is_filled = position >= 0
@@ -153,6 +164,8 @@ def _mirror_kernel(
         )
     is_token = (select >= 0) & (select < max_context)
     tl.store(slot_of + position, slot, mask=is_filled)
+    if BLOCK_HEAD:
+        tl.store(slot_of + first_position, first_slot, mask=first_position >= 0)
     tl.debug_barrier()
     found = tl.load(slot_of + select, mask=is_token, other=0)
     missing = is_token & (found < 0)
@@ -169,7 +182,8 @@ def _mirror_kernel(
 
     may_evict = is_filled & (slot >= num_protected) & (used != now)
     counts = tl.sum(may_evict.to(tl.int32) + (is_filled.to(tl.int32) << 16), 0)
-    num_evict, num_filled = counts & 0xFFFF, counts >> 16
+    num_evict = counts & 0xFFFF
+    num_filled += counts >> 16
     num_missing = tl.sum(missing.to(tl.int32), 0)
     num_empty = tl.where(is_active, num_resident - num_filled, 0)
     target = tl.load(num_target + req).to(tl.int32)
@@ -187,7 +201,12 @@ def _mirror_kernel(
         )  # fmt: skip
     num_refilled = tl.minimum(may_fill, num_open)
     if num_refilled > 0:
-        empty_rank = tl.cumsum(is_empty.to(tl.int32), 0) - 1
+        if BLOCK_HEAD:
+            is_empty_first = in_first & (first_position < 0)
+            first_rank = tl.cumsum(is_empty_first.to(tl.int32), 0) - 1
+            is_given = is_empty_first & (first_rank < num_refilled)
+            tl.store(out_slot + first_rank, first_slot, mask=is_given)
+        empty_rank = num_empty_first + tl.cumsum(is_empty.to(tl.int32), 0) - 1
         tl.store(out_slot + empty_rank, slot, mask=is_empty & (empty_rank < num_refilled))
     if num_victims > 0:
         _take_victims(
@@ -214,6 +233,8 @@ def _mirror_kernel(
     if not HAS_SCORES:
         tl.store(slot_of + select, -1, mask=is_marked)
     tl.store(slot_of + position, -1, mask=is_filled)
+    if BLOCK_HEAD:
+        tl.store(slot_of + first_position, -1, mask=first_position >= 0)
 
     tl.debug_barrier()
     column = tl.arange(0, BLOCK_CAP)
@@ -266,6 +287,11 @@ def mirror_diff(
     orders = torch.empty(shape, dtype=torch.int64, device=selected.device)
     if not num_reqs * num_heads:
         return fetch_pos, fetch_slot
+    block_r = max(16, triton.next_power_of_2(num_resident))
+    num_first = num_resident - block_r // 2
+    block_head = 0
+    if block_r > _MIN_BLOCK and num_first <= min(num_protected, _MAX_HEAD):
+        block_r, block_head = block_r // 2, triton.next_power_of_2(num_first)
     block_cap = max(16, triton.next_power_of_2(fetch_cap))
     is_tensor = isinstance(step, torch.Tensor)
     per_req = isinstance(step, torch.Tensor) and step.dim() > 0 and step.numel() > 1
@@ -281,8 +307,7 @@ def mirror_diff(
         HAS_SCORES=selected_scores is not None, HAS_ROWS=rows is not None,
         HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None, IS_TENSOR=is_tensor,
         BLOCK_K=max(16, triton.next_power_of_2(selected.shape[-1])),
-        BLOCK_R=max(16, triton.next_power_of_2(num_resident)),
-        BLOCK_CAP=block_cap,
+        BLOCK_R=block_r, BLOCK_HEAD=block_head, BLOCK_CAP=block_cap,
         BLOCK_FILL=1024, CHUNK=min(_CHUNK, block_cap), num_warps=_NUM_WARPS,
     )  # fmt: skip
     return fetch_pos, fetch_slot
