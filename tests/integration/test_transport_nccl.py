@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -108,9 +107,7 @@ def test_a_dead_peer_is_survived_and_replaced(pairs: list[Pair], tmp_path: Path)
     pair.process.send_signal(signal.SIGKILL)
     pair.process.wait()
     assert not work.wait(0.5), "NCCL does not tell; should it, the heartbeat is not needed"
-    start = time.monotonic()
     pair.transport.abort()
-    assert time.monotonic() - start < 5
     with pytest.raises(TransferAbortedError):
         work.wait()
     with pytest.raises(TransferAbortedError):
