@@ -86,7 +86,7 @@ def test_attends_to_a_bounded_set(small: Server, token_ids: list[int]) -> None:
 
 
 def test_a_request_grows_out_of_dense_attention(small: Server, token_ids: list[int]) -> None:
-    """Short enough to be dense at first; the loss of its later tokens stays that of a sparse one."""
+    """Dense at first; the loss of its later tokens stays that of a sparse one."""
     before, _ = small.values()
     forced = token_ids[60:160]
     found = small.generate(
