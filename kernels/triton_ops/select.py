@@ -253,7 +253,8 @@ def score_topk(
     _bound_kernel[(num_rows,)](
         *ranges, buffers.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists,
         width, k, heads, scanned.num_splits, *sizes[1:], *strides,
-        **flags, BLOCK_S=triton.next_power_of_2(scanned.num_splits), SAMPLE=sample, num_warps=8,
+        **flags, BLOCK_S=triton.next_power_of_2(scanned.num_splits), SAMPLE=sample,
+        num_warps=8 if sample < topk.MAX_SAMPLE else 16,
     )  # fmt: skip
     if width > capacity:
         block = max(scanned.block_n, _BLOCK)
