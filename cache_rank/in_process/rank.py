@@ -9,17 +9,20 @@ synchronisation: SGLang captures it in its decode graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from tandemkv.cache_rank.mirror import ResidentMirror
+from tandemkv.cache_rank.model_adapters.rotary import read_rotary
 from tandemkv.cache_rank.policies.base import (
     Policy,
     PolicyContext,
     PolicyError,
     ScoringPolicy,
 )
-from tandemkv.cache_rank.policies.registry import make_policy
+from tandemkv.cache_rank.policies.registry import find_policy
+from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -33,6 +36,7 @@ from tandemkv.kernels.select import make_select_scratch, score_topk
 from .batch import DecodeBatch
 from .device_counters import DeviceCounters
 from .key_index import KeyIndex, make_key_index
+from .query_windows import DeviceQueryWindows, has_device_windows
 from .stress import StressSigns
 
 
@@ -43,6 +47,7 @@ def create(
     pools: LocalPools,
     max_batch: int,
     predict_query: PredictQuery,
+    model_dir: Path | None = None,
 ) -> InProcessCacheRank:
     """Build the in-process cache rank; see `tandemkv.cache_rank.protocol.local`.
 
@@ -51,14 +56,16 @@ def create(
     PolicyError
         If the policy needs more than queries and scores.
     """
-    policy = make_policy(
-        settings.selection.policy, PolicyContext(model=model, selection=settings.selection)
-    )
+    selection = settings.selection
+    policy_class = find_policy(selection.policy)
+    reads_rotary = policy_class.capabilities.wants_query_window and selection.ridge_unrotate
+    rotary = read_rotary(model_dir) if reads_rotary and model_dir is not None else None
+    policy = policy_class(PolicyContext(model=model, selection=selection, rotary=rotary))
     if policy.capabilities.selects and not can_run_in_process(policy):
         raise PolicyError(
-            f"policy={settings.selection.policy} keeps state on the host or reads more than scores "
-            "and cannot run in the inference rank's process; use look_ahead, oracle, streaming or "
-            "exact, or start a cache rank with --cache-ranks 1"
+            f"policy={selection.policy} keeps state on the host or reads more than scores and "
+            "cannot run in the inference rank's process; use look_ahead, async_spade, last_query, "
+            "mean_query, oracle, streaming or exact, or start a cache rank with --cache-ranks 1"
         )
     return InProcessCacheRank(
         model=model,
@@ -66,17 +73,19 @@ def create(
         pools=pools,
         max_batch=max_batch,
         predict_query=predict_query,
-        timing=policy.capabilities.timing,
-        all_exact=policy.capabilities.all_exact,
+        policy=policy,
     )
 
 
 def can_run_in_process(policy: Policy) -> bool:
-    """Whether `policy` is no more than a score with the query it is given, layer by layer."""
+    """Whether `policy` is no more than a score with one query, layer by layer.
+
+    That query must be the one it is given, or one that is predicted on the device.
+    """
     return (
         isinstance(policy, ScoringPolicy)
         and type(policy).select is ScoringPolicy.select
-        and type(policy).query_for is ScoringPolicy.query_for
+        and (type(policy).query_for is ScoringPolicy.query_for or has_device_windows(policy))
         and policy.traits == PolicyTraits()
     )
 
@@ -92,14 +101,13 @@ class InProcessCacheRank:
         pools: LocalPools,
         max_batch: int,
         predict_query: PredictQuery,
-        timing: Timing,
-        all_exact: bool,
+        policy: Policy,
     ) -> None:
         selection = settings.selection
         self._model, self._selection, self._pools = model, selection, pools
         self._predict = predict_query
-        self._program = StepProgram(model, settings, timing)
-        self.all_exact = all_exact
+        self._program = StepProgram(model, settings, policy.capabilities.timing)
+        self.all_exact = all_exact = policy.capabilities.all_exact
         device = self._device = pools.k[0].device
         heads, width = model.num_kv_heads, selection.num_resident
         layers = range(model.num_layers)
@@ -127,6 +135,17 @@ class InProcessCacheRank:
             page_size=pools.page_size,
             device=device,
         )
+        self._windows = (
+            DeviceQueryWindows(
+                policy,
+                model,
+                num_layers=len(self._selecting),
+                num_rows=pools.num_rows,
+                device=device,
+            )
+            if isinstance(policy, WindowedPolicy)
+            else None
+        )
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         context = model.max_context
         self._scratch = (
@@ -143,9 +162,10 @@ class InProcessCacheRank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of key index and books."""
+        """Bytes of key index, books and windows of queries."""
         books = self._mirror.positions.nbytes + self._mirror.last_used.nbytes
-        return self._index.nbytes + books
+        windows = self._windows.nbytes if self._windows is not None else 0
+        return self._index.nbytes + books + windows
 
     @property
     def indexes(self) -> bool:
@@ -172,6 +192,11 @@ class InProcessCacheRank:
         """Whether what is selected is used one step later."""
         return self._program.timing is Timing.NEXT_STEP
 
+    @property
+    def keeps_queries(self) -> bool:
+        """Whether the queries of every step are wanted (`observe`)."""
+        return self._windows is not None
+
     def is_sparse_layer(self, layer: int) -> bool:
         """Whether `layer` attends to a resident set."""
         return layer in self._sparse
@@ -183,9 +208,15 @@ class InProcessCacheRank:
     # -- prefill -------------------------------------------------------------------------
 
     def begin_extend(
-        self, prefix_lens: Sequence[int], lengths: Sequence[int], tables: Sequence[torch.Tensor]
+        self,
+        rows: Sequence[int],
+        prefix_lens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[torch.Tensor],
     ) -> None:
         """See `LocalCacheRank.begin_extend`."""
+        if self._windows is not None:
+            self._windows.begin_prompt(rows, lengths)
         tables = [table.to(self._device) for table in tables]
         self._seeding = list(zip(tables, prefix_lens, lengths, strict=True))
         self._index.begin_extend(prefix_lens, lengths, tables)
@@ -211,7 +242,11 @@ class InProcessCacheRank:
             page_size=self._pools.page_size,
         )
         if layer in self._book_of:
-            self._mirror.seed(self._book_of[layer], row, chosen)
+            book = self._book_of[layer]
+            self._mirror.seed(book, row, chosen)
+            if self._windows is not None:
+                positions = torch.arange(length - len(queries), length, device=self._device)
+                self._windows.observe_prompt(book, row, queries.to(self._device), positions)
         rows = torch.tensor([row], dtype=torch.int64, device=slots.device)
         self._copy(layer, rows, slots[None], chosen[None], page_size=1)
 
@@ -266,6 +301,12 @@ class InProcessCacheRank:
             batch = self.batch
             self._index.append(layer, batch.lengths[:batch_size], batch.pages[:batch_size])
 
+    def observe(self, layer: int, query: torch.Tensor) -> None:
+        """See `LocalCacheRank.observe`."""
+        if self._windows is not None and layer in self._book_of:
+            rows, positions = self.batch.rows[: len(query)], self.batch.positions[: len(query)]
+            self._windows.push(self._book_of[layer], rows, query, positions)
+
     def select_ahead(self, layer: int, hidden: torch.Tensor) -> None:
         """See `LocalCacheRank.select_ahead`."""
         self.select(layer, self._predict(layer, hidden, self.batch.positions[: len(hidden)]))
@@ -277,7 +318,10 @@ class InProcessCacheRank:
         select_scratch, mirror_scratch = self._scratch
         pages, rows, active = batch.pages[:size], batch.rows[:size], batch.active[:size]
         lo, hi = batch.lo[:size], batch.hi[:size]
-        page_size = self._pools.page_size
+        page_size, book = self._pools.page_size, self._book_of[layer]
+        if self._windows is not None:
+            positions = batch.positions[:size]
+            query = self._windows.push_and_predict(book, rows, query, positions)
         if self._stress is not None:
             query = self._stress.apply(query, batch.step)
         keys, k_scale = self._index.keys(layer)
@@ -296,7 +340,6 @@ class InProcessCacheRank:
             active=active,
             scratch=select_scratch,
         )
-        book = self._book_of[layer]
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
             self._mirror.positions[book],

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from .predictors import predict_ridge
+from tandemkv.kernels.query_window import ridge_predict
+
 from .windowed import WindowedPolicy
 
 
@@ -36,7 +37,7 @@ class AsyncSpadePolicy(WindowedPolicy):
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """See `WindowedPolicy.predict`."""
         selection = self.context.selection
-        return predict_ridge(
+        return ridge_predict(
             windows,
             counts,
             eps=selection.ridge_eps,

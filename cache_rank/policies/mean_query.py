@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from .predictors import predict_mean
+from tandemkv.kernels.query_window import mean_predict
+
 from .windowed import WindowedPolicy
 
 
@@ -14,4 +15,4 @@ class MeanQueryPolicy(WindowedPolicy):
 
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """See `WindowedPolicy.predict`."""
-        return predict_mean(windows, counts)
+        return mean_predict(windows, counts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol, Self
 
 import torch
@@ -97,7 +98,7 @@ class LocalCacheRank(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of key index and books."""
+        """Bytes of key index, books and windows of queries."""
 
     @property
     def all_exact(self) -> bool:
@@ -123,6 +124,10 @@ class LocalCacheRank(Protocol):
     def selects_for_next_step(self) -> bool:
         """Whether what is selected is used one step later."""
 
+    @property
+    def keeps_queries(self) -> bool:
+        """Whether the queries of every step are wanted (`observe`)."""
+
     def is_sparse_layer(self, layer: int) -> bool:
         """Whether `layer` attends to a resident set."""
 
@@ -130,9 +135,16 @@ class LocalCacheRank(Protocol):
         """Layers whose query is predicted from the residual stream at the entry of `layer`."""
 
     def begin_extend(
-        self, prefix_lens: Sequence[int], lengths: Sequence[int], tables: Sequence[torch.Tensor]
+        self,
+        rows: Sequence[int],
+        prefix_lens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[torch.Tensor],
     ) -> None:
-        """Announce a prefill step; ``tables`` are the slots ``[length]`` of each request."""
+        """Announce a prefill step; ``tables`` are the slots ``[length]`` of each request.
+
+        What was known of earlier requests in `rows` is forgotten.
+        """
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """Index the keys just written at `slots` ``[n]``."""
@@ -166,7 +178,10 @@ class LocalCacheRank(Protocol):
         """Select for `layer` from the residual stream ``[B, hidden_size]`` of an earlier one."""
 
     def select(self, layer: int, query: torch.Tensor) -> None:
-        """Select for `layer` with a query ``[B, Hq, D]``."""
+        """Select for `layer` with a query ``[B, Hq, D]``, which is observed as well."""
+
+    def observe(self, layer: int, query: torch.Tensor) -> None:
+        """Take note of a step's query ``[B, Hq, D]`` in `layer`, where nothing is selected."""
 
     def counters(self) -> dict[str, float]:
         """Totals since the start; waits for the device."""
@@ -182,8 +197,11 @@ def create_local_cache_rank(
     pools: LocalPools,
     max_batch: int,
     predict_query: PredictQuery,
+    model_dir: Path | None = None,
 ) -> LocalCacheRank:
     """Build the in-process cache rank.
+
+    `model_dir` tells the rotary embedding of the model, for policies that undo it.
 
     Raises
     ------
@@ -197,5 +215,6 @@ def create_local_cache_rank(
         pools=pools,
         max_batch=max_batch,
         predict_query=predict_query,
+        model_dir=model_dir,
     )
     return rank

@@ -150,11 +150,15 @@ class InProcessBackend(AttentionBackend):
         side.join(index)
         out = self._sparse.attend(q, k, v, layer, forward_batch, save_kv_cache)
         selects_now = self._selects and rank.selects_for_next_step
-        if rank.indexes or selects_now:
+        # After this layer's attention: what is selected is for a later step, which begins when
+        # everything beside this one was joined.
+        if rank.indexes or rank.keeps_queries or selects_now:
             with side.fork(query):
                 rank.append(index, size)
                 if selects_now:
                     rank.select(index, query)
+                elif rank.keeps_queries:
+                    rank.observe(index, query)
         return self._after(index, out)
 
     def _index_and_seed(self, index: int, forward_batch: Any, queries: list[torch.Tensor]) -> None:
@@ -248,7 +252,7 @@ class InProcessBackend(AttentionBackend):
         req_to_token = self._pool.req_to_token
         tables = [req_to_token[row, :n] for row, n in zip(rows, lengths, strict=True)]
         with self._side.fork(*tables):
-            self._rank.begin_extend(prefixes, lengths, tables)
+            self._rank.begin_extend(rows, prefixes, lengths, tables)
         self._seeds, self._fills, end = [], [], 0
         for request, (row, prefix, length) in enumerate(zip(rows, prefixes, lengths, strict=True)):
             start, end = end, end + length - prefix

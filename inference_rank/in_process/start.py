@@ -112,6 +112,7 @@ def create_backend(runner: Any) -> InProcessBackend:
             head_dim=model.head_dim,
             device=cache_device,
         ),
+        model_dir=Path(runner.model_config.model_path),
     )
     local = LocalRuntime(
         settings=settings,

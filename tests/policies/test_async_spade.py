@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tandemkv.cache_rank.policies.predictors import predict_ridge
+from tandemkv.kernels.query_window import ridge_predict
 from tandemkv.kernels.rope import apply_rope
 
 
@@ -17,7 +17,7 @@ def test_unrotated_window_and_rotated_prediction(make_bench, queries):
     bench.select(rotated)
     got = bench.policy.query_for(bench.request(rotated[-1]))
     window = torch.stack(plain[-5:], dim=2)  # [S, Hq, W + 1, D]
-    predicted = predict_ridge(window, torch.full((2, 6), 5), eps=1e-2, sign=1, normalise="softmax")
+    predicted = ridge_predict(window, torch.full((2, 6), 5), eps=1e-2, sign=1, normalise="softmax")
     want = apply_rope(predicted, lengths, inv_freq)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tandemkv.cache_rank.policies.predictors import predict_mean, predict_ridge
+from tandemkv.kernels.query_window import mean_predict, ridge_predict
 
 
 def window_of(*queries):
@@ -14,7 +14,7 @@ def window_of(*queries):
 
 
 def ridge(window, count, *, eps=1e-2, sign=1, normalise="softmax"):
-    return predict_ridge(window, torch.tensor(count), eps=eps, sign=sign, normalise=normalise)
+    return ridge_predict(window, torch.tensor(count), eps=eps, sign=sign, normalise=normalise)
 
 
 def by_the_equations(queries, *, eps, sign, normalise):
@@ -66,7 +66,7 @@ def test_ridge_follows_the_equations(normalise, sign, count):
     torch.manual_seed(count)
     window = torch.randn(3, 2, 9, 6, dtype=torch.float64)
     counts = torch.full((3, 2), count)
-    got = predict_ridge(window, counts, eps=0.03, sign=sign, normalise=normalise)
+    got = ridge_predict(window, counts, eps=0.03, sign=sign, normalise=normalise)
     for row in range(3):
         for head in range(2):
             want = by_the_equations(
@@ -83,8 +83,8 @@ def test_ridge_ignores_places_that_are_not_filled():
     for row, count in enumerate(counts.tolist()):
         spoiled[row, : 9 - count] = float("nan")
     settings = {"eps": 1e-2, "sign": 1, "normalise": "softmax"}
-    want = predict_ridge(window, counts, **settings)
-    assert torch.equal(predict_ridge(spoiled, counts, **settings), want)
+    want = ridge_predict(window, counts, **settings)
+    assert torch.equal(ridge_predict(spoiled, counts, **settings), want)
     assert torch.equal(want[0], window[0, -1])  # no predecessor: the newest query
 
 
@@ -105,5 +105,5 @@ def test_ridge_stays_finite(normalise):
 
 def test_mean_counts_what_is_there():
     window = window_of([100.0, 100.0], [1.0, 3.0], [3.0, 5.0])
-    assert predict_mean(window, torch.tensor(2)).tolist() == [2.0, 4.0]
-    assert predict_mean(window, torch.tensor(1)).tolist() == [3.0, 5.0]
+    assert mean_predict(window, torch.tensor(2)).tolist() == [2.0, 4.0]
+    assert mean_predict(window, torch.tensor(1)).tolist() == [3.0, 5.0]

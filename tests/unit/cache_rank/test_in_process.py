@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -30,7 +32,10 @@ MODEL = ModelSpec(
 class World:
     """A pool with requests in scattered pages, and the rank that serves it."""
 
-    def __init__(self, *, page_size: int = 16, **selection: object) -> None:
+    def __init__(
+        self, *, page_size: int = 16, model_dir: Path | None = None, **selection: object
+    ) -> None:
+        self.model_dir = model_dir
         chosen = {
             "policy": "look_ahead",
             "budget_tokens": 32,
@@ -76,12 +81,13 @@ class World:
             pools=self.pools,
             max_batch=4,
             predict_query=lambda _layer, hidden, _positions: hidden.view(-1, QUERY_HEADS, DIM),
+            model_dir=self.model_dir,
         )
 
     def prefill(self, row: int, length: int) -> None:
         """Index and seed a prompt of `length` tokens."""
         table = self.table[row, :length]
-        self.rank.begin_extend([0], [length], [table])
+        self.rank.begin_extend([row], [0], [length], [table])
         for layer in range(LAYERS):
             if self.rank.is_sparse_layer(layer):
                 self.rank.extend(layer, table.long())
@@ -170,7 +176,7 @@ def test_identity_seed_of_a_request_that_grew() -> None:
     length = world.lengths.num_cold + 1
     rows = torch.tensor([2])
     table = world.table[2, :length]
-    world.rank.begin_extend([0], [length], [table])
+    world.rank.begin_extend([2], [0], [length], [table])
     for layer in (1, 2):
         world.rank.extend(layer, table.long())
     world.rank.seed_identity(rows, world.table[rows, : world.width])

@@ -1,59 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict a query from the window of those before it. Pure functions, batched.
-
-A window is ``[..., W + 1, D]``: the latest W + 1 queries, newest last. `count` ``[...]`` says
-how many of them there are; older places are ignored, whatever they hold.
-"""
+"""Reference of `tandemkv.kernels.query_window`."""
 
 from __future__ import annotations
 
 import torch
 
-_MIN_EPS = 1e-6
+MIN_EPS = 1e-6
 
 
-def predict_mean(window: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the queries there are, ``[..., D]``; `count` is at least 1."""
+def mean_predict(window: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Average; see `tandemkv.kernels.query_window.mean_predict`."""
     there = _is_there(window, count)
     kept = torch.where(there.unsqueeze(-1), window, 0)
     return kept.sum(-2) / there.sum(-1, keepdim=True)
 
 
-def predict_ridge(
-    window: torch.Tensor,
-    count: torch.Tensor,
-    *,
-    eps: float,
-    sign: int,
-    normalise: str,
+def ridge_predict(
+    window: torch.Tensor, count: torch.Tensor, *, eps: float, sign: int, normalise: str
 ) -> torch.Tensor:
-    r"""Predict the next query by assembled ridge regression.
-
-    For each size k = 1..W for which there are k predecessors of the newest query q_t: regress
-    q_t on ``Qh = [q_{t-k} .. q_{t-1}]`` (Eq. 2: ``G = Qh Qh^T + eps I``, ``b = Qh q_t``),
-    ``w = softmax(G^-1 b)`` (Eq. 3), apply the weights one step later,
-    ``q^ = sum_i w_i q_{i+1}`` (Eq. 4); average over the sizes (Eq. 5). With no predecessor,
-    the newest query itself.
-
-    Parameters
-    ----------
-    window : torch.Tensor
-        ``[..., W + 1, D]``, float32 or float64.
-    count : torch.Tensor
-        ``[...]`` int64, at least 1.
-    eps : float
-        Regulariser, relative to the mean of the diagonal of ``Qh Qh^T``; not below 1e-6, so
-        that G is invertible.
-    sign : {1, -1}
-        Sign in the softmax: 1 as in Eq. 3, -1 as in Algorithm 1.
-    normalise : {"softmax", "none"}
-        Normalisation of the weights; ``none`` is the regression as such.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[..., D]``.
-    """
+    """Predict; see `tandemkv.kernels.query_window.ridge_predict`."""
     there = _is_there(window, count)
     kept = torch.where(there.unsqueeze(-1), window, 0)
     past, newest = kept[..., :-1, :], kept[..., -1, :]
@@ -66,7 +31,7 @@ def predict_ridge(
     inside = torch.arange(size, device=window.device) >= size - sizes[:, None]  # [k, W]
     pairs = inside.unsqueeze(-1) & inside.unsqueeze(-2)
     diagonal = torch.where(inside, gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2), 0)
-    ridge = diagonal.sum(-1) / sizes * max(eps, _MIN_EPS) + torch.finfo(gram.dtype).tiny
+    ridge = diagonal.sum(-1) / sizes * max(eps, MIN_EPS) + torch.finfo(gram.dtype).tiny
     system = torch.where(pairs, gram.unsqueeze(-3), 0)
     on_diagonal = torch.where(inside, ridge.unsqueeze(-1), 1)
     system = system + torch.diag_embed(on_diagonal)
@@ -82,6 +47,38 @@ def predict_ridge(
     total = torch.where(usable.unsqueeze(-1), predictions, 0).sum(-2)
     number = usable.sum(-1, keepdim=True)
     return torch.where(number > 0, total / number.clamp(min=1), newest)
+
+
+def push_and_predict(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    windows: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    prediction: str,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    eps: float,
+    sign: int,
+    normalise: str,
+) -> torch.Tensor:
+    """Push and predict; see `tandemkv.kernels.query_window.push_and_predict`."""
+    size = windows.shape[1]
+    windows[rows, positions % size] = query.to(windows.dtype)
+    ages = torch.arange(size - 1, -1, -1, device=query.device)  # newest last
+    at = positions[:, None] - ages
+    window = windows[rows[:, None], at % size].float()  # [B, W + 1, Hq, D]
+    count = (positions - starts[rows] + 1).clamp(1, size)
+    if cos is not None and sin is not None:
+        cos, sin = cos[ages].unsqueeze(1), sin[ages].unsqueeze(1)  # [W + 1, 1, D / 2]
+        first, second = window.chunk(2, dim=-1)
+        window = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    window = window.transpose(1, 2)
+    counts = count[:, None].expand(window.shape[:2])
+    if prediction == "mean":
+        return mean_predict(window, counts)
+    return ridge_predict(window, counts, eps=eps, sign=sign, normalise=normalise)
 
 
 def _is_there(window: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The latest queries of every row, on the device, for policies that predict from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandemkv.cache_rank.policies.async_spade import AsyncSpadePolicy
+from tandemkv.cache_rank.policies.base import Policy, PolicyError
+from tandemkv.cache_rank.policies.mean_query import MeanQueryPolicy
+from tandemkv.cache_rank.policies.windowed import WindowedPolicy
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, push_and_predict
+
+_PREDICTIONS = {AsyncSpadePolicy: "ridge", MeanQueryPolicy: "mean"}
+# Larger than any position: such a row's window holds nothing.
+_NEVER = 1 << 62
+
+
+def has_device_windows(policy: Policy) -> bool:
+    """Whether `policy` is one whose windows and prediction there is a kernel for."""
+    return type(policy) in _PREDICTIONS
+
+
+class DeviceQueryWindows:
+    """What `WindowedPolicy` keeps on the host, in fixed tensors that a graph can replay.
+
+    A window is a ring by position, without a gap since the row's first position in it. That
+    one number per row takes the place of counts: pushing needs no branch, and a step that is
+    replayed writes the same again. Queries stay as they come, after RoPE and in the model's
+    dtype; the kernel rotates them to the position of the prediction's use, which equals
+    un-rotating first (`tandemkv.kernels.query_window.push_and_predict`) and loses nothing.
+
+    Parameters
+    ----------
+    policy : WindowedPolicy
+        What is predicted, with its options.
+    model : ModelSpec
+        Shape of the queries.
+    num_layers, num_rows : int
+        Selecting layers, and rows of the request table; row 0 is padding.
+    device : torch.device
+        Of queries and windows.
+
+    Raises
+    ------
+    PolicyError
+        If the windows are too long to be solved on the device.
+    """
+
+    def __init__(
+        self,
+        policy: WindowedPolicy,
+        model: ModelSpec,
+        *,
+        num_layers: int,
+        num_rows: int,
+        device: torch.device,
+    ) -> None:
+        selection = policy.context.selection
+        self._prediction = _PREDICTIONS[type(policy)]
+        size = selection.ridge_window
+        if self._prediction == "ridge" and size > MAX_RIDGE_WINDOW:
+            raise PolicyError(
+                f"ridge_window={size} is too long for the inference rank's process, where at most "
+                f"{MAX_RIDGE_WINDOW} queries are regressed on; lower --ridge-window, or start a "
+                "cache rank with --cache-ranks 1"
+            )
+        self._selection = selection
+        self._size = size + 1
+        shape = (num_layers, num_rows, self._size, model.num_qo_heads, model.head_dim)
+        self._windows = torch.zeros(shape, dtype=getattr(torch, model.dtype), device=device)
+        self._starts = torch.full((num_rows,), _NEVER, dtype=torch.int64, device=device)
+        self._cos: torch.Tensor | None = None
+        self._sin: torch.Tensor | None = None
+        if selection.ridge_unrotate:
+            rotary = policy.context.rotary
+            assert rotary is not None  # the policy's constructor asks for it
+            offsets = selection.lag + torch.arange(self._size, dtype=torch.float64)
+            angles = torch.outer(offsets, rotary.inv_freq.cpu().double())
+            self._cos = angles.cos().float().to(device)
+            self._sin = angles.sin().float().to(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the windows."""
+        return self._windows.nbytes
+
+    def begin_prompt(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget whatever `rows` held: their windows begin behind the prompt's `lengths`."""
+        device = self._starts.device
+        self._starts[torch.tensor(rows, device=device)] = torch.tensor(lengths, device=device)
+
+    def observe_prompt(
+        self, layer: int, row: int, queries: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Take over the last prompt queries ``[n, Hq, D]`` of `row` at `positions` ``[n]``.
+
+        `layer` counts the selecting layers.
+        """
+        queries, positions = queries[-self._size :], positions[-self._size :]
+        self._windows[layer, row, positions % self._size] = queries.to(self._windows.dtype)
+        self._starts[row] = positions[0]
+
+    def push(
+        self, layer: int, rows: torch.Tensor, query: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Take note of a step's queries ``[B, Hq, D]`` without a prediction."""
+        self._windows[layer].index_put_(
+            (rows, positions % self._size), query.to(self._windows.dtype)
+        )
+
+    def push_and_predict(
+        self, layer: int, rows: torch.Tensor, query: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Take note of a step's queries and predict ``[B, Hq, D]`` float32, `lag` steps ahead."""
+        selection = self._selection
+        return push_and_predict(
+            query,
+            rows,
+            positions,
+            self._windows[layer],
+            self._starts,
+            prediction=self._prediction,
+            cos=self._cos,
+            sin=self._sin,
+            eps=selection.ridge_eps,
+            sign=selection.ridge_sign,
+            normalise=selection.ridge_normalise,
+        )

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries predicted from windows: against RoPE undone and done again, and Triton's against that."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandemkv.kernels.query_window import push_and_predict, ridge_predict
+from tandemkv.kernels.rope import apply_rope
+from tandemkv.kernels.testing import Tolerance, assert_close
+
+CASES = Path(__file__).with_name("triton_query_window_cases.py")
+HEADS, DIM = 2, 16
+
+
+def test_triton_kernel_equals_the_reference(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+    assert "skipped" not in run.stdout
+
+
+def make(num_rows: int = 3, size: int = 4) -> dict[str, torch.Tensor]:
+    return {
+        "windows": torch.full((num_rows, size + 1, HEADS, DIM), float("nan")),
+        "starts": torch.tensor([1 << 62, 9, 40][:num_rows]),
+    }
+
+
+@pytest.mark.parametrize("prediction", ["ridge", "mean"])
+@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("scaling", [1.0, 1.2])
+def test_relative_rotation_is_to_unrotate_and_rotate(
+    prediction: str, lag: int, scaling: float
+) -> None:
+    torch.manual_seed(0)
+    size, inv_freq = 4, 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
+    angles = torch.outer(lag + torch.arange(size + 1), inv_freq.double())
+    tables = {"cos": angles.cos().float(), "sin": angles.sin().float()}
+    state, plain = make(size=size), torch.randn(12, 2, HEADS, DIM)
+    rows, first = torch.tensor([2, 1]), torch.tensor([40, 9])
+    for step, query in enumerate(plain):
+        positions = first + step
+        got = push_and_predict(
+            apply_rope(query, positions, inv_freq, scaling=scaling),
+            rows, positions, **state, prediction=prediction, eps=0.05, **tables,
+        )  # fmt: skip
+        count = min(step + 1, size + 1)
+        window = plain[: step + 1][-count:].double().permute(1, 2, 0, 3)
+        if prediction == "mean":
+            want = window.mean(-2)
+        elif count == 1:
+            want = window[..., 0, :]
+        else:
+            counts = torch.full((2, HEADS), count)
+            want = ridge_predict(window, counts, eps=0.05, sign=1, normalise="softmax")
+        want = apply_rope(want.float(), positions + lag, inv_freq, scaling=scaling)
+        assert_close(got, want, Tolerance(abs_error=1e-4, rel_error=1e-4, cosine_gap=1e-8))
+
+
+def test_a_window_starts_over_where_it_is_told_to() -> None:
+    torch.manual_seed(1)
+    state, row = make(), torch.tensor([1])
+    for position in range(9, 20):
+        push_and_predict(
+            torch.randn(1, HEADS, DIM), row, torch.tensor([position]), **state, prediction="mean"
+        )
+    state["starts"][1] = 20
+    query = torch.randn(1, HEADS, DIM)
+    got = push_and_predict(query, row, torch.tensor([20]), **state, prediction="mean")
+    assert torch.equal(got, query)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prediction": "median"}, "prediction='median'"),
+        ({"windows": torch.zeros(3, 18, HEADS, DIM)}, "<= 16"),
+        ({"windows": torch.zeros(3, 1, HEADS, DIM)}, ">= 1"),
+        ({"cos": torch.ones(5, DIM // 2)}, "together with cos"),
+        ({"sign": 2}, "sign=2"),
+        ({"eps": -1.0}, "eps=-1.0"),
+        ({"normalise": "l2"}, "normalise='l2'"),
+        ({"positions": torch.zeros(2, dtype=torch.int64)}, "num_reqs=1"),
+    ],
+)
+def test_bad_arguments(change: dict[str, object], message: str) -> None:
+    arguments = {
+        "query": torch.zeros(1, HEADS, DIM),
+        "rows": torch.tensor([1]),
+        "positions": torch.tensor([9]),
+        **make(),
+        "prediction": "ridge",
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        push_and_predict(**arguments)
