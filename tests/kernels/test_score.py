@@ -187,7 +187,7 @@ def test_errors_name_the_argument() -> None:
         score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, page_size=3)
     with pytest.raises(ValueError, match=r"out=\(1, 2, 5\)"):
         score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, out=torch.zeros(1, 2, 5))
-    scratch = make_score_scratch(1, 2, 2, 6, q.device)
+    scratch = make_score_scratch(1, 8, 2, 6, q.device)
     with pytest.raises(ValueError, match="scratch="):
         score_keys(q, k_pool, slots, lo, hi, width=6, scale=1.0, scratch=scratch)
     codes, scales = torch.zeros(2, 2, 8, 2).byte(), torch.zeros(2, 2, 2, 4).half()
