@@ -11,7 +11,7 @@ import torch
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 
-from .plan.choose import choose_placement
+from .plan.choose import break_even_tokens, choose_placement
 from .plan.placement import PlacementKind
 from .plan.shape import shape_of_config
 from .plan.workload import Workload
@@ -31,18 +31,55 @@ def resolve_placement(
     device: str,
     progress: Callable[[str], None],
 ) -> ServeSettings:
-    """Fill in `cache_ranks` and `tensor_parallel`, with the reason told to `progress`.
+    """Fill in what the user left open, with the reason told to `progress`.
 
-    On a CPU one cache rank process; on GPUs what `tandemkv plan` predicts to be fastest for
-    `max_running_requests` requests that share the cache.
+    `cache_ranks` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what `tandemkv
+    plan` predicts to be fastest for `max_running_requests` requests that share the cache.
+    `dense_tokens`, in-process on a GPU: the context from which selecting is predicted to pay.
 
     Raises
     ------
     SettingsError
         If nothing fits these GPUs, with the numbers.
     """
-    if settings.cache_ranks is not None:
+    if settings.cache_ranks is None:
+        settings = _choose(settings, spec, model_dir, device=device, progress=progress)
+    if device == "cpu" or settings.transport != "local":
         return settings
+    return _with_dense_tokens(settings, spec, model_dir, progress)
+
+
+def _load(settings: ServeSettings, spec: ModelSpec) -> Workload:
+    concurrency, capacity = settings.max_running_requests, settings.cache.capacity_tokens
+    return Workload.from_selection(
+        settings.selection,
+        context_tokens=min(spec.max_context, max(1, capacity // concurrency)),
+        concurrency=concurrency,
+        capacity_tokens=capacity,
+    )
+
+
+def _with_dense_tokens(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, progress: Callable[[str], None]
+) -> ServeSettings:
+    selection = settings.selection
+    if selection.dense_tokens is not None or not selection.dense_while_fits:
+        return settings
+    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    tokens = break_even_tokens(shape, _load(settings, spec), settings.tensor_parallel)
+    progress(f"requests of up to {tokens} tokens attend to everything: selecting pays beyond")
+    changed = selection.model_copy(update={"dense_tokens": tokens})
+    return settings.model_copy(update={"selection": changed})
+
+
+def _choose(
+    settings: ServeSettings,
+    spec: ModelSpec,
+    model_dir: Path,
+    *,
+    device: str,
+    progress: Callable[[str], None],
+) -> ServeSettings:
     if device == "cpu" or "transport" in settings.exchange.model_fields_set:
         return settings.model_copy(update={"cache_ranks": 1})
     selection, num_gpus = settings.selection, torch.cuda.device_count()
@@ -53,16 +90,9 @@ def resolve_placement(
     ):
         progress(f"cache rank in a process of its own: policy {selection.policy} needs one")
         return settings.model_copy(update={"cache_ranks": 1})
-    concurrency = settings.max_running_requests
-    capacity = settings.cache.capacity_tokens
     choice = choose_placement(
         shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype),
-        Workload.from_selection(
-            selection,
-            context_tokens=min(spec.max_context, max(1, capacity // concurrency)),
-            concurrency=concurrency,
-            capacity_tokens=capacity,
-        ),
+        _load(settings, spec),
         num_gpus=num_gpus,
         gpu_bytes=min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)),
         available={"in-process-tp1", f"in-process-tp{num_gpus}", "1+1"},

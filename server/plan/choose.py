@@ -11,7 +11,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .cost import H200, CostConstants, StepTime, predict_step
 from .footprint import GIB, USABLE_FRACTION, PlacementMemory, memory_of
-from .placement import Placement, possible_placements
+from .placement import Placement, PlacementKind, possible_placements
 from .shape import ModelShape
 from .workload import Workload
 
@@ -135,6 +135,30 @@ def largest_fitting(
         else:
             high = middle - 1
     return low
+
+
+def break_even_tokens(
+    shape: ModelShape, load: Workload, tp_size: int, cost: CostConstants = H200
+) -> int:
+    """Return the context up to which attending to everything is predicted to be no slower.
+
+    In-process, over `tp_size` GPUs, at the concurrency of `load`; a multiple of 256, at least
+    what is resident anyway and at most the context of `load`. Found by bisection: what
+    selection saves grows with the context.
+    """
+    dense = Placement(kind=PlacementKind.DENSE, tp_size=tp_size)
+    own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=tp_size)
+
+    def is_dense_faster(context: int) -> bool:
+        trial = replace(load, context_tokens=context, capacity_tokens=None)
+        times = [predict_step(x, shape, trial, cost).tpot_ms for x in (dense, own)]
+        return times[0] <= times[1]
+
+    low, high = load.attended_tokens // 256, load.context_tokens // 256
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if is_dense_faster(256 * middle) else (low, middle - 1)
+    return 256 * low
 
 
 def _plan(

@@ -34,11 +34,16 @@ class CostConstants:
       293 us at 8 x 32K and 8 x 64K, int8 95 and 181, int4 67 and 120
       (docs/benchmarks/kernels.json).
     - `topk_fixed_us`, `topk_bandwidth`: likewise, topk_positions: 26 and 36 us.
-    - `exchange_us`: device-initiated round trip with 64 KiB each way, 7.1 us.
+    - `exchange_us`: what a layer's selection takes longer on a second GPU (transport ``peer``:
+      edges of one CUDA graph between two GPUs, residual stream there, rows back). Fitted to 1 + 1
+      decode, 10.8 ms at 8 x 64K.
+    - `selection_fixed_us`: norm, projection, RoPE and launches of the prediction. Fitted, with
+      `in_process_overlap`, to in-process decode: 14.4, 11.7 and 10.1 ms at 8 x 64K, 32K and 8K on
+      one GPU, 9.5 and 7.3 ms at 8 x 64K and 8K on two (docs/performance.md).
     - `gather_us`: likewise, mirror_diff 20.8 us and exchange_rows 3.7 us. To another GPU a pack of
       4 MiB takes about 8 us more (362 GB/s), which hides behind the next layer's scan.
     - `in_process_overlap`: share of the selection that hides behind the model when both use one
-      GPU. Assumed.
+      GPU.
     """
 
     weight_bandwidth: float = 4.2e12
@@ -53,9 +58,10 @@ class CostConstants:
     scan_bandwidth_int4: float = 2.82e12
     topk_fixed_us: float = 16.9
     topk_bandwidth: float = 0.89e12
-    exchange_us: float = 7.0
+    exchange_us: float = 70.0
+    selection_fixed_us: float = 40.0
     gather_us: float = 24.5
-    in_process_overlap: float = 0.5
+    in_process_overlap: float = 0.2
 
     def scan_bandwidth(self, index_dtype: str) -> float:
         """Return the bytes per second at which keys of `index_dtype` are scored."""
@@ -179,7 +185,8 @@ def selection_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostC
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
     scan = scan_us(shape, load, num_shards, cost)
     topk = keys * 4 / cost.topk_bandwidth
-    return (predictor + topk) * 1e6 + scan + cost.topk_fixed_us + cost.gather_us
+    fixed = cost.selection_fixed_us + cost.topk_fixed_us + cost.gather_us
+    return (predictor + topk) * 1e6 + scan + fixed
 
 
 def scan_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:

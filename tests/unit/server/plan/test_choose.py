@@ -14,7 +14,13 @@ from typer.testing import CliRunner
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.commands import app
-from tandemkv.server.plan.choose import check_fits, choose_placement, largest_fitting
+from tandemkv.server.plan.choose import (
+    break_even_tokens,
+    check_fits,
+    choose_placement,
+    largest_fitting,
+)
+from tandemkv.server.plan.cost import predict_step
 from tandemkv.server.plan.footprint import GIB, USABLE_FRACTION, memory_of
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
@@ -157,3 +163,22 @@ def test_command_exit_codes(
     result = runner.invoke(app, ["plan", *arguments])
     assert result.exit_code == code
     assert expected in result.output + result.stderr
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_dense_up_to_the_break_even(tp_size: int) -> None:
+    load = replace(LOAD, num_exact_layers=0)
+    found = break_even_tokens(QWEN, load, tp_size)
+    assert load.attended_tokens <= found + 256
+    assert found < load.context_tokens
+    dense = Placement(kind=PlacementKind.DENSE, tp_size=tp_size)
+    own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=tp_size)
+    for context, is_dense_faster in ((found, True), (found + 512, False)):
+        trial = replace(load, context_tokens=context)
+        times = [predict_step(x, QWEN, trial).tpot_ms for x in (dense, own)]
+        assert (times[0] <= times[1]) is is_dense_faster, (context, times)
+
+
+def test_break_even_of_a_short_context_is_all_of_it() -> None:
+    load = replace(LOAD, context_tokens=2048)
+    assert break_even_tokens(QWEN, load, 1) <= max(2048, load.attended_tokens)

@@ -30,7 +30,8 @@ UNIT = CostConstants(
     weight_bandwidth=1e6, layer_overhead_us=5.0, request_layer_us=2.0, tp_request_layer_us=3.0,
     attention_fixed_us=1.0, attention_bandwidth=1e6, scan_bandwidth_native=1e6,
     scan_fixed_us=17.0, topk_fixed_us=7.0,
-    topk_bandwidth=1e6, exchange_us=11.0, gather_us=13.0, in_process_overlap=0.25,
+    topk_bandwidth=1e6, exchange_us=11.0, selection_fixed_us=19.0, gather_us=13.0,
+    in_process_overlap=0.25,
 )  # fmt: skip
 TINY = ModelShape(
     name="tiny", num_layers=1, hidden_size=2, num_qo_heads=2, num_kv_heads=2, head_dim=2,
@@ -61,7 +62,7 @@ def test_dense_by_hand() -> None:
 
 def test_selection_by_hand() -> None:
     keys = 3 * 100 * 2
-    expected = 2 * 5 * 2 + keys * 4 + keys * 4 + 17 + 7 + 13  # W_q + norm, scan, top-k, fixed
+    expected = 2 * 5 * 2 + keys * 4 + keys * 4 + 17 + 7 + 13 + 19  # W_q + norm, scan, top-k, fixed
     assert selection_us(TINY, TINY_LOAD, 1, UNIT) == pytest.approx(expected)
 
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the cache rank goes if the user leaves it open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.server.placement_choice import resolve_placement
+from tandemkv.server.settings import ServeSettings
+
+SPEC = ModelSpec(
+    architecture="Qwen3ForCausalLM",
+    num_layers=36,
+    num_qo_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_size=4096,
+    max_context=131072,
+    dtype="bfloat16",
+    model_hash="0",
+)
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 131072,
+}
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretend that there are some GPUs of 139 GiB."""
+
+    def pretend(count: int, gib: int = 139) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        memory = SimpleNamespace(total_memory=gib << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
+
+    return pretend
+
+
+def resolve(
+    tmp_path: Path, device: str = "cuda", **changes: Any
+) -> tuple[ServeSettings, list[str]]:
+    """Resolve settings for 8 requests that share 512K tokens."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    given: dict[str, Any] = {
+        "model": str(tmp_path),
+        "cache": {"capacity_tokens": 8 * 65536},
+        "selection": {"budget_tokens": 2048, "index_dtype": "int4", "exact_layers": []},
+    }
+    settings = ServeSettings.model_validate(given | changes)
+    said: list[str] = []
+    resolved = resolve_placement(settings, SPEC, tmp_path, device=device, progress=said.append)
+    return resolved, said
+
+
+def test_a_cpu_gets_a_process(tmp_path: Path) -> None:
+    settings, said = resolve(tmp_path, device="cpu")
+    assert (settings.cache_ranks, settings.selection.dense_tokens, said) == (1, None, [])
+
+
+def test_one_gpu_is_its_own_cache_rank(tmp_path: Path, gpus: Any) -> None:
+    gpus(1)
+    settings, said = resolve(tmp_path)
+    assert (settings.cache_ranks, settings.tensor_parallel, settings.transport) == (0, 1, "local")
+    assert settings.selection.dense_tokens is not None
+    assert 4096 < settings.selection.dense_tokens < 65536
+    assert said[0].startswith("placement in-process-tp1: ")
+    assert "attend to everything" in said[1]
+
+
+def test_two_gpus_split_the_heads(tmp_path: Path, gpus: Any) -> None:
+    gpus(2)
+    settings, said = resolve(tmp_path)
+    assert (settings.cache_ranks, settings.tensor_parallel) == (0, 2)
+    assert "1+1" in said[0]
+
+
+def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
+    gpus(2)
+    settings, said = resolve(tmp_path, cache_ranks=1, exchange={"transport": "peer"})
+    assert (settings.cache_ranks, settings.transport, said) == (1, "peer", [])
+    settings, said = resolve(
+        tmp_path, cache_ranks=0, selection={"budget_tokens": 512, "dense_tokens": 9000}
+    )
+    assert (settings.selection.dense_tokens, said) == (9000, [])
+
+
+def test_a_policy_that_needs_a_process_gets_one(tmp_path: Path, gpus: Any) -> None:
+    gpus(2)
+    settings, said = resolve(tmp_path, selection={"policy": "kascade"})
+    assert settings.cache_ranks == 1
+    assert "kascade needs one" in said[0]
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, gpus: Any) -> None:
+    gpus(1, gib=40)
+    with pytest.raises(SettingsError, match=r"GiB usable; .*would fit.*tandemkv plan"):
+        resolve(tmp_path)
