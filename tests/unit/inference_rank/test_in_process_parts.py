@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode step attends to, where resident sets lie, and which graph is replayed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.local import WARM_UP_STEPS, DenseLengths
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.inference_rank.in_process import graph_variants
+from tandemkv.inference_rank.in_process.layer_streams import LayerStreams
+from tandemkv.inference_rank.in_process.resident_attention import AttendTable, RingTable
+from tandemkv.inference_rank.in_process.resident_home import OwnSet
+from tandemkv.inference_rank.in_process.side_stream import SideStream
+from tandemkv.inference_rank.resident_set import ResidentSet
+
+CPU = torch.device("cpu")
+ROWS1, CONTEXT, NUM_SLOTS = 4, 64, 400
+NUM_RESIDENT, NUM_RECENT = 12, 8
+SELECTION = SelectionSettings(
+    policy="look_ahead",
+    budget_tokens=12,
+    resident_factor=1.0,
+    num_sink_tokens=0,
+    num_recent_tokens=NUM_RECENT,
+)
+MODEL = ModelSpec(
+    architecture="LlamaForCausalLM",
+    num_layers=1,
+    num_qo_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    hidden_size=8,
+    max_context=CONTEXT,
+    dtype="float32",
+    model_hash="0",
+)
+
+
+def slot_table() -> torch.Tensor:
+    """Slots of each position, all distinct."""
+    order = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))
+    return order[: ROWS1 * CONTEXT].view(ROWS1, CONTEXT).to(torch.int32)
+
+
+@given(length=st.integers(1, CONTEXT), num_dense=st.sampled_from([0, 20, 37]))
+def test_table_lists_the_set_and_the_latest_tokens(length: int, num_dense: int) -> None:
+    table = AttendTable(
+        num_resident=NUM_RESIDENT,
+        num_recent=NUM_RECENT,
+        num_dense=num_dense,
+        first_slot=NUM_SLOTS,
+        max_batch=3,
+        device=CPU,
+    )
+    slots, lengths = slot_table(), torch.tensor([length, 1])
+    table.load(torch.tensor([2, 0]), lengths, slots)
+    count = int(table.attended[0])
+    listed = table.slots[0, :count].tolist()
+    assert table.attended_on_host(lengths).tolist() == table.attended[:2].tolist()
+    if length <= num_dense:
+        assert listed == slots[2, :length].tolist()
+        return
+    filled = min(NUM_RESIDENT, max(0, length - NUM_RECENT))
+    start = NUM_SLOTS + 2 * NUM_RESIDENT
+    recent = slots[2, max(0, length - NUM_RECENT) : length].tolist()
+    assert listed == [*range(start, start + filled), *recent]
+
+
+@given(prompt=st.integers(1, 50), steps=st.integers(1, 14))
+def test_own_set_holds_what_the_table_lists(prompt: int, steps: int) -> None:
+    """After a prefill and some decode steps every listed slot holds the token it stands for."""
+    resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
+    lengths = DenseLengths.of(SELECTION, NUM_RESIDENT)
+    pool = torch.arange(NUM_SLOTS, dtype=torch.float32)[:, None, None].expand(-1, 1, 4).clone()
+    far = SimpleNamespace(
+        get_kv_buffer=lambda _layer: (pool, pool), set_kv_buffer=lambda *_, **__: None
+    )
+    table = RingTable(
+        num_resident=NUM_RESIDENT,
+        num_recent=NUM_RECENT,
+        num_dense=lengths.num_dense,
+        max_batch=3,
+        device=CPU,
+    )
+    home = OwnSet(far, table, resident)
+    slots, row = slot_table(), 1
+    home.fill(0, row, slots[row, :prompt])
+    if prompt > lengths.num_dense:  # as the cache rank would: the first R tokens
+        resident.k[0, row, :NUM_RESIDENT] = pool[slots[row, :NUM_RESIDENT].long()]
+    for length in range(prompt + 1, min(CONTEXT, prompt + steps) + 1):
+        table.load(torch.tensor([row]), torch.tensor([length]), slots)
+        newest = pool[slots[row, length - 1].long()][None]
+        home.pool.set_kv_buffer(SimpleNamespace(layer_id=0), None, newest, newest)
+        held = home.pool.get_kv_buffer(0)[0][table.slots[0, : int(table.attended[0])].long()]
+        recent = range(max(0, length - NUM_RECENT), length)
+        expected = range(length)
+        if length > lengths.num_dense:
+            expected = [*range(min(NUM_RESIDENT, length - NUM_RECENT)), *recent]
+        assert sorted(held[:, 0, 0].tolist()) == sorted(slots[row, list(expected)].tolist())
+
+
+def test_dense_lengths() -> None:
+    fitting = NUM_RESIDENT + NUM_RECENT
+    assert DenseLengths.of(SELECTION, NUM_RESIDENT) == DenseLengths(
+        num_dense=fitting, num_cold=fitting
+    )
+    longer = SELECTION.model_copy(update={"dense_tokens": 1000})
+    assert DenseLengths.of(longer, NUM_RESIDENT) == DenseLengths(
+        num_dense=1000, num_cold=1000 - WARM_UP_STEPS
+    )
+    never = SELECTION.model_copy(update={"dense_while_fits": False})
+    assert DenseLengths.of(never, NUM_RESIDENT) == DenseLengths(num_dense=0, num_cold=0)
+
+
+def test_stream_is_a_copy() -> None:
+    streams = LayerStreams(
+        num_layers=2, max_batch=4, hidden_size=3, dtype=torch.float32, device=CPU, cache_device=CPU
+    )
+    hidden, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    first = streams.put(0, hidden, None)
+    second = streams.put(1, hidden, residual)
+    hidden.zero_()
+    residual.zero_()
+    assert first.tolist() == [[1.0] * 3] * 2
+    assert second.tolist() == [[3.0] * 3] * 2
+
+
+def test_side_stream_without_cuda_runs_in_place() -> None:
+    side, seen = SideStream(CPU, CPU, 2), []
+    with side.fork(torch.ones(1)):
+        seen.append("fork")
+        side.note_done(1)
+    side.join(1)
+    side.join_all()
+    assert seen == ["fork"]
+
+
+class _Backend:
+    captures_selection = True
+
+    def selects_for(self, lengths: torch.Tensor) -> bool:
+        return bool((lengths > 10).any())
+
+
+def test_each_batch_size_is_captured_with_and_without_selection() -> None:
+    runner, seen = SimpleNamespace(attn_backend=_Backend()), []
+
+    def original(_runner: Any, size: int, *_: Any) -> None:
+        seen.append((size, _[-1], runner.attn_backend.captures_selection))
+
+    graph_variants.capture_both(original, runner, 8, print)
+    assert seen == [(8, graph_variants.SPARSE, True), (8, graph_variants.DENSE, False)]
+    with pytest.raises(ContractError, match="LoRA"):
+        graph_variants.capture_both(original, runner, 8, print, None, "lora")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "label"),
+    [([3, 10], graph_variants.DENSE), ([3, 11], graph_variants.SPARSE)],
+)
+def test_the_graph_that_a_batch_needs(lengths: list[int], label: str) -> None:
+    runner = SimpleNamespace(attn_backend=_Backend())
+    batch = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths))
+    assert graph_variants.resolve(lambda *_: None, runner, batch) == label
