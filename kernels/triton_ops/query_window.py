@@ -48,26 +48,30 @@ def _ridge_weights(
 ):  # fmt: skip
     """Weights ``[TILE]`` by age, summed over the sizes that can be used; their number."""
     index = tl.arange(0, TILE)
-    system_of, row, column = index[:, None, None], index[None, :, None], index[None, None, :]
+    # Triton gives the last dimension to the lanes of a warp and the first to a thread's
+    # registers, so that the pivot's column is in registers.
+    column, system_of, row = index[:, None, None], index[None, :, None], index[None, None, :]
     inside = index[None, :] <= index[:, None]  # [size, age]: index k is the size k + 1
     diagonal = tl.sum(tl.where(index[:, None] == index[None, :], gram, 0.0), 1)
     mean = tl.sum(tl.where(inside, diagonal[None, :] / (index + 1)[:, None], 0.0), 1)
     ridge = mean * eps + 1.1754943508222875e-38
-    systems = tl.where((row <= system_of) & (column <= system_of), gram[None, :, :], 0.0)
-    systems += tl.where(row == column, tl.where(row <= system_of, ridge[:, None, None], 1.0), 0.0)
+    systems = tl.where((row <= system_of) & (column <= system_of), gram[:, None, :], 0.0)
+    systems += tl.where(row == column, tl.where(row <= system_of, ridge[None, :, None], 1.0), 0.0)
     right = tl.where(inside, target[None, :], 0.0)
-    solved = index < SIZE
+    solved = tl.full((TILE,), 1, tl.int1)
     for step in tl.static_range(SIZE):
-        pivot_row = tl.sum(tl.where(row == step, systems, 0.0), 1)  # [size, column]
-        pivot_column = tl.sum(tl.where(column == step, systems, 0.0), 2)  # [size, row]
-        pivot = tl.sum(tl.where(index[None, :] == step, pivot_row, 0.0), 1)  # [size]
+        pivot_column = tl.sum(tl.where(column == step, systems, 0.0), 0)  # [size, row]
+        # What is not eliminated yet stays symmetric, what is is zero.
+        pivot_row = tl.trans(tl.where(index[None, :] >= step, pivot_column, 0.0))
+        is_pivot = index[None, :] == step
+        pivot = tl.sum(tl.where(is_pivot, pivot_column, 0.0), 1)  # [size]
+        pivot_right = tl.sum(tl.where(is_pivot, right, 0.0), 1)
         solved = solved & (pivot > 0)
-        pivot = tl.where(pivot > 0, pivot, 1.0)
-        factor = tl.where(index[None, :] == step, 0.0, pivot_column / pivot[:, None])
-        pivot_right = tl.sum(tl.where(index[None, :] == step, right, 0.0), 1)
-        systems -= factor[:, :, None] * pivot_row[:, None, :]
+        inverse = 1.0 / tl.where(pivot > 0, pivot, 1.0)
+        factor = tl.where(is_pivot, 0.0, pivot_column * inverse[:, None])
+        systems -= factor[None, :, :] * pivot_row[:, :, None]
         right -= factor * pivot_right[:, None]
-    pivots = tl.sum(tl.where(row == column, systems, 0.0), 2)
+    pivots = tl.sum(tl.where(row == column, systems, 0.0), 0)  # [size, row]
     weights = right / tl.where(pivots > 0, pivots, 1.0)
     if SOFTMAX:
         logits = tl.where(inside, sign * weights, float("-inf"))
@@ -75,7 +79,7 @@ def _ridge_weights(
         weights = weights / tl.sum(weights, 1)[:, None]
     # NaN and infinities differ from themselves times zero.
     total = tl.sum(weights * 0.0, 1)
-    usable = solved & (index + 1 < count) & (total == 0.0)
+    usable = solved & (index < SIZE) & (index + 1 < count) & (total == 0.0)
     summed = tl.sum(tl.where(usable[:, None] & inside, weights, 0.0), 0)
     return summed, tl.sum(usable.to(tl.int32), 0)
 
@@ -176,7 +180,7 @@ def ridge_predict(
             1, dim // 2, max(eps, reference.MIN_EPS), float(sign),
             0, 0, 0, *flat.stride()[:2], 0,
             ROTATES=False, IS_RIDGE=True, SOFTMAX=normalise == "softmax", PUSHES=False,
-            **_sizes(size, dim),
+            **_sizes(size, dim), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -206,6 +210,6 @@ def push_and_predict(
             *query.stride(), *windows.stride()[:3],
             ROTATES=cos is not None, IS_RIDGE=prediction == "ridge",
             SOFTMAX=normalise == "softmax", PUSHES=True,
-            **_sizes(windows.shape[1], dim),
+            **_sizes(windows.shape[1], dim), num_warps=4,
         )  # fmt: skip
     return out

@@ -103,3 +103,25 @@ def test_bad_arguments(change: dict[str, object], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         push_and_predict(**arguments)
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_follows_rows_and_positions() -> None:
+    torch.manual_seed(2)
+    state = {name: tensor.cuda().nan_to_num() for name, tensor in make().items()}
+    expected = {name: tensor.cpu() for name, tensor in state.items()}
+    query = torch.randn(2, HEADS, DIM, device="cuda")
+    rows = torch.zeros(2, dtype=torch.int64, device="cuda")  # padding, as when SGLang captures
+    positions = torch.zeros(2, dtype=torch.int64, device="cuda")
+    push_and_predict(query, rows, positions, **state, prediction="ridge")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = push_and_predict(query, rows, positions, **state, prediction="ridge")
+    rows.copy_(torch.tensor([2, 1]))
+    for step in range(7):
+        query.normal_()
+        positions.copy_(torch.tensor([40 + step, 9 + step]))
+        graph.replay()
+        now = query.cpu(), rows.cpu(), positions.cpu()
+        want = push_and_predict(*now, **expected, prediction="ridge")
+        assert_close(got, want, Tolerance(abs_error=3e-4, rel_error=3e-4, cosine_gap=1e-7))
