@@ -43,7 +43,8 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of three steps a point")
     ServerArgs.add_cli_args(parser)
     args = parser.parse_args()
-    points = [tuple(map(int, p.split("x"))) for p in args.points.split(",")]
+    pairs = [point.split("x") for point in args.points.split(",")]
+    points = [(int(batch), int(context)) for batch, context in pairs]
     server_args = ServerArgs.from_cli_args(args)
     one_batch._set_envs_and_config(server_args)
     port_args = PortArgs.init_new(server_args)

@@ -13,6 +13,14 @@ import torch
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return `device` with the index of the current GPU if it has none."""
+    index: int | None = device.index  # the stubs have it as int
+    if device.type != "cuda" or index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def enable_peer_access(first: torch.device, second: torch.device) -> None:
     """Let kernels on either GPU use the memory of the other.
 

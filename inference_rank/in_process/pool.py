@@ -15,10 +15,10 @@ import torch
 
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
-from .peer_memory import enable_peer_access, seen_from
+from .peer_memory import enable_peer_access, seen_from, with_index
 
 
-def make_local_pool_class(base: type, num_extra: int) -> type:
+def make_local_pool_class(base: Any, num_extra: int) -> type:
     """Return a subclass of SGLang's ``MHATokenToKVPool`` with `num_extra` more slots per layer.
 
     SGLang's allocator does not know them: it goes by the pool's `size`, which stays.
@@ -27,7 +27,7 @@ def make_local_pool_class(base: type, num_extra: int) -> type:
     class LocalKVPool(base):
         """K/V of all requests, and of the resident sets."""
 
-        tandemkv_extra_slots = num_extra
+        size: int
 
         def _create_buffers(self) -> None:
             size = self.size
@@ -43,7 +43,7 @@ def make_local_pool_class(base: type, num_extra: int) -> type:
     return LocalKVPool
 
 
-def make_peer_pool_class(base: type, cache_device: torch.device) -> type:
+def make_peer_pool_class(base: Any, cache_device: torch.device) -> type:
     """Return a subclass of SGLang's ``MHATokenToKVPool`` whose K/V are another GPU's memory.
 
     SGLang's own kernels write and read them over NVLink; what the cache rank uses are the same
@@ -53,13 +53,17 @@ def make_peer_pool_class(base: type, cache_device: torch.device) -> type:
     class PeerKVPool(base):
         """K/V of all requests, in the cache GPU."""
 
+        device: Any
+        k_buffer: list[torch.Tensor]
+        v_buffer: list[torch.Tensor]
+
         def _create_buffers(self) -> None:
-            own, self.device = torch.device(self.device), cache_device
-            own = torch.device(own.type, own.index or torch.cuda.current_device())
+            before, own = self.device, with_index(torch.device(self.device))
+            self.device = cache_device
             try:
                 super()._create_buffers()
             finally:
-                self.device = str(own)
+                self.device = before
             enable_peer_access(own, cache_device)
             self.cache_k, self.cache_v = self.k_buffer, self.v_buffer
             self.k_buffer = [seen_from(own, t) for t in self.cache_k]

@@ -70,7 +70,7 @@ class _Layer:
         attention = getattr(layer, "self_attn", None)
         projection = getattr(attention, "qkv_proj", None)
         weight = getattr(projection, "weight", None)
-        if weight is None or not hasattr(attention, "rotary_emb"):
+        if attention is None or weight is None or not hasattr(attention, "rotary_emb"):
             raise ContractError(
                 f"{name} has no self_attn.qkv_proj.weight or rotary_emb; look_ahead cannot read "
                 "its query projection"

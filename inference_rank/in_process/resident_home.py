@@ -26,9 +26,17 @@ class ResidentHome(Protocol):
         Per layer K and V ``[rows, slots, H, D]``; the first R slots are the cache rank's.
     """
 
-    table: AttendTable
-    pool: Any
-    sets: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    @property
+    def table(self) -> AttendTable:
+        """See above."""
+
+    @property
+    def pool(self) -> Any:
+        """See above."""
+
+    @property
+    def sets(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """See above."""
 
     @property
     def holds_dense(self) -> bool:

@@ -26,7 +26,7 @@ from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.resident_set import ResidentSet
 
 from .backend import InProcessBackend
-from .peer_memory import seen_from
+from .peer_memory import seen_from, with_index
 from .pool import token_slots
 from .query_predictor import LiveQueryPredictor
 from .resident_attention import AttendTable, RingTable
@@ -87,7 +87,7 @@ def create_backend(runner: Any) -> InProcessBackend:
     settings = runtime_module.settings_from_environment()
     check_sizes(runner, settings)
     device, cache_device = torch.device(runner.device), cache_device_of(runner, settings)
-    device = cache_device if device.type == "cpu" else _indexed(device)
+    device = with_index(device)
     model = local_model_spec(runner)
     home = make_home(runner, settings, model, device)
     pool = runner.token_to_kv_pool
@@ -144,16 +144,10 @@ def cache_device_of(runner: Any, settings: RankSettings) -> torch.device:
     device = torch.device(runner.device)
     if device.type == "cpu":
         return device
-    own = _indexed(device)
+    own = with_index(device)
     if settings.exchange.transport != "peer":
         return own
     return torch.device("cuda", own.index + int(runner.ps.tp_size))
-
-
-def _indexed(device: torch.device) -> torch.device:
-    return torch.device(
-        "cuda", torch.cuda.current_device() if device.index is None else device.index
-    )
 
 
 def make_home(
@@ -169,7 +163,7 @@ def make_home(
     selection, pool = settings.selection, runner.token_to_kv_pool
     rows1 = int(runner.req_to_token_pool.req_to_token.shape[0])
     width, num_slots = selection.num_resident, token_slots(pool)
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_resident": width,
         "num_recent": selection.num_recent_tokens,
         "num_dense": DenseLengths.of(selection, width).num_dense,

@@ -6,14 +6,12 @@ what is resident; the tests say what happens, and check the counters.
 """
 
 import random
-import threading
 
 import msgspec
 import pytest
 import torch
 
 from tandemkv.cache_rank.model_adapters.llama import LlamaAdapter
-from tandemkv.cache_rank.protocol.errors import HandshakeRefusedError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.ipc import IpcDealer
 from tandemkv.cache_rank.protocol.messages import (
@@ -474,42 +472,3 @@ def test_slots_out_of_range_end_the_epoch(serve):
     rank.extend(request)  # short, hence nothing comes back that could be missed
     assert rank.settle().epoch == 0
     assert served.counters.protocol_errors_total == 2
-
-
-def test_refusals_name_the_field_and_leave_the_epoch_alone(serve, settings_of):
-    served = serve()
-    rank = served.connect()
-    model = served.model
-    for overrides, field in (
-        ({"token": b"x" * 32}, "token"),
-        ({"max_rows": 5000}, "max_rows"),
-        ({"settings": settings_of(budget_tokens=17)}, "selection.budget_tokens"),
-        ({"model": msgspec.structs.replace(model, model_hash="0" * 32)}, "model_hash"),
-        ({"model": msgspec.structs.replace(model, dtype="int8")}, "dtype"),
-        ({"model": msgspec.structs.replace(model, num_layers=5)}, "num_layers"),
-    ):
-        with pytest.raises(HandshakeRefusedError) as caught:
-            served.connect(**overrides)
-        assert caught.value.field == field
-    assert rank.settle().epoch == 1
-    assert served.counters.refused_total == 6
-
-
-def test_bfloat16_epoch_after_a_float32_one(serve):
-    served = serve()
-    served.connect()
-    served.model = msgspec.structs.replace(served.model, dtype="bfloat16")
-    served.connect()
-    store = served.service._resources._store
-    assert store.k[0].dtype == torch.bfloat16
-    assert served.thread in threading.enumerate()
-
-
-def test_stop_breaks_off_a_step_under_way(serve):
-    served = serve()
-    rank = served.connect()
-    rank.control.send(FreeSlots(epoch=1, num_slots=5))  # whose ids never come
-    served.wait_for(lambda: served.service._clock._wait_started is not None)
-    served.stop.set()
-    served.thread.join(3)
-    assert not served.thread.is_alive()
