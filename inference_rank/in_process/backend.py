@@ -63,13 +63,23 @@ class InProcessBackend(AttentionBackend):
         self._needs_full = not all(self._is_sparse)
         device = home.table.slots.device
         self._side = SideStream(device, cache_device, self._num_layers)
+        model, max_batch = runtime.model, len(home.table.slots)
+        sizes: dict[str, Any] = {
+            "max_batch": max_batch,
+            "dtype": runner.dtype,
+            "device": device,
+            "cache_device": cache_device,
+        }
         self._streams = LayerStreams(
             num_layers=self._num_layers if rank.needs_hidden else 0,
-            max_batch=len(home.table.slots),
-            hidden_size=int(runner.model_config.hidden_size),
-            dtype=runner.dtype,
-            device=device,
-            cache_device=cache_device,
+            width=int(runner.model_config.hidden_size),
+            **sizes,
+        )
+        # On the same GPU the cache rank reads the queries where they are.
+        far = rank.needs_query and cache_device != device
+        width = model.num_qo_heads * model.head_dim
+        self._queries = (
+            LayerStreams(num_layers=self._num_layers, width=width, **sizes) if far else None
         )
         self._selects = False
         self.captures_selection = True
@@ -142,7 +152,7 @@ class InProcessBackend(AttentionBackend):
             return self._after(index, out)
         size = forward_batch.batch_size
         rank, side = self._rank, self._side
-        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        query = self._query_for_rank(index, q.view(-1, layer.tp_q_head_num, layer.head_dim))
         if self._selects and rank.needs_query and not rank.selects_for_next_step:
             with side.fork(query):
                 rank.select(index, query)
@@ -160,6 +170,11 @@ class InProcessBackend(AttentionBackend):
                 elif rank.keeps_queries:
                     rank.observe(index, query)
         return self._after(index, out)
+
+    def _query_for_rank(self, index: int, query: torch.Tensor) -> torch.Tensor:
+        if self._queries is None:
+            return query
+        return self._queries.put(index, query.flatten(1), None).view(query.shape)
 
     def _index_and_seed(self, index: int, forward_batch: Any, queries: list[torch.Tensor]) -> None:
         """Let the cache rank index a layer's new keys, and fill the sets of finished prompts."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual streams on their way to the cache rank."""
+"""Residual streams, and queries, on their way to the cache rank."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class LayerStreams:
         *,
         num_layers: int,
         max_batch: int,
-        hidden_size: int,
+        width: int,
         dtype: torch.dtype,
         device: torch.device,
         cache_device: torch.device,
     ) -> None:
-        shape = (num_layers, max_batch, hidden_size)
+        shape = (num_layers, max_batch, width)
         self._there = torch.zeros(shape, dtype=dtype, device=cache_device)
         is_far = device != cache_device
-        self._here = seen_from(device, self._there) if is_far else self._there
+        self._here = seen_from(device, self._there) if is_far and num_layers else self._there
 
     def put(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None

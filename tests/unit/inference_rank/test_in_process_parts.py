@@ -123,7 +123,7 @@ def test_dense_lengths() -> None:
 
 def test_stream_is_a_copy() -> None:
     streams = LayerStreams(
-        num_layers=2, max_batch=4, hidden_size=3, dtype=torch.float32, device=CPU, cache_device=CPU
+        num_layers=2, max_batch=4, width=3, dtype=torch.float32, device=CPU, cache_device=CPU
     )
     hidden, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
     first = streams.put(0, hidden, None)
