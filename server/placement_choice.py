@@ -11,8 +11,8 @@ import torch
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 
-from .plan.choose import break_even_tokens, choose_placement
-from .plan.placement import PlacementKind
+from .plan.choose import break_even_tokens, check_fits, choose_placement
+from .plan.placement import Placement, PlacementKind
 from .plan.shape import shape_of_config
 from .plan.workload import Workload
 from .settings import ServeSettings
@@ -44,9 +44,31 @@ def resolve_placement(
     """
     if settings.cache_ranks is None:
         settings = _choose(settings, spec, model_dir, device=device, progress=progress)
+    if device == "cuda" and settings.rank_settings.exchange.is_in_process:
+        _check_gpus(settings, spec, model_dir)
     if device == "cpu" or settings.transport != "local":
         return settings
     return _with_dense_tokens(settings, spec, model_dir, progress)
+
+
+def _check_gpus(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> None:
+    """Refuse what these GPUs cannot hold, before SGLang loads the weights."""
+    tp_size, is_peer = settings.tensor_parallel, settings.transport == "peer"
+    num_needed, num_gpus = tp_size * (2 if is_peer else 1), torch.cuda.device_count()
+    if num_gpus < num_needed:
+        raise SettingsError(
+            f"tensor_parallel={tp_size} with transport={settings.transport} needs {num_needed} "
+            f"GPUs, {num_gpus} seen (CUDA_VISIBLE_DEVICES counts); lower --tp"
+            + (", or use --cache-ranks 0" if is_peer else "")
+        )
+    placement = Placement(
+        kind=PlacementKind.SEPARATE if is_peer else PlacementKind.IN_PROCESS,
+        tp_size=tp_size,
+        num_cache_gpus=tp_size if is_peer else 0,
+    )
+    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    gpu_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus))
+    check_fits(placement, shape, _load(settings, spec), gpu_bytes=gpu_bytes)
 
 
 def _load(settings: ServeSettings, spec: ModelSpec) -> Workload:

@@ -49,9 +49,9 @@ class LiveQueryPredictor:
         query = F.linear(own.norm(hidden), own.weight, own.bias)
         if own.query_norm is not None:
             query = own.query_norm(query.view(-1, self._head_dim))
-        # The rotary kernels take a key too, and work in place.
+        # The rotary kernels take a key too, and work in place; nobody reads this one.
         query = query.view(size, self._num_heads * self._head_dim)
-        query, _ = own.rotary(positions, query, query.new_zeros(size, self._head_dim))
+        query, _ = own.rotary(positions, query, query.new_empty(size, self._head_dim))
         return query.view(size, self._num_heads, self._head_dim)
 
 

@@ -124,9 +124,26 @@ def _own(tp_size: int, **more: Any) -> Configuration:
         "device": "cuda",
         "dtype": "bfloat16",
         "selection.index_dtype": "int4",
+        "selection.budget_tokens": 2048,
+        "selection.exact_layers": [],
+        # Below it ours is dense attention; a benchmark wants to see what selecting costs.
+        "selection.dense_tokens": 0,
         **more,
     }
     return Configuration(tp_size=tp_size, settings=settings)
+
+
+_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "-exact01": {"selection.exact_layers": [0, 1]},
+    "-int8": {"selection.index_dtype": "int8"},
+    "-async-spade": {"selection.policy": "async_spade"},
+    # Dummy weights give queries that hardly move; here every step fetches all it may.
+    "-stress": {"stress_selection": True},
+    "-no-selection": {"selection.policy": "streaming", "selection.num_recent_tokens": 4160},
+    "-exact": {"selection.policy": "exact"},
+}
+"""What is varied. ``-no-selection`` attends to as many tokens, but never chooses any."""
 
 
 BUILT_IN: Mapping[str, Configuration] = {
@@ -134,9 +151,15 @@ BUILT_IN: Mapping[str, Configuration] = {
         f"dense-tp{size}": Configuration(tp_size=size, flags=_DENSE_FLAGS, is_reference=True)
         for size in (1, 2, 4, 8)
     },
-    **{f"in-process-tp{size}": _own(size) for size in (1, 2, 4, 8)},
-    # Dummy weights give queries that hardly move; here every step fetches all it may.
-    **{f"in-process-tp{size}-stress": _own(size, stress_selection=True) for size in (1, 2, 4, 8)},
+    **{
+        f"in-process-tp{size}{name}": _own(size, **more)
+        for size in (1, 2, 4, 8)
+        for name, more in _VARIANTS.items()
+    },
+    **{
+        f"1+1-peer{name}": _own(1, cache_ranks=1, **{"exchange.transport": "peer"}, **more)
+        for name, more in _VARIANTS.items()
+    },
 }
 
 

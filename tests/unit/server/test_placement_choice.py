@@ -111,3 +111,19 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, gpus: Any
     gpus(1, gib=40)
     with pytest.raises(SettingsError, match=r"GiB usable; .*would fit.*tandemkv plan"):
         resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "said"),
+    [
+        (1, {"cache_ranks": 1, "exchange": {"transport": "peer"}}, "needs 2 GPUs, 1 seen"),
+        (1, {"cache_ranks": 0, "tensor_parallel": 2}, "needs 2 GPUs, 1 seen"),
+        (1, {"cache_ranks": 0, "cache": {"capacity_tokens": 1 << 21}}, "GiB usable"),
+    ],
+)
+def test_what_was_asked_for_has_to_fit(
+    tmp_path: Path, gpus: Any, count: int, changes: dict[str, Any], said: str
+) -> None:
+    gpus(count)
+    with pytest.raises(SettingsError, match=said):
+        resolve(tmp_path, **changes)
