@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE
 
 BACKEND_NAME = "tandemkv"
@@ -24,8 +25,8 @@ def register() -> None:
     Raises
     ------
     SystemExit
-        If our backend is asked for without one. (SGLang would swallow any other exception, and
-        then say that the backend does not exist.)
+        If our backend is asked for without one, or without valid settings. (SGLang would swallow
+        any other exception, and then say that the backend does not exist.)
     """
     if RUN_DIR_VARIABLE not in os.environ:
         if BACKEND_NAME in sys.argv:
@@ -44,8 +45,12 @@ def register() -> None:
     from .sglang_contract import check_contract
 
     check_contract()
+    try:
+        in_process = is_in_process()
+    except SettingsError as error:
+        raise SystemExit(f"--attention-backend {BACKEND_NAME}: no cache rank: {error}") from error
     register_backend(BACKEND_NAME)
-    make_hooks = in_process_hooks if is_in_process() else scheduler_hooks
+    make_hooks = in_process_hooks if in_process else scheduler_hooks
     hooks = list(make_hooks(BACKEND_NAME))
     if multiprocessing.parent_process() is None:
         hooks += http_hooks()
