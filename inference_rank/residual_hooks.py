@@ -36,6 +36,11 @@ def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
         def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             bound = dict(zip(("positions", "hidden_states", "forward_batch", "residual"), args))  # noqa: B905
             bound.update(kwargs)
+            if getattr(bound["hidden_states"], "_sglang_needs_allreduce_fusion", False):
+                raise ContractError(
+                    "SGLang fuses a layer's all-reduce into the next layer's norm, so its input "
+                    "is not the residual stream; disable that fusion in SGLang"
+                )
             on_layer_input(layer, bound["hidden_states"], bound["residual"])
 
         return hook
