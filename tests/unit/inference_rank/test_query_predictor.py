@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries predicted with the served model's own modules, against float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.inference_rank.in_process.query_predictor import LiveQueryPredictor
+
+HIDDEN, HEADS, KV_HEADS, DIM = 12, 3, 1, 4
+EPS = 1e-6
+
+
+class Norm(nn.Module):
+    """RMSNorm, called as SGLang's."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * self.weight
+
+
+class Rotary(nn.Module):
+    """Half-split RoPE of flat queries and keys, in place, called as SGLang's."""
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for flat in (query, key):
+            flat.copy_(rotate(flat.view(len(flat), -1, DIM), positions).view(len(flat), -1))
+        return query, key
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate ``[B, H, D]``."""
+    half = DIM // 2
+    inverse = 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    angle = positions[:, None, None].to(x.dtype) * inverse
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat(
+        (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1
+    )
+
+
+def make_model(*, has_bias: bool, has_norm: bool, dtype: torch.dtype = torch.float32) -> Any:
+    """Two decoder layers with SGLang's names."""
+    torch.manual_seed(3)
+    layers = []
+    for _ in range(2):
+        width = (HEADS + 2 * KV_HEADS) * DIM
+        projection = SimpleNamespace(
+            weight=torch.randn(width, HIDDEN).to(dtype),
+            bias=torch.randn(width) if has_bias else None,
+        )
+        attention = SimpleNamespace(qkv_proj=projection, rotary_emb=Rotary())
+        if has_norm:
+            attention.q_norm = Norm(DIM)
+        layers.append(SimpleNamespace(input_layernorm=Norm(HIDDEN), self_attn=attention))
+    return SimpleNamespace(model=SimpleNamespace(layers=layers))
+
+
+@pytest.mark.parametrize(("has_bias", "has_norm"), [(False, False), (True, False), (False, True)])
+def test_against_float64(has_bias: bool, has_norm: bool) -> None:
+    model = make_model(has_bias=has_bias, has_norm=has_norm)
+    predict = LiveQueryPredictor(
+        model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
+    )
+    hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
+    before = hidden.clone()
+    found = predict(1, hidden, positions)
+    assert torch.equal(hidden, before)
+
+    layer = model.model.layers[1]
+    size = HEADS * DIM
+    normed = layer.input_layernorm.double()(hidden.double())
+    query = normed @ layer.self_attn.qkv_proj.weight[:size].double().T
+    if has_bias:
+        query = query + layer.self_attn.qkv_proj.bias[:size].double()
+    query = query.view(5, HEADS, DIM)
+    if has_norm:
+        query = layer.self_attn.q_norm.double()(query)
+    torch.testing.assert_close(found.double(), rotate(query, positions), rtol=1e-4, atol=1e-4)
+
+
+def test_other_layers_are_refused() -> None:
+    model = make_model(has_bias=False, has_norm=False)
+    del model.model.layers[1].self_attn.rotary_emb
+    with pytest.raises(ContractError, match=r"layer 1.*rotary_emb"):
+        LiveQueryPredictor(model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
+
+
+def test_a_quantised_projection_is_refused() -> None:
+    model = make_model(has_bias=False, has_norm=False, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ContractError, match="quantised"):
+        LiveQueryPredictor(model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
