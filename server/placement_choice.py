@@ -10,12 +10,14 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 from .plan.choose import break_even_tokens, check_fits, choose_placement
 from .plan.placement import Placement, PlacementKind
 from .plan.shape import shape_of_config
 from .plan.workload import Workload
 from .settings import ServeSettings
+from .sglang_command import CUDA_PAGE_SIZE
 
 IN_PROCESS_POLICIES = frozenset(
     {"look_ahead", "oracle", "streaming", "exact", "async_spade", "mean_query", "last_query"}
@@ -36,12 +38,15 @@ def resolve_placement(
     `cache_ranks` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what `tandemkv
     plan` predicts to be fastest for `max_running_requests` requests that share the cache.
     `dense_tokens`, in-process on a GPU: the context from which selecting is predicted to pay.
+    `index_dtype`: int4 where a GPU scans pages, a quarter of the bytes of bf16 keys; what is
+    attended to is never quantised.
 
     Raises
     ------
     SettingsError
         If nothing fits these GPUs, with the numbers.
     """
+    settings = _with_index(settings, device)
     if settings.cache_ranks is None:
         settings = _choose(settings, spec, model_dir, device=device, progress=progress)
     if device == "cuda" and settings.rank_settings.exchange.is_in_process:
@@ -49,6 +54,28 @@ def resolve_placement(
     if device == "cpu" or settings.transport != "local":
         return settings
     return _with_dense_tokens(settings, spec, model_dir, progress)
+
+
+def _needs_own_process(selection: SelectionSettings) -> bool:
+    return (
+        selection.policy not in IN_PROCESS_POLICIES
+        or selection.share_layers
+        or bool(selection.gate_cosine)
+    )
+
+
+def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
+    selection, exchange = settings.selection, settings.exchange
+    is_open = settings.cache_ranks is None and "transport" not in exchange.model_fields_set
+    in_process = settings.rank_settings.exchange.is_in_process or (
+        is_open and not _needs_own_process(selection)
+    )
+    if device != "cuda" or not in_process or "index_dtype" in selection.model_fields_set:
+        return settings
+    if selection.num_recent_tokens < CUDA_PAGE_SIZE:
+        return settings  # candidates would lie in unfinished pages
+    changed = selection.model_copy(update={"index_dtype": "int4"})
+    return settings.model_copy(update={"selection": changed})
 
 
 def _check_gpus(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> None:
@@ -105,11 +132,7 @@ def _choose(
     if device == "cpu" or "transport" in settings.exchange.model_fields_set:
         return settings.model_copy(update={"cache_ranks": 1})
     selection, num_gpus = settings.selection, torch.cuda.device_count()
-    if (
-        selection.policy not in IN_PROCESS_POLICIES
-        or selection.share_layers
-        or selection.gate_cosine
-    ):
+    if _needs_own_process(selection):
         progress(f"cache rank in a process of its own: policy {selection.policy} needs one")
         return settings.model_copy(update={"cache_ranks": 1})
     choice = choose_placement(

@@ -51,7 +51,8 @@ class SelectionSettings(_Strict):
     )
     index_dtype: Literal["native", "int8", "int4"] = Field(
         default="native",
-        description="Precision of the keys that are scanned; attention is never quantised.",
+        description="Precision of the keys that are scanned; attention is never quantised. With "
+        "serve int4 where a GPU is its own cache rank.",
     )
     exact_layers: tuple[int, ...] = Field(
         default=(0, 1), description="Layers that always take the exact step on the cache rank."

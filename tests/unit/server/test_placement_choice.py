@@ -103,7 +103,7 @@ def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
 def test_a_policy_that_needs_a_process_gets_one(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
     settings, said = resolve(tmp_path, selection={"policy": "kascade"})
-    assert settings.cache_ranks == 1
+    assert (settings.cache_ranks, settings.selection.index_dtype) == (1, "native")
     assert "kascade needs one" in said[0]
 
 
@@ -127,3 +127,14 @@ def test_what_was_asked_for_has_to_fit(
     gpus(count)
     with pytest.raises(SettingsError, match=said):
         resolve(tmp_path, **changes)
+
+
+def test_a_gpu_scans_int4_unless_told_otherwise(tmp_path: Path, gpus: Any) -> None:
+    gpus(1)
+    plain = {"budget_tokens": 2048}
+    assert resolve(tmp_path, selection=plain)[0].selection.index_dtype == "int4"
+    kept = resolve(tmp_path, selection=plain | {"index_dtype": "int8"})[0]
+    assert kept.selection.index_dtype == "int8"
+    short = resolve(tmp_path, selection=plain | {"num_recent_tokens": 32})[0]
+    assert short.selection.index_dtype == "native"
+    assert resolve(tmp_path, device="cpu", selection=plain)[0].selection.index_dtype == "native"
