@@ -112,7 +112,9 @@ class RunningServer:
         if self.is_stock:
             return {}
         status = fetch_status(self.url)
-        ranks = {"inference": status["inference_rank"], "cache": status["cache_ranks"][0]}
+        inference = status["inference_rank"]
+        # An in-process cache rank reports with the inference rank.
+        ranks = {"inference": inference, "cache": (status["cache_ranks"] or [inference])[0]}
         found: dict[str, float] = {}
         for rank, report in ranks.items():
             if "values" not in report:
