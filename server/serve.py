@@ -158,6 +158,7 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
         "model": served_name(settings),
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "max_tokens": 32,
+        "temperature": 0,
     }
     selection = settings.selection
     exact = ",".join(map(str, selection.exact_layers)) or "none"
