@@ -36,7 +36,7 @@ def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
             lines = _lines(rows, name, task["measure"])
             if not lines:
                 continue
-            figure = Figure(figsize=(6.0, 4.0), layout="constrained")
+            figure = Figure(figsize=(7.0, 4.0), layout="constrained")
             axes = figure.subplots()
             for label, points in lines.items():
                 shares, values, below, above = zip(*points, strict=True)
@@ -52,7 +52,7 @@ def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
             axes.set_xlabel("attended share of the context, all layers, %")
             axes.set_ylabel(_AXES[task["measure"]])
             axes.grid(color="0.9", linewidth=0.6)
-            axes.legend(fontsize=7.5)
+            figure.legend(fontsize=7.5, loc="outside right upper")
             buffer = io.StringIO()
             figure.savefig(buffer, format="svg", metadata={"Date": None})
             found[name] = buffer.getvalue()
