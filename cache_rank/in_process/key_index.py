@@ -20,16 +20,6 @@ from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pa
 _MIN_INT4_PAGE = 16
 
 
-def index_bytes_per_token(index_dtype: str, num_kv_heads: int, head_dim: int, page: int) -> float:
-    """Bytes that one token's keys take in the index of one layer, the pool's own not counted."""
-    width = num_kv_heads * head_dim
-    if index_dtype == "int8":
-        return width + 4 * num_kv_heads
-    if index_dtype == "int4":
-        return width / 2 + 4 * width / page
-    return 0.0
-
-
 class KeyIndex(ABC):
     """Keys of the selecting layers, by slot. Prefill calls may read sizes on the host."""
 

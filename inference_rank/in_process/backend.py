@@ -236,9 +236,7 @@ class InProcessBackend(AttentionBackend):
                 self._full.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             else:
                 self._full.init_forward_metadata(forward_batch)
-        self._selects = self._rank.selects and (
-            self.captures_selection if in_capture else self.selects_for(on_host)
-        )
+        self._selects = self.captures_selection if in_capture else self.selects_for(on_host)
 
     def selects_for(self, lengths: torch.Tensor) -> bool:
         """Whether a step over requests of ``lengths [B]``, on the host, selects for any of them.
@@ -246,7 +244,12 @@ class InProcessBackend(AttentionBackend):
         Steps that select and steps that do not are captured as two graphs; keys are indexed in
         both, because a request may outgrow dense attention later.
         """
-        return bool((lengths > self._lengths.num_cold).any())
+        return self._rank.selects and bool((lengths > self._lengths.num_cold).any())
+
+    @property
+    def selects(self) -> bool:
+        """Whether any step selects; else one graph a batch size is enough."""
+        return self._rank.selects
 
     def _make_sparse(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor

@@ -24,7 +24,7 @@ def capture_both(
     stream_idx: int | None = None,
     variant_label: str | None = None,
 ) -> None:
-    """Capture a batch size twice.
+    """Capture a batch size twice, once if the policy never selects.
 
     Raises
     ------
@@ -37,14 +37,14 @@ def capture_both(
             "label: serve without LoRA"
         )
     backend = runner.attn_backend
-    for label in (SPARSE, DENSE):
+    for label in (SPARSE, DENSE) if backend.selects else (DENSE,):
         backend.captures_selection = label == SPARSE
         original(runner, size, forward, stream_idx, label)
 
 
 def resolve(original: Callable[..., str | None], runner: Any, forward_batch: Any) -> str:
     """Return the variant that a batch needs."""
-    lengths = forward_batch.seq_lens_cpu
-    if lengths is None or runner.attn_backend.selects_for(lengths):
-        return SPARSE
-    return DENSE
+    backend, lengths = runner.attn_backend, forward_batch.seq_lens_cpu
+    if lengths is None:
+        return SPARSE if backend.selects else DENSE
+    return SPARSE if backend.selects_for(lengths) else DENSE

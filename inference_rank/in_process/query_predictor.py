@@ -28,19 +28,27 @@ class LiveQueryPredictor:
     device : torch.device
         Where to predict; on another GPU than the model's the query weights are copied there.
 
-    Raises
-    ------
-    ContractError
-        If the layers are built otherwise, or the projection is quantised.
     """
 
     def __init__(
         self, model: Any, *, num_qo_heads: int, head_dim: int, device: torch.device
     ) -> None:
+        self._model, self._device = model, device
         self._num_heads, self._head_dim = num_qo_heads, head_dim
+        self._layers: list[_Layer] = []
+
+    def load(self) -> None:
+        """Take what is needed of each layer; only for policies that predict queries.
+
+        Raises
+        ------
+        ContractError
+            If the layers are built otherwise, or the projection is quantised.
+        """
+        name, size = type(self._model).__name__, self._num_heads * self._head_dim
         self._layers = [
-            _Layer.of(f"{type(model).__name__}, layer {i}", layer, num_qo_heads * head_dim, device)
-            for i, layer in enumerate(model.model.layers)
+            _Layer.of(f"{name}, layer {i}", layer, size, self._device)
+            for i, layer in enumerate(self._model.model.layers)
         ]
 
     def __call__(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,12 @@ def create_backend(runner: Any) -> InProcessBackend:
     sets = home.sets
     if cache_device != device:
         sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
+    predictor = LiveQueryPredictor(
+        runner.model,
+        num_qo_heads=model.num_qo_heads,
+        head_dim=model.head_dim,
+        device=cache_device,
+    )
     rank = create_local_cache_rank(
         model=model,
         settings=settings,
@@ -106,14 +112,11 @@ def create_backend(runner: Any) -> InProcessBackend:
             page_size=int(runner.page_size),
         ),
         max_batch=len(home.table.slots),
-        predict_query=LiveQueryPredictor(
-            runner.model,
-            num_qo_heads=model.num_qo_heads,
-            head_dim=model.head_dim,
-            device=cache_device,
-        ),
+        predict_query=predictor,
         model_dir=Path(runner.model_config.model_path),
     )
+    if rank.needs_hidden:
+        predictor.load()
     local = LocalRuntime(
         settings=settings,
         model=model,

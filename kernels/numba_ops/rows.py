@@ -47,7 +47,7 @@ def prefetch_row(typingctx: Any, pool: Any, slot: Any, head: Any) -> Any:
 
 
 def _row(pool: Any, slot: Any, head: Any, bits: Any, floats: Any) -> Any:
-    raise NotImplementedError
+    raise NotImplementedError  # compiled code only, where the overload below stands for it
 
 
 @numba.extending.overload(_row, inline="always")

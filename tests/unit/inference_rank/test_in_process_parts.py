@@ -146,6 +146,7 @@ def test_side_stream_without_cuda_runs_in_place() -> None:
 
 class _Backend:
     captures_selection = True
+    selects = True
 
     def selects_for(self, lengths: torch.Tensor) -> bool:
         return bool((lengths > 10).any())
@@ -159,6 +160,10 @@ def test_each_batch_size_is_captured_with_and_without_selection() -> None:
 
     graph_variants.capture_both(original, runner, 8, print)
     assert seen == [(8, graph_variants.SPARSE, True), (8, graph_variants.DENSE, False)]
+    seen.clear()
+    runner.attn_backend.selects = False
+    graph_variants.capture_both(original, runner, 8, print)
+    assert seen == [(8, graph_variants.DENSE, False)]
     with pytest.raises(ContractError, match="LoRA"):
         graph_variants.capture_both(original, runner, 8, print, None, "lora")
 

@@ -73,6 +73,7 @@ def test_against_float64(has_bias: bool, has_norm: bool) -> None:
     predict = LiveQueryPredictor(
         model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
     )
+    predict.load()
     hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
     before = hidden.clone()
     found = predict(1, hidden, positions)
@@ -94,10 +95,14 @@ def test_other_layers_are_refused() -> None:
     model = make_model(has_bias=False, has_norm=False)
     del model.model.layers[1].self_attn.rotary_emb
     with pytest.raises(ContractError, match=r"layer 1.*rotary_emb"):
-        LiveQueryPredictor(model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
+        LiveQueryPredictor(
+            model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
+        ).load()
 
 
 def test_a_quantised_projection_is_refused() -> None:
     model = make_model(has_bias=False, has_norm=False, dtype=torch.float8_e4m3fn)
     with pytest.raises(ContractError, match="quantised"):
-        LiveQueryPredictor(model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
+        LiveQueryPredictor(
+            model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
+        ).load()
