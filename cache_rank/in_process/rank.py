@@ -39,6 +39,12 @@ from .key_index import KeyIndex, make_key_index
 from .query_windows import DeviceQueryWindows, has_device_windows
 from .stress import StressSigns
 
+_NUM_LANES = 2
+"""Layers that are selected for at once: what waits in one overlaps what computes in the other.
+
+H200, batch 8 x 64K, one GPU: 11.64 ms a step with one lane, 11.07 with two.
+"""
+
 
 def create(
     *,
@@ -148,12 +154,16 @@ class InProcessCacheRank:
         )
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         context = model.max_context
-        self._scratch = (
-            make_select_scratch(
-                max_batch, model.num_qo_heads, heads, context, selection.budget_tokens, device
-            ),
-            make_mirror_scratch(max_batch, heads, context, device),
-        ) if self._selecting else None  # fmt: skip
+        # Layers of different lanes are worked on at once.
+        self._scratch = [
+            (
+                make_select_scratch(
+                    max_batch, model.num_qo_heads, heads, context, selection.budget_tokens, device
+                ),
+                make_mirror_scratch(max_batch, heads, context, device),
+            )
+            for _ in range(self.num_lanes if self._selecting else 0)
+        ]
         self._counters = DeviceCounters(device)
         self._all_slots = torch.arange(width, dtype=torch.int32, device=device)
         self._seeding: list[tuple[torch.Tensor, int, int]] = []
@@ -196,6 +206,15 @@ class InProcessCacheRank:
     def keeps_queries(self) -> bool:
         """Whether the queries of every step are wanted (`observe`)."""
         return self._windows is not None
+
+    @property
+    def num_lanes(self) -> int:
+        """See `LocalCacheRank.num_lanes`."""
+        return _NUM_LANES
+
+    def lane_of(self, layer: int) -> int:
+        """See `LocalCacheRank.lane_of`."""
+        return self._book_of.get(layer, 0) % _NUM_LANES
 
     def is_sparse_layer(self, layer: int) -> bool:
         """Whether `layer` attends to a resident set."""
@@ -313,9 +332,8 @@ class InProcessCacheRank:
 
     def select(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.select`."""
-        assert self._scratch is not None
         size, batch, selection = len(query), self.batch, self._selection
-        select_scratch, mirror_scratch = self._scratch
+        select_scratch, mirror_scratch = self._scratch[self.lane_of(layer)]
         pages, rows, active = batch.pages[:size], batch.rows[:size], batch.active[:size]
         lo, hi = batch.lo[:size], batch.hi[:size]
         page_size, book = self._pools.page_size, self._book_of[layer]

@@ -128,6 +128,13 @@ class LocalCacheRank(Protocol):
     def keeps_queries(self) -> bool:
         """Whether the queries of every step are wanted (`observe`)."""
 
+    @property
+    def num_lanes(self) -> int:
+        """Streams that decode may use at once."""
+
+    def lane_of(self, layer: int) -> int:
+        """Which of them everything for `layer` has to be queued in."""
+
     def is_sparse_layer(self, layer: int) -> bool:
         """Whether `layer` attends to a resident set."""
 

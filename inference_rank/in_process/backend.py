@@ -62,7 +62,7 @@ class InProcessBackend(AttentionBackend):
         self._is_sparse = [rank.is_sparse_layer(x) for x in layers]
         self._needs_full = not all(self._is_sparse)
         device = home.table.slots.device
-        self._side = SideStream(device, cache_device, self._num_layers)
+        self._side = SideStream(device, cache_device, self._num_layers, rank.num_lanes)
         model, max_batch = runtime.model, len(home.table.slots)
         sizes: dict[str, Any] = {
             "max_batch": max_batch,
@@ -154,7 +154,7 @@ class InProcessBackend(AttentionBackend):
         rank, side = self._rank, self._side
         query = self._query_for_rank(index, q.view(-1, layer.tp_q_head_num, layer.head_dim))
         if self._selects and rank.needs_query and not rank.selects_for_next_step:
-            with side.fork(query):
+            with side.fork(query, lane=rank.lane_of(index)):
                 rank.select(index, query)
                 side.note_done(index)
         side.join(index)
@@ -163,7 +163,7 @@ class InProcessBackend(AttentionBackend):
         # After this layer's attention: what is selected is for a later step, which begins when
         # everything beside this one was joined.
         if rank.indexes or rank.keeps_queries or selects_now:
-            with side.fork(query):
+            with side.fork(query, lane=rank.lane_of(index)):
                 rank.append(index, size)
                 if selects_now:
                     rank.select(index, query)
@@ -228,8 +228,7 @@ class InProcessBackend(AttentionBackend):
         self._table.load(rows, lengths, req_to_token)
         with self._side.fork():
             self._rank.begin_decode(rows, lengths, req_to_token)
-        if in_graph:
-            self._side.join_all()
+        self._side.join_all()  # every lane reads what was loaded
         self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph)
         if self._needs_full:
             if in_graph:
@@ -302,7 +301,7 @@ class InProcessBackend(AttentionBackend):
         if not targets:
             return
         stream = self._streams.put(layer, hidden_states, residual)
-        with self._side.fork():
-            for target in targets:
+        for target in targets:
+            with self._side.fork(lane=self._rank.lane_of(target)):
                 self._rank.select_ahead(target, stream)
                 self._side.note_done(target)
