@@ -14,6 +14,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.kernels.append import append_tokens
 from tandemkv.kernels.placing import place
 
 
@@ -119,8 +120,7 @@ class ResidentSet:
         k, v : torch.Tensor
             ``[B, num_kv_heads, head_dim]``.
         """
-        self.k[layer, rows, slots] = k
-        self.v[layer, rows, slots] = v
+        append_tokens(k, v, rows, slots, self.k[layer], self.v[layer])
 
     def fill_from_prompt(self, layer: int, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy a finished prompt's tokens that need no selection.

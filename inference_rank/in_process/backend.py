@@ -15,8 +15,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalCacheRank
 from tandemkv.inference_rank.residual_hooks import install_residual_hooks
+from tandemkv.kernels.flags import raise_flags
 
 from .layer_streams import LayerStreams
+from .peer_flags import Signal
 from .resident_attention import FlashInferResident, PagedResident
 from .resident_home import ResidentHome
 from .side_stream import SideStream
@@ -62,8 +64,8 @@ class InProcessBackend(AttentionBackend):
         self._is_sparse = [rank.is_sparse_layer(x) for x in layers]
         self._needs_full = not all(self._is_sparse)
         device = home.table.slots.device
-        self._side = SideStream(device, cache_device, self._num_layers, rank.num_lanes)
         model, max_batch = runtime.model, len(home.table.slots)
+        self._side = SideStream(device, cache_device, self._num_layers, rank.num_lanes, max_batch)
         sizes: dict[str, Any] = {
             "max_batch": max_batch,
             "dtype": runner.dtype,
@@ -152,29 +154,39 @@ class InProcessBackend(AttentionBackend):
             return self._after(index, out)
         size = forward_batch.batch_size
         rank, side = self._rank, self._side
-        query = self._query_for_rank(index, q.view(-1, layer.tp_q_head_num, layer.head_dim))
-        if self._selects and rank.needs_query and not rank.selects_for_next_step:
-            with side.fork(query, lane=rank.lane_of(index)):
+        lane, own = rank.lane_of(index), q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        selects_now = self._selects and rank.needs_query and not rank.selects_for_next_step
+        selects_next = self._selects and rank.selects_for_next_step
+        query = own
+        if selects_now:
+            signal = side.signal(index, size)
+            query = self._query_for_rank(index, own, signal)
+            with side.fork(query, lane=lane, signal=signal):
                 rank.select(index, query)
                 side.note_done(index)
         side.join(index)
         out = self._sparse.attend(q, k, v, layer, forward_batch, save_kv_cache)
-        selects_now = self._selects and rank.selects_for_next_step
         # After this layer's attention: what is selected is for a later step, which begins when
         # everything beside this one was joined.
-        if rank.indexes or rank.keeps_queries or selects_now:
-            with side.fork(query, lane=rank.lane_of(index)):
+        if selects_next or rank.keeps_queries:
+            signal = side.signal(index, size)
+            query = self._query_for_rank(index, own, signal)
+            with side.fork(query, lane=lane, signal=signal):
                 rank.append(index, size)
-                if selects_now:
+                if selects_next:
                     rank.select(index, query)
-                elif rank.keeps_queries:
+                else:
                     rank.observe(index, query)
+        elif rank.indexes:
+            side.defer(lane, lambda: rank.append(index, size))
         return self._after(index, out)
 
-    def _query_for_rank(self, index: int, query: torch.Tensor) -> torch.Tensor:
+    def _query_for_rank(
+        self, index: int, query: torch.Tensor, signal: Signal | None
+    ) -> torch.Tensor:
         if self._queries is None:
             return query
-        return self._queries.put(index, query.flatten(1), None).view(query.shape)
+        return self._queries.put(index, query.flatten(1), None, signal).view(query.shape)
 
     def _index_and_seed(self, index: int, forward_batch: Any, queries: list[torch.Tensor]) -> None:
         """Let the cache rank index a layer's new keys, and fill the sets of finished prompts."""
@@ -300,8 +312,13 @@ class InProcessBackend(AttentionBackend):
         targets = self._rank.targets_of(layer)
         if not targets:
             return
-        stream = self._streams.put(layer, hidden_states, residual)
+        size, stream = len(hidden_states), None
         for target in targets:
-            with self._side.fork(lane=self._rank.lane_of(target)):
+            signal = self._side.signal(target, size)
+            if stream is None:
+                stream = self._streams.put(layer, hidden_states, residual, signal)
+            elif signal is not None:
+                raise_flags(signal.raised)
+            with self._side.fork(lane=self._rank.lane_of(target), signal=signal):
                 self._rank.select_ahead(target, stream)
                 self._side.note_done(target)

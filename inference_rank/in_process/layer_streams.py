@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from tandemkv.kernels.flags import send_rows
+
+from .peer_flags import Signal
 from .peer_memory import seen_from
 
 
@@ -31,12 +34,21 @@ class LayerStreams:
         self._here = seen_from(device, self._there) if is_far and num_layers else self._there
 
     def put(
-        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
+        self,
+        layer: int,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        signal: Signal | None = None,
     ) -> torch.Tensor:
-        """Write ``hidden_states + residual`` ``[B, hidden]``; returns it on the cache device."""
+        """Write ``hidden_states + residual`` ``[B, hidden]``, and raise the flags of `signal`.
+
+        Returns it on the cache device.
+        """
         size = len(hidden_states)
         out = self._here[layer, :size]
-        if residual is None:
+        if signal is not None:
+            send_rows(hidden_states, residual, out, signal.raised)
+        elif residual is None:
             out.copy_(hidden_states)
         else:
             torch.add(hidden_states, residual, out=out)

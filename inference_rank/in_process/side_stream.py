@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+
+from tandemkv.kernels.flags import raise_flags, wait_flags
+
+from .peer_flags import PeerFlags, Signal
+
+_MOST_DEFERRED = 4
 
 
 class SideStream:
     """CUDA streams beside the forward pass's, on its GPU or on another one.
 
     Work of one lane runs in order, work of two lanes beside each other until both are joined.
-    Forks and joins are events, so inside a graph capture they become edges of the graph, across
-    GPUs too. What the side stream reads is kept alive until it is joined: the allocator only
-    knows the stream that a tensor was made on. Without CUDA everything runs in place.
+    Forks and joins are events, so inside a graph capture they become edges of the graph. What
+    the side streams read is kept alive until they are joined: the allocator only knows the
+    stream that a tensor was made on. Without CUDA everything runs in place.
+
+    Between two GPUs an edge of a graph costs about 35 us. There, inside a capture, only the
+    first fork and the last join are edges; in between one GPU raises flags in the memory of the
+    other (`tandemkv.kernels.flags`).
 
     Parameters
     ----------
@@ -27,6 +37,8 @@ class SideStream:
         Layers that can be joined one by one.
     num_lanes : int
         Streams.
+    max_batch : int
+        Rows of a step at most.
     """
 
     def __init__(
@@ -35,6 +47,7 @@ class SideStream:
         cache_device: torch.device,
         num_layers: int,
         num_lanes: int = 1,
+        max_batch: int = 1,
     ) -> None:
         is_cuda = cache_device.type == "cuda"
         self._device = device
@@ -43,50 +56,113 @@ class SideStream:
         ]
         # A graph's private pool belongs to the forward pass's GPU; on another one, what a
         # captured kernel wrote to must not be handed out again either.
-        self._pool = None
+        self._pool = self._flags = None
         if is_cuda and cache_device != device:
             with torch.cuda.device(cache_device):
                 self._pool = torch.cuda.MemPool()
+            self._flags = PeerFlags(device, cache_device, num_layers, max_batch)
         self._cache_device = cache_device
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(num_layers)]
         self._pending: set[int] = set()
         self._kept: list[torch.Tensor] = []
         self._forked: set[int] = set()
+        self._deferred: list[tuple[int, Callable[[], None]]] = []
+
+    def signal(self, layer: int, size: int) -> Signal | None:
+        """Return flags to raise when `size` rows for `layer` are written; None: not needed.
+
+        Whoever asks must raise them, and pass them to the fork that reads the rows.
+        """
+        if self._flags is None or not torch.cuda.is_current_stream_capturing():
+            return None
+        self._enter()
+        return self._flags.to_side(layer, size)
 
     @contextmanager
-    def fork(self, *reads: torch.Tensor | None, lane: int = 0) -> Iterator[None]:
-        """Run the body in a lane beside the forward pass, after what that has queued so far."""
+    def fork(
+        self, *reads: torch.Tensor | None, lane: int = 0, signal: Signal | None = None
+    ) -> Iterator[None]:
+        """Run the body in a lane beside the forward pass, after what that has queued so far.
+
+        With `signal`: after what was queued before its flags are raised.
+        """
         if not self._lanes:
             yield
             return
-        stream = self._lanes[lane]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
         self._kept += [t for t in reads if t is not None]
-        self._forked.add(lane)
-        with ExitStack() as stack:
-            stack.enter_context(torch.cuda.stream(stream))
-            if self._pool is not None:
-                stack.enter_context(torch.cuda.use_mem_pool(self._pool, self._cache_device))
+        if signal is None:
+            self._lanes[lane].wait_stream(torch.cuda.current_stream(self._device))
+            self._forked.add(lane)
+        with self._inside(lane):
+            if signal is not None:
+                wait_flags(signal.waited)
             yield
+            self._run_deferred(lane)
+
+    def defer(self, lane: int, work: Callable[[], None]) -> None:
+        """Run `work` in a lane, after what the forward pass has queued, when it next forks there.
+
+        For what nobody waits for within the step: few of them have an edge of their own.
+        """
+        if not self._lanes:
+            work()
+            return
+        self._deferred.append((lane, work))
+        if sum(at == lane for at, _ in self._deferred) >= _MOST_DEFERRED:
+            with self.fork(lane=lane):
+                pass
 
     def note_done(self, layer: int) -> None:
         """Mark, inside a fork, that everything for `layer` has been queued in its lane."""
         event = self._done[layer]
-        if event is not None:
+        if event is None:
+            return
+        if self._flags is not None and torch.cuda.is_current_stream_capturing():
+            raise_flags(self._flags.to_main(layer).raised)
+        else:
             event.record(torch.cuda.current_stream(self._cache_device))
-            self._pending.add(layer)
+        self._pending.add(layer)
 
     def join(self, layer: int) -> None:
         """Let the forward pass wait for what was queued for `layer`."""
         event = self._done[layer]
-        if event is not None and layer in self._pending:
+        if event is None or layer not in self._pending:
+            return
+        self._pending.discard(layer)
+        if self._flags is not None and torch.cuda.is_current_stream_capturing():
+            wait_flags(self._flags.to_main(layer).waited)
+        else:
             torch.cuda.current_stream(self._device).wait_event(event)
-            self._pending.discard(layer)
 
     def join_all(self) -> None:
         """Let the forward pass wait for everything; a step ends with this."""
+        for layer in sorted(self._pending):
+            self.join(layer)
+        for lane in sorted({lane for lane, _ in self._deferred}):
+            with self.fork(lane=lane):
+                pass
         for lane in sorted(self._forked):
             torch.cuda.current_stream(self._device).wait_stream(self._lanes[lane])
         self._forked.clear()
-        self._pending.clear()
         self._kept.clear()
+
+    def _enter(self) -> None:
+        """Bring every lane into the capture, by an edge each."""
+        for lane in set(range(len(self._lanes))) - self._forked:
+            self._lanes[lane].wait_stream(torch.cuda.current_stream(self._device))
+            self._forked.add(lane)
+
+    @contextmanager
+    def _inside(self, lane: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.cuda.stream(self._lanes[lane]))
+            if self._pool is not None:
+                stack.enter_context(torch.cuda.use_mem_pool(self._pool, self._cache_device))
+            yield
+
+    def _run_deferred(self, lane: int) -> None:
+        # Those of other lanes wait for theirs: the order within a lane is what callers rely on.
+        due = [work for at, work in self._deferred if at == lane]
+        self._deferred = [item for item in self._deferred if item[0] != lane]
+        for work in due:
+            work()

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags between the forward pass's GPU and the cache rank's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .peer_memory import seen_from
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """The same flags ``[n]`` int32, for kernels of the GPU that raises and of the one that waits.
+
+    They lie in the memory of the one that waits.
+    """
+
+    raised: torch.Tensor
+    waited: torch.Tensor
+
+
+class PeerFlags:
+    """Flags of a step, one set for all captured graphs: no two of them run at once.
+
+    Parameters
+    ----------
+    device, cache_device : torch.device
+        Of the forward pass and of the cache rank; not the same.
+    num_layers, max_batch : int
+        Layers, and rows of a step at most.
+    """
+
+    def __init__(
+        self, device: torch.device, cache_device: torch.device, num_layers: int, max_batch: int
+    ) -> None:
+        self._side = torch.zeros((num_layers, max_batch), dtype=torch.int32, device=cache_device)
+        self._main = torch.zeros((num_layers, 1), dtype=torch.int32, device=device)
+        self._side_from_main = seen_from(device, self._side)
+        self._main_from_side = seen_from(cache_device, self._main)
+
+    def to_side(self, layer: int, size: int) -> Signal:
+        """Return flags of `size` rows that the forward pass writes for the selection of `layer`."""
+        return Signal(self._side_from_main[layer, :size], self._side[layer, :size])
+
+    def to_main(self, layer: int) -> Signal:
+        """Return the flag of `layer`'s finished selection."""
+        return Signal(self._main_from_side[layer], self._main[layer])

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing the newest token of each request into resident sets."""
+
+import torch
+
+from tandemkv.kernels.check import FLOATS, INTS, Dims
+from tandemkv.kernels.dispatch import resolve
+
+
+def append_tokens(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    k_res: torch.Tensor,
+    v_res: torch.Tensor,
+) -> None:
+    """Write one token per request, keys and values, bit by bit.
+
+    Parameters
+    ----------
+    k, v : torch.Tensor
+        ``[num_reqs, num_kv_heads, head_dim]``, float.
+    rows, slots : torch.Tensor
+        ``[num_reqs]``, int32 or int64. Row of each request, and slot of its token. On a GPU
+        ranges are not checked. Of requests with equal row and slot (padding) any one wins.
+    k_res, v_res : torch.Tensor
+        ``[num_rows, num_slots, num_kv_heads, head_dim]``, dtype of `k` and `v`. Written.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype or device differs from the above.
+    IndexError
+        On CPU, if a row or slot is out of range.
+
+    Notes
+    -----
+    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
+    """
+    dims = Dims()
+    res = "num_rows num_slots num_kv_heads head_dim"
+    dims.check("k", k, "num_reqs num_kv_heads head_dim", FLOATS)
+    dims.check("v", v, "num_reqs num_kv_heads head_dim", FLOATS)
+    dims.check("rows", rows, "num_reqs", INTS)
+    dims.check("slots", slots, "num_reqs", INTS)
+    dims.check("k_res", k_res, res, (k.dtype,))
+    dims.check("v_res", v_res, res, (v.dtype,))
+    resolve("append", "append_tokens", k.device)(k, v, rows, slots, k_res, v_res)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton version of `tandemkv.kernels.flags`.
+
+Raising is a release at system scope after a barrier of the program, so it covers what all its
+threads, and kernels before it, wrote to either GPU. Waiting polls with ``ld.acquire``, never
+with atomics: those took 200 us a round trip between two H200 where loads took 3.6 us.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _load_acquire(flags, mask, USE_ASM: tl.constexpr):
+    if USE_ASM:
+        return tl.inline_asm_elementwise(
+            """{
+                .reg .pred p;
+                setp.ne.u32 p, $2, 0;
+                mov.u32 $0, 1;
+                @p ld.acquire.sys.global.u32 $0, [$1];
+            }""",
+            "=r,l,r", [flags, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.load(flags, mask=mask, other=1)
+
+
+@triton.jit
+def _nanoseconds(USE_ASM: tl.constexpr):
+    if USE_ASM:
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        return tl.full([], 0, tl.int64)
+
+
+@triton.jit
+def _send_kernel(
+    hidden, residual, out, flags, width, hidden_stride, residual_stride, out_stride,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.zeros([], tl.int32)
+    while start < width:
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(hidden + row * hidden_stride + at, mask=at < width)
+        if HAS_RESIDUAL:
+            more = tl.load(residual + row * residual_stride + at, mask=at < width)
+            x = (x.to(tl.float32) + more.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(out + row * out_stride + at, x, mask=at < width)
+        start += BLOCK
+    tl.debug_barrier()
+    tl.atomic_xchg(flags + row, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _raise_kernel(flags, num_flags, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.atomic_xchg(
+        flags + at, tl.full([BLOCK], 1, tl.int32), mask=at < num_flags, sem="release", scope="sys"
+    )
+
+
+@triton.jit
+def _wait_kernel(flags, num_flags, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    mask = at < num_flags
+    end = _nanoseconds(USE_ASM) + timeout_ns
+    num_up = tl.sum(_load_acquire(flags + at, mask, USE_ASM), 0)
+    is_late = tl.full([], 0, tl.int32)
+    while (num_up < BLOCK) & (is_late == 0):
+        num_up = tl.sum(_load_acquire(flags + at, mask, USE_ASM), 0)
+        is_late = (_nanoseconds(USE_ASM) > end).to(tl.int32)
+        if not USE_ASM:
+            is_late = tl.full([], 1, tl.int32)
+    if USE_ASM:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p trap; mov.u32 $0, $1; }",
+            "=r,r", [is_late & (num_up < BLOCK)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.device_assert(num_up == BLOCK, "flags are down, and nobody would raise them")
+    tl.store(flags + at, tl.zeros([BLOCK], tl.int32), mask=mask)
+
+
+def send_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    flags: torch.Tensor,
+) -> None:
+    """Write and raise; see `tandemkv.kernels.flags.send_rows`."""
+    num_rows, width = hidden.shape
+    if not num_rows:
+        return
+    other = hidden if residual is None else residual
+    for name, tensor in (("hidden", hidden), ("residual", other), ("out", out)):
+        if tensor.stride(1) != 1:
+            raise ValueError(f"{name}.stride()={tensor.stride()}: must be 1 in the last place")
+    block = min(4096, triton.next_power_of_2(width))
+    _send_kernel[(num_rows,)](
+        hidden, other, out, flags, width, hidden.stride(0), other.stride(0), out.stride(0),
+        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=max(1, block // 512),
+    )  # fmt: skip
+
+
+def raise_flags(flags: torch.Tensor) -> None:
+    """Raise; see `tandemkv.kernels.flags.raise_flags`."""
+    if len(flags):
+        block = triton.next_power_of_2(len(flags))
+        _raise_kernel[(1,)](flags, len(flags), BLOCK=block, num_warps=1)
+
+
+def wait_flags(flags: torch.Tensor, *, timeout_s: float) -> None:
+    """Wait; see `tandemkv.kernels.flags.wait_flags`."""
+    if len(flags):
+        _wait_kernel[(1,)](
+            flags, len(flags), int(timeout_s * 1e9), BLOCK=triton.next_power_of_2(len(flags)),
+            USE_ASM=not _INTERPRETED, num_warps=1,
+        )  # fmt: skip

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags between GPUs, and appends; interpreted where there is no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandemkv.kernels.flags import raise_flags, send_rows, wait_flags
+
+pytest.importorskip("triton")
+CASES = Path(__file__).with_name("triton_flags_cases.py")
+
+
+def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+    assert "skipped" not in run.stdout
+
+
+def test_flags_on_a_cpu() -> None:
+    up = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="nobody would raise them"):
+        wait_flags(up)
+    out = torch.zeros(2, 3)
+    send_rows(torch.ones(2, 3), torch.full((2, 3), 2.0), out, up)
+    assert out.tolist() == [[3.0] * 3] * 2
+    wait_flags(up)
+    assert up.tolist() == [0, 0]
+    raise_flags(up[1:])
+    assert up.tolist() == [0, 1]
+
+
+def test_bad_arguments_of_flags() -> None:
+    up = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="timeout_s=0"):
+        wait_flags(up, timeout_s=0)
+    with pytest.raises(ValueError, match="flags"):
+        raise_flags(up.long())
+    with pytest.raises(ValueError, match="out"):
+        send_rows(torch.ones(2, 3), None, torch.ones(2, 4), up)
+
+
+@pytest.mark.multi_gpu(2)
+def test_two_gpus_take_turns_in_one_graph() -> None:
+    """Rows travel there and back by flags, over many replays of one captured graph."""
+    from tandemkv.inference_rank.in_process.peer_memory import enable_peer_access, seen_from
+    from tandemkv.inference_rank.in_process.side_stream import SideStream
+
+    main, far = torch.device("cuda", 0), torch.device("cuda", 1)
+    enable_peer_access(main, far)
+    torch.cuda.set_device(main)
+    num_layers, shape = 6, (4, 512)
+    side = SideStream(main, far, num_layers, num_lanes=2, max_batch=4)
+    there = torch.zeros((num_layers, *shape), device=far)
+    there_from_main = seen_from(main, there)
+    back = torch.zeros((num_layers, *shape), device=main)
+    back_from_there = seen_from(far, back)
+    start = torch.zeros(shape, device=main)
+
+    def step() -> torch.Tensor:
+        x = start + 1
+        for layer in range(num_layers):
+            signal = side.signal(layer, shape[0])
+            if signal is None:
+                there_from_main[layer].copy_(x)
+            else:
+                send_rows(x, None, there_from_main[layer], signal.raised)
+            with side.fork(lane=layer % 2, signal=signal):
+                back_from_there[layer].copy_(there[layer] * 2)
+                side.note_done(layer)
+            side.join(layer)
+            x = x + back[layer]
+        side.join_all()
+        return x
+
+    assert torch.equal(step(), torch.full(shape, 3.0**num_layers, device=main))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for turn in range(200):
+        start.fill_(turn)
+        graph.replay()
+        assert torch.equal(out, torch.full(shape, (turn + 1) * 3.0**num_layers, device=main))
