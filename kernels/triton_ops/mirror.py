@@ -42,15 +42,14 @@ def _take_missing(
         keep = missing
         if num_missing > count:
             low = tl.min(tl.where(missing, key, 2**31 - 1), 0)
-            top = tl.max(key, 0).to(tl.int64) + 1
+            top = tl.max(key, 0) + 1
             bound, found = reach(key, count, low, top, num_missing, 0)
-            bound = bound.to(tl.int32)
             keep = key >= bound
             if found > count:  # of those with the last score, the lowest positions
                 need = count - tl.sum((key > bound).to(tl.int32), 0)
                 back = tl.where(key == bound, -select, -(2**31))
                 last, _ = reach(back, need, -(2**31) + 1, 1, found - count + need, 0)
-                keep = (key > bound) | (back >= last.to(tl.int32))
+                keep = (key > bound) | (back >= last)
         place = tl.cumsum(keep.to(tl.int32), 0) - 1
         order = ((-(key.to(tl.int64))) << 31) + select
         tl.store(order_of + place, order, mask=keep)
@@ -74,9 +73,8 @@ def _take_victims(
     age = tl.where(may_evict, -used, lowest)
     num_evict = tl.sum(may_evict.to(tl.int32), 0)
     low = tl.min(tl.where(may_evict, age, 2**31 - 1), 0)
-    top = tl.max(age, 0).to(tl.int64) + 1
+    top = tl.max(age, 0) + 1
     bound, _ = reach(age, count, low, top, num_evict, 0)
-    bound = bound.to(age.dtype)
     older, tie = may_evict & (age > bound), may_evict & (age == bound)
     need = count - tl.sum(older.to(tl.int32), 0)
     counts = tl.cumsum((older.to(tl.int32) << 16) + tie.to(tl.int32), 0)

@@ -62,7 +62,7 @@ def _bound_kernel(
     req = base // num_heads
     begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
     num = tl.maximum(end - begin, 0)
-    bound = tl.full([], -(2**31) + 1, tl.int64)
+    bound = tl.full([], -(2**31) + 1, tl.int32)
     if num > 0:
         member, split = tl.arange(0, PAD_G), tl.arange(0, BLOCK_S)
         parts = tl.load(
@@ -90,10 +90,10 @@ def _bound_kernel(
             rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
             num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
             if num_valid > rank:
-                top = tl.max(key, 0).to(tl.int64) + 1
+                top = tl.max(key, 0) + 1
                 bound, _ = reach(key, rank, bound, top, num_valid, rank // 16)
     tl.store(lists + base * list_stride, 0)
-    tl.store(lists + base * list_stride + 1, bound.to(tl.int32))
+    tl.store(lists + base * list_stride + 1, bound)
 
 
 @triton.jit(do_not_specialize=["width", "scratch_tiles"])

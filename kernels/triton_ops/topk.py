@@ -58,7 +58,7 @@ def _sample_kernel(
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
     begin, num = row_bounds(lo, hi, req, width, HAS_LO, HAS_HI)
-    bound = tl.full([], -(2**31) + 1, tl.int64)
+    bound = tl.full([], -(2**31) + 1, tl.int32)
     if num > CAPACITY:
         # One random candidate of each of SAMPLE equal parts: a period in the text does no harm.
         part = tl.arange(0, SAMPLE)
@@ -73,11 +73,11 @@ def _sample_kernel(
         rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
         num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
         if num_valid > rank:
-            top = tl.max(key, 0).to(tl.int64) + 1
+            top = tl.max(key, 0) + 1
             bound, _ = reach(key, rank, bound, top, num_valid, rank // 16)
     row = scratch + index * scratch_stride
     tl.store(row, 0)
-    tl.store(row + 1, bound.to(tl.int32))
+    tl.store(row + 1, bound)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -131,16 +131,15 @@ def select_listed(out, out_scores, key, position, k, HAS_SCORES: tl.constexpr):
     num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
     keep = key > -(2**31)
     if num_valid > k:
-        top = tl.max(key, 0).to(tl.int64) + 1
+        top = tl.max(key, 0) + 1
         low = tl.min(tl.where(keep, key, 2**31 - 1), 0)
         bound, found = reach(key, k, low, top, num_valid, 0)
-        bound = bound.to(tl.int32)
         keep = key >= bound
         if found > k:  # too many have the last key: the lowest positions of those
             need = k - tl.sum((key > bound).to(tl.int32), 0)
             back = tl.where(key == bound, -position, -(2**31))
             last, _ = reach(back, need, -(2**31) + 1, 1, found - k + need, 0)
-            keep = (key > bound) | (back >= last.to(tl.int32))
+            keep = (key > bound) | (back >= last)
     rank = tl.cumsum(keep.to(tl.int32), 0) - 1
     _store_chosen(out, out_scores, rank, keep & (rank < k), position, key, HAS_SCORES)
     return tl.minimum(num_valid, k)
@@ -160,10 +159,10 @@ def select_streamed(
     out, out_scores, base, stride, begin, num, k, HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Choose among all candidates, read again for each count; return how many."""
-    low = tl.full([], -(2**31) + 1, tl.int64)
-    high = tl.full([], 2**31 - 1, tl.int64)
+    low = tl.full([], -(2**31) + 1, tl.int32)
+    high = tl.full([], 2**31 - 1, tl.int32)
     found = tl.full([], 2**31 - 1, tl.int32)
-    while (high - low > 1) & (found > k):
+    while (low + 1 < high) & (found > k):
         first, second = thirds(low, high)
         at_first, at_second = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
         start = tl.zeros([], tl.int32)
@@ -174,7 +173,7 @@ def select_streamed(
             at_second += packed >> 16
             start += BLOCK
         low, high, found = narrow(low, high, k, found, first, second, at_first, at_second)
-    bound = low.to(tl.int32)
+    bound = low
     num_above = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int32)
     while start < num:

@@ -31,8 +31,8 @@ def key_score(key):
 @triton.jit
 def pack_counts(keys, first, second):
     """Sum up how many keys reach each of two bounds, 16 bits a count; at most 32767 keys."""
-    counts = (keys >= first.to(keys.dtype)).to(tl.int32)
-    return tl.sum(counts + tl.where(keys >= second.to(keys.dtype), 65536, 0), 0)
+    counts = (keys >= first).to(tl.int32)
+    return tl.sum(counts + tl.where(keys >= second, 65536, 0), 0)
 
 
 @triton.jit
@@ -47,8 +47,11 @@ def narrow(low, high, count, found, first, second, at_first, at_second):
 
 @triton.jit
 def thirds(low, high):
-    """Return two bounds inside ``(low, high]``, ascending."""
-    third = tl.maximum((high - low) // 3, 1)
+    """Return two bounds inside ``(low, high]``, ascending; all in the type of the keys."""
+    # Up to 2**32 keys of 32 bits lie between: a width that only an unsigned number holds.
+    unsigned: tl.constexpr = tl.uint64 if low.dtype == tl.int64 else tl.uint32
+    width = (high - low).to(unsigned, bitcast=True)
+    third = tl.maximum(width // 3, 1).to(low.dtype, bitcast=True)
     return low + third, tl.minimum(low + third + third, high)
 
 
@@ -57,12 +60,13 @@ def reach(keys, count, low, high, found, slack):
     """Return a bound that at least `count` keys reach, and how many do.
 
     It is the highest such bound, or an earlier one that at most ``count + slack`` reach.
-    `found` keys reach `low`, at least `count`; fewer reach `high`. Up to 32767 keys.
+    `found` keys reach `low`, at least `count`; fewer reach `high`. Up to 32767 keys; bounds are
+    of their type.
     """
-    zero = tl.zeros([], tl.int64)
+    zero = tl.zeros([], keys.dtype)
     low, high, limit = low + zero, high + zero, count + slack
     found += tl.zeros([], tl.int32)
-    while (high - low > 1) & (found > limit):
+    while (low + 1 < high) & (found > limit):
         first, second = thirds(low, high)
         packed = pack_counts(keys, first, second)
         low, high, found = narrow(
