@@ -237,5 +237,5 @@ class DecodeStep:
         if chosen and self._transfers.expects(TransferKind.DELTA, chosen):
             receive = self._transfers.receive(TransferKind.DELTA, chosen)
             layout = self._program.pack_layout(len(chosen), self._num_packed)
-            due = self._runtime.decode_step + self._runtime.settings.selection.lag
+            due = self._runtime.decode_step + self._runtime.settings.selection.lag_steps
             self._packs.add(receive, layout, due)

@@ -71,6 +71,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
         (_CAPTURE, _capture_first, HookType.AROUND),
         (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_both, HookType.AROUND),
         (f"{_GRAPHS}._resolve_lora_variant", graph_variants.resolve, HookType.AROUND),
+        (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),
         (_BUILD_POOL, _build_local_pool, HookType.AROUND),
         (f"{_SCHEDULER}.run_batch", _run_local_batch, HookType.AROUND),
@@ -180,6 +181,12 @@ def _capture_first(original: Callable[..., Any], stream: Any = None) -> Any:
     if stream is None and torch.cuda.is_available():
         stream = torch.cuda.Stream(priority=-1)
     return original(stream)
+
+
+def _after_capture(_result: Any, graphs: Any, *_: Any, **__: Any) -> None:
+    runtime = runtime_module.current_local()
+    if runtime is not None:
+        runtime.measurement.after_capture(graphs)
 
 
 def _never(_original: Callable[..., bool], *_: Any, **__: Any) -> bool:

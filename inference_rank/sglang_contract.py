@@ -59,6 +59,13 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "capture_one_shape": ("size", "forward", "stream_idx", "variant_label"),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
     "_resolve_lora_variant": ("forward_batch",),
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture": (),
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
+    "_make_graph_key": ("size", "stream_idx", "variant_label"),
+    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
+    "replay": ("shape_key", "static_forward_batch"),
+    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
+    "replay_session": (),
     "sglang.srt.layers.sampler.Sampler.forward": ("logits_output", "sampling_info"),
 }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
@@ -46,6 +46,7 @@ class LaunchPlan:
 
     `cache_rank` is None if the inference rank is its own. `cache_rank_detail` returns None once
     the cache rank answers, else why it does not.
+    `start_report` is asked once the server is ready, and printed.
     `clean_up` gets whether the logs are to be kept, which they are after a failure;
     `guarded_dir` is removed if the launcher is killed outright.
     """
@@ -60,6 +61,7 @@ class LaunchPlan:
     clean_up: Callable[[bool], None]
     guarded_dir: Path | None = None
     first_backoff_s: float = _FIRST_BACKOFF_S
+    start_report: Callable[[], RenderableType | None] = lambda: None
 
 
 class StopSignals:
@@ -110,6 +112,9 @@ class Launcher:
             keep_logs = False
             try:
                 self._start()
+                report = self._plan.start_report()
+                if report is not None:
+                    self._console.print(report)
                 self._console.print(self._plan.banner, soft_wrap=True)
                 self._serve()
             except _StopRequestedError:

@@ -8,10 +8,10 @@ import logging
 import os
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 
-from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError
+from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
@@ -37,6 +37,7 @@ from .sglang_command import (
     sglang_argv,
     sglang_env,
 )
+from .start_view import start_view
 
 SETTINGS_FILE = "settings.yaml"
 _STATUS_TIMEOUT_S = 0.5
@@ -127,7 +128,17 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
         stop_timeout_s=settings.stop_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         guarded_dir=run_dir.path if is_ours else None,
+        start_report=lambda: start_report(run_dir),
     )
+
+
+def start_report(run_dir: RunDir) -> RenderableType | None:
+    """Return what the inference rank measured at start; None if it does not say."""
+    try:
+        reply = request_status(run_dir.inference_socket, _STATUS_TIMEOUT_S)
+    except TandemKVError:
+        return None  # the server answers already; a slow status must not end it
+    return start_view(reply.values, reply.info)
 
 
 def cache_rank_detail(run_dir: RunDir) -> str | None:

@@ -78,7 +78,7 @@ class DeviceQueryWindows:
         if selection.ridge_unrotate:
             rotary = policy.context.rotary
             assert rotary is not None  # the policy's constructor asks for it
-            offsets = selection.lag + torch.arange(self._size, dtype=torch.float64)
+            offsets = selection.lag_steps + torch.arange(self._size, dtype=torch.float64)
             angles = torch.outer(offsets, rotary.inv_freq.cpu().double())
             self._cos = angles.cos().float().to(device)
             self._sin = angles.sin().float().to(device)

@@ -167,6 +167,8 @@ class InProcessCacheRank:
         self._counters = DeviceCounters(device)
         self._all_slots = torch.arange(width, dtype=torch.int32, device=device)
         self._seeding: list[tuple[torch.Tensor, int, int]] = []
+        self.refresh_every = selection.refresh_steps
+        self._num_steps = 0
 
     # -- what there is -------------------------------------------------------------------
 
@@ -186,6 +188,11 @@ class InProcessCacheRank:
     def selects(self) -> bool:
         """Whether anything is selected in decode."""
         return bool(self._selecting)
+
+    @property
+    def selects_in_step(self) -> bool:
+        """See `LocalCacheRank.selects_in_step`."""
+        return self.selects and self._num_steps % self.refresh_every == 0
 
     @property
     def needs_hidden(self) -> bool:
@@ -310,9 +317,11 @@ class InProcessCacheRank:
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
     ) -> None:
         """See `LocalCacheRank.begin_decode`."""
-        lag = self._selection.lag if self.selects_for_next_step else 0
+        lag = self._selection.lag_steps if self.selects_for_next_step else 0
         self.batch.load(rows, lengths, req_to_token, lag=lag)
-        self._counters.begin_step(self.batch.active[: len(rows)], len(self._selecting))
+        self._num_steps += 1
+        num_layers = len(self._selecting) if self.selects_in_step else 0
+        self._counters.begin_step(self.batch.active[: len(rows)], num_layers)
 
     def append(self, layer: int, batch_size: int) -> None:
         """See `LocalCacheRank.append`."""

@@ -19,6 +19,7 @@ from .model_spec import ModelSpec
 from .settings import RankSettings, SelectionSettings
 
 _FACTORY = "tandemkv.cache_rank.in_process.rank:create"
+_MEASURE = "tandemkv.cache_rank.in_process.measure:measure"
 
 PredictQuery = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(layer, hidden [B, hidden_size], positions [B] int64) -> query [B, Hq, D]`` after RoPE."""
@@ -89,12 +90,42 @@ class LocalPools:
         return int(self.resident[0][0].shape[0])
 
 
+MakeSets = Callable[[tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]]
+"""Allocates K and V of a shape where resident sets lie, as the cache rank's device sees them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionTime:
+    """What one layer's selection takes, measured; `batch` requests of `context` tokens.
+
+    `scan_us` is to predict, score, choose and compare with the books; `transfer_us` to copy as
+    many rows as one step may.
+    """
+
+    scan_us: float
+    transfer_us: float
+    batch: int
+    context: int
+
+    @property
+    def total_us(self) -> float:
+        """All of it."""
+        return self.scan_us + self.transfer_us
+
+
 class LocalCacheRank(Protocol):
     """Selects into the resident sets behind the pools. Used from the scheduler thread only.
 
     What is called between `begin_decode` and the end of the step launches work of fixed shape
     and never waits for the device, so that it can be captured in a CUDA graph.
+
+    Attributes
+    ----------
+    refresh_every : int
+        Steps from one that selects to the next; the settings' until it is changed at start.
     """
+
+    refresh_every: int
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +142,10 @@ class LocalCacheRank(Protocol):
     @property
     def selects(self) -> bool:
         """Whether anything is selected in decode."""
+
+    @property
+    def selects_in_step(self) -> bool:
+        """Whether the step that was begun last is one that selects (`refresh_every`)."""
 
     @property
     def needs_hidden(self) -> bool:
@@ -225,3 +260,46 @@ def create_local_cache_rank(
         model_dir=model_dir,
     )
     return rank
+
+
+def measure_selection(
+    *,
+    model: ModelSpec,
+    settings: RankSettings,
+    num_slots: int,
+    page_size: int,
+    max_batch: int,
+    device: torch.device,
+    make_sets: MakeSets,
+    predict_query: PredictQuery,
+    model_dir: Path | None = None,
+) -> SelectionTime | None:
+    """Time one layer's selection at the most requests and tokens that `num_slots` slots hold.
+
+    Everything is done on a small cache rank of its own, with random keys: none of the arguments'
+    memory is touched. `predict_query` is that of one layer, whichever it is asked for.
+
+    Returns
+    -------
+    SelectionTime or None
+        None if nothing is ever selected: by the policy, or because every request that fits is
+        attended to as a whole.
+
+    Raises
+    ------
+    torch.OutOfMemoryError
+        If there is no memory left for it.
+    """
+    module, _, name = _MEASURE.partition(":")
+    found: SelectionTime | None = getattr(import_module(module), name)(
+        model=model,
+        settings=settings,
+        num_slots=num_slots,
+        page_size=page_size,
+        max_batch=max_batch,
+        device=device,
+        make_sets=make_sets,
+        predict_query=predict_query,
+        model_dir=model_dir,
+    )
+    return found

@@ -63,8 +63,11 @@ class SelectionSettings(_Strict):
         le=8,
         description="Layers between the hidden state and the query it predicts.",
     )
-    lag: int = Field(
-        default=1, ge=1, le=8, description="Steps between a selection and its use (async_spade)."
+    lag: int | None = Field(
+        default=None,
+        ge=1,
+        le=8,
+        description="Steps between a selection and its use (async_spade); default 1.",
     )
     gate_cosine: float = Field(
         default=0.0,
@@ -72,7 +75,13 @@ class SelectionSettings(_Strict):
         lt=1.0,
         description="A layer is exact where predicted and true query differ more; 0: never.",
     )
-    refresh_every: int = Field(default=1, ge=1, le=1024, description="Select every n-th step.")
+    refresh_every: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Select every n-th step; default 1, with transport=peer and a policy that "
+        "selects for a later step up to 4 if selection is measured not to hide (1 turns it off).",
+    )
     seed_window: int = Field(
         default=64, ge=1, le=1024, description="Prompt queries that seed the set."
     )
@@ -201,6 +210,16 @@ class SelectionSettings(_Strict):
         return self.num_sink_tokens + int(self.resident_factor * self.budget_tokens)
 
     @property
+    def lag_steps(self) -> int:
+        """`lag`, or what it is where it is left open."""
+        return self.lag or 1
+
+    @property
+    def refresh_steps(self) -> int:
+        """`refresh_every`, or what it is where it is left open and nothing was measured."""
+        return self.refresh_every or 1
+
+    @property
     def keeps_dense_while_fits(self) -> bool:
         """Whether contexts of R + ring tokens skip selection; lfps has none to fill R later."""
         return self.dense_while_fits or self.policy == "lfps"
@@ -223,22 +242,23 @@ class SelectionSettings(_Strict):
                     f"budget_tokens={self.budget_tokens} is smaller than num_sink_tokens + "
                     f"num_recent_tokens = {floor}; raise --budget-tokens or lower the other two"
                 )
-        if self.gate_cosine and (self.refresh_every != 1 or self.lag != 1 or self.share_layers):
+        is_every_step = self.refresh_steps == 1 and self.lag_steps == 1
+        if self.gate_cosine and (not is_every_step or self.share_layers):
             raise ValueError(
                 "gate_cosine compares with the query that each layer's selection in use was made "
                 "with; it needs refresh_every=1, lag=1 and no share_layers"
             )
-        if self.lag >= self.num_recent_tokens:
+        if self.lag_steps >= self.num_recent_tokens:
             raise ValueError(
                 f"lag={self.lag} must be smaller than num_recent_tokens={self.num_recent_tokens}"
             )
-        if not self.dense_while_fits and (self.refresh_every != 1 or self.lag != 1):
+        if not self.dense_while_fits and not is_every_step:
             raise ValueError("dense_while_fits=false needs refresh_every=1 and lag=1")
         if any(layer < 0 for layer in self.anchors) or list(self.anchors) != sorted(
             set(self.anchors)
         ):
             raise ValueError(f"anchors={self.anchors} must be ascending layer ids")
-        if self.policy == "lfps" and (self.refresh_every != 1 or not self.num_sink_tokens):
+        if self.policy == "lfps" and (self.refresh_steps != 1 or not self.num_sink_tokens):
             raise ValueError("policy=lfps needs refresh_every=1 and num_sink_tokens of at least 1")
         if self.policy == "lfps" and self.share_layers:
             raise ValueError("policy=lfps attends in every layer; it cannot share selections")

@@ -193,7 +193,7 @@ class StepProgram:
         """Whether a selection is made in step `step_id`; with `Timing.EXACT_STEP` rows decide."""
         if self.timing in (Timing.NONE, Timing.EXACT_STEP):
             return self.timing is Timing.EXACT_STEP
-        return step_id % self.settings.selection.refresh_every == 0
+        return step_id % self.settings.selection.refresh_steps == 0
 
     def _check(self, step: StepBegin) -> None:
         limit = self.settings.selection.seed_window

@@ -253,9 +253,10 @@ class InProcessBackend(AttentionBackend):
         """Whether a step over requests of ``lengths [B]``, on the host, selects for any of them.
 
         Steps that select and steps that do not are captured as two graphs; keys are indexed in
-        both, because a request may outgrow dense attention later.
+        both, because a request may outgrow dense attention later. What a step attends to, a
+        table says: between two refreshes it is the resident sets as they were left.
         """
-        return self._rank.selects and bool((lengths > self._lengths.num_cold).any())
+        return self._rank.selects_in_step and bool((lengths > self._lengths.num_cold).any())
 
     @property
     def selects(self) -> bool:

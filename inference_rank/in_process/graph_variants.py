@@ -3,7 +3,9 @@
 
 A graph's kernels run whether a request needs them or not. A step whose requests are all
 attended to as a whole replays a graph that has no selection in it, and costs what stock
-SGLang's does. SGLang keeps graphs of several variants already (for LoRA); ours use its label.
+SGLang's does; so does a step between two refreshes (`refresh_every`), which attends to the
+resident sets as they are. SGLang keeps graphs of several variants already (for LoRA); ours use
+its label.
 """
 
 from __future__ import annotations

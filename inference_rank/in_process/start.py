@@ -31,6 +31,7 @@ from .pool import token_slots
 from .query_predictor import LiveQueryPredictor
 from .resident_attention import AttendTable, RingTable
 from .resident_home import OwnSet, PoolTail, ResidentHome
+from .start_measurement import StartMeasurement, agree_over_ranks
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class LocalRuntime:
     rank: LocalCacheRank
     counters: Counters
     resident_bytes: int
+    measurement: StartMeasurement
     middle_chunk_row: int | None = None
     running_reqs: list[Any] = field(default_factory=list)
     scheduler: Any = None
@@ -57,6 +59,7 @@ class LocalRuntime:
             "ring_slots": float(selection.num_recent_tokens),
             "index_bytes": float(self.rank.nbytes),
             **self.rank.last_counters(),
+            **self.measurement.plan.values(),
         }
         return StatusReply(
             role="inference_rank",
@@ -72,6 +75,7 @@ class LocalRuntime:
                 "model": self.model.architecture,
                 "pid": str(os.getpid()),
                 "lost_reason": "",
+                **self.measurement.plan.info(),
             },
         )
 
@@ -115,14 +119,20 @@ def create_backend(runner: Any) -> InProcessBackend:
         predict_query=predictor,
         model_dir=Path(runner.model_config.model_path),
     )
+    check_lag(rank, settings)
     if rank.needs_hidden:
         predictor.load()
+    measurement = StartMeasurement(
+        settings, model, rank, device=device, cache_device=cache_device, agree=agree_over_ranks
+    )
+    measurement.measure(runner, predictor, num_slots=num_slots, max_batch=len(home.table.slots))
     local = LocalRuntime(
         settings=settings,
         model=model,
         rank=rank,
         counters=Counters(),
         resident_bytes=sum(k.nbytes + v.nbytes for k, v in home.sets),
+        measurement=measurement,
     )
     runtime_module.set_current_local(local)
     selection = settings.selection
@@ -244,4 +254,21 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
         raise SettingsError(
             f"index_dtype=int4 needs num_recent_tokens={selection.num_recent_tokens} of at least "
             f"page_size={page_size}, so that every candidate lies in a finished page"
+        )
+
+
+def check_lag(rank: LocalCacheRank, settings: RankSettings) -> None:
+    """Refuse to use a selection later than it is in place.
+
+    Raises
+    ------
+    SettingsError
+        With what to pass.
+    """
+    lag = settings.selection.lag_steps
+    if rank.selects_for_next_step and lag != 1:
+        raise SettingsError(
+            f"lag={lag}: in the inference rank's process a selection is in place when the next "
+            "step begins, and a token in it would be attended to twice until it leaves the ring; "
+            "use --lag 1, or a cache rank in a process of its own"
         )

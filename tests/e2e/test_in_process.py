@@ -85,6 +85,19 @@ def test_attends_to_a_bounded_set(small: Server, token_ids: list[int]) -> None:
     assert after["fetched_rows_total"] > before["fetched_rows_total"]
 
 
+def test_start_was_measured(small: Server) -> None:
+    """The status and what `serve` printed show it; on a CPU nothing is hidden, or raised."""
+    _, status = small.get("/tandemkv/status")
+    values, info = status["inference_rank"]["values"], status["inference_rank"]["info"]
+    assert values["plan_scan_us"] + values["plan_transfer_us"] > 0
+    assert values["plan_exposed_us"] == values["plan_scan_us"] + values["plan_transfer_us"]
+    assert values["plan_layer_us"] > 0
+    assert (values["plan_refresh_steps"], values["plan_lag_steps"]) == (1, 1)
+    assert info["plan_load"].startswith("6 x ")
+    assert info["plan_placement"] == "CPU"
+    assert "measured at start" in small.log.read_text()
+
+
 def test_a_request_grows_out_of_dense_attention(small: Server, token_ids: list[int]) -> None:
     """Dense at first; the loss of its later tokens stays that of a sparse one."""
     before, _ = small.values()

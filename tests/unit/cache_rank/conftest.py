@@ -354,7 +354,7 @@ class ScriptedRank:
         self.applied_seq = header.seq
         assert views.rows.tolist() == [r.row for r in requests]
         assert views.generations.tolist() == [r.generation for r in requests]
-        lag = self.settings.selection.lag if transfer.kind is TransferKind.DELTA else 0
+        lag = self.settings.selection.lag_steps if transfer.kind is TransferKind.DELTA else 0
         for i, layer in enumerate(transfer.layers):
             for j, request in enumerate(requests):
                 for head in range(self.model.num_kv_heads):

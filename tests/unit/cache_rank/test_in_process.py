@@ -228,3 +228,24 @@ def test_stress_moves_all_it_may() -> None:
         world.rank.select_ahead(1, hidden)
         changed.append(int((world.rank._mirror.positions != before).sum()))
     assert min(changed) == HEADS * 8
+
+
+def test_only_every_nth_step_selects() -> None:
+    """Between two refreshes books and counters stay; the settings may be overruled at start."""
+    world = World(refresh_every=3)
+    world.prefill(1, 130)
+    rank, selected = world.rank, 0
+    for step in range(1, 13):
+        if step == 7:
+            rank.refresh_every = 2
+        rows, lengths = torch.tensor([1]), torch.tensor([130 + step])
+        rank.begin_decode(rows, lengths, world.table)
+        assert rank.selects_in_step is (step % (3 if step < 7 else 2) == 0)
+        if rank.selects_in_step:
+            selected += 1
+            for layer in (1, 2):
+                rank.select(layer, torch.randn(1, QUERY_HEADS, DIM, generator=world.generator))
+        for layer in (1, 2):
+            rank.append(layer, 1)
+            world.check_books(layer, 1, 130 + step)
+    assert rank.counters()["selections_total"] == 2 * selected

@@ -137,7 +137,7 @@ class Twins:
 
     def check(self, row: int, length: int, query: torch.Tensor) -> None:
         """What the class predicts selects, in float64, what is resident for the next step."""
-        lag = self.selection.lag
+        lag = self.selection.lag_steps
         hi = length + lag - RECENT
         slots = self.table[row, None]
         request = SelectionInput(

@@ -192,7 +192,7 @@ def test_decode_selects_each_layer_exactly_once(program: StepProgram, num_rows: 
         chosen = [layer for t in _of(transfers, Kind.PACK, Kind.DELTA) for layer in t.layers]
         exact = program.settings.selection.exact_layers
         wanted = [i for i in range(program.model.num_layers) if i not in exact]
-        refresh_every = program.settings.selection.refresh_every
+        refresh_every = program.settings.selection.refresh_steps
         if program.timing is Timing.NONE or (step_id % refresh_every and not in_exact_steps):
             wanted = []
         if program.timing is Timing.SAME_STEP_ATTENTION:  # nothing is sent, all are answered

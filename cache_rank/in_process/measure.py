@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time a layer's selection before anything is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tandemkv.cache_rank.protocol.local import (
+    DenseLengths,
+    LocalPools,
+    MakeSets,
+    PredictQuery,
+    SelectionTime,
+)
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.kernels.exchange import exchange_rows
+from tandemkv.kernels.stopwatch import median_us
+
+from .rank import InProcessCacheRank, create
+
+_MOST_BYTES = 512 << 20
+"""Of the scratch keys, and of the scratch resident sets. A GPU's L2 cache holds a tenth of it."""
+_MOST_TOKENS = {"cpu": 1 << 15}
+"""Scanned in one run; where more are asked for, time is taken to grow with the requests."""
+
+
+def measure(
+    *,
+    model: ModelSpec,
+    settings: RankSettings,
+    num_slots: int,
+    page_size: int,
+    max_batch: int,
+    device: torch.device,
+    make_sets: MakeSets,
+    predict_query: PredictQuery,
+    model_dir: Path | None = None,
+) -> SelectionTime | None:
+    """See `tandemkv.cache_rank.protocol.local.measure_selection`.
+
+    The measured rank has one layer, whose queries jump from step to step, so that every
+    repetition fetches as many rows as a step may. Page tables name the scratch pages in random
+    order, more than once if the scratch is smaller than the pool.
+    """
+    selection = settings.selection
+    load = largest_load(
+        num_slots=num_slots,
+        max_batch=max_batch,
+        max_context=model.max_context,
+        num_cold=DenseLengths.of(selection, selection.num_resident).num_cold,
+    )
+    if load is None:
+        return None
+    batch, context = load
+    token_bytes = model.num_kv_heads * model.head_dim * getattr(torch, model.dtype).itemsize
+    most = min(
+        max(1, _MOST_BYTES // (2 * max(1, selection.num_resident) * token_bytes)),
+        max(1, _MOST_TOKENS.get(device.type, num_slots) // context),
+    )
+    measured = min(batch, most)
+    slots = min(num_slots, max(page_size, _MOST_BYTES // token_bytes)) // page_size * page_size
+    rows = torch.arange(1, measured + 1, device=device)
+    shape = (measured + 1, selection.num_resident, model.num_kv_heads, model.head_dim)
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, model.dtype)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+    keys = random(slots, *shape[2:])
+    pools = LocalPools(k=[keys], v=[keys], resident=[make_sets(shape)], page_size=page_size)
+    own = settings.model_copy(
+        update={
+            "selection": selection.model_copy(update={"exact_layers": (), "refresh_every": 1}),
+            "stress_selection": True,
+        }
+    )
+    rank = create(
+        model=msgspec.structs.replace(model, num_layers=1),
+        settings=own,
+        pools=pools,
+        max_batch=measured,
+        predict_query=predict_query,
+        model_dir=model_dir,
+    )
+    if not rank.selects:
+        return None
+    every = torch.arange(slots, device=device)
+    rank.begin_extend([0], [0], [slots], [every])
+    rank.extend(0, every)
+    rank.seed_identity(rows, None)
+    table = _page_tables(slots, page_size, measured, context, generator)
+    lengths = torch.full((measured,), context, device=device)
+    query = random(measured, model.num_qo_heads, model.head_dim)
+    hidden = random(measured, model.hidden_size)
+
+    def select() -> None:
+        if rank.needs_hidden:
+            rank.select_ahead(0, hidden)
+        else:
+            rank.select(0, query)
+
+    total = median_us(select, device, prepare=lambda: rank.begin_decode(rows, lengths, table))
+    transfer = _transfer_us(rank, pools, own, rows, context)
+    scale = batch / measured
+    return SelectionTime(
+        scan_us=scale * max(0.0, total - transfer),
+        transfer_us=scale * transfer,
+        batch=batch,
+        context=context,
+    )
+
+
+def largest_load(
+    *, num_slots: int, max_batch: int, max_context: int, num_cold: int
+) -> tuple[int, int] | None:
+    """Return the most requests, and their tokens, that are selected for and fit into the pool.
+
+    As many requests as may run share the pool evenly; fewer if they would be too short then for
+    anything to be selected (`num_cold` tokens). None if not even one is long enough.
+    """
+    context = min(max_context, max(num_slots // max_batch, num_cold + 1))
+    batch = min(max_batch, num_slots // context)
+    return (batch, context) if context > num_cold and batch else None
+
+
+def _page_tables(
+    slots: int, page_size: int, num_rows: int, context: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Slots of the positions of rows ``1 .. num_rows``, ``[num_rows + 1, context]`` int32."""
+    device, num_pages = generator.device, -(-context // page_size)
+    order = torch.randperm(slots // page_size, generator=generator, device=device)
+    index = torch.arange((num_rows + 1) * num_pages, device=device) % len(order)
+    first = order[index].view(num_rows + 1, num_pages, 1) * page_size
+    table = first + torch.arange(page_size, device=device)
+    return table.flatten(1)[:, :context].to(torch.int32).contiguous()
+
+
+def _transfer_us(
+    rank: InProcessCacheRank,
+    pools: LocalPools,
+    settings: RankSettings,
+    rows: torch.Tensor,
+    context: int,
+) -> float:
+    selection, size = settings.selection, len(rows)
+    cap = min(selection.fetch_cap_tokens, selection.num_resident)
+    heads, device = pools.k[0].shape[1], rows.device
+    to = torch.arange(cap, dtype=torch.int32, device=device).expand(size, heads, cap).contiguous()
+    found = torch.randint(context, (size, heads, cap), dtype=torch.int32, device=device)
+    k_res, v_res = pools.resident[0]
+
+    def copy() -> None:
+        exchange_rows(
+            pools.k[0], pools.v[0], rank.batch.pages[:size], found, to, k_res, v_res, rows,
+            page_size=pools.page_size,
+        )  # fmt: skip
+
+    return median_us(copy, device, budget_s=0.1)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a piece of work takes on its device, the way decoding runs it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+_MOST_RUNS = 7
+
+
+def _nothing() -> None:
+    pass
+
+
+def median_us(
+    run: Callable[[], object],
+    device: torch.device,
+    *,
+    prepare: Callable[[], object] = _nothing,
+    budget_s: float = 0.4,
+) -> float:
+    """Return the median time of `run`, in us.
+
+    On a GPU it is captured as a CUDA graph and the replays are timed with events, so that the
+    host's launches are not part of it.
+
+    Parameters
+    ----------
+    run : Callable
+        On a GPU, work of fixed shape on `device`'s current stream that never waits for it.
+    device : torch.device
+        Where the work is done.
+    prepare : Callable
+        Called before each run, not timed and not captured.
+    budget_s : float
+        No further run is begun after so long. On a CPU the first run does not count, unless it
+        used the budget up.
+    """
+    if device.type == "cuda":
+        return _on_gpu(run, device, prepare, budget_s)
+    samples: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(samples) < _MOST_RUNS and (not samples or time.perf_counter() < end):
+        prepare()
+        begin = time.perf_counter()
+        run()
+        samples.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(samples[1:] or samples)
+
+
+def _on_gpu(
+    run: Callable[[], object],
+    device: torch.device,
+    prepare: Callable[[], object],
+    budget_s: float,
+) -> float:
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # kernels are compiled here
+                prepare()
+                run()
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process (status, metrics) must not break the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run()
+        samples: list[float] = []
+        end = time.perf_counter() + budget_s
+        while len(samples) < _MOST_RUNS and (not samples or time.perf_counter() < end):
+            prepare()
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            graph.replay()
+            after.record()
+            torch.cuda.synchronize(device)
+            samples.append(1e3 * before.elapsed_time(after))
+        graph.reset()
+    return statistics.median(samples)
