@@ -10,22 +10,20 @@ quantized is widened to float16, exactly, in registers.
 import triton
 import triton.language as tl
 
-# Four bytes -> four float16, about one instruction an element, where conversions cost several.
-# A nibble as it stands is the subnormal nibble * 2**-24, which tensor cores multiply exactly.
-_ASM_LOW: tl.constexpr = tl.constexpr("""{
+# Eight nibbles of four bytes -> eight float16, five instructions for all, where conversions cost
+# several each. A nibble as it stands is the subnormal nibble * 2**-24 (a high one, which keeps its
+# place, sixteen times that), and tensor cores multiply subnormals exactly. Two bytes share a
+# register with the one between them left out, so dimensions come in the order of `_swap`.
+_ASM_INT4: tl.constexpr = tl.constexpr("""{
     .reg .b32 t;
-    and.b32 t, $2, 0x0F0F0F0F;
-    prmt.b32 $0, t, 0, 0x4140;
-    prmt.b32 $1, t, 0, 0x4342;
-}""")
-_ASM_HIGH: tl.constexpr = tl.constexpr("""{
-    .reg .b32 t;
-    shr.b32 t, $2, 4;
-    and.b32 t, t, 0x0F0F0F0F;
-    prmt.b32 $0, t, 0, 0x4140;
-    prmt.b32 $1, t, 0, 0x4342;
+    shr.b32 t, $4, 8;
+    and.b32 $0, $4, 0x000F000F;
+    and.b32 $1, t, 0x000F000F;
+    and.b32 $2, $4, 0x00F000F0;
+    and.b32 $3, t, 0x00F000F0;
 }""")
 _SUBNORMAL: tl.constexpr = tl.constexpr(2.0**24)
+_HIGH: tl.constexpr = tl.constexpr(1.0 / 16)
 # int8 with the sign bit turned is value + 128; under the exponent 0x64 a byte is 1024 + byte.
 _ASM_INT8: tl.constexpr = tl.constexpr("""{
     .reg .b32 t, c;
@@ -40,18 +38,32 @@ _ASM_INT8: tl.constexpr = tl.constexpr("""{
 
 
 @triton.jit
-def _widen(x, PART: tl.constexpr, USE_ASM: tl.constexpr, DOT: tl.constexpr):
+def _swap(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_ASM: tl.constexpr):
+    """Bring rows, dimensions, into the order that `_widen_int4` has them in."""
     if USE_ASM:
-        asm: tl.constexpr = (
-            _ASM_LOW if PART == "low" else (_ASM_HIGH if PART == "high" else _ASM_INT8)
+        x = tl.permute(tl.reshape(x, [ROWS // 4, 2, 2, COLUMNS]), (0, 2, 1, 3))
+        x = tl.reshape(x, [ROWS, COLUMNS])
+    return x
+
+
+@triton.jit
+def _widen_int4(x, USE_ASM: tl.constexpr, DOT: tl.constexpr):
+    """Return low and high nibbles, in the order of `_swap` and in units of the dtype."""
+    if USE_ASM:
+        low, high = tl.inline_asm_elementwise(
+            _ASM_INT4, "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
+        return low.to(DOT), high.to(DOT)
+    else:
+        return (x & 15).to(DOT), (x & 240).to(DOT)
+
+
+@triton.jit
+def _widen_int8(x, USE_ASM: tl.constexpr, DOT: tl.constexpr):
+    if USE_ASM:
         return tl.inline_asm_elementwise(
-            asm, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4
+            _ASM_INT8, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4
         ).to(DOT)
-    elif PART == "low":
-        return (x & 15).to(DOT)
-    elif PART == "high":
-        return (x >> 4).to(DOT)
     else:
         return x.to(DOT)
 
@@ -131,6 +143,7 @@ def scan_kernel(
                 constant * unit[None, :], mask=is_page[:, None] & (member < PAD_G)[None, :],
             )  # fmt: skip
         tl.debug_barrier()  # other threads of this program read it below
+        high = high * _HIGH
     else:
         if ROUND == tl.float16:  # noqa: SIM300 (a type, not a constant)
             peak = tl.max(tl.abs(query), 0)
@@ -150,8 +163,10 @@ def scan_kernel(
             # Any token of the tile being a candidate, its page is there in full.
             page = following.to(tl.int64)
             following = tl.load(table + (start + BLOCK_N) // PAGE, mask=tile + 1 < last, other=0)
+            # One address a tile, and offsets that all tiles share.
             if KIND == "int4":
-                keys = k_head + page * k_stride_s + (start % PAGE + row)[:, None] * k_stride_n
+                keys = k_head + page * k_stride_s + start % PAGE * k_stride_n
+                keys = keys + row[:, None] * k_stride_n
             else:
                 keys = k_head + (page * PAGE + start % PAGE) * k_stride_s
                 keys = keys + row[:, None] * k_stride_s
@@ -171,25 +186,29 @@ def scan_kernel(
                 zero_dot + (base * scratch_tiles + start // PAGE) * PAD_G + member,
                 mask=member < PAD_G, other=0.0,
             )  # fmt: skip
-            acc = tl.dot(_widen(k, "low", USE_ASM, DOT), (query * low_scale).to(DOT))
-            acc = tl.dot(_widen(k, "high", USE_ASM, DOT), (high * high_scale).to(DOT), acc)
+            low_k, high_k = _widen_int4(k, USE_ASM, DOT)
+            low_q = _swap((query * low_scale).to(DOT), BLOCK_D, BLOCK_G, USE_ASM)
+            high_q = _swap((high * high_scale).to(DOT), BLOCK_D, BLOCK_G, USE_ASM)
+            acc = tl.dot(low_k, low_q)
+            acc = tl.dot(high_k, high_q, acc)
             x = acc * code_unit[None, :] + constant[None, :]
         elif KIND == "int8":
             if PAGE % BLOCK_N == 0:
                 token = page * PAGE + start % PAGE + row
             token_scale = tl.load(k_scale + token * scale_stride_s + head * scale_stride_h)
-            acc = tl.dot(_widen(k, "int8", USE_ASM, DOT), query)
+            acc = tl.dot(_widen_int8(k, USE_ASM, DOT), query)
             x = acc * unit[None, :] * token_scale.to(tl.float32)[:, None]
         else:
             x = tl.dot(k.to(DOT), query, input_precision=PRECISION) * unit[None, :]
         if POOLING == "softmax_mean":
-            x = tl.where(seen[:, None], x, float("-inf"))
+            if (start < begin) | (start + BLOCK_N > end):
+                x = tl.where(seen[:, None], x, float("-inf"))
             top = tl.max(x, 0)
             top = tl.where(top == float("-inf"), 0.0, top)
             x = x - top[None, :]
-            place = base * scratch_width + position
+            tile_logits = logits + (base * scratch_width + start) * PAD_G
             tl.store(
-                logits + place[:, None] * PAD_G + member[None, :], x.to(tl.float16),
+                tile_logits + (row[:, None] * PAD_G + member[None, :]), x.to(tl.float16),
                 mask=(member < PAD_G)[None, :],
             )  # fmt: skip
             tl.store(
