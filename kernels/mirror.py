@@ -30,11 +30,10 @@ def make_mirror_scratch(
     Returns
     -------
     torch.Tensor
-        ``[num_reqs, num_kv_heads, max_context]``, int32, -1 everywhere, as each call
-        leaves it.
+        ``[num_reqs, num_kv_heads, max_context]``, int32, content undefined.
     """
     shape = (num_reqs, num_kv_heads, max_context)
-    return torch.full(shape, -1, dtype=torch.int32, device=device)
+    return torch.empty(shape, dtype=torch.int32, device=device)
 
 
 def mirror_diff(

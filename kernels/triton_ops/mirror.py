@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton version of `tandemkv.kernels.mirror`: one program per head, one launch.
 
-The program writes the inverse of the mirror, position -> slot, into scratch
-memory, looks the selected positions up in it, and takes back what it wrote. Lists
-go through memory between barriers: what missing position *j* gets, slot *j* is.
+The program writes the places of the selected positions into a map, position -> place, and looks
+up there what stands in each slot. The map is never cleared: an entry counts if the selected
+position at its place is the one that was looked up (the sparse sets of Briggs and Torczon, 1993).
+Lists go through memory between barriers: what missing position *j* gets, slot *j* is.
 """
 
 import torch
@@ -13,30 +14,38 @@ import triton.language as tl
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
-_NUM_WARPS, _CHUNK = 16, 32
+_NUM_WARPS, _CHUNK = 8, 32
 _MIN_BLOCK, _MAX_HEAD = 16, 256
-_FIRST = tl.constexpr(1 << 30)
+_NO_PLACE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _rank(order, order_of, count, CHUNK: tl.constexpr):
-    """Return how many of the first `count` entries of a list in memory `order` comes after."""
-    rank = tl.zeros_like(order).to(tl.int32)
-    start = tl.zeros([], tl.int32)
-    while start < count:
+def _rank_lists(orders, count, BLOCK_CAP: tl.constexpr, CHUNK: tl.constexpr):
+    """Return two lists in memory, and how many entries of its list each comes after.
+
+    The second list begins at BLOCK_CAP; `count`, of each entry's list, is how long it is.
+    """
+    both = tl.arange(0, 2 * BLOCK_CAP)
+    column, begin = both % BLOCK_CAP, both // BLOCK_CAP * BLOCK_CAP
+    order = tl.load(orders + both, mask=column < count, other=0)
+    rank = tl.zeros([2 * BLOCK_CAP], tl.int32)
+    start, longest = tl.zeros([], tl.int32), tl.max(count, 0)
+    while start < longest:
         place = start + tl.arange(0, CHUNK)
-        other = tl.load(order_of + place, mask=place < count, other=2**63 - 1)
-        rank += tl.sum((other[None, :] < order[:, None]).to(tl.int32), 1)
+        other = tl.load(
+            orders + begin[:, None] + place[None, :],
+            mask=place[None, :] < count[:, None], other=2**63 - 1,
+        )  # fmt: skip
+        rank += tl.sum((other < order[:, None]).to(tl.int32), 1)
         start += CHUNK
-    return rank
+    return order, rank
 
 
 @triton.jit
-def _take_missing(
-    out, order_of, select, missing, scores, num_missing, count,
-    HAS_SCORES: tl.constexpr, BLOCK_CAP: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Write the `count` best missing positions to `out`, best first."""
+def _list_missing(
+    out, order_of, select, missing, scores, num_missing, count, HAS_SCORES: tl.constexpr
+):
+    """List the `count` best missing positions: in `out`, or to be ranked if there are scores."""
     if HAS_SCORES:
         key = tl.where(missing, tl.maximum(score_key(scores), -(2**31) + 1), -(2**31))
         keep = missing
@@ -53,40 +62,52 @@ def _take_missing(
         place = tl.cumsum(keep.to(tl.int32), 0) - 1
         order = ((-(key.to(tl.int64))) << 31) + select
         tl.store(order_of + place, order, mask=keep)
-        tl.debug_barrier()
-        column = tl.arange(0, BLOCK_CAP)
-        mine = tl.load(order_of + column, mask=column < count, other=0)
-        rank = _rank(mine, order_of, count, CHUNK)
-        tl.store(out + rank, (mine & 0x7FFFFFFF).to(tl.int32), mask=column < count)
-        tl.debug_barrier()
     else:
         place = tl.cumsum(missing.to(tl.int32), 0) - 1
         tl.store(out + place, select, mask=missing & (place < count))
 
 
 @triton.jit
-def _take_victims(
-    out, order_of, slot, used, may_evict, count, BLOCK_CAP: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Write the `count` least recently used slots to `out`, oldest first."""
+def _list_victims(order_of, slot, used, now, may_evict, num_evict, count):
+    """List the `count` least recently used slots, in any order to be ranked."""
     lowest: tl.constexpr = -(2**31)  # below any -used of int32; int64 steps stay within it too
     age = tl.where(may_evict, -used, lowest)
-    num_evict = tl.sum(may_evict.to(tl.int32), 0)
-    low = tl.min(tl.where(may_evict, age, 2**31 - 1), 0)
     top = tl.max(age, 0) + 1
-    bound, _ = reach(age, count, low, top, num_evict, 0)
+    # All that may be evicted were last used before this step.
+    bound, _ = reach(age, count, -now, top, num_evict, 0)
     older, tie = may_evict & (age > bound), may_evict & (age == bound)
-    need = count - tl.sum(older.to(tl.int32), 0)
     counts = tl.cumsum((older.to(tl.int32) << 16) + tie.to(tl.int32), 0)
+    need = count - (tl.max(counts, 0) >> 16)
     tie_rank = counts & 0xFFFF
     keep = older | (tie & (tie_rank <= need))
     place = (counts >> 16) + tl.minimum(tie_rank, need) - 1
     tl.store(order_of + place, (-(age.to(tl.int64)) << 16) + slot, mask=keep)
-    tl.debug_barrier()
-    column = tl.arange(0, BLOCK_CAP)
-    mine = tl.load(order_of + column, mask=column < count, other=0)
-    rank = _rank(mine, order_of, count, CHUNK)
-    tl.store(out + rank, (mine & 0xFFFF).to(tl.int32), mask=column < count)
+
+
+@triton.jit
+def _take_fillers(
+    out, place_of, chosen, positions, sel_stride_n, pos_stride_n,
+    num_selected, num_resident, count, lo, end, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the `count` highest positions below `end` that the map does not hold; return how many.
+
+    Entries from `num_selected` on are slots.
+    """
+    num_found = tl.zeros([], tl.int32)
+    while (num_found < count) & (end > lo):
+        filler = end - 1 - tl.arange(0, BLOCK)
+        is_free = filler >= lo
+        at = tl.load(place_of + filler, mask=is_free, other=-1)
+        is_place = (at >= 0) & (at < num_selected)
+        is_slot = (at >= num_selected) & (at < num_selected + num_resident)
+        listed = tl.load(chosen + at * sel_stride_n, mask=is_place, other=-1)
+        resident = tl.load(positions + (at - num_selected) * pos_stride_n, mask=is_slot, other=-1)
+        is_free = is_free & (listed != filler) & (resident != filler)
+        rank = num_found + tl.cumsum(is_free.to(tl.int32), 0)
+        tl.store(out + rank - 1, filler, mask=is_free & (rank <= count))
+        num_found = tl.minimum(tl.max(rank, 0), count)
+        end -= BLOCK
+    return num_found
 
 
 @triton.jit(
@@ -102,7 +123,7 @@ def _take_victims(
 )
 def _mirror_kernel(
     selected, selected_scores, resident_pos, last_used, rows, step, num_target, hi, active,
-    counters, slot_of, orders, fetch_pos, fetch_slot,
+    counters, place_of, orders, hits, fetch_pos, fetch_slot,
     num_heads, num_selected, num_resident, num_protected, lo, cap, max_context,
     sel_stride_b, sel_stride_h, sel_stride_n, score_stride_b, score_stride_h, score_stride_n,
     pos_stride_b, pos_stride_h, pos_stride_n, used_stride_b, used_stride_h, used_stride_n,
@@ -127,13 +148,20 @@ def _mirror_kernel(
         book = tl.load(rows + req).to(tl.int64)
     positions = resident_pos + book * pos_stride_b + head * pos_stride_h
     uses = last_used + book * used_stride_b + head * used_stride_h
-    slot_of += req * map_stride_b + head * map_stride_h
-    out_pos, out_slot, orders = (
-        fetch_pos + index * cap,
-        fetch_slot + index * cap,
-        orders + index * cap,
-    )
+    place_of += req * map_stride_b + head * map_stride_h
+    out_pos, out_slot = fetch_pos + index * cap, fetch_slot + index * cap
+    orders += index * 2 * BLOCK_CAP
+    hits += index * BLOCK_K
+    chosen = selected + req * sel_stride_b + head * sel_stride_h
 
+    # What does not depend on anything is on its way before the first barrier.
+    place = tl.arange(0, BLOCK_K)
+    select = tl.load(chosen + place * sel_stride_n, mask=place < num_selected, other=-1)
+    scores = tl.zeros([BLOCK_K], tl.float32)
+    if HAS_SCORES:
+        base = selected_scores + req * score_stride_b + head * score_stride_h
+        scores = tl.load(base + place * score_stride_n, mask=place < num_selected, other=0.0)
+    target = tl.load(num_target + req).to(tl.int32)
     # The first slots, protected ones, stand apart where that halves the block of the others.
     num_first = tl.zeros([], tl.int32)
     num_filled, num_empty_first = num_first, num_first
@@ -142,49 +170,58 @@ def _mirror_kernel(
         first_slot = tl.arange(0, BLOCK_HEAD)
         in_first = (first_slot < num_first) & is_active
         first_position = tl.load(positions + first_slot * pos_stride_n, mask=in_first, other=-1)
-        num_filled = tl.sum((first_position >= 0).to(tl.int32), 0)
-        num_empty_first = tl.where(is_active, num_first - num_filled, 0)
     slot = num_first + tl.arange(0, BLOCK_R)
     in_set = (slot < num_resident) & is_active
     position = tl.load(positions + slot * pos_stride_n, mask=in_set, other=-1)
+    used = tl.load(uses + slot * used_stride_n, mask=in_set, other=0)
+
+    is_token = (select >= 0) & (select < max_context) & is_active
     is_filled = position >= 0
     is_empty = in_set & (position < 0)
-    place = tl.arange(0, BLOCK_K)
-    select = tl.load(
-        selected + req * sel_stride_b + head * sel_stride_h + place * sel_stride_n,
-        mask=(place < num_selected) & is_active, other=-1,
-    )  # fmt: skip
-    scores = tl.zeros([BLOCK_K], tl.float32)
+    tl.store(hits + place, tl.zeros([BLOCK_K], tl.int8))
     if HAS_SCORES:
-        base = selected_scores + req * score_stride_b + head * score_stride_h
-        scores = tl.load(
-            base + place * score_stride_n, mask=(place < num_selected) & is_active, other=0.0
-        )
-    is_token = (select >= 0) & (select < max_context)
-    tl.store(slot_of + position, slot, mask=is_filled)
+        tl.store(place_of + select, place, mask=is_token)
+    else:  # of a repeated position the first one counts
+        tl.store(place_of + select, _NO_PLACE, mask=is_token)
+        tl.debug_barrier()
+        tl.atomic_min(place_of + select, place, mask=is_token)
+    tl.debug_barrier()
     if BLOCK_HEAD:
-        tl.store(slot_of + first_position, first_slot, mask=first_position >= 0)
-    tl.debug_barrier()
-    found = tl.load(slot_of + select, mask=is_token, other=0)
-    missing = is_token & (found < 0)
-    tl.store(uses + found * used_stride_n, now, mask=is_token & (found >= 0))
-    tl.debug_barrier()
-    is_marked = missing
-    if not HAS_SCORES:  # of a repeated position the first one counts
-        tl.atomic_max(slot_of + select, _FIRST - place, mask=missing)
-        tl.debug_barrier()
-        first = tl.load(slot_of + select, mask=missing, other=0, volatile=True)
-        missing = missing & (first == _FIRST - place)
-        tl.debug_barrier()
-    used = tl.load(uses + slot * used_stride_n, mask=is_filled, other=0)
-
+        is_first = first_position >= 0
+        entry = tl.load(
+            place_of + first_position, mask=is_first, other=-1, volatile=not HAS_SCORES
+        )  # atomics do not reach this multiprocessor's cache
+        is_first &= (entry >= 0) & (entry < num_selected)
+        is_first &= (
+            tl.load(chosen + entry * sel_stride_n, mask=is_first, other=-1) == first_position
+        )
+        tl.store(hits + entry, tl.full([BLOCK_HEAD], 1, tl.int8), mask=is_first)
+        tl.store(
+            uses + first_slot * used_stride_n,
+            tl.zeros([BLOCK_HEAD], used.dtype) + now, mask=is_first,
+        )  # fmt: skip
+        num_filled = tl.sum((first_position >= 0).to(tl.int32), 0)
+        num_empty_first = tl.where(is_active, num_first - num_filled, 0)
+    entry = tl.load(place_of + position, mask=is_filled, other=-1, volatile=not HAS_SCORES)
+    is_used = (entry >= 0) & (entry < num_selected)
+    entry = tl.where(is_used, entry, 0)
+    is_used &= is_filled & (tl.gather(select, entry, 0) == position)
+    tl.store(hits + entry, tl.full([BLOCK_R], 1, tl.int8), mask=is_used)
+    used = tl.where(is_used, now, used)
+    tl.store(uses + slot * used_stride_n, used, mask=is_used)
     may_evict = is_filled & (slot >= num_protected) & (used != now)
     counts = tl.sum(may_evict.to(tl.int32) + (is_filled.to(tl.int32) << 16), 0)
+    tl.debug_barrier()
+    first = place
+    if not HAS_SCORES:
+        first = tl.load(place_of + select, mask=is_token, other=0, volatile=True)
+    hit = tl.load(hits + first, mask=is_token, other=0)
+    missing = is_token & (hit == 0) & (first == place)
+
     num_evict = counts & 0xFFFF
     num_filled += counts >> 16
     num_missing = tl.sum(missing.to(tl.int32), 0)
     num_empty = tl.where(is_active, num_resident - num_filled, 0)
-    target = tl.load(num_target + req).to(tl.int32)
     may_fill = tl.minimum(tl.maximum(target - num_filled, 0), num_empty)
     num_open = tl.minimum(may_fill + num_evict, tl.minimum(cap, num_resident))
     num_taken = tl.minimum(num_missing, num_open)
@@ -193,10 +230,9 @@ def _mirror_kernel(
     num_fill = tl.minimum(may_fill, num_open) - num_taken
 
     if num_taken > 0:
-        _take_missing(
-            out_pos, orders, select, missing, scores, num_missing, num_taken,
-            HAS_SCORES, BLOCK_CAP, CHUNK,
-        )  # fmt: skip
+        _list_missing(out_pos, orders, select, missing, scores, num_missing, num_taken, HAS_SCORES)
+    if num_victims > 0:
+        _list_victims(orders + BLOCK_CAP, slot, used, now, may_evict, num_evict, num_victims)
     num_refilled = tl.minimum(may_fill, num_open)
     if num_refilled > 0:
         if BLOCK_HEAD:
@@ -206,52 +242,47 @@ def _mirror_kernel(
             tl.store(out_slot + first_rank, first_slot, mask=is_given)
         empty_rank = num_empty_first + tl.cumsum(is_empty.to(tl.int32), 0) - 1
         tl.store(out_slot + empty_rank, slot, mask=is_empty & (empty_rank < num_refilled))
-    if num_victims > 0:
-        _take_victims(
-            out_slot + num_into_empty, orders, slot, used, may_evict, num_victims, BLOCK_CAP, CHUNK
-        )
+    tl.debug_barrier()
+    column = tl.arange(0, BLOCK_CAP)
+    both = tl.arange(0, 2 * BLOCK_CAP)
+    is_victim, num_ranked = both >= BLOCK_CAP, num_taken if HAS_SCORES else 0
+    length = tl.where(is_victim, num_victims, num_ranked)
+    order, rank = _rank_lists(orders, length, BLOCK_CAP, CHUNK)
+    in_list = both % BLOCK_CAP < length
+    tl.store(out_pos + rank, (order & 0x7FFFFFFF).to(tl.int32), mask=in_list & (both < BLOCK_CAP))
+    tl.store(
+        out_slot + num_into_empty + rank, (order & 0xFFFF).to(tl.int32), mask=in_list & is_victim
+    )
     num_fetched = num_taken
     if num_fill > 0:
         # All missing ones are taken already; the highest positions that are not resident follow.
-        tl.store(slot_of + select, 0, mask=is_marked)
+        # What is resident stands in the map behind what is selected.
+        tl.store(place_of + position, num_selected + slot, mask=is_filled)
+        if BLOCK_HEAD:
+            tl.store(place_of + first_position, num_selected + first_slot, mask=first_position >= 0)
         tl.debug_barrier()
-        num_left, end = num_fill, tl.minimum(tl.load(hi + req), max_context).to(tl.int32)
-        while (num_left > 0) & (end > lo):
-            filler = end - 1 - tl.arange(0, BLOCK_FILL)
-            is_free = filler >= lo
-            is_free = is_free & (tl.load(slot_of + filler, mask=is_free, other=0) < 0)
-            rank = tl.cumsum(is_free.to(tl.int32), 0)
-            tl.store(out_pos + num_fetched + rank - 1, filler, mask=is_free & (rank <= num_left))
-            num_new = tl.minimum(tl.max(rank, 0), num_left)
-            num_fetched += num_new
-            num_left -= num_new
-            end -= BLOCK_FILL
-        tl.debug_barrier()
-        tl.store(slot_of + select, -1, mask=is_marked)
-    if not HAS_SCORES:
-        tl.store(slot_of + select, -1, mask=is_marked)
-    tl.store(slot_of + position, -1, mask=is_filled)
-    if BLOCK_HEAD:
-        tl.store(slot_of + first_position, -1, mask=first_position >= 0)
+        end = tl.minimum(tl.load(hi + req), max_context).to(tl.int32)
+        num_fetched += _take_fillers(
+            out_pos + num_taken, place_of, chosen, positions, sel_stride_n, pos_stride_n,
+            num_selected, num_resident, num_fill, lo, end, BLOCK_FILL,
+        )  # fmt: skip
 
     tl.debug_barrier()
-    column = tl.arange(0, BLOCK_CAP)
     is_fetched = column < num_fetched
     to_slot = tl.load(out_slot + column, mask=is_fetched, other=0)
     to_fetch = tl.load(out_pos + column, mask=is_fetched, other=0)
     tl.store(positions + to_slot * pos_stride_n, to_fetch, mask=is_fetched)
-    if HAS_COUNTERS:
-        num_hits = tl.sum((is_token & (found >= 0)).to(tl.int32), 0)
-        tl.atomic_add(counters, num_hits.to(tl.int64), mask=is_active, sem="relaxed")
-        tl.atomic_add(counters + 1, num_missing.to(tl.int64), mask=is_active, sem="relaxed")
-        tl.atomic_add(counters + 2, num_fetched.to(tl.int64), mask=is_active, sem="relaxed")
     tl.store(
         uses + to_slot * used_stride_n, tl.zeros_like(to_slot).to(now.dtype) + now, mask=is_fetched
     )
-    tl.debug_barrier()
     padding = (column >= num_fetched) & (column < cap)
     tl.store(out_pos + column, -1, mask=padding)
     tl.store(out_slot + column, -1, mask=padding)
+    if HAS_COUNTERS:
+        num_hits = tl.sum(hit.to(tl.int32), 0)
+        tl.atomic_add(counters, num_hits.to(tl.int64), mask=is_active, sem="relaxed")
+        tl.atomic_add(counters + 1, num_missing.to(tl.int64), mask=is_active, sem="relaxed")
+        tl.atomic_add(counters + 2, num_fetched.to(tl.int64), mask=is_active, sem="relaxed")
 
 
 def mirror_diff(
@@ -282,7 +313,10 @@ def mirror_diff(
     shape = (num_reqs, num_heads, fetch_cap)
     fetch_pos = torch.empty(shape, dtype=torch.int32, device=selected.device)
     fetch_slot = torch.empty_like(fetch_pos)
-    orders = torch.empty(shape, dtype=torch.int64, device=selected.device)
+    block_cap = max(16, triton.next_power_of_2(fetch_cap))
+    block_k = max(16, triton.next_power_of_2(selected.shape[-1]))
+    orders = torch.empty((*shape[:2], 2 * block_cap), dtype=torch.int64, device=selected.device)
+    hits = torch.empty((*shape[:2], block_k), dtype=torch.int8, device=selected.device)
     if not num_reqs * num_heads:
         return fetch_pos, fetch_slot
     block_r = max(16, triton.next_power_of_2(num_resident))
@@ -290,7 +324,6 @@ def mirror_diff(
     block_head = 0
     if block_r > _MIN_BLOCK and num_first <= min(num_protected, _MAX_HEAD):
         block_r, block_head = block_r // 2, triton.next_power_of_2(num_first)
-    block_cap = max(16, triton.next_power_of_2(fetch_cap))
     is_tensor = isinstance(step, torch.Tensor)
     per_req = isinstance(step, torch.Tensor) and step.dim() > 0 and step.numel() > 1
     scores = selected if selected_scores is None else selected_scores
@@ -298,14 +331,14 @@ def mirror_diff(
     _mirror_kernel[(num_reqs * num_heads,)](
         selected, scores, resident_pos, last_used, num_target if rows is None else rows,
         step, num_target, hi, flags, orders if counters is None else counters, scratch, orders,
-        fetch_pos, fetch_slot, num_heads, selected.shape[-1], num_resident, num_protected, lo,
+        hits, fetch_pos, fetch_slot, num_heads, selected.shape[-1], num_resident, num_protected, lo,
         fetch_cap, scratch.shape[-1],
         *selected.stride(), *scores.stride(), *resident_pos.stride(), *last_used.stride(),
         step.stride(0) if per_req and isinstance(step, torch.Tensor) else 0, *scratch.stride()[:2],
         HAS_SCORES=selected_scores is not None, HAS_ROWS=rows is not None,
         HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None, IS_TENSOR=is_tensor,
-        BLOCK_K=max(16, triton.next_power_of_2(selected.shape[-1])),
-        BLOCK_R=block_r, BLOCK_HEAD=block_head, BLOCK_CAP=block_cap,
-        BLOCK_FILL=1024, CHUNK=min(_CHUNK, block_cap), num_warps=_NUM_WARPS,
+        BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_HEAD=block_head, BLOCK_CAP=block_cap,
+        BLOCK_FILL=1024, CHUNK=min(_CHUNK, block_cap),
+        num_warps=_NUM_WARPS,
     )  # fmt: skip
     return fetch_pos, fetch_slot
