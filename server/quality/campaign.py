@@ -8,6 +8,7 @@ import difflib
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from tandemkv.server.settings_sources import Sourced, load_settings, setting_fie
 
 from .configurations import Configuration, parse_budgets, plan
 from .corpus import Corpus, built_in_corpus, read_corpus
+from .kept_samples import KeptSamples
 from .samples import Sample, digest, samples_digest, write_samples
 from .tasks.base import Task, TaskInputs
 from .tasks.registry import find_tasks
@@ -40,7 +42,7 @@ _PACKAGES = ("tandemkv", "sglang", "torch", "transformers", "numpy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the user asked for. Budgets, tasks and settings are texts as given."""
+    """What the user asked for. Budgets, tasks, settings and part are texts as given."""
 
     model: str
     policies: Sequence[str]
@@ -60,13 +62,18 @@ class Request:
     dtype: str = "auto"
     settings: Sequence[str] = ()
     config: Path | None = None
+    samples_from: Path | None = None
+    part: str | None = None
+    dense_args: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
     """A checked request: what to run, and where results go.
 
-    `settings_of` returns the settings of the server of a configuration.
+    `samples` are all of a task; `asked` returns those that are asked in this run. `settings_of`
+    returns the settings of the server of a configuration, `dense_args` are more arguments of
+    stock SGLang.
     """
 
     request: Request
@@ -75,16 +82,24 @@ class Campaign:
     dtype: str
     spec: ModelSpec
     tokenizer: Tokenizer
-    corpus: Corpus
+    corpus: Corpus | None
     tasks: Sequence[Task]
     samples: Mapping[str, Sequence[Sample]]
     configurations: Sequence[Configuration]
     base: ServeSettings
+    part: tuple[int, int] = (1, 1)
+    dense_args: tuple[str, ...] = ()
+    kept: KeptSamples | None = None
 
     @property
     def runs(self) -> Path:
         """Folder of the results."""
         return self.request.out / "runs"
+
+    def asked(self, task: str) -> list[Sample]:
+        """Return the samples of a task that this part of the campaign asks."""
+        number, parts = self.part
+        return list(self.samples[task][number - 1 :: parts])
 
     def settings_of(self, configuration: Configuration) -> ServeSettings:
         """Return the whole tree for one server."""
@@ -102,8 +117,13 @@ class Campaign:
             for group in ("selection", "exchange"):
                 del settings[group]
         configured = msgspec.to_builtins(configuration)
+        if not configured["variant"]:
+            del configured["variant"]
+        more: list[object] = [] if self.part == (1, 1) else [list(self.part)]
+        if configuration.is_dense and self.dense_args:
+            more.append(list(self.dense_args))
         return digest(
-            samples_digest(self.samples[task]), configured, settings, self.spec.model_hash
+            samples_digest(self.samples[task]), configured, settings, self.spec.model_hash, *more
         )
 
     def applies(self, configuration: Configuration, task: Task) -> bool:
@@ -123,6 +143,8 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
         If the model cannot be served.
     """
     tasks = find_tasks(request.tasks)
+    part = _part(request.part)
+    kept = None if request.samples_from is None else KeptSamples.of(request.samples_from)
     model_dir = resolve_model(request.model, note)
     device = resolve_device(request.device)
     dtype = resolve_dtype(request.dtype, device, model_dir)
@@ -140,22 +162,33 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     )
     if not configurations:
         raise SettingsError("nothing to measure: no policy is given and dense is left out")
-    corpus = read_corpus(request.corpus) if request.corpus else built_in_corpus()
+    corpus = None
+    if kept is None:
+        corpus = read_corpus(request.corpus) if request.corpus else built_in_corpus()
     tokenizer = load_tokenizer(model_dir)
-    inputs = TaskInputs(
-        prompts=PromptBuilder(tokenizer, request.prompt_style),
-        corpus=corpus,
-        context_tokens=request.context_tokens,
-        num_samples=request.num_samples,
-        num_forced_tokens=request.num_forced_tokens,
-        seed=request.seed,
-        max_new_tokens=request.max_new_tokens,
-    )
     samples = {}
-    for task in tasks:
-        note(f"samples of {task.name}")
-        samples[task.name] = task.samples(inputs)
-        write_samples(request.out / "samples" / f"{task.name}.jsonl", samples[task.name])
+    if kept is not None:
+        kept.check_model(model_dir.name)
+        samples = {task.name: kept.samples_of(task.name) for task in tasks}
+    elif corpus is not None:
+        inputs = TaskInputs(
+            prompts=PromptBuilder(tokenizer, request.prompt_style),
+            corpus=corpus,
+            context_tokens=request.context_tokens,
+            num_samples=request.num_samples,
+            num_forced_tokens=request.num_forced_tokens,
+            seed=request.seed,
+            max_new_tokens=request.max_new_tokens,
+        )
+        for task in tasks:
+            note(f"samples of {task.name}")
+            samples[task.name] = task.samples(inputs)
+    for name, found in samples.items():
+        if len(found) < part[1]:
+            raise SettingsError(
+                f"part={request.part}: {name} has {len(found)} samples, fewer than parts"
+            )
+        write_samples(request.out / "samples" / f"{name}.jsonl", found)
     longest = max(sample.num_tokens for found in samples.values() for sample in found)
     if longest > spec.max_context:
         raise SettingsError(
@@ -178,7 +211,26 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
         samples=samples,
         configurations=configurations,
         base=load_settings(flags, {}, request.config),
+        part=part,
+        dense_args=_dense_args(request.dense_args),
+        kept=kept,
     )
+
+
+def _part(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 1, 1
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise SettingsError(f"part={text}: I/N is required, with I from 1 to N, e.g. 1/8")
+    return int(match[1]), int(match[2])
+
+
+def _dense_args(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise SettingsError(f"dense_args={text}: {error}") from error
 
 
 def _check_dense(request: Request, tasks: Sequence[Task]) -> None:
@@ -231,10 +283,11 @@ def describe(campaign: Campaign) -> dict[str, Any]:
         "num_kv_heads": campaign.spec.num_kv_heads,
         "head_dim": campaign.spec.head_dim,
         "concurrency": request.concurrency,
-        "corpus": campaign.corpus.describe(),
-        "corpus_absent": list(campaign.corpus.absent),
+        **_described_corpus(campaign),
         "tasks": {
-            task.name: {
+            task.name: campaign.kept.described[task.name]
+            if campaign.kept is not None
+            else {
                 "title": task.title,
                 "definition": task.definition,
                 "source": task.source,
@@ -250,6 +303,14 @@ def describe(campaign: Campaign) -> dict[str, Any]:
             for task in campaign.tasks
         },
     }
+
+
+def _described_corpus(campaign: Campaign) -> dict[str, Any]:
+    if campaign.kept is not None:
+        return campaign.kept.corpus
+    assert campaign.corpus is not None
+    described, absent = campaign.corpus.describe(), list(campaign.corpus.absent)
+    return {"corpus": described, "corpus_absent": absent}
 
 
 def _relative(argument: str) -> str:

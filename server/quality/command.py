@@ -32,7 +32,12 @@ def quality(
         str | None, typer.Argument(help="Model directory, or smollm2 (embedded).")
     ] = None,
     policies: Annotated[
-        str, typer.Option("--policies", help="Policies, separated by commas; dense is added.")
+        str,
+        typer.Option(
+            "--policies",
+            help="Policies, separated by commas; dense is added. Settings of one alone follow it: "
+            "look_ahead+fetch_cap=64+resident_factor=1.",
+        ),
     ] = _DEFAULT_POLICIES,
     budgets: Annotated[
         str,
@@ -98,6 +103,29 @@ def quality(
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="YAML settings of serve.")
     ] = None,
+    dense_args: Annotated[
+        str,
+        typer.Option(
+            "--dense-args",
+            help="More arguments of stock SGLang, e.g. '--attention-backend flashinfer'.",
+        ),
+    ] = "",
+    samples_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--samples-from",
+            metavar="DIR",
+            help="Ask the prompts of another --out; lengths, seed and corpus are those.",
+        ),
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            "--part",
+            metavar="I/N",
+            help="Ask every N-th sample from the I-th on; tests/bench/quality_merge.py joins.",
+        ),
+    ] = None,
     samples_only: Annotated[
         bool, typer.Option("--samples-only", help="Write samples/ and stop: nothing is started.")
     ] = False,
@@ -141,6 +169,9 @@ def quality(
         dtype=dtype,
         settings=settings or (),
         config=config,
+        samples_from=samples_from and samples_from.expanduser(),
+        part=part,
+        dense_args=dense_args,
     )
     with console.status("preparing ...") as shown:
         campaign = prepare(request, lambda text: shown.update(f"preparing ... [dim]{text}[/]"))

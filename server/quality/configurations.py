@@ -42,6 +42,8 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Settings of the group ``selection``.
     sees_question : str
         Whether what is attended to was chosen knowing the question.
+    variant : str
+        Settings that tell this configuration from others of its policy and budget.
     """
 
     system: System
@@ -53,11 +55,13 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     exact_layers: list[int] = []
     selection: dict[str, str | int | float | bool | list[int] | None] = {}
     sees_question: str = ""
+    variant: str = ""
 
     @property
     def slug(self) -> str:
         """Name of its folder."""
-        name = f"{self.system}-{self.policy}-{self.budget}".replace("%", "pc")
+        parts = (self.system, self.policy, self.variant, self.budget)
+        name = "-".join(part for part in parts if part).replace("%", "pc")
         return re.sub(r"[^A-Za-z0-9.]+", "-", name)
 
     @property
@@ -119,7 +123,8 @@ def plan(
     Parameters
     ----------
     policies : sequence of str
-        Names in the registry, or ``module:Class``.
+        Names in the registry, or ``module:Class``; with settings of the group ``selection`` for
+        this one alone after a plus sign each: ``look_ahead+fetch_cap=64+resident_factor=1``.
     budgets : sequence of Budget
         Tokens attended to.
     num_layers : int
@@ -148,21 +153,40 @@ def plan(
                 sees_question="everything is attended to",
             )
         )
-    for policy in policies:
-        if policy == DENSE:
+    for text in policies:
+        if text == DENSE:
             continue
+        policy, own = _split(text)
+        variant = ", ".join(f"{key}={value}" for key, value in own.items())
+        merged = {**base, **own}
         capabilities = _capabilities(policy, device)
         if capabilities.all_exact:
-            found.append(_exact(policy, num_layers, base))
-            continue
-        if not budgets:
+            added = [_exact(policy, num_layers, merged)]
+        elif budgets:
+            added = [_sparse(policy, capabilities, b, num_layers, merged) for b in budgets]
+        else:
             raise SettingsError(f"policy={policy} needs a budget: --budgets 12.5% or --budgets 512")
-        found += [_sparse(policy, capabilities, b, num_layers, base) for b in budgets]
+        found += [msgspec.structs.replace(item, variant=variant) for item in added]
     slugs = [item.slug for item in found]
     twice = sorted({slug for slug in slugs if slugs.count(slug) > 1})
     if twice:
         raise SettingsError(f"given twice: {', '.join(twice)}; give each policy and budget once")
     return found
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    """Separate a policy from the settings that follow it."""
+    policy, *parts = text.split("+")
+    own: dict[str, str] = {}
+    for part in parts:
+        key, separator, value = (piece.strip() for piece in part.partition("="))
+        if not separator or key in ("policy", "budget_tokens", "exact_layers"):
+            raise SettingsError(
+                f"policies={text}: after a plus sign, a setting of the group selection is required "
+                "(look_ahead+fetch_cap=64); not policy, budget_tokens or exact_layers"
+            )
+        own[key] = value
+    return policy.strip(), own
 
 
 def _capabilities(policy: str, device: str) -> PolicyCapabilities:

@@ -30,6 +30,7 @@ def measure(
     concurrency: int,
     continuations: Mapping[str, list[int]],
     on_answer: Callable[[], None],
+    asked: Sequence[Sample] | None = None,
 ) -> TaskResult:
     """Return the answers to all samples, and what the counters say of the time in between.
 
@@ -50,6 +51,8 @@ def measure(
         is stock.
     on_answer : callable
         Called after each answer, from any thread.
+    asked : sequence of Sample, optional
+        Those of the samples that are asked; default all.
 
     Raises
     ------
@@ -65,7 +68,7 @@ def measure(
         return answer
 
     with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(one, samples))
+        answers = list(pool.map(one, samples if asked is None else asked))
     seconds = time.monotonic() - started
     after = server.counters()
     counters = {key: value - before.get(key, 0.0) for key, value in after.items()}

@@ -77,8 +77,7 @@ def _scores(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
     header = ["system", "budget"]
     header += [f"{tasks[n]['title']} ({units[tasks[n]['measure']]})" for n in names]
     body = [
-        [row.label, row.budget, *(_cell(row, name, tasks[name]["measure"]) for name in names)]
-        for row in rows
+        [row.label, row.budget, *(_cell(row, name, tasks[name]) for name in names)] for row in rows
     ]
     return Table(
         "Scores",
@@ -90,10 +89,15 @@ def _scores(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
     )
 
 
-def _cell(row: Row, name: str, measure: str) -> str:
+def _cell(row: Row, name: str, task: Mapping[str, Any]) -> str:
     score = row.scores.get(name)
     if score is None:
         return _NOTHING
+    fewer = "" if score.samples == task["samples"] else f", {score.samples} samples"
+    return _figure(row, score, task["measure"]) + fewer
+
+
+def _figure(row: Row, score: Score, measure: str) -> str:
     if measure == "perplexity":
         if score.change is None or score.change_low is None or score.change_high is None:
             return f"{score.value:.3f}"

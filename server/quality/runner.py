@@ -57,7 +57,7 @@ def run(campaign: Campaign, console: Console, *, jobs: int) -> None:
         When the user stops, by Ctrl-C or SIGTERM; what is finished is kept.
     """
     total = sum(
-        len(campaign.samples[task.name])
+        len(campaign.asked(task.name))
         for configuration in campaign.configurations
         for task in campaign.tasks
         if campaign.applies(configuration, task)
@@ -145,7 +145,7 @@ class _Run:
             kept = read_result(folder, task.name)
             if kept is not None and kept.digest == campaign.digest_of(configuration, task.name):
                 done[task.name] = kept
-                self._progress.advance(self._bar, len(campaign.samples[task.name]))
+                self._progress.advance(self._bar, len(campaign.asked(task.name)))
             elif kept is not None:
                 self._say(configuration, task, "kept result is of another setting, measured again")
         pending = [task for task in tasks if task.name not in done]
@@ -172,6 +172,7 @@ class _Run:
                     task=task.name,
                     digest=campaign.digest_of(configuration, task.name),
                     samples=campaign.samples[task.name],
+                    asked=campaign.asked(task.name),
                     tokenizer=campaign.tokenizer,
                     concurrency=campaign.request.concurrency,
                     continuations=dense,
@@ -197,6 +198,7 @@ class _Run:
                 model_dir=campaign.model_dir,
                 device=campaign.device,
                 dtype=campaign.dtype,
+                more_args=campaign.dense_args,
                 stop=self._stop,
             ) as server:
                 yield server

@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,9 +162,15 @@ def tandem_server(
 
 @contextlib.contextmanager
 def stock_server(
-    settings: ServeSettings, *, model_dir: Path, device: str, dtype: str, stop: threading.Event
+    settings: ServeSettings,
+    *,
+    model_dir: Path,
+    device: str,
+    dtype: str,
+    stop: threading.Event,
+    more_args: Sequence[str] = (),
 ) -> Iterator[RunningServer]:
-    """Run SGLang without the plugin, otherwise with the same arguments.
+    """Run SGLang without the plugin, otherwise with the same arguments and `more_args`.
 
     Raises
     ------
@@ -180,6 +186,7 @@ def stock_server(
         at = argv.index("--attention-backend")
         # On a GPU stock SGLang chooses its own.
         argv[at : at + 2] = ["--attention-backend", "torch_native"] if device == "cpu" else []
+        argv += more_args
         server = RunningServer(f"http://{_HOST}:{port}", is_stock=True)
         env = _environment(device) | {"SGLANG_PLUGINS": "none"}
         spec = ChildSpec(

@@ -61,13 +61,15 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     moved_rows: float | None = None
     moved_kib: float | None = None
     scores: dict[str, Score] = {}
+    variant: str = ""
 
     @property
     def label(self) -> str:
         """Name in tables and plots."""
+        name = f"{self.policy}, {self.variant}" if self.variant else self.policy
         if self.system == "tandemkv":
-            return self.policy
-        return f"{self.policy} ({'SGLang' if self.system == 'sglang' else self.system})"
+            return name
+        return f"{name} ({'SGLang' if self.system == 'sglang' else self.system})"
 
 
 class Summary(NamedTuple):
@@ -133,6 +135,7 @@ def _row(
         system=configuration.system,
         policy=configuration.policy,
         budget=configuration.budget,
+        variant=configuration.variant,
         attended_tokens=configuration.attended_tokens,
         exact_layers=configuration.exact_layers,
         sees_question=configuration.sees_question,

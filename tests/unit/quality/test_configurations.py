@@ -92,3 +92,22 @@ def test_a_policy_is_not_asked_for_what_it_declares_it_cannot(
     with pytest.raises(SettingsError, match="policy=look_ahead declares devices cuda, not cpu"):
         make(["look_ahead"], ["512"])
     assert len(make(["look_ahead"], ["512"], device="cuda")) == 2
+
+
+def test_settings_of_one_policy_follow_it() -> None:
+    found = make(["look_ahead", "look_ahead+resident_factor=1+fetch_cap=111"], ["12.5%"])
+    plain, own = found[1:]
+    assert plain.slug == "tandemkv-look-ahead-12.5pc"
+    assert own.slug == "tandemkv-look-ahead-resident-factor-1-fetch-cap-111-12.5pc"
+    assert own.variant == "resident_factor=1, fetch_cap=111"
+    assert (own.policy, own.selection["budget_tokens"]) == ("look_ahead", 444)
+    assert own.selection["fetch_cap"] == 111
+    assert plain.attended_tokens == own.attended_tokens == 512
+
+
+@pytest.mark.parametrize("text", ["look_ahead+fetch_cap", "look_ahead+budget_tokens=3"])
+def test_what_cannot_follow_a_policy_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="after a plus sign"):
+        make([text], ["512"])
+    with pytest.raises(SettingsError, match="no_such"):
+        make(["look_ahead+no_such=1"], ["512"])

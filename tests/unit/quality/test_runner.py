@@ -228,3 +228,23 @@ def test_a_report_leaves_out_results_on_other_samples(
     assert [row["policy"] for row in found["rows"]] == ["dense"]
     assert "tandemkv-streaming-200: perplexity" in found["left_out"]
     assert "Left out, measured on other samples" in (out / "report.md").read_text()
+
+
+def test_parts_ask_their_own_samples_and_count_for_themselves(
+    campaign: Campaign, started: list[Any]
+) -> None:
+    second = dataclasses.replace(campaign, part=(2, 2))
+    run(second)
+    folder = campaign.runs / "tandemkv-look-ahead-200"
+    kept = read_result(folder, "niah_single")
+    assert kept is not None
+    assert [answer.name for answer in kept.answers] == ["1", "3"]
+    count = len(started)
+    run(second)
+    assert len(started) == count
+    run(campaign)
+    assert len(started) == 2 * count
+    whole = read_result(folder, "niah_single")
+    assert whole is not None
+    assert whole.samples_digest == kept.samples_digest
+    assert [answer.name for answer in whole.answers] == ["0", "1", "2", "3"]
