@@ -26,8 +26,9 @@ from tandemkv.kernels.triton_ops.score_scan import bounds_of
 from tandemkv.kernels.triton_ops.topk import select_listed, select_streamed
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
-_BLOCK = 512  # tokens that a program of the filter takes at a time
+_BLOCK = 1024  # tokens that a program of the filter takes at a time
 _FILTER_WARPS = 4
+_COLUMNS = 128  # as many as threads; a block is a multiple of twice as many
 _FILTER_PROGRAMS = 4096
 
 
@@ -101,7 +102,7 @@ def _filter_kernel(
     lo, hi, active, logits, tile_max, head_lse, lists,
     width, num_heads, scratch_width, scratch_tiles, list_stride, lo_stride, hi_stride,
     HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_T: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     base = tl.program_id(0).to(tl.int64)
     req = base // num_heads
@@ -109,34 +110,45 @@ def _filter_kernel(
     if end - begin > CAPACITY:
         step: tl.constexpr = BLOCK_T * BLOCK_N
         row = lists + base * list_stride
-        bound = tl.load(row + 1)
+        # Scores are not negative: their bits are their keys, and NaN reaches no bound.
+        bound = tl.maximum(tl.load(row + 1), 0).to(tl.float32, bitcast=True)
         member = tl.arange(0, PAD_G)
         lse = tl.load(head_lse + base * PAD_G + member)
-        first, num_steps = begin // step, tl.cdiv(end, step) - begin // step
-        part, num_parts = tl.program_id(1), tl.num_programs(1)
-        at = first + (part * num_steps) // num_parts
-        last = first + ((part + 1) * num_steps) // num_parts
+        logits += base * scratch_width * PAD_G
+        tile_max += base * scratch_tiles * PAD_G
+        at, last = begin // step + tl.program_id(1), tl.cdiv(end, step)
         while at < last:
+            # Whole rows of 16 bytes a thread.
+            place = at * (step * PAD_G) + tl.arange(0, step * PAD_G)
+            x = tl.load(logits + place, mask=place < scratch_width * PAD_G, other=0.0)
+            x = tl.reshape(x, [BLOCK_T, BLOCK_N, PAD_G]).to(tl.float32)
             tile = at * BLOCK_T + tl.arange(0, BLOCK_T)
-            position = tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            x = tl.load(
-                logits
-                + (base * scratch_width + position)[:, :, None] * PAD_G
-                + member[None, None, :],
-                mask=(position < scratch_width)[:, :, None], other=0.0,
-            ).to(tl.float32)  # fmt: skip
             top = tl.load(
-                tile_max + (base * scratch_tiles + tile)[:, None] * PAD_G + member[None, :],
+                tile_max + tile[:, None] * PAD_G + member[None, :],
                 mask=(tile < scratch_tiles)[:, None], other=0.0,
             )  # fmt: skip
             score = tl.sum(tl.exp2(x + (top - lse[None, :])[:, None, :]), 2) / GROUP
-            key = score_key(score)
-            keep = (key >= bound) & (position >= begin) & (position < end)
-            rank = tl.atomic_add(row + tl.zeros_like(position), 1, mask=keep, sem="relaxed")
+            # [ROWS, COLUMNS, 2]: a thread holds whole columns, as the loads gave them to it.
+            score = tl.reshape(score, [ROWS, COLUMNS, 2])
+            member_row = tl.arange(0, ROWS)[:, None, None]
+            pair = tl.arange(0, 2)[None, None, :]
+            position = at * step + member_row * (2 * COLUMNS) + pair
+            position += tl.arange(0, COLUMNS)[None, :, None] * 2
+            keep = (score >= bound) & (position >= begin) & (position < end)
+            # Four bits for each of a column's members: how many before it are kept.
+            place = member_row * 2 + pair
+            later = tl.where(place < 7, 0x11111110 << (place * 4), 0)
+            before = tl.sum(tl.sum(tl.where(keep, later, 0), 2), 0)
+            num_kept = tl.sum(tl.sum(keep.to(tl.int32), 2), 0)
+            ends = tl.cumsum(num_kept, 0)
+            # One atomic for all: an atomic each is a round trip after the other.
+            start = tl.atomic_add(row, tl.sum(num_kept, 0), sem="relaxed")
+            rank = (start + ends - num_kept)[None, :, None]
+            rank += (before[None, :, None] >> (place * 4)) & 15
             keep = keep & (rank < CAPACITY)
-            tl.store(row + 2 + rank, key, mask=keep)
+            tl.store(row + 2 + rank, score.to(tl.int32, bitcast=True), mask=keep)
             tl.store(row + 2 + CAPACITY + rank, position, mask=keep)
-            at += 1
+            at += tl.num_programs(1)
 
 
 @triton.jit(do_not_specialize=["width", "k", "scratch_tiles"])
@@ -258,10 +270,12 @@ def score_topk(
     )  # fmt: skip
     if width > capacity:
         block = max(scanned.block_n, _BLOCK)
+        columns = max(_COLUMNS, block // 8)  # at most eight members, of four bits each
         parts = min(triton.cdiv(width, block), max(1, _FILTER_PROGRAMS // num_rows))
         _filter_kernel[(num_rows, parts)](
             *ranges, buffers.logits, buffers.tile_max, scratch.head_lse, lists, width, *sizes,
-            *strides, **flags, BLOCK_T=block // scanned.block_n, num_warps=_FILTER_WARPS,
+            *strides, **flags, BLOCK_T=block // scanned.block_n,
+            ROWS=block // (2 * columns), COLUMNS=columns, num_warps=_FILTER_WARPS,
         )  # fmt: skip
     _select_kernel[(num_rows,)](
         *ranges, buffers.logits, buffers.tile_max, scratch.head_lse, lists, out, out_scores,

@@ -23,6 +23,7 @@ def small_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_topk, "MIN_CAPACITY", 64)
     monkeypatch.setattr(triton_topk, "MIN_SAMPLE", 64)
     monkeypatch.setattr(triton_select, "_BLOCK", 64)
+    monkeypatch.setattr(triton_select, "_COLUMNS", 8)
     monkeypatch.setattr(triton_select, "_FILTER_PROGRAMS", 6)
 
 
