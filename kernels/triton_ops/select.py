@@ -23,7 +23,7 @@ from tandemkv.kernels.select import SelectScratch, make_select_scratch
 from tandemkv.kernels.triton_ops import topk
 from tandemkv.kernels.triton_ops.score import scan
 from tandemkv.kernels.triton_ops.score_scan import bounds_of
-from tandemkv.kernels.triton_ops.topk import select_listed, select_streamed
+from tandemkv.kernels.triton_ops.topk import choose_listed, select_listed, select_streamed
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 _BLOCK = 1024  # tokens that a program of the filter takes at a time
@@ -39,14 +39,14 @@ def _scores_at(
 ):  # fmt: skip
     """Return the scores at any positions, -inf where not `valid`."""
     member = tl.arange(0, PAD_G)[None, :]
+    logits += base * scratch_width * PAD_G
+    tile_max += base * scratch_tiles * PAD_G
     x = tl.load(
-        logits + (base * scratch_width + position)[:, None] * PAD_G + member,
-        mask=valid[:, None], other=0.0,
+        logits + position[:, None] * PAD_G + member, mask=valid[:, None], other=0.0
     ).to(tl.float32)  # fmt: skip
     top = tl.load(
-        tile_max + (base * scratch_tiles + position // BLOCK_N)[:, None] * PAD_G + member,
-        mask=valid[:, None], other=0.0,
-    )  # fmt: skip
+        tile_max + (position // BLOCK_N)[:, None] * PAD_G + member, mask=valid[:, None], other=0.0
+    )
     score = tl.sum(tl.exp2(x + (top - lse[None, :])), 1) / GROUP
     return tl.where(valid, score, float("-inf"))
 
@@ -77,10 +77,11 @@ def _bound_kernel(
         if num > CAPACITY:
             # One random candidate of each of SAMPLE equal parts, as in `topk`.
             part = tl.arange(0, SAMPLE)
-            left = (part.to(tl.int64) * num) // SAMPLE
-            size = ((part + 1).to(tl.int64) * num) // SAMPLE - left
+            whole, rest = num // SAMPLE, num % SAMPLE  # no product needs more than 32 bits
+            left = part * whole + (part * rest) // SAMPLE
+            size = (part + 1) * whole + ((part + 1) * rest) // SAMPLE - left
             noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
-            place = begin + left + ((noise.to(tl.int64) * size) >> 16)
+            place = begin + left + ((noise * size) >> 16)
             key = score_key(
                 _scores_at(
                     logits, tile_max, lse, base, place, part >= 0, scratch_width, scratch_tiles,
@@ -92,7 +93,8 @@ def _bound_kernel(
             num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
             if num_valid > rank:
                 top = tl.max(key, 0) + 1
-                bound, _ = reach(key, rank, bound, top, num_valid, rank // 16)
+                # Scores are not negative.
+                bound, _ = reach(key, rank, 0, top, num_valid, rank // 16)
     tl.store(lists + base * list_stride, 0)
     tl.store(lists + base * list_stride + 1, bound)
 
@@ -165,7 +167,8 @@ def _select_kernel(
     row = lists + base * list_stride
     out_row, score_row = out + base * k, out_scores + base * k
     num_listed = tl.load(row)
-    lowest = tl.load(row + 1) == -(2**31) + 1
+    bound = tl.load(row + 1)
+    lowest = bound == -(2**31) + 1
     member = tl.arange(0, PAD_G)
     lse = tl.load(head_lse + base * PAD_G + member)
     num_chosen = tl.zeros([], tl.int32)
@@ -180,7 +183,10 @@ def _select_kernel(
         in_list = place < num_listed
         key = tl.load(row + 2 + place, mask=in_list, other=-(2**31))
         position = tl.load(row + 2 + CAPACITY + place, mask=in_list, other=0)
-        num_chosen = select_listed(out_row, score_row, key, position, k, True)
+        # What is listed is a score, and reaches the bound.
+        num_chosen = choose_listed(
+            out_row, score_row, key, position, num_listed, tl.maximum(bound, 0), k, True
+        )
     else:
         # A token's logits, two at least, make room for its score.
         scores = (logits + base * scratch_width * PAD_G).to(tl.pointer_type(tl.float32))

@@ -129,10 +129,16 @@ def _store_chosen(out, out_scores, rank, keep, position, key, HAS_SCORES: tl.con
 def select_listed(out, out_scores, key, position, k, HAS_SCORES: tl.constexpr):
     """Choose among keys in registers; return how many."""
     num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
+    low = tl.min(tl.where(key > -(2**31), key, 2**31 - 1), 0)
+    return choose_listed(out, out_scores, key, position, num_valid, low, k, HAS_SCORES)
+
+
+@triton.jit
+def choose_listed(out, out_scores, key, position, num_valid, low, k, HAS_SCORES: tl.constexpr):
+    """Choose among keys of which `num_valid` are valid, and those reach `low`; return how many."""
     keep = key > -(2**31)
     if num_valid > k:
         top = tl.max(key, 0) + 1
-        low = tl.min(tl.where(keep, key, 2**31 - 1), 0)
         bound, found = reach(key, k, low, top, num_valid, 0)
         keep = key >= bound
         if found > k:  # too many have the last key: the lowest positions of those
