@@ -81,6 +81,12 @@ def status() -> StatusReply:
         "ring_slots": float(runtime.resident.ring),
     }
     selection = runtime.settings.selection
+    fitting = runtime.resident.num_resident + runtime.resident.ring
+    values |= {
+        "plan_refresh_steps": float(selection.refresh_steps),
+        "plan_lag_steps": float(selection.lag_steps),
+        "plan_dense_tokens": float(fitting if selection.keeps_dense_while_fits else 0),
+    }
     return StatusReply(
         role="inference_rank",
         epoch=runtime.client.epoch,
@@ -94,5 +100,7 @@ def status() -> StatusReply:
             "model": runtime.model.architecture,
             "pid": str(os.getpid()),
             "lost_reason": lost or "",
+            "plan_placement": "a process of its own",
+            "plan_note": "not measured between processes; see exchange_wait_us_total in service",
         },
     )

@@ -29,8 +29,8 @@ def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> Renderab
     if "plan_refresh_steps" not in values:
         return None
     load = info.get("plan_load", "")
-    what = f", {escape(load)} tokens" if load else ""
-    table = Table(title=f"measured at start{what}: us per layer", title_justify="left")
+    what = f"measured at start, {escape(load)} tokens: us per layer" if load else "selection"
+    table = Table(title=what, title_justify="left")
     table.add_column("selection on", style="bold")
     for name, _ in _TIMES:
         table.add_column(name, justify="right")

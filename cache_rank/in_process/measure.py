@@ -65,6 +65,7 @@ def measure(
     slots = min(num_slots, max(page_size, _MOST_BYTES // token_bytes)) // page_size * page_size
     rows = torch.arange(1, measured + 1, device=device)
     shape = (measured + 1, selection.num_resident, model.num_kv_heads, model.head_dim)
+    # The process's own generators are for sampling, and in step on all tensor-parallel ranks.
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, model.dtype)
 
@@ -105,7 +106,7 @@ def measure(
             rank.select(0, query)
 
     total = median_us(select, device, prepare=lambda: rank.begin_decode(rows, lengths, table))
-    transfer = _transfer_us(rank, pools, own, rows, context)
+    transfer = _transfer_us(rank, pools, own, rows, context, generator)
     scale = batch / measured
     return SelectionTime(
         scan_us=scale * max(0.0, total - transfer),
@@ -146,12 +147,14 @@ def _transfer_us(
     settings: RankSettings,
     rows: torch.Tensor,
     context: int,
+    generator: torch.Generator,
 ) -> float:
     selection, size = settings.selection, len(rows)
     cap = min(selection.fetch_cap_tokens, selection.num_resident)
     heads, device = pools.k[0].shape[1], rows.device
-    to = torch.arange(cap, dtype=torch.int32, device=device).expand(size, heads, cap).contiguous()
-    found = torch.randint(context, (size, heads, cap), dtype=torch.int32, device=device)
+    shape = (size, heads, cap)
+    to = torch.arange(cap, dtype=torch.int32, device=device).expand(shape).contiguous()
+    found = torch.randint(context, shape, generator=generator, dtype=torch.int32, device=device)
     k_res, v_res = pools.resident[0]
 
     def copy() -> None:

@@ -75,7 +75,7 @@ def measure_layer(
         Requests, and tokens that each attends to.
     """
     dtype, device = getattr(torch, model.dtype), keys.device
-    query = torch.randn((batch, model.num_qo_heads, model.head_dim), device=device).to(dtype)
+    query = keys.new_ones((batch, model.num_qo_heads, model.head_dim), dtype=dtype)
     slots = torch.arange(batch * attended, device=device, dtype=torch.int32) % len(keys)
     slots, lengths = slots.view(batch, attended), torch.full((batch,), attended, device=device)
     attention_us = median_us(

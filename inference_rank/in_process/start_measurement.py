@@ -120,7 +120,7 @@ class StartMeasurement:
                 heads, dim = self._model.num_kv_heads, self._model.head_dim
                 most = _MOST_BYTES // (heads * dim * dtype.itemsize)
                 shape = (min(found.batch * attended, most), heads, dim)
-                k, v = (torch.randn(shape, device=self._device).to(dtype) for _ in range(2))
+                k, v = (torch.ones(shape, dtype=dtype, device=self._device) for _ in range(2))
                 layer = measure_layer(
                     runner.model.model.layers[first], k, v, model=self._model,
                     batch=found.batch, attended=attended,

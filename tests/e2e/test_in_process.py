@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +96,9 @@ def test_start_was_measured(small: Server) -> None:
     assert (values["plan_refresh_steps"], values["plan_lag_steps"]) == (1, 1)
     assert info["plan_load"].startswith("6 x ")
     assert info["plan_placement"] == "CPU"
+    deadline = time.monotonic() + 20
+    while "measured at start" not in small.log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert "measured at start" in small.log.read_text()
 
 
