@@ -93,8 +93,11 @@ def _bound_kernel(
             num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
             if num_valid > rank:
                 top = tl.max(key, 0) + 1
-                # Scores are not negative.
-                bound, _ = reach(key, rank, 0, top, num_valid, rank // 16)
+                # As far above `rank` as the list has room, by as many deviations; scores are not
+                # negative.
+                room = tl.sqrt(SAMPLE * (CAPACITY * 1.0 / num) + 5) - 2.25
+                slack = tl.minimum((room * room).to(tl.int32) - rank, rank // 4)
+                bound, _ = reach(key, rank, 0, top, num_valid, tl.maximum(slack, 0))
     tl.store(lists + base * list_stride, 0)
     tl.store(lists + base * list_stride + 1, bound)
 
