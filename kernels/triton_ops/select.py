@@ -27,7 +27,7 @@ from tandemkv.kernels.triton_ops.topk import choose_listed, select_listed, selec
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 _BLOCK = 1024  # tokens that a program of the filter takes at a time
-_FILTER_WARPS = 4
+_BOUND_WARPS, _FILTER_WARPS, _SELECT_WARPS = 8, 4, 8
 _COLUMNS = 128  # as many as threads; a block is a multiple of twice as many
 _FILTER_PROGRAMS = 4096
 
@@ -275,7 +275,7 @@ def score_topk(
         *ranges, buffers.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists,
         width, k, heads, scanned.num_splits, *sizes[1:], *strides,
         **flags, BLOCK_S=triton.next_power_of_2(scanned.num_splits), SAMPLE=sample,
-        num_warps=8 if sample < topk.MAX_SAMPLE else 16,
+        num_warps=_BOUND_WARPS if sample < topk.MAX_SAMPLE else 16,
     )  # fmt: skip
     if width > capacity:
         block = max(scanned.block_n, _BLOCK)
@@ -288,6 +288,6 @@ def score_topk(
         )  # fmt: skip
     _select_kernel[(num_rows,)](
         *ranges, buffers.logits, buffers.tile_max, scratch.head_lse, lists, out, out_scores,
-        width, k, *sizes, *strides, **flags, BLOCK=2048, BLOCK_PAD=1024, num_warps=8,
+        width, k, *sizes, *strides, **flags, BLOCK=2048, BLOCK_PAD=1024, num_warps=_SELECT_WARPS,
     )  # fmt: skip
     return out, out_scores
