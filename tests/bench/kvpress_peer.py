@@ -13,9 +13,10 @@ What is alike: model, token ids of the prompts, tokens kept of them per KV head 
 decoding, scorers. What is not: a press compresses once, after prefill, and what it drops is gone;
 tokens decoded later are all kept. Where the question is part of the prompt the press sees it,
 where it comes late (``+late``) it does not; the first token of an answer that follows a prefill
-is dense's in both systems. Tokens are decoded one by one, so that layers may keep different
-numbers. PyramidKV gets window_size=8, the paper's: with kvpress's default of 64 it falls back to
-SnapKV at small budgets.
+is dense's in both systems. Prompts are prefilled one by one, without padding; what is kept of
+several (``--batch``) then decodes together, each request and layer with its own mask, so that
+layers may keep different numbers. PyramidKV gets window_size=8, the paper's: with kvpress's
+default of 64 it falls back to SnapKV at small budgets.
 """
 
 from __future__ import annotations
@@ -82,30 +83,42 @@ class Peer:
         """Share of the context attended to while decoding, in layers that are not exact."""
         return self._attended / self._context if self._context else None
 
-    def ask(self, sample: Sample, dense: dict[str, list[int]]) -> Answer:
-        """Answer one sample, as `tandemkv.server.quality.measure` has a server do."""
-        cache, logits = self._prefill(sample.prompt_ids)
-        position = len(sample.prompt_ids)
-        if sample.mode == "generate":
-            late = sample.question_ids if sample.late_question else []
-            for token in late:
-                logits = self._step(cache, token, position)
-                position += 1
-            text = self._greedy(cache, logits, position, sample.num_new_tokens)
-            score = SCORERS[sample.scorer](text, sample.answers)
-            return Answer(name=sample.name, text=text, score=score)
-        forced = sample.forced_ids if sample.mode == "force" else dense[sample.name]
-        nll, agrees = [], []
-        for i, token in enumerate(forced):
+    def ask(self, samples: list[Sample], dense: dict[str, list[int]]) -> list[Answer]:
+        """Answer samples of one mode, as `tandemkv.server.quality.measure` has a server do."""
+        caches, firsts = zip(*(self._prefill(s.prompt_ids) for s in samples), strict=True)
+        batch = Batch(list(caches), torch.stack(firsts), [len(s.prompt_ids) for s in samples])
+        if samples[0].mode == "generate":
+            texts = self._greedy(batch, samples)
+            return [
+                Answer(name=s.name, text=text, score=SCORERS[s.scorer](text, s.answers))
+                for s, text in zip(samples, texts, strict=True)
+            ]
+        forced = [s.forced_ids if s.mode == "force" else dense[s.name] for s in samples]
+        nll: list[torch.Tensor] = []
+        best: list[torch.Tensor] = []
+        steps = max(map(len, forced))
+        tokens = torch.tensor([ids + [0] * (steps - len(ids)) for ids in forced])
+        tokens = tokens.to(self._model.device)
+        for i in range(steps):
             if i > 0:  # the first comes from prefill, which is dense
-                logprobs = torch.log_softmax(logits.float(), dim=-1)
-                nll.append(-float(logprobs[token]))
-                agrees.append(int(logits.argmax()) == token)
-            if i < len(forced) - 1:
-                logits = self._step(cache, token, position + i)
-        if sample.mode == "force":
-            return Answer(name=sample.name, nll=nll)
-        return Answer(name=sample.name, agrees=agrees)
+                logprobs = torch.log_softmax(batch.logits.float(), dim=-1)
+                nll.append(-logprobs.gather(1, tokens[:, i : i + 1])[:, 0])
+                best.append(batch.logits.argmax(-1))
+            if i < steps - 1:
+                self._step(batch, tokens[:, i], [i < len(ids) - 1 for ids in forced])
+        losses, chosen = torch.stack(nll, 1).tolist(), torch.stack(best, 1).tolist()
+        if samples[0].mode == "force":
+            return [
+                Answer(name=s.name, nll=losses[i][: len(forced[i]) - 1])
+                for i, s in enumerate(samples)
+            ]
+        return [
+            Answer(
+                name=s.name,
+                agrees=[a == b for a, b in zip(chosen[i], forced[i][1:], strict=False)],
+            )
+            for i, s in enumerate(samples)
+        ]
 
     def _prefill(self, ids: list[int]) -> tuple[Any, torch.Tensor]:
         """Return the compressed cache, and the logits after the last token: those are dense's."""
@@ -131,29 +144,125 @@ class Peer:
             press.compress = _sparing(press.compress, self._exact)
         return press
 
-    def _step(self, cache: Any, token: int, position: int) -> torch.Tensor:
-        device = self._model.device
-        out = self._model(
-            input_ids=torch.tensor([[token]], device=device),
-            past_key_values=cache,
-            position_ids=torch.tensor([[position]], device=device),
-        )
-        self._attended += sum(int(cache.layers[i].keys.shape[2]) for i in self._counted)
-        self._context += len(self._counted) * (position + 1)
-        logits: torch.Tensor = out.logits[0, -1]
-        return logits
+    def _step(self, batch: Batch, tokens: torch.Tensor, counts: list[bool]) -> None:
+        """Decode one token of each request; `counts` says whose steps are in the share."""
+        masks = batch.extended_masks()
+        config = self._model.config
+        prefill, config._attn_implementation = config._attn_implementation, DECODE_ATTENTION
+        _MASKS[:] = masks
+        try:
+            out = self._model(
+                input_ids=tokens[:, None],
+                past_key_values=batch.cache,
+                position_ids=batch.positions[:, None],
+            )
+        finally:
+            config._attn_implementation = prefill
+        for row, counted in enumerate(counts):
+            if counted:
+                self._attended += sum(batch.lengths[layer][row] for layer in self._counted)
+                self._context += len(self._counted) * (batch.contexts[row] + 1)
+        batch.advance(out.logits[:, -1])
 
-    def _greedy(self, cache: Any, logits: torch.Tensor, position: int, count: int) -> str:
-        ids: list[int] = []
-        while len(ids) < count:
-            token = int(logits.argmax())
-            if token == self._tokenizer.eos_token_id:
+    def _greedy(self, batch: Batch, samples: list[Sample]) -> list[str]:
+        late = [s.question_ids if s.late_question else [] for s in samples]
+        ids: list[list[int]] = [[] for _ in samples]
+        ended = [False] * len(samples)
+        step = 0
+        while True:
+            chosen = batch.logits.argmax(-1).tolist()
+            for row, sample in enumerate(samples):
+                if step < len(late[row]):
+                    chosen[row] = late[row][step]
+                elif not ended[row]:
+                    if chosen[row] == self._tokenizer.eos_token_id:
+                        ended[row] = True
+                        continue
+                    ids[row].append(chosen[row])
+                    ended[row] = len(ids[row]) == sample.num_new_tokens
+            if all(ended):
                 break
-            ids.append(token)
-            if len(ids) < count:
-                logits = self._step(cache, token, position)
-                position += 1
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+            tokens = torch.tensor(chosen, device=self._model.device)
+            self._step(batch, tokens, [not end for end in ended])
+            step += 1
+        return [str(self._tokenizer.decode(found, skip_special_tokens=True)) for found in ids]
+
+
+DECODE_ATTENTION = "kept_tokens"
+_MASKS: list[torch.Tensor] = []
+"""Of the step under way, ``[B, 1, 1, L]`` a layer: what each request has kept there."""
+
+
+def _attend_kept(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one decode step, where layers differ in length: transformers has one mask."""
+    del attention_mask, dropout, rest
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=_MASKS[module.layer_idx], scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+class Batch:
+    """Caches of several prompts, joined with padding before each; masks leave the padding out.
+
+    Attributes
+    ----------
+    cache
+        ``DynamicCache`` of all.
+    logits : Tensor [B, V]
+        After the last token of each.
+    positions : Tensor [B]
+        Of the next token.
+    contexts : list of int
+        Tokens of each request so far.
+    lengths : list of list of int
+        Kept tokens, of each layer and request, with those of the step under way.
+    """
+
+    def __init__(self, caches: list[Any], logits: torch.Tensor, contexts: list[int]) -> None:
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache()
+        self.logits, self.contexts = logits, contexts
+        self.positions = torch.tensor(contexts, device=logits.device)
+        self.lengths: list[list[int]] = []
+        self._masks: list[torch.Tensor] = []
+        for layer in range(len(caches[0].layers)):
+            keys = [cache.layers[layer].keys for cache in caches]
+            values = [cache.layers[layer].values for cache in caches]
+            lengths = [key.shape[2] for key in keys]
+            self.cache.update(_padded(keys), _padded(values), layer)
+            self.lengths.append(lengths)
+            places = torch.arange(max(lengths), device=logits.device)
+            starts = max(lengths) - torch.tensor(lengths, device=logits.device)
+            self._masks.append((places >= starts[:, None])[:, None, None])
+
+    def extended_masks(self) -> list[torch.Tensor]:
+        """Return the masks with one more token, which everybody sees."""
+        self.lengths = [[length + 1 for length in lengths] for lengths in self.lengths]
+        self._masks = [torch.nn.functional.pad(m, (0, 1), value=True) for m in self._masks]
+        return self._masks
+
+    def advance(self, logits: torch.Tensor) -> None:
+        """Take note of a token decoded for each."""
+        self.logits = logits
+        self.positions = self.positions + 1
+        self.contexts = [context + 1 for context in self.contexts]
+
+
+def _padded(parts: list[torch.Tensor]) -> torch.Tensor:
+    longest = max(part.shape[2] for part in parts)
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(part, (0, 0, longest - part.shape[2], 0)) for part in parts])
 
 
 def _sparing(compress: Callable[..., Any], exact: set[int]) -> Callable[..., Any]:
@@ -191,8 +300,8 @@ def configuration(
     )
 
 
-def measure(peer: Peer, config: Configuration, task: str, out: Path) -> None:
-    """Measure one task, unless the kept result is of the same samples and settings."""
+def measure(peer: Peer, config: Configuration, task: str, out: Path, batch: int) -> None:
+    """Measure one task, `batch` prompts at a time, unless a kept result is of the same kind."""
     samples = read_samples(out / "samples" / f"{task}.jsonl")
     if samples[0].mode == "probe":
         return  # attention mass is measured inside the server
@@ -204,11 +313,13 @@ def measure(peer: Peer, config: Configuration, task: str, out: Path) -> None:
     started, dense = time.monotonic(), {}
     if samples[0].mode == "continue":
         dense = _continuations(out, task, samples)
-    answers = []
+    answers: list[Answer] = []
     with torch.inference_mode():
-        for i, sample in enumerate(samples, 1):
-            answers.append(peer.ask(sample, dense))
-            print(f"\r{config.slug}  {task}  {i}/{len(samples)}", end="", file=sys.stderr)
+        for start in range(0, len(samples), batch):
+            answers += peer.ask(samples[start : start + batch], dense)
+            print(
+                f"\r{config.slug}  {task}  {len(answers)}/{len(samples)}", end="", file=sys.stderr
+            )
     print(f"  {time.monotonic() - started:.0f} s", file=sys.stderr)
     result = TaskResult(
         task=task,
@@ -245,6 +356,7 @@ def main() -> None:
     parser.add_argument("--exact-layers", default="", help="layers that keep everything, e.g. 0,1")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch", type=int, default=1, help="requests that decode together")
     args = parser.parse_args()
     presses = args.presses.split(",")
     unknown = sorted(set(presses) - set(PRESSES))
@@ -262,12 +374,14 @@ def main() -> None:
         args.model, dtype=getattr(torch, args.dtype), local_files_only=True
     )
     model.eval().to(args.device)
+    transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register(DECODE_ATTENTION, _attend_kept)
     exact = [int(part) for part in args.exact_layers.split(",") if part]
-    for press in presses:
-        for task in tasks:
+    for task in tasks:
+        for press in presses:
             (budget,) = parse_budgets([args.budget], described["tasks"][task]["context_tokens"])
             config = configuration(press, budget, exact, model.config.num_hidden_layers)
-            measure(Peer(model, tokenizer, press, budget.tokens, exact), config, task, args.out)
+            peer = Peer(model, tokenizer, press, budget.tokens, exact)
+            measure(peer, config, task, args.out, args.batch)
 
 
 if __name__ == "__main__":

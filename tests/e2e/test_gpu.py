@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The in-process cache rank on a GPU against stock SGLang with FlashInfer, in bfloat16.
+
+Overlap scheduling and CUDA graphs are on. Two runs of one model in bfloat16 agree to rounding:
+logits between 16 and 32 are multiples of 1/8. So a token may differ where stock SGLang's two best
+lie within `MARGIN`; from there on the texts are different ones and are compared no more.
+``TANDEMKV_TEST_DEVICE=cpu`` runs the same in float32 with the backends for CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from exactness import flush, make_prompts, run
+from life_cycle import sglang_used_tokens
+from rank_servers import Server, model_dir
+
+from tandemkv.server.quality.servers import stock_server, tandem_server
+from tandemkv.server.settings import ServeSettings
+
+DEVICE = os.environ.get("TANDEMKV_TEST_DEVICE", "cuda")
+DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
+MARGIN = 0.5 if DEVICE == "cuda" else 1e-3
+MEAN_LOGPROB_DIFFERENCE = 0.05 if DEVICE == "cuda" else 1e-4
+COUNT, LONGEST, NEW_TOKENS = (20, 3500, 64) if DEVICE == "cuda" else (5, 600, 16)
+CAPACITY_TOKENS = 64 * 1024 if DEVICE == "cuda" else 16 * 1024
+_DENSE_ARGS = ("--attention-backend", "flashinfer", "--page-size", "1")
+_IDLE_S = 30.0
+_COVERING = {"budget_tokens": 4096, "num_recent_tokens": 64, "dense_while_fits": False}
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
+
+
+def settings_of(selection: dict[str, Any]) -> ServeSettings:
+    return ServeSettings.model_validate(
+        {
+            "model": model_dir(),
+            "device": DEVICE,
+            "dtype": DTYPE,
+            "cache_ranks": 0,
+            "max_running_requests": 8,
+            "cache": {"capacity_tokens": CAPACITY_TOKENS},
+            "start_timeout_s": 300.0,
+            "sglang_args": ("--mem-fraction-static", "0.5") if DEVICE == "cuda" else (),
+            "selection": selection,
+        }
+    )
+
+
+@contextlib.contextmanager
+def served(selection: dict[str, Any]) -> Iterator[Server]:
+    with tandem_server(settings_of(selection), threading.Event()) as found:
+        yield Server(found.url, os.getpid(), Path(os.devnull))
+
+
+@pytest.fixture(scope="module")
+def exact() -> Iterator[Server]:
+    with served({"policy": "exact"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def covering() -> Iterator[Server]:
+    """Selection runs in every step, and its budget holds every prompt."""
+    with served({"policy": "look_ahead", **_COVERING}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prompts(token_ids: list[int]) -> list[list[int]]:
+    return make_prompts(token_ids, count=COUNT, shortest=50, longest=LONGEST)
+
+
+@pytest.fixture(scope="module")
+def reference(prompts: list[list[int]]) -> dict[str, list[dict[str, Any]]]:
+    """Stock SGLang's answers alone, and again eight at a time: what rounding alone does."""
+    with stock_server(
+        settings_of({"policy": "exact"}),
+        model_dir=Path(model_dir()),
+        device=DEVICE,
+        dtype=DTYPE,
+        stop=threading.Event(),
+        more_args=_DENSE_ARGS if DEVICE == "cuda" else (),
+    ) as found:
+        server = Server(found.url, os.getpid(), Path(os.devnull))
+        alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
+        flush(server)
+        return {
+            "alone": alone,
+            "at once": run(server, prompts, new_tokens=NEW_TOKENS, at_once=8),
+        }
+
+
+def agreement(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+    """First differences, stock SGLang's margins there, and differences of logprobs before."""
+    margins, gaps = {}, []
+    for i, (mine, want) in enumerate(zip(ours, theirs, strict=True)):
+        same = [a == b for a, b in zip(mine["ids"], want["ids"], strict=True)]
+        end = same.index(False) if False in same else len(same)
+        if end < len(same):
+            margins[f"prompt {i}, token {end}"] = want["margins"][end]
+        pairs = zip(mine["logprobs"][:end], want["logprobs"][:end], strict=True)
+        gaps += [abs(a - b) for a, b in pairs]
+    return {
+        "tokens_compared": len(gaps),
+        "margins_where_first_different": margins,
+        "mean_logprob_difference": float(np.mean(gaps)),
+        "largest_logprob_difference": float(np.max(gaps)),
+        "cached_tokens": sum(answer["cached"] for answer in ours),
+    }
+
+
+def check(found: dict[str, Any], what: str) -> None:
+    print(what, json.dumps(found))
+    beyond = {k: m for k, m in found["margins_where_first_different"].items() if m > MARGIN}
+    assert not beyond, f"{what}: other tokens where stock SGLang was sure: {beyond}; {found}"
+    assert found["mean_logprob_difference"] <= MEAN_LOGPROB_DIFFERENCE, f"{what}: {found}"
+    assert found["tokens_compared"] >= COUNT * NEW_TOKENS // 3, f"{what}: {found}"
+
+
+def test_stock_agrees_with_itself(reference: dict[str, list[dict[str, Any]]]) -> None:
+    """The measure's own floor: batches of another size round otherwise."""
+    check(agreement(reference["at once"], reference["alone"]), "stock, eight at a time")
+
+
+@pytest.mark.parametrize("name", ["exact", "covering"])
+def test_tokens_are_those_of_stock(
+    name: str,
+    request: pytest.FixtureRequest,
+    prompts: list[list[int]],
+    reference: dict[str, list[dict[str, Any]]],
+) -> None:
+    server: Server = request.getfixturevalue(name)
+    want = reference["alone"]
+    flush(server)
+    alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
+    check(agreement(alone, want), f"{name}, alone")
+    again = agreement(run(server, prompts, new_tokens=NEW_TOKENS, at_once=8), want)
+    check(again, f"{name}, radix hits, eight at a time")
+    assert again["cached_tokens"] > sum(map(len, prompts)) // 2, again
+    flush(server)
+    cold = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
+    check(agreement(cold, want), f"{name}, cold, eight at a time")
+
+
+def test_selection_ran_where_everything_is_covered(covering: Server, token_ids: list[int]) -> None:
+    before, _ = covering.values()
+    covering.generate(
+        input_ids=token_ids[:1500] if DEVICE == "cuda" else token_ids[:600],
+        sampling_params={"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
+    )
+    after, _ = covering.values()
+    assert after["sparse_rows_total"] > before["sparse_rows_total"]
+
+
+def test_nothing_is_left_after_lost_clients(covering: Server, token_ids: list[int]) -> None:
+    """100 short requests, every other one's client gone after its first token."""
+    flush(covering)
+    prompt = token_ids[300:700]
+    first = run(covering, [prompt], new_tokens=8, at_once=1)[0]["ids"]
+
+    def one(i: int) -> None:
+        body = {
+            "input_ids": token_ids[17 * i : 17 * i + 40 + 7 * (i % 30)],
+            "stream": True,
+            "sampling_params": {"max_new_tokens": 48, "temperature": 0, "ignore_eos": True},
+        }
+        data = json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{covering.url}/generate", data, headers)
+        with urllib.request.urlopen(request, timeout=120.0) as reply:
+            if i % 2:
+                reply.readline()  # and hang up
+            else:
+                reply.read()
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(one, range(100)))
+    deadline = time.monotonic() + _IDLE_S
+    while covering.post("/flush_cache", {})[0] != 200:  # refused while anything runs
+        assert time.monotonic() < deadline, "requests of clients that hung up still run"
+        time.sleep(0.5)
+    flush(covering)
+    # SGLang writes its gauges with a batch; after this one the only tokens are its own.
+    assert run(covering, [prompt], new_tokens=8, at_once=1)[0]["ids"] == first
+    flush(covering)
+    while (used := sglang_used_tokens(covering)) > len(prompt) + 8 + 64:
+        assert time.monotonic() < deadline + _IDLE_S, f"{used} tokens are still in use"
+        time.sleep(1.0)
+    assert covering.get("/health")[0] == 200
