@@ -178,8 +178,10 @@ def _capture_first(original: Callable[..., Any], stream: Any = None) -> Any:
     """
     import torch
 
+    from .in_process.side_stream import FORWARD_PRIORITY
+
     if stream is None and torch.cuda.is_available():
-        stream = torch.cuda.Stream(priority=-1)
+        stream = torch.cuda.Stream(priority=FORWARD_PRIORITY)
     return original(stream)
 
 

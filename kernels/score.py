@@ -28,8 +28,8 @@ POOLINGS = ("softmax_mean", "max_logit", "mean_logit")
 # Tokens that share one maximum in the scratch, at least; also the smallest page of int4 keys.
 MIN_TILE = 16
 # Programs of the scan for each multiprocessor of a GPU, at most: kinds of keys take a part of it.
-PROGRAMS_PER_SM = 32
-_MAX_SPLITS = 256
+PROGRAMS_PER_SM = 64
+MAX_SPLITS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def make_score_scratch(
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     heads = (num_reqs, num_kv_heads)
     num_splits = -(-num_sms * PROGRAMS_PER_SM // max(1, num_reqs * num_kv_heads))
-    num_splits = max(2, min(num_splits, _MAX_SPLITS, padded_width // 256))
+    num_splits = max(2, min(num_splits, MAX_SPLITS, padded_width // 256))
     num_tiles = padded_width // MIN_TILE
     return ScoreScratch(
         logits=torch.empty((*heads, padded_width, group), dtype=torch.float16, device=device),

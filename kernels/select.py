@@ -82,6 +82,7 @@ def score_topk(
     page_size: int = 1,
     active: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
+    scan_stream: torch.cuda.Stream | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of the `k` highest scores under `q`, and the scores.
 
@@ -93,6 +94,9 @@ def score_topk(
         Positions per KV head, ``>= 0``.
     scratch : SelectScratch, optional
         Buffers of the GPU version, from `make_select_scratch`; else allocated.
+    scan_stream : torch.cuda.Stream, optional
+        Where the pass over the keys runs, between the rest: on a stream of lower priority it
+        lets the small kernels of others through.
 
     Returns
     -------
@@ -139,6 +143,6 @@ def score_topk(
     run = resolve("select", "score_topk", q.device)
     chosen: tuple[torch.Tensor, torch.Tensor] = run(
         q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, scratch=scratch,
+        page_size=page_size, active=active, scratch=scratch, scan_stream=scan_stream,
     )  # fmt: skip
     return chosen

@@ -164,6 +164,12 @@ class InProcessCacheRank:
             )
             for _ in range(self.num_lanes if self._selecting else 0)
         ]
+        # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
+        # a few programs each, would wait for all of it.
+        self._scan_streams = [
+            torch.cuda.Stream(device=device) if device.type == "cuda" else None
+            for _ in range(self.num_lanes)
+        ]
         self._counters = DeviceCounters(device)
         self._all_slots = torch.arange(width, dtype=torch.int32, device=device)
         self._seeding: list[tuple[torch.Tensor, int, int]] = []
@@ -342,7 +348,8 @@ class InProcessCacheRank:
     def select(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.select`."""
         size, batch, selection = len(query), self.batch, self._selection
-        select_scratch, mirror_scratch = self._scratch[self.lane_of(layer)]
+        lane = self.lane_of(layer)
+        select_scratch, mirror_scratch = self._scratch[lane]
         pages, rows, active = batch.pages[:size], batch.rows[:size], batch.active[:size]
         lo, hi = batch.lo[:size], batch.hi[:size]
         page_size, book = self._pools.page_size, self._book_of[layer]
@@ -366,6 +373,7 @@ class InProcessCacheRank:
             page_size=page_size,
             active=active,
             scratch=select_scratch,
+            scan_stream=self._scan_streams[lane],
         )
         fetch_pos, fetch_slot = mirror_diff(
             chosen,

@@ -13,6 +13,8 @@ from tandemkv.kernels.flags import raise_flags, wait_flags
 from .peer_flags import PeerFlags, Signal
 
 _MOST_DEFERRED = 4
+FORWARD_PRIORITY, LANE_PRIORITY = -2, -1
+"""The forward pass goes before the lanes, and these before scans (0, the lowest)."""
 
 
 class SideStream:
@@ -52,7 +54,8 @@ class SideStream:
         is_cuda = cache_device.type == "cuda"
         self._device = device
         self._lanes = [
-            torch.cuda.Stream(device=cache_device) for _ in range(num_lanes if is_cuda else 0)
+            torch.cuda.Stream(device=cache_device, priority=LANE_PRIORITY)
+            for _ in range(num_lanes if is_cuda else 0)
         ]
         # A graph's private pool belongs to the forward pass's GPU; on another one, what a
         # captured kernel wrote to must not be handed out again either.

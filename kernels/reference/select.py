@@ -23,9 +23,10 @@ def score_topk(
     page_size: int = 1,
     active: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
+    scan_stream: torch.cuda.Stream | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose positions; see `tandemkv.kernels.select.score_topk`."""
-    del scratch  # only the GPU version keeps something between its passes
+    del scratch, scan_stream  # only the GPU version keeps something between its passes
     scores = score_keys(
         q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
         page_size=page_size, active=active,

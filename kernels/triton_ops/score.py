@@ -9,7 +9,12 @@ import triton
 import triton.language as tl
 
 from tandemkv.kernels.check import fail
-from tandemkv.kernels.score import PROGRAMS_PER_SM, ScoreScratch, make_score_scratch
+from tandemkv.kernels.score import (
+    MAX_SPLITS,
+    PROGRAMS_PER_SM,
+    ScoreScratch,
+    make_score_scratch,
+)
 from tandemkv.kernels.triton_ops.score_scan import pool_kernel, scan_kernel
 from tandemkv.kernels.triton_ops.score_window import score_window
 
@@ -31,7 +36,8 @@ class Tuning:
     """Tokens of a tile, pipeline depth, warps, programs per SM and registers of the scan.
 
     Measured on an H200. One warp a program makes the sums over a tile's tokens cheap; the limit
-    of registers is what lets enough of such programs run at once.
+    of registers is what lets enough of such programs run at once. 16 of them fill an SM; more
+    are begun as others end, and let kernels of a higher priority in between.
     """
 
     block_n: int
@@ -44,7 +50,7 @@ class Tuning:
 TUNING = {
     "native": Tuning(block_n=64, stages=4, warps=4, programs=16, registers=None),
     "int8": Tuning(block_n=64, stages=3, warps=1, programs=16, registers=128),
-    "int4": Tuning(block_n=64, stages=3, warps=1, programs=16, registers=128),
+    "int4": Tuning(block_n=64, stages=3, warps=1, programs=32, registers=128),
 }
 
 
@@ -130,8 +136,10 @@ def scan(
     # The interpreter multiplies bfloat16 as if its bits were integers.
     multiplied = torch.float32 if _INTERPRETED else rounded
     dim = head_dim // 2 if kind == "int4" else head_dim
-    pad_g, max_splits = scratch.logits.shape[3], scratch.split_lse.shape[2]
-    num_splits = max(1, max_splits * tuning.programs // PROGRAMS_PER_SM)
+    pad_g = scratch.logits.shape[3]
+    # A small batch has as many programs as the largest one that the scratch is for.
+    num_programs = math.prod(scratch.split_lse.shape[:3]) * tuning.programs // PROGRAMS_PER_SM
+    num_splits = max(1, min(MAX_SPLITS, num_programs // (num_reqs * num_kv_heads)))
     scratch_width, scratch_tiles = scratch.logits.shape[2], scratch.tile_max.shape[2]
     is_softmax = pooling == "softmax_mean"
     scales = q if k_scale is None else k_scale  # stands in for a pointer that is not read

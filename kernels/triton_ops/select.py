@@ -23,6 +23,7 @@ from tandemkv.kernels.select import SelectScratch, make_select_scratch
 from tandemkv.kernels.triton_ops import topk
 from tandemkv.kernels.triton_ops.score import scan
 from tandemkv.kernels.triton_ops.score_scan import bounds_of
+from tandemkv.kernels.triton_ops.streams import on_stream
 from tandemkv.kernels.triton_ops.topk import choose_listed, select_listed, select_streamed
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
@@ -229,6 +230,7 @@ def score_topk(
     page_size: int = 1,
     active: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
+    scan_stream: torch.cuda.Stream | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose positions; see `tandemkv.kernels.select.score_topk`."""
     num_reqs, num_qo_heads = q.shape[:2]
@@ -250,10 +252,11 @@ def score_topk(
         raise ValueError(message)
     # Other poolings' scores lie densely where the logits would.
     scores = buffers.logits.view(torch.float32).view(*buffers.logits.shape[:2], -1)[:num_reqs]
-    scanned = scan(
-        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, out=scores, scratch=buffers,
-    )  # fmt: skip
+    with on_stream(scan_stream):
+        scanned = scan(
+            q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling,
+            k_scale=k_scale, page_size=page_size, active=active, out=scores, scratch=buffers,
+        )  # fmt: skip
     if pooling != "softmax_mean":
         ends = hi if active is None else torch.where(active != 0, hi, 0)
         chosen = topk.topk_positions(
