@@ -93,7 +93,7 @@ def _cell(row: Row, name: str, task: Mapping[str, Any]) -> str:
     score = row.scores.get(name)
     if score is None:
         return _NOTHING
-    fewer = "" if score.samples == task["samples"] else f", {score.samples} samples"
+    fewer = "" if score.samples == task["samples"] else f", n = {score.samples}"
     return _figure(row, score, task["measure"]) + fewer
 
 

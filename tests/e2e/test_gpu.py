@@ -35,9 +35,14 @@ MARGIN = 0.5 if DEVICE == "cuda" else 1e-3
 MEAN_LOGPROB_DIFFERENCE = 0.05 if DEVICE == "cuda" else 1e-4
 COUNT, LONGEST, NEW_TOKENS = (20, 3500, 64) if DEVICE == "cuda" else (5, 600, 16)
 CAPACITY_TOKENS = 64 * 1024 if DEVICE == "cuda" else 16 * 1024
+_SGLANG_ARGS = (
+    *("--mem-fraction-static", "0.5", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none"),
+)
 _DENSE_ARGS = ("--attention-backend", "flashinfer", "--page-size", "1")
 _IDLE_S = 30.0
-_COVERING = {"budget_tokens": 4096, "num_recent_tokens": 64, "dense_while_fits": False}
+_BUDGET = 4096 if DEVICE == "cuda" else 1024
+_COVERING = {"budget_tokens": _BUDGET, "resident_factor": 1.0, "dense_while_fits": False}
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 if DEVICE == "cuda":
@@ -54,7 +59,7 @@ def settings_of(selection: dict[str, Any]) -> ServeSettings:
             "max_running_requests": 8,
             "cache": {"capacity_tokens": CAPACITY_TOKENS},
             "start_timeout_s": 300.0,
-            "sglang_args": ("--mem-fraction-static", "0.5") if DEVICE == "cuda" else (),
+            "sglang_args": _SGLANG_ARGS if DEVICE == "cuda" else (),
             "selection": selection,
         }
     )
