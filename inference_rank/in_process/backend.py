@@ -17,6 +17,7 @@ from tandemkv.cache_rank.protocol.local import DenseLengths, LocalCacheRank
 from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 from tandemkv.kernels.flags import raise_flags
 
+from .graph_variants import PlansApart
 from .layer_streams import LayerStreams
 from .peer_flags import Signal
 from .resident_attention import FlashInferResident, PagedResident
@@ -48,6 +49,7 @@ class InProcessBackend(AttentionBackend):
     ) -> None:  # fmt: skip
         super().__init__()
         self._full, self._rank = full, rank
+        self._full_plans = PlansApart(full)
         self._home, self._table = home, home.table
         self._runtime = runtime
         self._seed_window, self._num_resident = seed_window, num_resident
@@ -241,13 +243,15 @@ class InProcessBackend(AttentionBackend):
         with self._side.fork():
             self._rank.begin_decode(rows, lengths, req_to_token)
         self._side.join_all()  # every lane reads what was loaded
-        self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph)
+        selects = self.captures_selection if in_capture else self.selects_for(on_host)
+        self._selects = selects
+        self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph, selects=selects)
         if self._needs_full:
             if in_graph:
+                self._full_plans.use(selects=selects)
                 self._full.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             else:
                 self._full.init_forward_metadata(forward_batch)
-        self._selects = self.captures_selection if in_capture else self.selects_for(on_host)
 
     def selects_for(self, lengths: torch.Tensor) -> bool:
         """Whether a step over requests of ``lengths [B]``, on the host, selects for any of them.

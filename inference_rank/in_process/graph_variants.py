@@ -18,6 +18,23 @@ from tandemkv.cache_rank.protocol.errors import ContractError
 DENSE, SPARSE = "tandemkv-dense", "tandemkv-sparse"
 
 
+class PlansApart:
+    """FlashInfer's plans of the two graphs of a batch size, apart.
+
+    SGLang keeps one set of decode wrappers for a batch size and makes a new one at each capture:
+    the first graph would go on reading plans that nobody writes any more, from memory that was
+    given back.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._wrappers: dict[bool, dict[int, Any]] = {False: {}, True: {}}
+
+    def use(self, *, selects: bool) -> None:
+        """Let what follows plan for the graph with or without selection."""
+        self._backend.decode_cuda_graph_metadata = self._wrappers[selects]
+
+
 def capture_both(
     original: Callable[..., None],
     runner: Any,

@@ -10,6 +10,8 @@ import torch
 
 from tandemkv.kernels.attention import attend_paged
 
+from .graph_variants import PlansApart
+
 
 class AttendTable:
     """Which slots each request of a decode step attends to.
@@ -120,8 +122,8 @@ class RingTable(AttendTable):
 class ResidentAttention(Protocol):
     """Attends to what an `AttendTable` lists."""
 
-    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool) -> None:
-        """Prepare a decode step; the table is loaded already."""
+    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, selects: bool) -> None:
+        """Prepare a decode step of the graph that `selects`, or not; the table is loaded."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
@@ -154,6 +156,7 @@ class FlashInferResident:
         )
         self._backend.indices_updater_decode.req_to_token = table.slots
         self._backend.token_to_kv_pool = pool
+        self._plans = PlansApart(self._backend)
         self._batch_index = torch.arange(max_batch, device=table.slots.device)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -167,7 +170,7 @@ class FlashInferResident:
             ),
         )
 
-    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool) -> None:
+    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, selects: bool) -> None:
         """See `ResidentAttention.plan`."""
         table, size = self._table, forward_batch.batch_size
         on_host = table.attended_on_host(forward_batch.seq_lens_cpu[:size])
@@ -184,6 +187,7 @@ class FlashInferResident:
             positions=forward_batch.positions,
         )
         if in_graph:
+            self._plans.use(selects=selects)
             self._backend.init_forward_metadata_out_graph(view, in_capture=in_capture)
         else:
             self._backend.init_forward_metadata(view)
@@ -205,7 +209,7 @@ class PagedResident:
     def __init__(self, table: AttendTable, pool: Any) -> None:
         self._pool, self._table = pool, table
 
-    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool) -> None:
+    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, selects: bool) -> None:
         """Nothing to plan."""
 
     def attend(
