@@ -23,45 +23,46 @@ class CostConstants:
     Where each is from, all with the shape of Qwen3-8B:
 
     - `weight_bandwidth`: reading 16.4 GB of weights once takes 3.9 ms.
-    - `layer_overhead_us`, `request_layer_us`: what is left of SGLang's dense step (one_batch:
-      6.7 ms at 1 x 8K, 8.8 ms at 8 x 8K on one GPU) without weights and attention.
-    - `tp_request_layer_us`: the same on two GPUs (4.4 ms at 1 x 2K, 5.0 ms at 8 x 2K). All-reduce
-      latency is inside `layer_overhead_us`, which did not differ measurably between one and two.
+    - `layer_overhead_us`, `request_layer_us`: what is left of SGLang's dense step (steps queued:
+      5.1 ms at 1 x 2K, 7.6 ms at 8 x 8K on one GPU) without weights and attention.
+    - `tp_request_layer_us`: the same on two GPUs (5.0 ms at 8 x 8K). All-reduce latency is inside
+      `layer_overhead_us`.
     - `attention_fixed_us`, `attention_bandwidth`: line through FlashInfer's decode kernel under a
       CUDA graph, tensor cores on: 8 x 32K 243 us, 8 x 64K 476 us; it meets 1 x 4K, 8 x 2K,
       8 x 8K and 64 x 4K within 8 %.
     - `scan_fixed_us`, `scan_bandwidth_*`: lines through `bench kernels`, score_keys: native 151 and
-      293 us at 8 x 32K and 8 x 64K, int8 95 and 181, int4 67 and 120
-      (docs/benchmarks/kernels.json).
-    - `topk_fixed_us`, `topk_bandwidth`: likewise, topk_positions: 26 and 36 us.
+      293 us at 8 x 32K and 8 x 64K, int8 95 and 181 (docs/benchmarks/kernels.json); int4 89 us at
+      8 x 64K since.
+    - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice, 17 us at 8 x 8K and 52 us at
+      8 x 64K.
     - `exchange_us`: what a layer's selection takes longer on a second GPU (transport ``peer``:
-      edges of one CUDA graph between two GPUs, residual stream there, rows back). Fitted to 1 + 1
-      decode, 10.8 ms at 8 x 64K.
-    - `selection_fixed_us`: norm, projection, RoPE and launches of the prediction. Fitted, with
-      `in_process_overlap`, to in-process decode: 14.4, 11.7 and 10.1 ms at 8 x 64K, 32K and 8K on
-      one GPU, 9.5 and 7.3 ms at 8 x 64K and 8K on two (docs/performance.md).
-    - `gather_us`: likewise, mirror_diff 20.8 us and exchange_rows 3.7 us. To another GPU a pack of
-      4 MiB takes about 8 us more (362 GB/s), which hides behind the next layer's scan.
-    - `in_process_overlap`: share of the selection that hides behind the model when both use one
-      GPU.
+      residual stream there, flags, rows back over NVLink).
+    - `selection_fixed_us`: norm, RoPE and launches of the prediction. Fitted, with `exchange_us`
+      and the overlaps, to decode with one, two and 1 + 1 GPUs at 8K to 64K (docs/performance.md),
+      which they meet within 6 %, 1 + 1 at 8 x 8K within 10 %.
+    - `gather_us`: mirror_diff 36 us and exchange_rows 4 us, every head fetching its cap.
+    - `scan_overlap`, `in_process_overlap`: shares of the scan and of the rest of a selection that
+      hide behind the model when both use one GPU. The scan needs the memory bandwidth that the
+      weights need; the rest is a few programs, and latency.
     """
 
     weight_bandwidth: float = 4.2e12
-    layer_overhead_us: float = 60.0
-    request_layer_us: float = 0.9
+    layer_overhead_us: float = 36.0
+    request_layer_us: float = 1.5
     tp_request_layer_us: float = 1.4
     attention_fixed_us: float = 10.0
     attention_bandwidth: float = 4.61e12
     scan_fixed_us: float = 11.0
     scan_bandwidth_native: float = 3.78e12
     scan_bandwidth_int8: float = 3.24e12
-    scan_bandwidth_int4: float = 2.82e12
-    topk_fixed_us: float = 16.9
-    topk_bandwidth: float = 0.89e12
-    exchange_us: float = 70.0
-    selection_fixed_us: float = 40.0
-    gather_us: float = 24.5
-    in_process_overlap: float = 0.2
+    scan_bandwidth_int4: float = 3.87e12
+    topk_fixed_us: float = 12.0
+    topk_bandwidth: float = 0.42e12
+    exchange_us: float = 40.0
+    selection_fixed_us: float = 10.0
+    gather_us: float = 40.0
+    scan_overlap: float = 0.1
+    in_process_overlap: float = 0.7
 
     def scan_bandwidth(self, index_dtype: str) -> float:
         """Return the bytes per second at which keys of `index_dtype` are scored."""
@@ -150,8 +151,12 @@ def predict_step(
     resident_us = attention_us(shape, batch, load.attended_tokens, tp_size, cost)
     model_us = (weights_us + overhead_us) / layers + resident_us
     if placement.kind is PlacementKind.IN_PROCESS:
-        select_us = selection_us(shape, load, tp_size, cost) if load.selects else 0.0
-        exposed_us = select_us * (1 - cost.in_process_overlap)
+        select_us = scanned_us = 0.0
+        if load.selects:
+            select_us = selection_us(shape, load, tp_size, cost)
+            scanned_us = scan_us(shape, load, tp_size, cost)
+        exposed_us = scanned_us * (1 - cost.scan_overlap)
+        exposed_us += (select_us - scanned_us) * (1 - cost.in_process_overlap)
         exact_us = dense_us
     else:
         caches = placement.num_cache_gpus
