@@ -140,7 +140,11 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "-async-spade": {"selection.policy": "async_spade"},
     # Dummy weights give queries that hardly move; here every step fetches all it may.
     "-stress": {"stress_selection": True},
-    "-no-selection": {"selection.policy": "streaming", "selection.num_recent_tokens": 4160},
+    "-no-selection": {
+        "selection.policy": "streaming",
+        "selection.budget_tokens": 0,
+        "selection.num_recent_tokens": 4160,
+    },
     "-exact": {"selection.policy": "exact"},
 }
 """What is varied. ``-no-selection`` attends to as many tokens, but never chooses any."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time per output token against context, one line per configuration. Needs matplotlib.
 
-Points are medians, bars reach from the 10th to the 90th percentile of single steps.
+Points are medians of steps queued one behind another, or of steps waited for where a report has no
+others; bars reach from the 10th to the 90th percentile.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .report import Report, Row
 
-_FIGURE = re.compile(r"^tpot_ms_(?P<name>.+)_(?P<batch>\d+)x(?P<context>\d+)(?P<kilo>k?)$")
-_COLOURS = ("#0b6e99", "#c44900", "#3a7d44", "#7b4b94", "#8c6d1f", "#a3243b")
+_FIGURE = re.compile(
+    r"^(?P<queued>queued_)?tpot_ms_(?P<name>.+)_(?P<batch>\d+)x(?P<context>\d+)(?P<kilo>k?)$"
+)
+_COLOURS = (
+    "#0b6e99", "#c44900", "#3a7d44", "#7b4b94", "#8c6d1f", "#a3243b", "#4aa3c7", "#e08e5b",
+    "#7fb98a", "#b48bc9",
+)  # fmt: skip
 _GREYS = ("#333333", "#888888", "#bbbbbb")
 
 
@@ -37,10 +43,11 @@ def tpot_series(reports: Sequence[Report]) -> list[Series]:
         If there is none, or two reports give one point: ratios across runs are not to be read.
     """
     found: dict[tuple[str, int], dict[int, Row]] = {}
+    is_queued = has_queued(reports)
     for report in reports:
         for row in report.rows:
             match = _FIGURE.match(row.figure)
-            if match is None:
+            if match is None or bool(match["queued"]) != is_queued:
                 continue
             context = int(match["context"]) * (1024 if match["kilo"] else 1)
             line = found.setdefault((match["name"], int(match["batch"])), {})
@@ -54,6 +61,11 @@ def tpot_series(reports: Sequence[Report]) -> list[Series]:
         raise SettingsError("no tpot_ms_* row in these reports; `bench decode` makes them")
     order = sorted(found, key=lambda key: (not key[0].startswith("dense"), key))
     return [Series(name, batch, tuple(sorted(found[name, batch].items()))) for name, batch in order]
+
+
+def has_queued(reports: Sequence[Report]) -> bool:
+    """Whether `reports` have steps queued one behind another."""
+    return any(row.figure.startswith("queued_tpot_ms_") for item in reports for row in item.rows)
 
 
 def draw(reports: Sequence[Report], stem: Path) -> tuple[Path, Path]:
@@ -97,8 +109,15 @@ def draw(reports: Sequence[Report], stem: Path) -> tuple[Path, Path]:
             axis.set_ylim(bottom=0)
             axis.grid(axis="y", linewidth=0.4, color="#dddddd")
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0][0].set_ylabel("time per output token, ms")
-        axes[0][0].legend(frameon=False)
+        queued = ", queued" if has_queued(reports) else ""
+        axes[0][0].set_ylabel(f"ms per output token{queued}")
+        handles = {}
+        for axis in axes[0]:
+            drawn, labels = axis.get_legend_handles_labels()
+            handles |= dict(zip(labels, drawn, strict=True))
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False
+        )
         gpus = {f"{report.gpu.count} x {report.gpu.name}" for report in reports if report.gpu}
         if gpus:
             figure.suptitle(", ".join(sorted(gpus)), fontsize=9, x=0.01, ha="left")
