@@ -107,7 +107,7 @@ def test_drawings(tmp_path: Path) -> None:
     reports = [report("dense-tp2", "in-process-tp2")]
     svg, png = draw(reports, tmp_path / "deep" / "tpot")
     text = svg.read_text(encoding="utf-8")
-    for part in ("in-process-tp2", "batch 8", "64K", "time per output token", "2 x NVIDIA H200"):
+    for part in ("in-process-tp2", "batch 8", "64K", "ms per output token", "2 x NVIDIA H200"):
         assert part in text
     assert png.read_bytes().startswith(b"\x89PNG")
     again, _ = draw(reports, tmp_path / "again")
