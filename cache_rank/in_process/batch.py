@@ -7,6 +7,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.local import DenseLengths
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.kernels.step_tables import CandidateTables, load_candidates
 
 
 class DecodeBatch:
@@ -26,6 +27,11 @@ class DecodeBatch:
         ``[max_batch, max_pages]`` int32: page that each run of `page_size` positions lies in.
     step : torch.Tensor
         ``[]`` int32, counts the steps.
+
+    Parameters
+    ----------
+    selections : torch.Tensor
+        ``[]`` int64 on `device`; the selections that steps ask for are added to it.
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class DecodeBatch:
         max_batch: int,
         max_context: int,
         page_size: int,
+        selections: torch.Tensor,
         device: torch.device,
     ) -> None:
         self._page_size = page_size
@@ -55,32 +62,51 @@ class DecodeBatch:
         self.active = zeros(max_batch, dtype=torch.bool)
         self.pages = zeros(max_batch, -(-max_context // page_size))
         self.step = zeros()
+        self._tables = CandidateTables(
+            rows=self.rows,
+            positions=self.positions,
+            lengths=self.lengths,
+            lo=self.lo,
+            hi=self.hi,
+            num_target=self.num_target,
+            active=self.active,
+            pages=self.pages,
+            step=self.step,
+            selections=selections,
+        )
+        self._in_order = torch.arange(max_batch, device=device)
 
     def load(
-        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, *, lag: int
+        self,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        req_to_token: torch.Tensor,
+        *,
+        lag: int,
+        num_layers: int,
     ) -> None:
         """Take over the requests of a step; see `LocalCacheRank.begin_decode`.
 
-        `lag` is the number of steps until the selection is used.
+        `lag` is the number of steps until the selection is used, `num_layers` the number of
+        layers that the step selects for.
         """
-        size, device = len(rows), self.rows.device
-        width = min(self.pages.shape[1], -(-req_to_token.shape[1] // self._page_size))
-        first = req_to_token[:, :: self._page_size][rows.long(), :width]
-        # The table may be on another GPU; only the batch's part of it crosses.
-        rows, lengths, first = rows.to(device), lengths.to(device), first.to(device)
-        self.rows[:size] = rows
-        self.lengths[:size] = lengths
-        torch.sub(self.lengths[:size], 1, out=self.positions[:size])
-        torch.sub(lengths, self._num_recent - lag, out=self.hi[:size])
-        self.hi[:size].clamp_(min=0)
-        self.lo[:size].fill_(self._sink)
-        torch.clamp(self.hi[:size], max=self._num_resident, out=self.num_target[:size])
-        torch.gt(lengths, self._lengths.num_cold, out=self.active[:size])
-        self.active[:size] &= rows != 0
-        torch.div(
+        device = self.rows.device
+        first, table_rows = req_to_token[:, :: self._page_size], rows
+        if rows.device != device:
+            # Only the batch's part of the table crosses to another GPU.
+            first = first[rows.long(), : self.pages.shape[1]].to(device)
+            rows, lengths = rows.to(device), lengths.to(device)
+            table_rows = self._in_order[: len(rows)]
+        load_candidates(
+            rows,
+            lengths,
+            table_rows,
             first,
-            self._page_size,
-            rounding_mode="floor",
-            out=self.pages[:size, :width],
+            self._tables,
+            page_size=self._page_size,
+            num_sink=self._sink,
+            num_excluded=self._num_recent - lag,
+            num_resident=self._num_resident,
+            num_cold=self._lengths.num_cold,
+            num_layers=num_layers,
         )
-        self.step += 1

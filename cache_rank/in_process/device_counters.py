@@ -16,32 +16,26 @@ class DeviceCounters:
     totals : torch.Tensor
         ``[4]`` int64: selected tokens that were resident, that were not, rows fetched (all per
         KV head), and selections, one for each request and layer.
+    selections : torch.Tensor
+        ``[]``, the last of them.
     """
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self.totals = torch.zeros(len(_NAMES), dtype=torch.int64, device=device)
+        self.selections = self.totals[_NAMES.index("selections_total")]
         self._copy = torch.zeros(len(_NAMES), dtype=torch.int64, pin_memory=is_cuda)
         self._copied = torch.cuda.Event() if is_cuda else None
         self._last = dict.fromkeys(_NAMES, 0.0)
 
-    def begin_step(self, active: torch.Tensor, num_layers: int) -> None:
-        """Keep what a copy under way has brought, and start the next one; not to be captured.
-
-        Parameters
-        ----------
-        active : torch.Tensor
-            ``[B]`` bool: requests for which the step selects.
-        num_layers : int
-            Layers in which it does.
-        """
+    def begin_step(self) -> None:
+        """Keep what a copy under way has brought, and start the next one; not to be captured."""
         if self._copied is None:
             self._last = self.read()
         elif self._copied.query():
             self._last = _named(self._copy)
             self._copy.copy_(self.totals, non_blocking=True)
             self._copied.record(torch.cuda.current_stream(self.totals.device))
-        self.totals[3:].add_(active.sum(), alpha=num_layers)
 
     def last(self) -> dict[str, float]:
         """Return totals as of the start of a recent step."""

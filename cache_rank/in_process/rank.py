@@ -133,12 +133,14 @@ class InProcessCacheRank:
             pools,
             self._selecting,
         )
+        self._counters = DeviceCounters(device)
         self.batch = DecodeBatch(
             selection,
             num_resident=width,
             max_batch=max_batch,
             max_context=model.max_context,
             page_size=pools.page_size,
+            selections=self._counters.selections,
             device=device,
         )
         self._windows = (
@@ -170,7 +172,6 @@ class InProcessCacheRank:
             torch.cuda.Stream(device=device) if device.type == "cuda" else None
             for _ in range(self.num_lanes)
         ]
-        self._counters = DeviceCounters(device)
         self._all_slots = torch.arange(width, dtype=torch.int32, device=device)
         self._seeding: list[tuple[torch.Tensor, int, int]] = []
         self.refresh_every = selection.refresh_steps
@@ -324,10 +325,10 @@ class InProcessCacheRank:
     ) -> None:
         """See `LocalCacheRank.begin_decode`."""
         lag = self._selection.lag_steps if self.selects_for_next_step else 0
-        self.batch.load(rows, lengths, req_to_token, lag=lag)
         self._num_steps += 1
         num_layers = len(self._selecting) if self.selects_in_step else 0
-        self._counters.begin_step(self.batch.active[: len(rows)], num_layers)
+        self._counters.begin_step()
+        self.batch.load(rows, lengths, req_to_token, lag=lag, num_layers=num_layers)
 
     def append(self, layer: int, batch_size: int) -> None:
         """See `LocalCacheRank.append`."""

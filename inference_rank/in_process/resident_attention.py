@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from tandemkv.kernels.attention import attend_paged
+from tandemkv.kernels.step_tables import load_attended, load_ring
 
 from .graph_variants import PlansApart
 
@@ -42,7 +43,6 @@ class AttendTable:
         self._num_dense, self._first_slot = num_dense, first_slot
         self.slots = torch.zeros((max_batch, self.width), dtype=torch.int32, device=device)
         self.attended = torch.ones(max_batch, dtype=torch.int64, device=device)
-        self._column = torch.arange(self.width, device=device)
 
     def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
         """Fill in the requests of a step; ``rows, lengths [B]`` on the device.
@@ -50,22 +50,14 @@ class AttendTable:
         A sparse request has ``min(R, length - num_recent)`` resident slots; token positions
         count from the end in both kinds, for a dense one has all of them.
         """
-        size, rows, lengths = len(rows), rows.long()[:, None], lengths.long()[:, None]
-        attended = self._attended(lengths)
-        filled = (lengths - self._num_recent).clamp(0, self._num_resident)
-        is_sparse = (lengths > self._num_dense) & (rows != 0)
-        positions = (lengths - attended + self._column).clamp(min=0, max=req_to_token.shape[1] - 1)
-        in_pool = req_to_token[rows, positions]
-        resident = self._first_slot + rows * self._num_resident + self._column
-        in_set = is_sparse & (self._column < filled)
-        self.slots[:size] = torch.where(in_set, resident, in_pool)
-        self.attended[:size] = attended[:, 0]
+        load_attended(
+            rows, lengths, req_to_token, self.slots, self.attended,
+            num_resident=self._num_resident, num_recent=self._num_recent,
+            num_dense=self._num_dense, first_slot=self._first_slot,
+        )  # fmt: skip
 
     def attended_on_host(self, lengths: torch.Tensor) -> torch.Tensor:
         """`attended` for lengths ``[B]`` that are known on the host."""
-        return self._attended(lengths)
-
-    def _attended(self, lengths: torch.Tensor) -> torch.Tensor:
         return torch.where(lengths > self._num_dense, lengths.clamp(max=self._most), lengths)
 
 
@@ -100,23 +92,11 @@ class RingTable(AttendTable):
 
     def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
         """See `AttendTable.load`; `req_to_token` is not needed."""
-        size, rows, lengths = len(rows), rows.long()[:, None], lengths.long()[:, None]
-        attended = self._attended(lengths)
-        filled = (lengths - self._num_recent).clamp(0, self._num_resident)
-        is_sparse = (lengths > self._num_dense) & (rows != 0)
-        in_set = is_sparse & (self._column < filled)
-        slot = torch.where(
-            in_set, self._column, self._slot_of(lengths - attended + self._column, is_sparse)
-        )
-        self.slots[:size] = rows * self.width + slot
-        self.attended[:size] = attended[:, 0]
-        self.rows[:size] = rows[:, 0]
-        self.write_slots[:size] = self._slot_of(lengths - 1, is_sparse)[:, 0]
-
-    def _slot_of(self, position: torch.Tensor, is_sparse: torch.Tensor) -> torch.Tensor:
-        first, ring = self._num_resident, self._num_recent
-        in_ring = first + torch.remainder(position - first, ring)
-        return torch.where(~is_sparse & (position < first), position.clamp(min=0), in_ring)
+        load_ring(
+            rows, lengths, self.slots, self.attended, self.rows, self.write_slots,
+            num_resident=self._num_resident, num_recent=self._num_recent,
+            num_dense=self._num_dense,
+        )  # fmt: skip
 
 
 class ResidentAttention(Protocol):

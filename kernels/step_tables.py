@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables that the kernels of a decode step read, filled from the step's rows and lengths."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tandemkv.kernels.check import BOOL, INT32, INT64, INTS, Dims, check_int, fail
+from tandemkv.kernels.dispatch import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateTables:
+    """What `load_candidates` fills; checked once, because every step passes it.
+
+    Attributes
+    ----------
+    rows, positions : torch.Tensor
+        ``[max_batch]``, int64. Row of each request, and position of its newest token.
+    lengths, lo, hi, num_target : torch.Tensor
+        ``[max_batch]``, int32. Tokens, candidates ``[lo, hi)``, resident slots to be filled.
+    active : torch.Tensor
+        ``[max_batch]``, bool. Whether a selection is made for the request.
+    pages : torch.Tensor
+        ``[max_batch, max_pages]``, int32.
+    step, selections : torch.Tensor
+        ``[]``, int32 and int64. Steps loaded, and selections that they ask for.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype or device differs from the above.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+    num_target: torch.Tensor
+    active: torch.Tensor
+    pages: torch.Tensor
+    step: torch.Tensor
+    selections: torch.Tensor
+
+    def __post_init__(self) -> None:
+        dims = Dims()
+        for name in ("rows", "positions"):
+            dims.check(name, getattr(self, name), "max_batch", INT64)
+        for name in ("lengths", "lo", "hi", "num_target"):
+            dims.check(name, getattr(self, name), "max_batch", INT32)
+        dims.check("active", self.active, "max_batch", BOOL)
+        dims.check("pages", self.pages, "max_batch max_pages", INT32)
+        dims.check("step", self.step, "", INT32)
+        dims.check("selections", self.selections, "", INT64)
+        for name in ("rows", "positions", "lengths", "lo", "hi", "num_target", "active", "pages"):
+            if not getattr(self, name).is_contiguous():
+                fail(f"{name}.stride()", getattr(self, name).stride(), "contiguous")
+
+
+def load_attended(
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    slots: torch.Tensor,
+    attended: torch.Tensor,
+    *,
+    num_resident: int,
+    num_recent: int,
+    num_dense: int,
+    first_slot: int,
+) -> None:
+    """List the slots that each request attends to, resident sets being the pool's tail.
+
+    A request of up to `num_dense` tokens attends to all of them. A longer one attends to
+    ``min(length, num_resident + num_recent)``: its ``min(num_resident, length - num_recent)``
+    resident slots, ``first_slot + row * num_resident`` and following, then its latest tokens
+    where the pool has them. Row 0, that of padding, has no resident slots.
+
+    Parameters
+    ----------
+    rows, lengths : torch.Tensor
+        ``[num_reqs]``, int32 or int64. Row of each request, and its tokens. On a GPU ranges
+        are not checked.
+    req_to_token : torch.Tensor
+        ``[num_rows, context]``, int32 or int64. Slot of each position. Columns of `slots`
+        that no position stands for get one of these as well.
+    slots : torch.Tensor
+        ``[max_batch, width]``, int32. The first `num_reqs` rows are written.
+    attended : torch.Tensor
+        ``[max_batch]``, int64. The number of slots; the first `num_reqs` are written.
+    num_resident, num_recent, num_dense, first_slot : int
+        See above.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype, device or number differs from the above.
+    IndexError
+        On CPU, if a row is out of range.
+
+    Notes
+    -----
+    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
+    """
+    dims = _check_attended(rows, lengths, slots, attended)
+    dims.check("req_to_token", req_to_token, "num_rows context", INTS)
+    check_int("context", dims["context"], minimum=1)
+    _check_sizes(num_resident, num_recent, num_dense)
+    check_int("first_slot", first_slot, minimum=0)
+    resolve("step_tables", "load_attended", slots.device)(
+        rows, lengths, req_to_token, slots, attended, num_resident=num_resident,
+        num_recent=num_recent, num_dense=num_dense, first_slot=first_slot,
+    )  # fmt: skip
+
+
+def load_ring(
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    attended: torch.Tensor,
+    set_rows: torch.Tensor,
+    write_slots: torch.Tensor,
+    *,
+    num_resident: int,
+    num_recent: int,
+    num_dense: int,
+) -> None:
+    """List the slots that each request attends to, resident sets being tensors of their own.
+
+    As `load_attended`, with ``row * width`` and following for the slots of a request, `width`
+    that of `slots`. The token at position ``p`` is at ``p`` while all tokens are attended to and
+    ``p < num_resident``, and else in the ring behind, at
+    ``num_resident + (p - num_resident) mod num_recent``.
+
+    Parameters
+    ----------
+    rows, lengths, slots, attended, num_resident, num_recent, num_dense
+        See `load_attended`.
+    set_rows, write_slots : torch.Tensor
+        ``[max_batch]``, int64. Row of each request, and slot of its newest token within it;
+        the first `num_reqs` are written.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype, device or number differs from the above.
+
+    Notes
+    -----
+    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
+    """
+    dims = _check_attended(rows, lengths, slots, attended)
+    dims.check("set_rows", set_rows, "max_batch", INT64)
+    dims.check("write_slots", write_slots, "max_batch", INT64)
+    _check_sizes(num_resident, num_recent, num_dense)
+    resolve("step_tables", "load_ring", slots.device)(
+        rows, lengths, slots, attended, set_rows, write_slots, num_resident=num_resident,
+        num_recent=num_recent, num_dense=num_dense,
+    )  # fmt: skip
+
+
+def load_candidates(
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    table_rows: torch.Tensor,
+    page_slots: torch.Tensor,
+    tables: CandidateTables,
+    *,
+    page_size: int,
+    num_sink: int,
+    num_excluded: int,
+    num_resident: int,
+    num_cold: int,
+    num_layers: int,
+) -> None:
+    """Fill in what selections of a decode step read, and count them.
+
+    Candidates are ``[num_sink, max(0, length - num_excluded))``, of which up to `num_resident`
+    fill slots. Selections are made for requests of more than `num_cold` tokens, not for row 0,
+    that of padding.
+
+    Parameters
+    ----------
+    rows, lengths : torch.Tensor
+        ``[num_reqs]``, int32 or int64. Row of each request, and its tokens. On a GPU ranges
+        are not checked.
+    table_rows : torch.Tensor
+        ``[num_reqs]``, int32 or int64. Row of each request in `page_slots`.
+    page_slots : torch.Tensor
+        ``[num_rows, num_pages]``, int32 or int64. Slot of the first position of each page; a
+        page is that slot divided by `page_size`, rounded down.
+    tables : CandidateTables
+        The first `num_reqs` entries are written; of the pages, as many as both have. `step`
+        grows by 1, `selections` by `num_layers` for each active request.
+    page_size, num_sink, num_excluded, num_resident, num_cold, num_layers : int
+        See above.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype, device or number differs from the above.
+    IndexError
+        On CPU, if a row of the table is out of range.
+
+    Notes
+    -----
+    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
+    """
+    dims = Dims()
+    dims.check("tables.step", tables.step, "", INT32)
+    dims.check("rows", rows, "num_reqs", INTS)
+    dims.check("lengths", lengths, "num_reqs", INTS)
+    dims.check("table_rows", table_rows, "num_reqs", INTS)
+    dims.check("page_slots", page_slots, "num_rows num_pages", INTS)
+    _check_fits(len(rows), len(tables.rows))
+    check_int("page_size", page_size, minimum=1)
+    for name, value in (
+        ("num_sink", num_sink),
+        ("num_excluded", num_excluded),
+        ("num_resident", num_resident),
+        ("num_cold", num_cold),
+        ("num_layers", num_layers),
+    ):
+        check_int(name, value, minimum=0)
+    resolve("step_tables", "load_candidates", rows.device)(
+        rows, lengths, table_rows, page_slots, tables, page_size=page_size, num_sink=num_sink,
+        num_excluded=num_excluded, num_resident=num_resident, num_cold=num_cold,
+        num_layers=num_layers,
+    )  # fmt: skip
+
+
+def _check_attended(
+    rows: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, attended: torch.Tensor
+) -> Dims:
+    dims = Dims()
+    dims.check("rows", rows, "num_reqs", INTS)
+    dims.check("lengths", lengths, "num_reqs", INTS)
+    dims.check("slots", slots, "max_batch width", INT32)
+    dims.check("attended", attended, "max_batch", INT64)
+    _check_fits(len(rows), len(slots))
+    return dims
+
+
+def _check_fits(num_reqs: int, max_batch: int) -> None:
+    if num_reqs > max_batch:
+        fail("len(rows)", num_reqs, f"<= max_batch={max_batch}")
+
+
+def _check_sizes(num_resident: int, num_recent: int, num_dense: int) -> None:
+    check_int("num_resident", num_resident, minimum=0)
+    check_int("num_recent", num_recent, minimum=1)
+    check_int("num_dense", num_dense, minimum=0)
