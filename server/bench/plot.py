@@ -111,7 +111,7 @@ def draw(reports: Sequence[Report], stem: Path) -> tuple[Path, Path]:
             axis.spines[["top", "right"]].set_visible(False)
         queued = ", queued" if has_queued(reports) else ""
         axes[0][0].set_ylabel(f"ms per output token{queued}")
-        handles = {}
+        handles: dict[str, object] = {}
         for axis in axes[0]:
             drawn, labels = axis.get_legend_handles_labels()
             handles |= dict(zip(labels, drawn, strict=True))
