@@ -37,6 +37,7 @@ SPARE_TOKENS = 64
 """Room of a request beyond its own tokens, in the cache rank's capacity."""
 
 _CAPACITY = "cache.capacity_tokens"
+_DENSE_TOKENS = "selection.dense_tokens"
 _PACKAGES = ("tandemkv", "sglang", "torch", "transformers", "numpy")
 
 
@@ -151,6 +152,10 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     spec = read_model_spec(model_dir, dtype=dtype)
     flags = _flags(request, model_dir, device, dtype)
     draft = load_settings(flags, {}, request.config)
+    if device == "cuda" and draft.selection.dense_tokens is None:
+        # What serve would fill in is often longer than the prompts: dense against dense.
+        flags[_DENSE_TOKENS] = Sourced(0, "tandemkv quality")
+        draft = load_settings(flags, {}, request.config)
     budgets = parse_budgets(request.budgets, request.context_tokens)
     configurations = plan(
         request.policies,
