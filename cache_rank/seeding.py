@@ -22,7 +22,8 @@ def choose_seed(
     num_resident: int,
     scale: float,
     page_size: int = 1,
-) -> torch.Tensor:
+    num_shortlisted: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Choose by the scores that the last prompt queries give.
 
     Parameters
@@ -35,11 +36,17 @@ def choose_seed(
         Tokens of the prompt.
     num_resident : int
         R.
+    num_shortlisted : int
+        Tokens of a shortlist.
 
     Returns
     -------
-    torch.Tensor
+    chosen : torch.Tensor
         ``[H, R]`` int32: the sink, then the best by score, ``-1`` where there are no more.
+    shortlist : torch.Tensor
+        ``[H, num_shortlisted]`` int32: the best, likewise.
+    hi : int
+        End of the candidates.
     """
     # As of the first decode step, which has one more token.
     hi = max(0, length + 1 - selection.num_recent_tokens)
@@ -47,6 +54,7 @@ def choose_seed(
     num_heads = keys.shape[1]
     chosen = torch.full((num_heads, num_resident), -1, dtype=torch.int32, device=queries.device)
     chosen[:, :num_sink] = torch.arange(num_sink, dtype=torch.int32, device=queries.device)
+    shortlist = chosen.new_full((num_heads, num_shortlisted), -1)
     if target > num_sink:
         positions = torch.arange(length - len(queries), length, device=queries.device)
         scores = score_window(
@@ -61,4 +69,6 @@ def choose_seed(
             page_size=page_size,
         )
         chosen[:, num_sink:target] = topk_positions(scores.unsqueeze(0), target - num_sink)[0]
-    return chosen
+        if num_shortlisted:
+            shortlist[:] = topk_positions(scores.unsqueeze(0), num_shortlisted, sort=False)[0]
+    return chosen, shortlist, hi

@@ -49,7 +49,14 @@ def resolve_placement(
     settings = _with_index(settings, device)
     if settings.cache_ranks is None:
         settings = _choose(settings, spec, model_dir, device=device, progress=progress)
-    if device == "cuda" and settings.rank_settings.exchange.is_in_process:
+    in_process = settings.rank_settings.exchange.is_in_process
+    if settings.selection.scan_steps and not in_process:
+        raise SettingsError(
+            f"scan_every={settings.selection.scan_every}: shortlists are for a cache rank in the "
+            "inference rank's process; add --cache-ranks 0 or --transport peer, or leave "
+            "--scan-every out"
+        )
+    if device == "cuda" and in_process:
         _check_gpus(settings, spec, model_dir)
     if device == "cpu" or settings.transport != "local":
         return settings

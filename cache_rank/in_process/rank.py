@@ -37,6 +37,7 @@ from .batch import DecodeBatch
 from .device_counters import DeviceCounters
 from .key_index import KeyIndex, make_key_index
 from .query_windows import DeviceQueryWindows, has_device_windows
+from .shortlists import Shortlists
 from .stress import StressSigns
 
 _NUM_LANES = 2
@@ -157,10 +158,24 @@ class InProcessCacheRank:
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         context = model.max_context
         # Layers of different lanes are worked on at once.
+        self._shortlists = (
+            Shortlists(
+                selection,
+                model,
+                num_layers=len(self._selecting),
+                num_rows=pools.num_rows,
+                max_batch=max_batch,
+                num_lanes=self.num_lanes,
+                device=device,
+            )
+            if self._selecting and selection.scan_steps
+            else None
+        )
+        num_scanned = selection.num_shortlisted if self._shortlists else selection.budget_tokens
         self._scratch = [
             (
                 make_select_scratch(
-                    max_batch, model.num_qo_heads, heads, context, selection.budget_tokens, device
+                    max_batch, model.num_qo_heads, heads, context, num_scanned, device
                 ),
                 make_mirror_scratch(max_batch, heads, context, device),
             )
@@ -172,6 +187,7 @@ class InProcessCacheRank:
             torch.cuda.Stream(device=device) if device.type == "cuda" else None
             for _ in range(self.num_lanes)
         ]
+        self._last_query: torch.Tensor | None = None
         self._all_slots = torch.arange(width, dtype=torch.int32, device=device)
         self._seeding: list[tuple[torch.Tensor, int, int]] = []
         self.refresh_every = selection.refresh_steps
@@ -181,8 +197,9 @@ class InProcessCacheRank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of key index, books and windows of queries."""
+        """Bytes of key index, books, shortlists and windows of queries."""
         books = self._mirror.positions.nbytes + self._mirror.last_used.nbytes
+        books += self._shortlists.nbytes if self._shortlists is not None else 0
         windows = self._windows.nbytes if self._windows is not None else 0
         return self._index.nbytes + books + windows
 
@@ -263,7 +280,8 @@ class InProcessCacheRank:
         """See `LocalCacheRank.seed`."""
         slots, _, length = self._seeding[request]
         keys, k_scale = self._index.keys(layer)
-        chosen = choose_seed(
+        lists = self._shortlists
+        chosen, shortlist, hi = choose_seed(
             queries.to(self._device),
             keys,
             k_scale,
@@ -273,10 +291,13 @@ class InProcessCacheRank:
             num_resident=self._mirror.num_resident,
             scale=self._model.scale,
             page_size=self._pools.page_size,
+            num_shortlisted=lists.num_listed if lists is not None else 0,
         )
         if layer in self._book_of:
             book = self._book_of[layer]
             self._mirror.seed(book, row, chosen)
+            if lists is not None:
+                lists.seed(book, row, shortlist, hi)
             if self._windows is not None:
                 positions = torch.arange(length - len(queries), length, device=self._device)
                 self._windows.observe_prompt(book, row, queries.to(self._device), positions)
@@ -288,6 +309,8 @@ class InProcessCacheRank:
         heads, width = self._model.num_kv_heads, self._mirror.num_resident
         rows = rows.to(self._device)
         self._mirror.fill_identity(rows)
+        if self._shortlists is not None:
+            self._shortlists.seed_identity(rows)
         if tables is None:
             return
         tables = tables.to(self._device)
@@ -349,33 +372,22 @@ class InProcessCacheRank:
     def select(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.select`."""
         size, batch, selection = len(query), self.batch, self._selection
-        lane = self.lane_of(layer)
-        select_scratch, mirror_scratch = self._scratch[lane]
+        lane, mirror_scratch = self.lane_of(layer), self._scratch[self.lane_of(layer)][1]
         pages, rows, active = batch.pages[:size], batch.rows[:size], batch.active[:size]
-        lo, hi = batch.lo[:size], batch.hi[:size]
         page_size, book = self._pools.page_size, self._book_of[layer]
         if self._windows is not None:
             positions = batch.positions[:size]
             query = self._windows.push_and_predict(book, rows, query, positions)
         if self._stress is not None:
             query = self._stress.apply(query, batch.step)
-        keys, k_scale = self._index.keys(layer)
-        chosen, chosen_scores = score_topk(
-            query,
-            keys,
-            pages,
-            lo,
-            hi,
-            selection.budget_tokens,
-            width=self._model.max_context,
-            scale=self._model.scale,
-            pooling=selection.pooling,
-            k_scale=k_scale,
-            page_size=page_size,
-            active=active,
-            scratch=select_scratch,
-            scan_stream=self._scan_streams[lane],
-        )
+        if self._shortlists is None:
+            chosen, chosen_scores = self._scan(layer, query, selection.budget_tokens, active)
+        else:
+            chosen, chosen_scores = self._shortlists.choose(
+                book, lane, query, self._pools.k[layer], batch,
+                refresh_every=self.refresh_every, page_size=page_size,
+            )  # fmt: skip
+            self._last_query = query
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
             self._mirror.positions[book],
@@ -383,7 +395,7 @@ class InProcessCacheRank:
             step=batch.step,
             num_protected=selection.num_sink_tokens,
             num_target=batch.num_target[:size],
-            hi=hi,
+            hi=batch.hi[:size],
             lo=0,
             fetch_cap=selection.fetch_cap_tokens,
             selected_scores=chosen_scores,
@@ -397,6 +409,39 @@ class InProcessCacheRank:
             self._pools.k[layer], self._pools.v[layer], pages, fetch_pos, fetch_slot,
             k_res, v_res, rows, page_size=page_size,
         )  # fmt: skip
+
+    def _scan(
+        self, layer: int, query: torch.Tensor, k: int, active: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the best `k` of all candidates; returns positions and scores ``[B, H, k]``."""
+        size, batch, lane = len(query), self.batch, self.lane_of(layer)
+        keys, k_scale = self._index.keys(layer)
+        return score_topk(
+            query,
+            keys,
+            batch.pages[:size],
+            batch.lo[:size],
+            batch.hi[:size],
+            k,
+            width=self._model.max_context,
+            scale=self._model.scale,
+            pooling=self._selection.pooling,
+            k_scale=k_scale,
+            page_size=self._pools.page_size,
+            active=active,
+            scratch=self._scratch[lane][0],
+            scan_stream=self._scan_streams[lane],
+        )
+
+    def scan(self, layer: int) -> None:
+        """See `LocalCacheRank.scan`."""
+        lists, query, lane = self._shortlists, self._last_query, self.lane_of(layer)
+        if lists is None or query is None:
+            return
+        due = lists.due(lane, len(query))
+        found, _ = self._scan(layer, query, lists.num_listed, due)
+        lists.store(self._book_of[layer], lane, found, self.batch)
+        self._last_query = None
 
     def counters(self) -> dict[str, float]:
         """See `LocalCacheRank.counters`."""

@@ -222,6 +222,13 @@ class LocalCacheRank(Protocol):
     def select(self, layer: int, query: torch.Tensor) -> None:
         """Select for `layer` with a query ``[B, Hq, D]``, which is observed as well."""
 
+    def scan(self, layer: int) -> None:
+        """With `scan_every`: scan for the shortlist of the next steps of `layer`.
+
+        With the query of its selection; to be called right after that, in the same lane, when
+        nobody waits for it.
+        """
+
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """Take note of a step's query ``[B, Hq, D]`` in `layer`, where nothing is selected."""
 

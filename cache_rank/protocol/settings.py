@@ -19,6 +19,10 @@ PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
 DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
 """``1``: every step is probed, and the sets of tokens are written too."""
 
+NUM_NEW = 64
+"""Tokens beside a shortlist that became candidates after its scan, at most."""
+MOST_SHORTLISTED = 16384
+
 KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
 """Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""
 
@@ -81,6 +85,20 @@ class SelectionSettings(_Strict):
         le=1024,
         description="Select every n-th step; default 1, with transport=peer and a policy that "
         "selects for a later step up to 4 if selection is measured not to hide (1 turns it off).",
+    )
+    scan_every: int | None = Field(
+        default=None,
+        ge=0,
+        le=32,
+        description="In-process only: scan all keys in every n-th selecting step, when its "
+        "selection is over, for a shortlist; steps choose among that. 0, the default: each step "
+        "scans and chooses among all keys.",
+    )
+    shortlist_factor: float = Field(
+        default=4.0,
+        ge=1.0,
+        le=64.0,
+        description="With scan_every: tokens that a step chooses from per KV head, times K.",
     )
     seed_window: int = Field(
         default=64, ge=1, le=1024, description="Prompt queries that seed the set."
@@ -220,6 +238,16 @@ class SelectionSettings(_Strict):
         return self.refresh_every or 1
 
     @property
+    def scan_steps(self) -> int:
+        """`scan_every`, or what it is where it is left open; 0: without shortlists."""
+        return self.scan_every or 0
+
+    @property
+    def num_shortlisted(self) -> int:
+        """Tokens of a shortlist, those that came since its scan not counted."""
+        return max(self.budget_tokens, int(self.shortlist_factor * self.budget_tokens) - NUM_NEW)
+
+    @property
     def keeps_dense_while_fits(self) -> bool:
         """Whether contexts of R + ring tokens skip selection; lfps has none to fill R later."""
         return self.dense_while_fits or self.policy == "lfps"
@@ -243,6 +271,11 @@ class SelectionSettings(_Strict):
                     f"num_recent_tokens = {floor}; raise --budget-tokens or lower the other two"
                 )
         is_every_step = self.refresh_steps == 1 and self.lag_steps == 1
+        if self.scan_steps and self.num_shortlisted + NUM_NEW > MOST_SHORTLISTED:
+            raise ValueError(
+                f"shortlist_factor={self.shortlist_factor} times budget_tokens="
+                f"{self.budget_tokens} must be at most {MOST_SHORTLISTED}; lower one of the two"
+            )
         if self.gate_cosine and (not is_every_step or self.share_layers):
             raise ValueError(
                 "gate_cosine compares with the query that each layer's selection in use was made "

@@ -166,6 +166,7 @@ class InProcessBackend(AttentionBackend):
             with side.fork(query, lane=lane, signal=signal):
                 rank.select(index, query)
                 side.note_done(index)
+                rank.scan(index)
         side.join(index)
         out = self._sparse.attend(q, k, v, layer, forward_batch, save_kv_cache)
         # After this layer's attention: what is selected is for a later step, which begins when
@@ -177,6 +178,7 @@ class InProcessBackend(AttentionBackend):
                 rank.append(index, size)
                 if selects_next:
                     rank.select(index, query)
+                    rank.scan(index)
                 else:
                     rank.observe(index, query)
         elif rank.indexes:
@@ -327,3 +329,4 @@ class InProcessBackend(AttentionBackend):
             with self._side.fork(lane=self._rank.lane_of(target), signal=signal):
                 self._rank.select_ahead(target, stream)
                 self._side.note_done(target)
+                self._rank.scan(target)

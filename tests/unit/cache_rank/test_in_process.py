@@ -94,13 +94,17 @@ class World:
                 queries = torch.randn((8, QUERY_HEADS, DIM), generator=self.generator)
                 self.rank.seed(layer, 0, row, queries)
 
-    def decode(self, rows: list[int], lengths: list[int]) -> torch.Tensor:
+    def decode(
+        self, rows: list[int], lengths: list[int], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run one step's selections; returns the hidden state ``[B, hidden]``."""
         self.rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), self.table)
-        hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=self.generator)
+        if hidden is None:
+            hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=self.generator)
         for layer in range(LAYERS):
             for target in self.rank.targets_of(layer):
                 self.rank.select_ahead(target, hidden)
+                self.rank.scan(target)
             self.rank.append(layer, len(rows))
         return hidden
 
@@ -127,8 +131,9 @@ class World:
 @pytest.mark.parametrize(
     ("index_dtype", "page_size"), [("native", 1), ("int8", 1), ("int8", 16), ("int4", 16)]
 )
-def test_books_are_what_is_resident(index_dtype: str, page_size: int) -> None:
-    world = World(index_dtype=index_dtype, page_size=page_size)
+@pytest.mark.parametrize("scan_every", [0, 3])
+def test_books_are_what_is_resident(index_dtype: str, page_size: int, scan_every: int) -> None:
+    world = World(index_dtype=index_dtype, page_size=page_size, scan_every=scan_every)
     world.prefill(1, 130)
     world.prefill(3, 97)
     for step in range(1, 40):
@@ -156,16 +161,24 @@ def test_counters_follow_the_selections() -> None:
     assert last == {name: totals[name] for name in last}
 
 
-def test_selects_what_a_float64_scan_would() -> None:
-    """With a fetch cap of K the set holds the K best, by softmax mean over the group."""
-    world = World(index_dtype="native", fetch_cap=32)
-    world.prefill(2, 200)
-    hidden = world.decode([2], [201])
+@pytest.mark.parametrize(("scan_every", "pooling"), [(0, "softmax_mean"), (2, "max_logit")])
+def test_selects_what_a_float64_scan_would(scan_every: int, pooling: str) -> None:
+    """With a fetch cap of K the set holds the K best over the group.
+
+    With a shortlist it does once the list is that of the same query. (Softmaxes over a list are
+    others than over all candidates.)
+    """
+    world = World(index_dtype="native", fetch_cap=32, scan_every=scan_every, pooling=pooling)
+    world.prefill(2, 200 - scan_every)
+    hidden = torch.randn((1, QUERY_HEADS * DIM), generator=world.generator)
+    for length in range(201 - scan_every, 202):  # scanned once, then chosen from
+        world.decode([2], [length], hidden)
     query = hidden.view(HEADS, QUERY_HEADS // HEADS, DIM).double()
     hi = 201 - 16
     keys = world.pools.k[1][world.table[2, 4:hi].long()].double()
     logits = torch.einsum("hgd,nhd->hgn", query, keys) * MODEL.scale
-    best = torch.softmax(logits, -1).mean(1).topk(32).indices + 4
+    pooled = torch.softmax(logits, -1).mean(1) if not scan_every else logits.amax(1)
+    best = pooled.topk(32).indices + 4
     _, positions = world.resident(1, 2)
     for head in range(HEADS):
         assert set(best[head].tolist()) <= set(positions[head].tolist())
@@ -185,6 +198,44 @@ def test_identity_seed_of_a_request_that_grew() -> None:
     torch.testing.assert_close(keys, world.pools.k[2][table[: world.width].long()])
     world.decode([2], [length])
     world.check_books(2, 2, length)
+
+
+def test_shortlists_of_requests_that_outgrow_them() -> None:
+    """A request that was dense for long begins with its first tokens, and is scanned at once."""
+    world = World(index_dtype="native", scan_every=8, dense_tokens=190, shortlist_factor=3.0)
+    length = world.lengths.num_cold + 1
+    rows = torch.tensor([1, 2])
+    world.rank.seed_identity(rows, world.table[rows, : world.width])
+    lists = world.rank._shortlists
+    assert lists is not None
+    last, hi = 4 + lists.num_listed, length - 16
+    assert lists._positions[0, 2, 0].tolist() == list(range(4, last))
+    lists._covered[:, 1] = hi - 64
+    assert hi - last > 64
+    world.decode([2, 1], [length, length])
+    assert lists._covered[:, 2].tolist() == [hi, hi]
+    assert lists._covered[:, 1].tolist() == [hi - 64] * 2
+    held = lists._positions[0, 2, 0]
+    assert held.unique().numel() == lists.num_listed
+    assert held.max() > last
+
+
+def test_layers_are_scanned_in_turn() -> None:
+    world = World(index_dtype="native", scan_every=2, refresh_every=3)
+    world.prefill(1, 150)
+    lists = world.rank._shortlists
+    assert lists is not None
+    scanned = []
+    for step in range(1, 13):
+        before = lists._covered[:, 1].clone()
+        world.rank.begin_decode(torch.tensor([1]), torch.tensor([150 + step]), world.table)
+        if world.rank.selects_in_step:
+            for layer in (1, 2):
+                world.rank.select(layer, torch.randn(1, QUERY_HEADS, DIM))
+                world.rank.scan(layer)
+        scanned.append((lists._covered[:, 1] != before).tolist())
+    none, first, second = [False, False], [True, False], [False, True]
+    assert scanned == [none, none, second, none, none, first] * 2
 
 
 def test_dense_and_padding_rows_are_left_alone() -> None:
