@@ -22,8 +22,7 @@ def choose_seed(
     num_resident: int,
     scale: float,
     page_size: int = 1,
-    num_shortlisted: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, int]:
+) -> torch.Tensor:
     """Choose by the scores that the last prompt queries give.
 
     Parameters
@@ -36,17 +35,11 @@ def choose_seed(
         Tokens of the prompt.
     num_resident : int
         R.
-    num_shortlisted : int
-        Tokens of a shortlist.
 
     Returns
     -------
-    chosen : torch.Tensor
+    torch.Tensor
         ``[H, R]`` int32: the sink, then the best by score, ``-1`` where there are no more.
-    shortlist : torch.Tensor
-        ``[H, num_shortlisted]`` int32: the best, likewise.
-    hi : int
-        End of the candidates.
     """
     # As of the first decode step, which has one more token.
     hi = max(0, length + 1 - selection.num_recent_tokens)
@@ -54,7 +47,6 @@ def choose_seed(
     num_heads = keys.shape[1]
     chosen = torch.full((num_heads, num_resident), -1, dtype=torch.int32, device=queries.device)
     chosen[:, :num_sink] = torch.arange(num_sink, dtype=torch.int32, device=queries.device)
-    shortlist = chosen.new_full((num_heads, num_shortlisted), -1)
     if target > num_sink:
         positions = torch.arange(length - len(queries), length, device=queries.device)
         scores = score_window(
@@ -69,6 +61,4 @@ def choose_seed(
             page_size=page_size,
         )
         chosen[:, num_sink:target] = topk_positions(scores.unsqueeze(0), target - num_sink)[0]
-        if num_shortlisted:
-            shortlist[:] = topk_positions(scores.unsqueeze(0), num_shortlisted, sort=False)[0]
-    return chosen, shortlist, hi
+    return chosen

@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice among the tokens that an earlier scan of all keys ranked best.
+"""Choice among tokens that a scan of all keys has put on a list.
 
-A shortlist holds, for each request row and KV head, the best positions of that scan. A step
-scores them, and the few tokens that became candidates since, under its own query; a scan
-replaces the list every few steps, after the step's choice, when nobody waits for it. LFPS, too,
-takes exact scores of candidates alone; its candidates come from past attention, these from a
-scan with a past query.
-
-State, per layer
-    positions
-        ``[num_rows, num_kv_heads, num_listed]``, int32, ``-1`` where there are fewer.
-    covered
-        ``[num_rows]``, int32: the scan saw the candidates before this position.
+The scan can use a rougher query than the choice, and run earlier: what it has to get right is
+which tokens are among the best few thousand, not which of them are the best. LFPS, too, takes
+exact scores of candidates alone; its candidates come from past attention.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import BOOL, FLOAT32, FLOATS, INT32, INT64, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import FLOAT32, FLOATS, INT32, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
 from tandemkv.kernels.score import POOLINGS, padded_group
 
@@ -28,7 +20,7 @@ BLOCK_N = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortlistScratch:
-    """Buffers of `choose_shortlisted` on a GPU, reused over layers and replays of a graph.
+    """Buffers of `choose_listed` on a GPU, reused over layers and replays of a graph.
 
     Attributes
     ----------
@@ -45,12 +37,12 @@ class ShortlistScratch:
 def make_shortlist_scratch(
     num_reqs: int, num_qo_heads: int, num_kv_heads: int, width: int, device: torch.device
 ) -> ShortlistScratch:
-    """Allocate the buffers of `choose_shortlisted`.
+    """Allocate the buffers of `choose_listed`.
 
     Parameters
     ----------
     num_reqs, width : int
-        Largest values that will be used with it; `width` is ``num_listed + num_new``.
+        Largest values that will be used with it; `width` is that of the lists.
     num_qo_heads, num_kv_heads : int
         Heads, as they will be scored.
     device : torch.device
@@ -64,32 +56,19 @@ def make_shortlist_scratch(
     )
 
 
-def choose_shortlisted(
+def choose_listed(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     slots: torch.Tensor,
-    positions: torch.Tensor,
-    covered: torch.Tensor,
-    rows: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
+    listed: torch.Tensor,
     k: int,
     *,
-    num_new: int,
-    active: torch.Tensor,
-    step: torch.Tensor,
-    every: int,
-    phase: int,
-    due: torch.Tensor,
     scale: float,
     pooling: str = "softmax_mean",
     page_size: int = 1,
     scratch: ShortlistScratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `k` best-scored positions of a shortlist and of what came after it.
-
-    Candidates are those listed that lie in ``[lo, hi)``, and ``[covered, hi)``; if these are
-    more than `num_new`, the newest of them.
+    """Return the `k` best-scored of the positions on a list.
 
     Parameters
     ----------
@@ -99,29 +78,15 @@ def choose_shortlisted(
         ``[num_slots, num_kv_heads, head_dim]``, float: keys as attention reads them.
     slots : torch.Tensor
         ``[num_reqs, max_pages]``, integers: page of each run of `page_size` positions.
-    positions, covered : torch.Tensor
-        The layer's shortlists, see the module.
-    rows : torch.Tensor
-        ``[num_reqs]``, int64: whose they are.
-    lo, hi : torch.Tensor
-        ``[num_reqs]``, int32.
+    listed : torch.Tensor
+        ``[num_reqs, num_kv_heads, num_listed]``, int32: distinct positions, then ``-1``; from
+        `tandemkv.kernels.select.score_topk`.
     k : int
         Positions per KV head, ``>= 0``.
-    num_new : int
-        Most tokens beside the list.
-    active : torch.Tensor
-        ``[num_reqs]``, bool; nothing is chosen for the others.
-    step : torch.Tensor
-        ``[]``, int32.
-    every, phase : int
-        The list is due for a scan where ``(step + phase) % every == 0``.
-    due : torch.Tensor
-        ``[num_reqs]``, bool. Written: active, and due for a scan by `every`, or because more
-        than `num_new` tokens came since.
     scale : float
         Of the logits.
     pooling : str
-        As in `tandemkv.kernels.score.score_keys`; softmaxes are over the candidates above.
+        As in `tandemkv.kernels.score.score_keys`; softmaxes are over what is listed.
     page_size : int
         Tokens of a page.
     scratch : ShortlistScratch, optional
@@ -130,8 +95,8 @@ def choose_shortlisted(
     Returns
     -------
     chosen : torch.Tensor
-        ``[num_reqs, num_kv_heads, k]``, int32, distinct, in any order, padded with ``-1`` at
-        the end. Of equal scores the lowest positions on a GPU, any on CPU.
+        ``[num_reqs, num_kv_heads, k]``, int32, in any order, padded with ``-1`` at the end. Of
+        equal scores the lowest positions on a GPU, any on CPU.
     scores : torch.Tensor
         Likewise, float32: their scores, ``-inf`` for padding.
 
@@ -142,73 +107,26 @@ def choose_shortlisted(
 
     Notes
     -----
-    On a GPU two launches, asynchronous and CUDA-graph safe. A listed position must be of a
-    token that still lies where `slots` says, or not be in ``[lo, hi)``.
+    On a GPU two launches, asynchronous and CUDA-graph safe. Queries are rounded to the dtype of
+    the keys.
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
     dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS)
     dims.check_groups("num_qo_heads", "num_kv_heads")
     dims.check("slots", slots, "num_reqs max_pages", INTS)
-    dims.check("positions", positions, "num_rows num_kv_heads num_listed", INT32)
-    dims.check("covered", covered, "num_rows", INT32)
-    dims.check("rows", rows, "num_reqs", INT64)
-    dims.check("lo", lo, "num_reqs", INT32)
-    dims.check("hi", hi, "num_reqs", INT32)
-    dims.check("active", active, "num_reqs", BOOL)
-    dims.check("due", due, "num_reqs", BOOL)
-    dims.check("step", step, "", INT32)
-    for name, value, minimum in (("k", k, 0), ("num_new", num_new, 1), ("every", every, 1)):
-        check_int(name, value, minimum=minimum)
+    dims.check("listed", listed, "num_reqs num_kv_heads num_listed", INT32)
+    check_int("k", k, minimum=0)
     if pooling not in POOLINGS:
         fail("pooling", repr(pooling), f"one of {POOLINGS}")
     if scratch is not None:
         dims.check("scratch.logits", scratch.logits, "have_rows have_width have_group", FLOAT32)
-        needed = (dims["num_reqs"] * dims["num_kv_heads"], dims["num_listed"] + num_new)
+        needed = (dims["num_reqs"] * dims["num_kv_heads"], dims["num_listed"])
         if scratch.logits.shape[0] < needed[0] or scratch.logits.shape[1] < needed[1]:
             fail("scratch", tuple(scratch.logits.shape), "made by make_shortlist_scratch for these")
-    run = resolve("shortlist", "choose_shortlisted", q.device)
+    run = resolve("shortlist", "choose_listed", q.device)
     chosen: tuple[torch.Tensor, torch.Tensor] = run(
-        q, k_pool, slots, positions, covered, rows, lo, hi, k, num_new=num_new, active=active,
-        step=step, every=every, phase=phase, due=due, scale=scale, pooling=pooling,
-        page_size=page_size, scratch=scratch,
+        q, k_pool, slots, listed, k, scale=scale, pooling=pooling, page_size=page_size,
+        scratch=scratch,
     )  # fmt: skip
     return chosen
-
-
-def store_shortlist(
-    found: torch.Tensor,
-    hi: torch.Tensor,
-    due: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    covered: torch.Tensor,
-) -> None:
-    """Replace the shortlists of the requests that were due, in place.
-
-    Parameters
-    ----------
-    found : torch.Tensor
-        ``[num_reqs, num_kv_heads, num_listed]``, int32: what the scan ranked best.
-    hi : torch.Tensor
-        ``[num_reqs]``, int32: end of the candidates that it saw.
-    due : torch.Tensor
-        ``[num_reqs]``, bool; rows of the others stay as they are.
-    rows, positions, covered : torch.Tensor
-        As in `choose_shortlisted`; rows of those that are due are distinct.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
-    """
-    dims = Dims()
-    dims.check("found", found, "num_reqs num_kv_heads num_listed", INT32)
-    dims.check("hi", hi, "num_reqs", INT32)
-    dims.check("due", due, "num_reqs", BOOL)
-    dims.check("rows", rows, "num_reqs", INT64)
-    dims.check("positions", positions, "num_rows num_kv_heads num_listed", INT32)
-    dims.check("covered", covered, "num_rows", INT32)
-    if not found.is_contiguous() or not positions.is_contiguous():
-        fail("strides of found, positions", (found.stride(), positions.stride()), "dense")
-    resolve("shortlist", "store_shortlist", found.device)(found, hi, due, rows, positions, covered)

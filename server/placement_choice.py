@@ -50,11 +50,10 @@ def resolve_placement(
     if settings.cache_ranks is None:
         settings = _choose(settings, spec, model_dir, device=device, progress=progress)
     in_process = settings.rank_settings.exchange.is_in_process
-    if settings.selection.scan_steps and not in_process:
+    if settings.selection.scan_ahead and not in_process:
         raise SettingsError(
-            f"scan_every={settings.selection.scan_every}: shortlists are for a cache rank in the "
-            "inference rank's process; add --cache-ranks 0 or --transport peer, or leave "
-            "--scan-every out"
+            "scan_ahead=true: only a cache rank in the inference rank's process scans ahead; add "
+            "--cache-ranks 0 or --transport peer, or leave --scan-ahead out"
         )
     if device == "cuda" and in_process:
         _check_gpus(settings, spec, model_dir)

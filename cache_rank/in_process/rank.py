@@ -32,14 +32,20 @@ from tandemkv.cache_rank.seeding import choose_seed
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.select import make_select_scratch, score_topk
+from tandemkv.kernels.shortlist import choose_listed, make_shortlist_scratch
 
 from .batch import DecodeBatch
 from .device_counters import DeviceCounters
 from .key_index import KeyIndex, make_key_index
 from .query_windows import DeviceQueryWindows, has_device_windows
-from .shortlists import Shortlists
 from .stress import StressSigns
 
+_FIRST_SOURCE = 2
+"""Scans look ahead from the entry of this layer on: before, the residual stream changes too much.
+
+SmolLM2: of what layers attend to with the query of one layer earlier, the query of two layers
+earlier finds nearly all from layer 4 on, far less in layer 2 (decision record 9).
+"""
 _NUM_LANES = 2
 """Layers that are selected for at once: what waits in one overlaps what computes in the other.
 
@@ -157,37 +163,29 @@ class InProcessCacheRank:
         )
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         context = model.max_context
+        self._scanned_ahead = self._find_scanned_ahead(settings)
         # Layers of different lanes are worked on at once.
-        self._shortlists = (
-            Shortlists(
-                selection,
-                model,
-                num_layers=len(self._selecting),
-                num_rows=pools.num_rows,
-                max_batch=max_batch,
-                num_lanes=self.num_lanes,
-                device=device,
-            )
-            if self._selecting and selection.scan_steps
-            else None
-        )
-        num_scanned = selection.num_shortlisted if self._shortlists else selection.budget_tokens
+        num_lanes = self.num_lanes if self._selecting else 0
+        most = selection.num_shortlisted if self._scanned_ahead else selection.budget_tokens
+        sizes = max_batch, model.num_qo_heads, heads
         self._scratch = [
             (
-                make_select_scratch(
-                    max_batch, model.num_qo_heads, heads, context, num_scanned, device
-                ),
+                make_select_scratch(*sizes, context, most, device),
                 make_mirror_scratch(max_batch, heads, context, device),
             )
-            for _ in range(self.num_lanes if self._selecting else 0)
+            for _ in range(num_lanes)
         ]
+        self._list_scratch = [
+            make_shortlist_scratch(*sizes, most, device) for _ in range(num_lanes)
+        ]
+        # Read in another lane than they are made in: kept until their layer's next.
+        self._listed: dict[int, torch.Tensor] = {}
         # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
         # a few programs each, would wait for all of it.
         self._scan_streams = [
             torch.cuda.Stream(device=device) if device.type == "cuda" else None
             for _ in range(self.num_lanes)
         ]
-        self._last_query: torch.Tensor | None = None
         self._all_slots = torch.arange(width, dtype=torch.int32, device=device)
         self._seeding: list[tuple[torch.Tensor, int, int]] = []
         self.refresh_every = selection.refresh_steps
@@ -197,9 +195,8 @@ class InProcessCacheRank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of key index, books, shortlists and windows of queries."""
+        """Bytes of key index, books and windows of queries."""
         books = self._mirror.positions.nbytes + self._mirror.last_used.nbytes
-        books += self._shortlists.nbytes if self._shortlists is not None else 0
         windows = self._windows.nbytes if self._windows is not None else 0
         return self._index.nbytes + books + windows
 
@@ -241,11 +238,15 @@ class InProcessCacheRank:
     @property
     def num_lanes(self) -> int:
         """See `LocalCacheRank.num_lanes`."""
-        return _NUM_LANES
+        return _NUM_LANES * (2 if self._scanned_ahead else 1)
 
     def lane_of(self, layer: int) -> int:
         """See `LocalCacheRank.lane_of`."""
         return self._book_of.get(layer, 0) % _NUM_LANES
+
+    def scan_lane_of(self, layer: int) -> int:
+        """See `LocalCacheRank.scan_lane_of`."""
+        return _NUM_LANES + self.lane_of(layer)
 
     def is_sparse_layer(self, layer: int) -> bool:
         """Whether `layer` attends to a resident set."""
@@ -254,6 +255,23 @@ class InProcessCacheRank:
     def targets_of(self, layer: int) -> tuple[int, ...]:
         """Layers whose query is predicted from the residual stream at the entry of `layer`."""
         return self._program.targets_of(layer)
+
+    def scans_of(self, layer: int) -> tuple[int, ...]:
+        """See `LocalCacheRank.scans_of`."""
+        scanned = layer + self._selection.look_ahead_layers + 1
+        return (scanned,) if scanned in self._scanned_ahead else ()
+
+    def _find_scanned_ahead(self, settings: RankSettings) -> frozenset[int]:
+        """Layers that are chosen for among what an earlier scan found.
+
+        That scan is forked off from the choice for the layer before, so there must be one.
+        """
+        if not settings.scans_ahead or self._program.timing is not Timing.SAME_STEP_HIDDEN:
+            return frozenset()
+        first = _FIRST_SOURCE + settings.selection.look_ahead_layers + 1
+        return frozenset(
+            layer for layer in self._selecting if layer >= first and layer - 1 in self._book_of
+        )
 
     # -- prefill -------------------------------------------------------------------------
 
@@ -280,8 +298,7 @@ class InProcessCacheRank:
         """See `LocalCacheRank.seed`."""
         slots, _, length = self._seeding[request]
         keys, k_scale = self._index.keys(layer)
-        lists = self._shortlists
-        chosen, shortlist, hi = choose_seed(
+        chosen = choose_seed(
             queries.to(self._device),
             keys,
             k_scale,
@@ -291,13 +308,10 @@ class InProcessCacheRank:
             num_resident=self._mirror.num_resident,
             scale=self._model.scale,
             page_size=self._pools.page_size,
-            num_shortlisted=lists.num_listed if lists is not None else 0,
         )
         if layer in self._book_of:
             book = self._book_of[layer]
             self._mirror.seed(book, row, chosen)
-            if lists is not None:
-                lists.seed(book, row, shortlist, hi)
             if self._windows is not None:
                 positions = torch.arange(length - len(queries), length, device=self._device)
                 self._windows.observe_prompt(book, row, queries.to(self._device), positions)
@@ -309,8 +323,6 @@ class InProcessCacheRank:
         heads, width = self._model.num_kv_heads, self._mirror.num_resident
         rows = rows.to(self._device)
         self._mirror.fill_identity(rows)
-        if self._shortlists is not None:
-            self._shortlists.seed_identity(rows)
         if tables is None:
             return
         tables = tables.to(self._device)
@@ -369,10 +381,18 @@ class InProcessCacheRank:
         """See `LocalCacheRank.select_ahead`."""
         self.select(layer, self._predict(layer, hidden, self.batch.positions[: len(hidden)]))
 
+    def scan_ahead(self, layer: int, hidden: torch.Tensor) -> None:
+        """See `LocalCacheRank.scan_ahead`."""
+        query = self._predict(layer, hidden, self.batch.positions[: len(hidden)])
+        if self._stress is not None:
+            query = self._stress.apply(query, self.batch.step)
+        lane, num_listed = self.scan_lane_of(layer), self._selection.num_shortlisted
+        self._listed[layer], _ = self._score_topk(layer, query, num_listed, lane)
+
     def select(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.select`."""
         size, batch, selection = len(query), self.batch, self._selection
-        lane, mirror_scratch = self.lane_of(layer), self._scratch[self.lane_of(layer)][1]
+        lane = self.lane_of(layer)
         pages, rows, active = batch.pages[:size], batch.rows[:size], batch.active[:size]
         page_size, book = self._pools.page_size, self._book_of[layer]
         if self._windows is not None:
@@ -380,14 +400,14 @@ class InProcessCacheRank:
             query = self._windows.push_and_predict(book, rows, query, positions)
         if self._stress is not None:
             query = self._stress.apply(query, batch.step)
-        if self._shortlists is None:
-            chosen, chosen_scores = self._scan(layer, query, selection.budget_tokens, active)
-        else:
-            chosen, chosen_scores = self._shortlists.choose(
-                book, lane, query, self._pools.k[layer], batch,
-                refresh_every=self.refresh_every, page_size=page_size,
+        if layer in self._scanned_ahead:
+            chosen, chosen_scores = choose_listed(
+                query, self._pools.k[layer], pages, self._listed[layer], selection.budget_tokens,
+                scale=self._model.scale, pooling=selection.pooling, page_size=page_size,
+                scratch=self._list_scratch[lane],
             )  # fmt: skip
-            self._last_query = query
+        else:
+            chosen, chosen_scores = self._score_topk(layer, query, selection.budget_tokens, lane)
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
             self._mirror.positions[book],
@@ -402,7 +422,7 @@ class InProcessCacheRank:
             active=active,
             rows=rows,
             counters=self._counters.totals,
-            scratch=mirror_scratch,
+            scratch=self._scratch[lane][1],
         )
         k_res, v_res = self._resident[layer]
         exchange_rows(
@@ -410,11 +430,11 @@ class InProcessCacheRank:
             k_res, v_res, rows, page_size=page_size,
         )  # fmt: skip
 
-    def _scan(
-        self, layer: int, query: torch.Tensor, k: int, active: torch.Tensor
+    def _score_topk(
+        self, layer: int, query: torch.Tensor, k: int, lane: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the best `k` of all candidates; returns positions and scores ``[B, H, k]``."""
-        size, batch, lane = len(query), self.batch, self.lane_of(layer)
+        """Scan all candidates; returns the best `k`, and their scores, ``[B, H, k]``."""
+        size, batch = len(query), self.batch
         keys, k_scale = self._index.keys(layer)
         return score_topk(
             query,
@@ -428,20 +448,10 @@ class InProcessCacheRank:
             pooling=self._selection.pooling,
             k_scale=k_scale,
             page_size=self._pools.page_size,
-            active=active,
+            active=batch.active[:size],
             scratch=self._scratch[lane][0],
             scan_stream=self._scan_streams[lane],
         )
-
-    def scan(self, layer: int) -> None:
-        """See `LocalCacheRank.scan`."""
-        lists, query, lane = self._shortlists, self._last_query, self.lane_of(layer)
-        if lists is None or query is None:
-            return
-        due = lists.due(lane, len(query))
-        found, _ = self._scan(layer, query, lists.num_listed, due)
-        lists.store(self._book_of[layer], lane, found, self.batch)
-        self._last_query = None
 
     def counters(self) -> dict[str, float]:
         """See `LocalCacheRank.counters`."""

@@ -170,11 +170,20 @@ class LocalCacheRank(Protocol):
     def lane_of(self, layer: int) -> int:
         """Which of them everything for `layer` has to be queued in."""
 
+    def scan_lane_of(self, layer: int) -> int:
+        """Which of them `scan_ahead` for `layer` has to be queued in."""
+
     def is_sparse_layer(self, layer: int) -> bool:
         """Whether `layer` attends to a resident set."""
 
     def targets_of(self, layer: int) -> tuple[int, ...]:
         """Layers whose query is predicted from the residual stream at the entry of `layer`."""
+
+    def scans_of(self, layer: int) -> tuple[int, ...]:
+        """Layers whose keys are scanned with the residual stream at the entry of `layer`.
+
+        Each of them is selected for at the entry of the layer after, from what was found.
+        """
 
     def begin_extend(
         self,
@@ -219,15 +228,11 @@ class LocalCacheRank(Protocol):
     def select_ahead(self, layer: int, hidden: torch.Tensor) -> None:
         """Select for `layer` from the residual stream ``[B, hidden_size]`` of an earlier one."""
 
+    def scan_ahead(self, layer: int, hidden: torch.Tensor) -> None:
+        """Scan the keys of `layer` for what `select_ahead` will choose from, one layer later."""
+
     def select(self, layer: int, query: torch.Tensor) -> None:
         """Select for `layer` with a query ``[B, Hq, D]``, which is observed as well."""
-
-    def scan(self, layer: int) -> None:
-        """With `scan_every`: scan for the shortlist of the next steps of `layer`.
-
-        With the query of its selection; to be called right after that, in the same lane, when
-        nobody waits for it.
-        """
 
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """Take note of a step's query ``[B, Hq, D]`` in `layer`, where nothing is selected."""

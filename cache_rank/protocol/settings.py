@@ -19,9 +19,8 @@ PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
 DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
 """``1``: every step is probed, and the sets of tokens are written too."""
 
-NUM_NEW = 64
-"""Tokens beside a shortlist that became candidates after its scan, at most."""
 MOST_SHORTLISTED = 16384
+"""Tokens of a shortlist: one program of a kernel keeps their scores in registers."""
 
 KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
 """Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""
@@ -67,6 +66,17 @@ class SelectionSettings(_Strict):
         le=8,
         description="Layers between the hidden state and the query it predicts.",
     )
+    scan_ahead: bool | None = Field(
+        default=None,
+        description="look_ahead, in-process: scan all keys with the query predicted one layer "
+        "earlier still, and choose among the best of them; default with transport=peer.",
+    )
+    shortlist_factor: float = Field(
+        default=2.0,
+        ge=1.0,
+        le=64.0,
+        description="With scan_ahead: tokens that are chosen from per KV head, times K.",
+    )
     lag: int | None = Field(
         default=None,
         ge=1,
@@ -85,20 +95,6 @@ class SelectionSettings(_Strict):
         le=1024,
         description="Select every n-th step; default 1, with transport=peer and a policy that "
         "selects for a later step up to 4 if selection is measured not to hide (1 turns it off).",
-    )
-    scan_every: int | None = Field(
-        default=None,
-        ge=0,
-        le=32,
-        description="In-process only: scan all keys in every n-th selecting step, when its "
-        "selection is over, for a shortlist; steps choose among that. 0, the default: each step "
-        "scans and chooses among all keys.",
-    )
-    shortlist_factor: float = Field(
-        default=4.0,
-        ge=1.0,
-        le=64.0,
-        description="With scan_every: tokens that a step chooses from per KV head, times K.",
     )
     seed_window: int = Field(
         default=64, ge=1, le=1024, description="Prompt queries that seed the set."
@@ -238,14 +234,9 @@ class SelectionSettings(_Strict):
         return self.refresh_every or 1
 
     @property
-    def scan_steps(self) -> int:
-        """`scan_every`, or what it is where it is left open; 0: without shortlists."""
-        return self.scan_every or 0
-
-    @property
     def num_shortlisted(self) -> int:
-        """Tokens of a shortlist, those that came since its scan not counted."""
-        return max(self.budget_tokens, int(self.shortlist_factor * self.budget_tokens) - NUM_NEW)
+        """Tokens that `scan_ahead` leaves to choose from, per KV head."""
+        return int(self.shortlist_factor * self.budget_tokens)
 
     @property
     def keeps_dense_while_fits(self) -> bool:
@@ -271,10 +262,13 @@ class SelectionSettings(_Strict):
                     f"num_recent_tokens = {floor}; raise --budget-tokens or lower the other two"
                 )
         is_every_step = self.refresh_steps == 1 and self.lag_steps == 1
-        if self.scan_steps and self.num_shortlisted + NUM_NEW > MOST_SHORTLISTED:
+        if self.scan_ahead is not None and self.policy != "look_ahead":
+            raise ValueError(f"scan_ahead is for policy=look_ahead, not {self.policy}")
+        if self.scan_ahead and self.num_shortlisted > MOST_SHORTLISTED:
             raise ValueError(
                 f"shortlist_factor={self.shortlist_factor} times budget_tokens="
-                f"{self.budget_tokens} must be at most {MOST_SHORTLISTED}; lower one of the two"
+                f"{self.budget_tokens} must be at most {MOST_SHORTLISTED}; lower one of the two, "
+                "or turn scan_ahead off"
             )
         if self.gate_cosine and (not is_every_step or self.share_layers):
             raise ValueError(
@@ -363,6 +357,18 @@ class RankSettings(_Strict):
         default=False,
         description="Benchmarks only: queries jump, so that every step moves all it may.",
     )
+
+    @property
+    def scans_ahead(self) -> bool:
+        """Whether all keys are scanned a layer earlier than is chosen from.
+
+        Where nothing else needs the GPU that scans, the wait for a selection is all that counts.
+        """
+        selection = self.selection
+        if selection.scan_ahead is not None:
+            return selection.scan_ahead
+        fits = selection.num_shortlisted <= MOST_SHORTLISTED
+        return self.exchange.transport == "peer" and selection.policy == "look_ahead" and fits
 
     def flat(self) -> dict[str, str]:
         """Dotted name to JSON-like text, for the field-by-field comparison."""

@@ -166,7 +166,6 @@ class InProcessBackend(AttentionBackend):
             with side.fork(query, lane=lane, signal=signal):
                 rank.select(index, query)
                 side.note_done(index)
-                rank.scan(index)
         side.join(index)
         out = self._sparse.attend(q, k, v, layer, forward_batch, save_kv_cache)
         # After this layer's attention: what is selected is for a later step, which begins when
@@ -178,7 +177,6 @@ class InProcessBackend(AttentionBackend):
                 rank.append(index, size)
                 if selects_next:
                     rank.select(index, query)
-                    rank.scan(index)
                 else:
                     rank.observe(index, query)
         elif rank.indexes:
@@ -319,14 +317,18 @@ class InProcessBackend(AttentionBackend):
         targets = self._rank.targets_of(layer)
         if not targets:
             return
-        size, stream = len(hidden_states), None
+        size, stream, rank = len(hidden_states), None, self._rank
         for target in targets:
             signal = self._side.signal(target, size)
             if stream is None:
                 stream = self._streams.put(layer, hidden_states, residual, signal)
             elif signal is not None:
                 raise_flags(signal.raised)
-            with self._side.fork(lane=self._rank.lane_of(target), signal=signal):
-                self._rank.select_ahead(target, stream)
+            with self._side.fork(lane=rank.lane_of(target), signal=signal):
+                # The stream has arrived: a scan begins as soon as the lane of its own is free.
+                for scanned in rank.scans_of(layer):
+                    with self._side.branch(rank.scan_lane_of(scanned), scanned):
+                        rank.scan_ahead(scanned, stream)
+                self._side.await_branch(target)
+                rank.select_ahead(target, stream)
                 self._side.note_done(target)
-                self._rank.scan(target)

@@ -66,6 +66,7 @@ class SideStream:
             self._flags = PeerFlags(device, cache_device, num_layers, max_batch)
         self._cache_device = cache_device
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(num_layers)]
+        self._branched: dict[int, torch.cuda.Event] = {}
         self._pending: set[int] = set()
         self._kept: list[torch.Tensor] = []
         self._forked: set[int] = set()
@@ -101,6 +102,26 @@ class SideStream:
                 wait_flags(signal.waited)
             yield
             self._run_deferred(lane)
+
+    @contextmanager
+    def branch(self, lane: int, layer: int) -> Iterator[None]:
+        """Run the body for `layer` in another lane, after what this one, of a fork, has queued."""
+        if not self._lanes:
+            yield
+            return
+        self._lanes[lane].wait_stream(torch.cuda.current_stream(self._cache_device))
+        self._forked.add(lane)
+        with self._inside(lane):
+            yield
+            done = torch.cuda.Event()
+            done.record(self._lanes[lane])
+        self._branched[layer] = done
+
+    def await_branch(self, layer: int) -> None:
+        """Let the lane of a fork wait for the branch for `layer`, if there was one."""
+        done = self._branched.pop(layer, None)
+        if done is not None:
+            torch.cuda.current_stream(self._cache_device).wait_event(done)
 
     def defer(self, lane: int, work: Callable[[], None]) -> None:
         """Run `work` in a lane, after what the forward pass has queued, when it next forks there.

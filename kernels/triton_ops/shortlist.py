@@ -24,31 +24,13 @@ _TRITON_DTYPE = {
     torch.bfloat16: tl.bfloat16,
 }
 _SCORE_WARPS = 4
-_MAX_WIDTH = 16384  # keys that one program keeps in registers
-_COPY_BLOCK = 2048
-
-
-@triton.jit
-def _ends(lo, hi, active, req):
-    begin = tl.maximum(tl.load(lo + req), 0)
-    return begin, tl.where(tl.load(active + req) != 0, tl.load(hi + req), 0)
-
-
-@triton.jit
-def _positions_at(listed, covered, begin, end, place, num_listed, num_new):
-    """Return the candidates at places of a list that goes on with what came later."""
-    first_new = tl.maximum(tl.maximum(covered, end - num_new), begin)
-    in_list = place < num_listed
-    position = tl.load(listed + place, mask=in_list, other=-1)
-    position = tl.where(in_list, position, first_new + (place - num_listed))
-    valid = (position >= begin) & (position < end) & (place < num_listed + num_new)
-    return position, valid
+_MAX_WIDTH = 16384  # scores that one program keeps in registers
 
 
 @triton.jit(do_not_specialize=["num_listed"])
 def _score_kernel(
-    q, k_pool, slots, positions, covered, rows, lo, hi, active, logits, part_lse,
-    factor, num_heads, num_listed, num_new, width, num_blocks,
+    q, k_pool, slots, listed, logits, part_lse,
+    factor, num_heads, num_listed, width, num_blocks,
     q_stride_b, q_stride_h, q_stride_d, k_stride_s, k_stride_h, slots_stride_b,
     POOLING: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_G: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -56,14 +38,11 @@ def _score_kernel(
 ):  # fmt: skip
     base, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     req, head = base // num_heads, base % num_heads
-    begin, end = _ends(lo, hi, active, req)
-    if end > begin:
-        row = tl.load(rows + req)
-        place = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        listed = positions + (row * num_heads + head) * num_listed
-        position, valid = _positions_at(
-            listed, tl.load(covered + row), begin, end, place, num_listed, num_new
-        )
+    place = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    position = tl.load(listed + base * num_listed + place, mask=place < num_listed, other=-1)
+    valid = position >= 0
+    # What follows the end of a list is not read by the choice, but its sums are.
+    if tl.max(position, 0) >= 0:
         page = tl.load(slots + req * slots_stride_b + position // PAGE, mask=valid, other=0)
         slot = page.to(tl.int64) * PAGE + position % PAGE
         member, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
@@ -84,37 +63,32 @@ def _score_kernel(
         )  # fmt: skip
         if POOLING == "softmax_mean":
             top = tl.max(x, 0)
-            shown = tl.where(top > float("-inf"), top, 0.0)
-            total = tl.sum(tl.exp2(x - shown[None, :]), 0)
+            total = tl.sum(tl.exp2(x - top[None, :]), 0)
             tl.store(
                 part_lse + (base * num_blocks + block) * PAD_G + member,
-                shown + tl.log2(total), mask=member < PAD_G,
+                top + tl.log2(total), mask=member < PAD_G,
             )  # fmt: skip
+    elif POOLING == "softmax_mean":
+        member = tl.arange(0, BLOCK_G)
+        tl.store(
+            part_lse + (base * num_blocks + block) * PAD_G + member,
+            tl.full([BLOCK_G], float("-inf"), tl.float32), mask=member < PAD_G,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_listed", "k", "every", "phase", "num_used"])
+@triton.jit(do_not_specialize=["num_listed", "k", "num_used"])
 def _choose_kernel(
-    positions, covered, rows, lo, hi, active, logits, part_lse, step, due, out, out_scores,
-    k, num_heads, num_listed, num_new, width, num_blocks, num_used, every, phase,
+    listed, logits, part_lse, out, out_scores, k, num_listed, width, num_blocks, num_used,
     POOLING: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_S: tl.constexpr,
     CAPACITY: tl.constexpr, BLOCK_PAD: tl.constexpr,
 ):  # fmt: skip
     base = tl.program_id(0).to(tl.int64)
-    req, head = base // num_heads, base % num_heads
-    begin, end = _ends(lo, hi, active, req)
     out_row, score_row = out + base * k, out_scores + base * k
+    member, place = tl.arange(0, PAD_G), tl.arange(0, CAPACITY)
+    position = tl.load(listed + base * num_listed + place, mask=place < num_listed, other=-1)
+    valid = position >= 0
     num_chosen = tl.zeros([], tl.int32)
-    row = tl.load(rows + req)
-    seen = tl.load(covered + row)
-    if head == 0:
-        is_due = (tl.load(step) + phase) % every == 0
-        is_due = (is_due | (end - seen > num_new)) & (tl.load(active + req) != 0)
-        tl.store(due + req, is_due.to(tl.int8))
-    if end > begin:
-        member = tl.arange(0, PAD_G)
-        place = tl.arange(0, CAPACITY)
-        listed = positions + (row * num_heads + head) * num_listed
-        position, valid = _positions_at(listed, seen, begin, end, place, num_listed, num_new)
+    if tl.max(position, 0) >= 0:
         x = tl.load(
             logits + (base * width + place)[:, None] * PAD_G + member[None, :],
             mask=valid[:, None], other=float("-inf"),
@@ -126,9 +100,8 @@ def _choose_kernel(
                 mask=(part < num_used)[:, None], other=float("-inf"),
             )  # fmt: skip
             top = tl.max(parts, 0)
-            top = tl.where(top > float("-inf"), top, 0.0)
             lse = top + tl.log2(tl.sum(tl.exp2(parts - top[None, :]), 0))
-            lse = tl.where((member < GROUP) & (lse > float("-inf")), lse, float("inf"))
+            lse = tl.where(member < GROUP, lse, float("inf"))
             score = tl.sum(tl.exp2(x - lse[None, :]), 1) / GROUP
         elif POOLING == "max_logit":
             score = tl.max(tl.where((member < GROUP)[None, :], x, float("-inf")), 1)
@@ -144,72 +117,44 @@ def _choose_kernel(
         start += BLOCK_PAD
 
 
-@triton.jit(do_not_specialize=["num_listed"])
-def _store_kernel(
-    found, hi, due, rows, positions, covered, num_heads, num_listed, BLOCK: tl.constexpr
-):  # fmt: skip
-    base, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    req, head = base // num_heads, base % num_heads
-    if tl.load(due + req) != 0:
-        row = tl.load(rows + req)
-        place = block * BLOCK + tl.arange(0, BLOCK)
-        mask = place < num_listed
-        position = tl.load(found + base * num_listed + place, mask=mask, other=-1)
-        tl.store(
-            positions + (row * num_heads + head) * num_listed + place, position, mask=mask
-        )  # fmt: skip
-        if (head == 0) & (block == 0):
-            tl.store(covered + row, tl.load(hi + req))
-
-
-def choose_shortlisted(
+def choose_listed(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     slots: torch.Tensor,
-    positions: torch.Tensor,
-    covered: torch.Tensor,
-    rows: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
+    listed: torch.Tensor,
     k: int,
     *,
-    num_new: int,
-    active: torch.Tensor,
-    step: torch.Tensor,
-    every: int,
-    phase: int,
-    due: torch.Tensor,
     scale: float,
     pooling: str,
     page_size: int,
     scratch: ShortlistScratch | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose positions; see `tandemkv.kernels.shortlist.choose_shortlisted`."""
+    """Choose positions; see `tandemkv.kernels.shortlist.choose_listed`."""
     num_reqs, num_qo_heads, dim = q.shape
-    heads, num_listed = positions.shape[1:]
+    heads, width = listed.shape[1:]
     out = torch.empty((num_reqs, heads, k), dtype=torch.int32, device=q.device)
     out_scores = torch.empty(out.shape, dtype=torch.float32, device=q.device)
-    if not num_reqs:
-        return out, out_scores
-    width, group = num_listed + num_new, num_qo_heads // heads
+    if not listed.numel():
+        return out.fill_(-1), out_scores.fill_(float("-inf"))
     if width > _MAX_WIDTH:
-        message = f"num_listed + num_new = {width}: must be <= {_MAX_WIDTH}"
+        message = f"listed.shape={tuple(listed.shape)}: must have <= {_MAX_WIDTH} in a list"
         raise ValueError(message)
     # Copies of a pool would be made in silence, and in every captured layer.
-    if k_pool.stride(-1) != 1 or slots.stride(1) != 1 or not positions.is_contiguous():
-        message = "k_pool, slots and positions must be dense in their last dimensions"
+    if k_pool.stride(-1) != 1 or slots.stride(1) != 1 or not listed.is_contiguous():
+        message = "k_pool, slots and listed must be dense in their last dimensions"
         raise ValueError(message)
     if scratch is None:
         scratch = make_shortlist_scratch(num_reqs, num_qo_heads, heads, width, q.device)
-    pad_g, num_used = padded_group(group), triton.cdiv(width, BLOCK_N)
-    num_rows, capacity = num_reqs * heads, triton.next_power_of_2(width)
-    ranges = (covered, rows, lo, hi, active.view(torch.int8), scratch.logits, scratch.part_lse)
-    sizes = (num_listed, num_new, scratch.logits.shape[1], scratch.part_lse.shape[1])
+    group, num_used = num_qo_heads // heads, triton.cdiv(width, BLOCK_N)
+    pad_g, num_rows = padded_group(group), num_reqs * heads
+    capacity = triton.next_power_of_2(width)
+    buffers = (scratch.logits, scratch.part_lse)
+    sizes = (width, scratch.logits.shape[1], scratch.part_lse.shape[1])
     is_softmax = pooling == "softmax_mean"
     # The interpreter multiplies bfloat16 as if its bits were integers.
     multiplied = torch.float32 if _INTERPRETED else k_pool.dtype
     _score_kernel[(num_rows, num_used)](
-        q, k_pool, slots, positions, *ranges,
+        q, k_pool, slots, listed, *buffers,
         scale * (math.log2(math.e) if is_softmax else 1.0), heads, *sizes,
         *q.stride(), *k_pool.stride()[:2], slots.stride(0),
         POOLING=pooling, GROUP=group, PAD_G=pad_g, BLOCK_G=max(16, pad_g), PAGE=page_size,
@@ -218,27 +163,8 @@ def choose_shortlisted(
         PRECISION="ieee" if k_pool.dtype == torch.float32 else "tf32", num_warps=_SCORE_WARPS,
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
-        positions, *ranges, step, due.view(torch.int8), out, out_scores, k, heads, *sizes,
-        num_used, every, phase, POOLING=pooling, GROUP=group, PAD_G=pad_g,
-        BLOCK_S=triton.next_power_of_2(num_used), CAPACITY=capacity, BLOCK_PAD=1024,
-        num_warps=8 if capacity <= 4096 else 16,
+        listed, *buffers, out, out_scores, k, *sizes, num_used,
+        POOLING=pooling, GROUP=group, PAD_G=pad_g, BLOCK_S=triton.next_power_of_2(num_used),
+        CAPACITY=capacity, BLOCK_PAD=1024, num_warps=8 if capacity <= 4096 else 16,
     )  # fmt: skip
     return out, out_scores
-
-
-def store_shortlist(
-    found: torch.Tensor,
-    hi: torch.Tensor,
-    due: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    covered: torch.Tensor,
-) -> None:
-    """Replace shortlists; see `tandemkv.kernels.shortlist.store_shortlist`."""
-    num_reqs, heads, num_listed = found.shape
-    if not found.numel():
-        return
-    _store_kernel[(num_reqs * heads, triton.cdiv(num_listed, _COPY_BLOCK))](
-        found, hi, due.view(torch.int8), rows, positions, covered, heads, num_listed,
-        BLOCK=_COPY_BLOCK,
-    )  # fmt: skip

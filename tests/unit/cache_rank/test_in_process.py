@@ -15,7 +15,7 @@ from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 
-LAYERS, HEADS, QUERY_HEADS, DIM, ROWS1, CONTEXT = 3, 2, 4, 16, 4, 256
+LAYERS, HEADS, QUERY_HEADS, DIM, ROWS1, CONTEXT = 6, 2, 4, 16, 4, 256
 MODEL = ModelSpec(
     architecture="LlamaForCausalLM",
     num_layers=LAYERS,
@@ -94,19 +94,27 @@ class World:
                 queries = torch.randn((8, QUERY_HEADS, DIM), generator=self.generator)
                 self.rank.seed(layer, 0, row, queries)
 
-    def decode(
-        self, rows: list[int], lengths: list[int], hidden: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def decode(self, rows: list[int], lengths: list[int]) -> torch.Tensor:
         """Run one step's selections; returns the hidden state ``[B, hidden]``."""
         self.rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), self.table)
-        if hidden is None:
-            hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=self.generator)
+        hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=self.generator)
         for layer in range(LAYERS):
+            for scanned in self.rank.scans_of(layer):
+                self.rank.scan_ahead(scanned, hidden)
             for target in self.rank.targets_of(layer):
                 self.rank.select_ahead(target, hidden)
-                self.rank.scan(target)
             self.rank.append(layer, len(rows))
         return hidden
+
+    def best(
+        self, layer: int, row: int, hi: int, hidden: torch.Tensor, k: int, pooling: str = "softmax"
+    ) -> torch.Tensor:
+        """The `k` best candidates of a row, best first, in float64: ``[H, k]``."""
+        query = hidden.view(HEADS, QUERY_HEADS // HEADS, DIM).double()
+        keys = self.pools.k[layer][self.table[row, 4:hi].long()].double()
+        logits = torch.einsum("hgd,nhd->hgn", query, keys) * MODEL.scale
+        pooled = logits.amax(1) if pooling == "max_logit" else torch.softmax(logits, -1).mean(1)
+        return pooled.topk(k).indices + 4
 
     def resident(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K of the resident set ``[R, H, D]`` and its positions ``[H, R]``."""
@@ -131,14 +139,14 @@ class World:
 @pytest.mark.parametrize(
     ("index_dtype", "page_size"), [("native", 1), ("int8", 1), ("int8", 16), ("int4", 16)]
 )
-@pytest.mark.parametrize("scan_every", [0, 3])
-def test_books_are_what_is_resident(index_dtype: str, page_size: int, scan_every: int) -> None:
-    world = World(index_dtype=index_dtype, page_size=page_size, scan_every=scan_every)
+@pytest.mark.parametrize("scan_ahead", [False, True])
+def test_books_are_what_is_resident(index_dtype: str, page_size: int, scan_ahead: bool) -> None:
+    world = World(index_dtype=index_dtype, page_size=page_size, scan_ahead=scan_ahead)
     world.prefill(1, 130)
     world.prefill(3, 97)
     for step in range(1, 40):
         world.decode([1, 0, 3], [130 + step, 1, 97 + step])
-        for layer in (1, 2):
+        for layer in (1, 2, 4, 5):
             world.check_books(layer, 1, 130 + step)
             world.check_books(layer, 3, 97 + step)
 
@@ -150,10 +158,10 @@ def test_counters_follow_the_selections() -> None:
     world.decode([1, 0, 2], [201, 1, 30])  # the second is padding, the third fits as a whole
     totals = world.rank.counters()
     changed = int((world.rank._mirror.positions != before).sum())
-    assert totals["selections_total"] == 2
+    assert totals["selections_total"] == LAYERS - 1
     assert totals["fetched_rows_total"] == changed > 0
     selected = totals["resident_hits_total"] + totals["resident_misses_total"]
-    assert selected == 2 * HEADS * 32
+    assert selected == (LAYERS - 1) * HEADS * 32
     assert totals["resident_misses_total"] >= totals["fetched_rows_total"]
     assert world.rank.last_counters()["selections_total"] == 0  # as of the start of that step
     world.decode([1], [202])
@@ -161,27 +169,49 @@ def test_counters_follow_the_selections() -> None:
     assert last == {name: totals[name] for name in last}
 
 
-@pytest.mark.parametrize(("scan_every", "pooling"), [(0, "softmax_mean"), (2, "max_logit")])
-def test_selects_what_a_float64_scan_would(scan_every: int, pooling: str) -> None:
-    """With a fetch cap of K the set holds the K best over the group.
-
-    With a shortlist it does once the list is that of the same query. (Softmaxes over a list are
-    others than over all candidates.)
-    """
-    world = World(index_dtype="native", fetch_cap=32, scan_every=scan_every, pooling=pooling)
-    world.prefill(2, 200 - scan_every)
-    hidden = torch.randn((1, QUERY_HEADS * DIM), generator=world.generator)
-    for length in range(201 - scan_every, 202):  # scanned once, then chosen from
-        world.decode([2], [length], hidden)
-    query = hidden.view(HEADS, QUERY_HEADS // HEADS, DIM).double()
-    hi = 201 - 16
-    keys = world.pools.k[1][world.table[2, 4:hi].long()].double()
-    logits = torch.einsum("hgd,nhd->hgn", query, keys) * MODEL.scale
-    pooled = torch.softmax(logits, -1).mean(1) if not scan_every else logits.amax(1)
-    best = pooled.topk(32).indices + 4
+def test_selects_what_a_float64_scan_would() -> None:
+    """With a fetch cap of K the set holds the K best, by softmax mean over the group."""
+    world = World(index_dtype="native", fetch_cap=32)
+    world.prefill(2, 200)
+    hidden = world.decode([2], [201])
+    best = world.best(1, 2, 201 - 16, hidden, 32)
     _, positions = world.resident(1, 2)
     for head in range(HEADS):
         assert set(best[head].tolist()) <= set(positions[head].tolist())
+
+
+def test_a_scan_ahead_leaves_candidates_to_choose_from() -> None:
+    """The best 32, under one query, of the best 64 under an earlier one."""
+    world = World(index_dtype="native", fetch_cap=32, scan_ahead=True, pooling="max_logit")
+    rank = world.rank
+    assert [rank.scans_of(layer) for layer in range(LAYERS)] == [(), (), (4,), (5,), (), ()]
+    assert {rank.scan_lane_of(4), rank.scan_lane_of(5)} == {2, 3}
+    assert rank.num_lanes == 4
+    world.prefill(2, 200)
+    rank.begin_decode(torch.tensor([2]), torch.tensor([201]), world.table)
+    early, late = torch.randn((2, 1, QUERY_HEADS * DIM), generator=world.generator)
+    rank.scan_ahead(4, early)
+    rank.select_ahead(4, late)
+    listed = world.best(4, 2, 201 - 16, early, 64, pooling="max_logit")
+    _, positions = world.resident(4, 2)
+    for head in range(HEADS):
+        among = world.best(4, 2, 201 - 16, late, 181, pooling="max_logit")[head].tolist()
+        allowed = set(listed[head].tolist())
+        want = [p for p in among if p in allowed][:32]
+        assert set(want) <= set(positions[head].tolist())
+
+
+def test_layers_are_scanned_ahead_only_behind_one_that_is_selected_for() -> None:
+    world = World(scan_ahead=True, exact_layers=(0, 3))
+    assert [world.rank.scans_of(layer) for layer in range(LAYERS)] == [(), (), (), (5,), (), ()]
+    assert World().rank.num_lanes == 2
+
+
+def test_only_look_ahead_scans_ahead() -> None:
+    with pytest.raises(ValueError, match="scan_ahead is for policy=look_ahead, not last_query"):
+        World(policy="last_query", scan_ahead=True)
+    with pytest.raises(ValueError, match="must be at most 16384; lower one"):
+        World(budget_tokens=8192, shortlist_factor=3.0, scan_ahead=True)
 
 
 def test_identity_seed_of_a_request_that_grew() -> None:
@@ -198,44 +228,6 @@ def test_identity_seed_of_a_request_that_grew() -> None:
     torch.testing.assert_close(keys, world.pools.k[2][table[: world.width].long()])
     world.decode([2], [length])
     world.check_books(2, 2, length)
-
-
-def test_shortlists_of_requests_that_outgrow_them() -> None:
-    """A request that was dense for long begins with its first tokens, and is scanned at once."""
-    world = World(index_dtype="native", scan_every=8, dense_tokens=190, shortlist_factor=3.0)
-    length = world.lengths.num_cold + 1
-    rows = torch.tensor([1, 2])
-    world.rank.seed_identity(rows, world.table[rows, : world.width])
-    lists = world.rank._shortlists
-    assert lists is not None
-    last, hi = 4 + lists.num_listed, length - 16
-    assert lists._positions[0, 2, 0].tolist() == list(range(4, last))
-    lists._covered[:, 1] = hi - 64
-    assert hi - last > 64
-    world.decode([2, 1], [length, length])
-    assert lists._covered[:, 2].tolist() == [hi, hi]
-    assert lists._covered[:, 1].tolist() == [hi - 64] * 2
-    held = lists._positions[0, 2, 0]
-    assert held.unique().numel() == lists.num_listed
-    assert held.max() > last
-
-
-def test_layers_are_scanned_in_turn() -> None:
-    world = World(index_dtype="native", scan_every=2, refresh_every=3)
-    world.prefill(1, 150)
-    lists = world.rank._shortlists
-    assert lists is not None
-    scanned = []
-    for step in range(1, 13):
-        before = lists._covered[:, 1].clone()
-        world.rank.begin_decode(torch.tensor([1]), torch.tensor([150 + step]), world.table)
-        if world.rank.selects_in_step:
-            for layer in (1, 2):
-                world.rank.select(layer, torch.randn(1, QUERY_HEADS, DIM))
-                world.rank.scan(layer)
-        scanned.append((lists._covered[:, 1] != before).tolist())
-    none, first, second = [False, False], [True, False], [False, True]
-    assert scanned == [none, none, second, none, none, first] * 2
 
 
 def test_dense_and_padding_rows_are_left_alone() -> None:
@@ -299,4 +291,4 @@ def test_only_every_nth_step_selects() -> None:
         for layer in (1, 2):
             rank.append(layer, 1)
             world.check_books(layer, 1, 130 + step)
-    assert rank.counters()["selections_total"] == 2 * selected
+    assert rank.counters()["selections_total"] == (LAYERS - 1) * selected
