@@ -14,7 +14,7 @@ from tandemkv.kernels.check import FLOAT32, FLOATS, INT32, INTS, Dims, check_int
 from tandemkv.kernels.dispatch import resolve
 from tandemkv.kernels.score import POOLINGS, padded_group
 
-BLOCK_N = 64
+BLOCK_N = 128
 """Tokens of a program that scores."""
 
 

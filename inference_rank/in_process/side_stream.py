@@ -105,13 +105,16 @@ class SideStream:
 
     @contextmanager
     def branch(self, lane: int, layer: int) -> Iterator[None]:
-        """Run the body for `layer` in another lane, after what this one, of a fork, has queued."""
+        """Run the body for `layer` in another lane, after what this one, of a fork, has queued.
+
+        Only to be used inside a fork.
+        """
         if not self._lanes:
             yield
             return
         self._lanes[lane].wait_stream(torch.cuda.current_stream(self._cache_device))
         self._forked.add(lane)
-        with self._inside(lane):
+        with torch.cuda.stream(self._lanes[lane]):
             yield
             done = torch.cuda.Event()
             done.record(self._lanes[lane])

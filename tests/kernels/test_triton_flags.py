@@ -58,9 +58,10 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
     enable_peer_access(main, far)
     torch.cuda.set_device(main)
     num_layers, shape = 6, (4, 512)
-    side = SideStream(main, far, num_layers, num_lanes=2, max_batch=4)
+    side = SideStream(main, far, num_layers, num_lanes=4, max_batch=4)
     there = torch.zeros((num_layers, *shape), device=far)
     there_from_main = seen_from(main, there)
+    ahead = torch.zeros((num_layers + 1, *shape), device=far)
     back = torch.zeros((num_layers, *shape), device=main)
     back_from_there = seen_from(far, back)
     start = torch.zeros(shape, device=main)
@@ -74,18 +75,24 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
             else:
                 send_rows(x, None, there_from_main[layer], signal.raised)
             with side.fork(lane=layer % 2, signal=signal):
-                back_from_there[layer].copy_(there[layer] * 2)
+                with side.branch(2 + layer % 2, layer + 1):
+                    ahead[layer + 1].copy_(there[layer])
+                side.await_branch(layer)
+                back_from_there[layer].copy_(there[layer] * 2 + ahead[layer])
                 side.note_done(layer)
             side.join(layer)
             x = x + back[layer]
         side.join_all()
         return x
 
-    assert torch.equal(step(), torch.full(shape, 3.0**num_layers, device=main))
+    before, factor = 0.0, 1.0
+    for _ in range(num_layers):
+        before, factor = factor, 3 * factor + before
+    assert torch.equal(step(), torch.full(shape, factor, device=main))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
     for turn in range(200):
         start.fill_(turn)
         graph.replay()
-        assert torch.equal(out, torch.full(shape, (turn + 1) * 3.0**num_layers, device=main))
+        assert torch.equal(out, torch.full(shape, (turn + 1) * factor, device=main))

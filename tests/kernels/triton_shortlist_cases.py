@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of shortlists; run by `test_shortlist` in a process of its own."""
+"""Triton kernels of shortlists; run by `test_triton_shortlist` in a process of its own."""
 
 import math
 
