@@ -8,7 +8,7 @@ synchronisation: SGLang captures it in its decode graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -377,9 +377,14 @@ class InProcessCacheRank:
             rows, positions = self.batch.rows[: len(query)], self.batch.positions[: len(query)]
             self._windows.push(self._book_of[layer], rows, query, positions)
 
-    def select_ahead(self, layer: int, hidden: torch.Tensor) -> None:
+    def select_ahead(
+        self, layer: int, hidden: torch.Tensor, await_scan: Callable[[], None] | None = None
+    ) -> None:
         """See `LocalCacheRank.select_ahead`."""
-        self.select(layer, self._predict(layer, hidden, self.batch.positions[: len(hidden)]))
+        query = self._predict(layer, hidden, self.batch.positions[: len(hidden)])
+        if await_scan is not None:
+            await_scan()
+        self.select(layer, query)
 
     def scan_ahead(self, layer: int, hidden: torch.Tensor) -> None:
         """See `LocalCacheRank.scan_ahead`."""

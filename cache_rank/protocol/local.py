@@ -225,8 +225,13 @@ class LocalCacheRank(Protocol):
     def append(self, layer: int, batch_size: int) -> None:
         """Index the key that the step wrote in `layer`."""
 
-    def select_ahead(self, layer: int, hidden: torch.Tensor) -> None:
-        """Select for `layer` from the residual stream ``[B, hidden_size]`` of an earlier one."""
+    def select_ahead(
+        self, layer: int, hidden: torch.Tensor, await_scan: Callable[[], None] | None = None
+    ) -> None:
+        """Select for `layer` from the residual stream ``[B, hidden_size]`` of an earlier one.
+
+        `await_scan` is called when the query is predicted, and what `scan_ahead` found is needed.
+        """
 
     def scan_ahead(self, layer: int, hidden: torch.Tensor) -> None:
         """Scan the keys of `layer` for what `select_ahead` will choose from, one layer later."""

@@ -8,6 +8,7 @@ the cache rank keeps them fresh on a stream of its own, inside SGLang's decode g
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -329,6 +330,5 @@ class InProcessBackend(AttentionBackend):
                 for scanned in rank.scans_of(layer):
                     with self._side.branch(rank.scan_lane_of(scanned), scanned):
                         rank.scan_ahead(scanned, stream)
-                self._side.await_branch(target)
-                rank.select_ahead(target, stream)
+                rank.select_ahead(target, stream, partial(self._side.await_branch, target))
                 self._side.note_done(target)
