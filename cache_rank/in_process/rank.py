@@ -163,7 +163,7 @@ class InProcessCacheRank:
         )
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         context = model.max_context
-        self._scanned_ahead = self._find_scanned_ahead(settings)
+        self._scanned_ahead = self._find_scanned_ahead()
         # Layers of different lanes are worked on at once.
         num_lanes = self.num_lanes if self._selecting else 0
         most = selection.num_shortlisted if self._scanned_ahead else selection.budget_tokens
@@ -261,14 +261,14 @@ class InProcessCacheRank:
         scanned = layer + self._selection.look_ahead_layers + 1
         return (scanned,) if scanned in self._scanned_ahead else ()
 
-    def _find_scanned_ahead(self, settings: RankSettings) -> frozenset[int]:
+    def _find_scanned_ahead(self) -> frozenset[int]:
         """Layers that are chosen for among what an earlier scan found.
 
         That scan is forked off from the choice for the layer before, so there must be one.
         """
-        if not settings.scans_ahead or self._program.timing is not Timing.SAME_STEP_HIDDEN:
+        if not self._selection.scan_ahead:
             return frozenset()
-        first = _FIRST_SOURCE + settings.selection.look_ahead_layers + 1
+        first = _FIRST_SOURCE + self._selection.look_ahead_layers + 1
         return frozenset(
             layer for layer in self._selecting if layer >= first and layer - 1 in self._book_of
         )

@@ -66,10 +66,10 @@ class SelectionSettings(_Strict):
         le=8,
         description="Layers between the hidden state and the query it predicts.",
     )
-    scan_ahead: bool | None = Field(
-        default=None,
+    scan_ahead: bool = Field(
+        default=False,
         description="look_ahead, in-process: scan all keys with the query predicted one layer "
-        "earlier still, and choose among the best of them; default with transport=peer.",
+        "earlier still, and choose among the best of them. No faster yet: docs/decisions/0009.",
     )
     shortlist_factor: float = Field(
         default=2.0,
@@ -262,7 +262,7 @@ class SelectionSettings(_Strict):
                     f"num_recent_tokens = {floor}; raise --budget-tokens or lower the other two"
                 )
         is_every_step = self.refresh_steps == 1 and self.lag_steps == 1
-        if self.scan_ahead is not None and self.policy != "look_ahead":
+        if self.scan_ahead and self.policy != "look_ahead":
             raise ValueError(f"scan_ahead is for policy=look_ahead, not {self.policy}")
         if self.scan_ahead and self.num_shortlisted > MOST_SHORTLISTED:
             raise ValueError(
@@ -357,18 +357,6 @@ class RankSettings(_Strict):
         default=False,
         description="Benchmarks only: queries jump, so that every step moves all it may.",
     )
-
-    @property
-    def scans_ahead(self) -> bool:
-        """Whether all keys are scanned a layer earlier than is chosen from.
-
-        Where nothing else needs the GPU that scans, the wait for a selection is all that counts.
-        """
-        selection = self.selection
-        if selection.scan_ahead is not None:
-            return selection.scan_ahead
-        fits = selection.num_shortlisted <= MOST_SHORTLISTED
-        return self.exchange.transport == "peer" and selection.policy == "look_ahead" and fits
 
     def flat(self) -> dict[str, str]:
         """Dotted name to JSON-like text, for the field-by-field comparison."""
