@@ -176,7 +176,8 @@ class InProcessCacheRank:
             for _ in range(num_lanes)
         ]
         self._list_scratch = [
-            make_shortlist_scratch(*sizes, most, device) for _ in range(num_lanes)
+            make_shortlist_scratch(*sizes, most, device)
+            for _ in range(_NUM_LANES if self._scanned_ahead else 0)
         ]
         # Read in another lane than they are made in: kept until their layer's next.
         self._listed: dict[int, torch.Tensor] = {}

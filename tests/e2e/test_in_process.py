@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 NEW_TOKENS = 16
 
 
-@pytest.fixture(scope="module")
-def covering() -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[False, True], ids=["", "scan_ahead"])
+def covering(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Everything is selected, nothing skipped; int8, so that the index is kept as well."""
     selection = {
         "policy": "look_ahead",
@@ -25,6 +25,7 @@ def covering() -> Iterator[Server]:
         "dense_while_fits": False,
         "index_dtype": "int8",
         "exact_layers": [0],
+        "scan_ahead": request.param,
     }
     with ours({"cache_ranks": 0, "selection": selection}) as server:
         yield server
