@@ -16,6 +16,8 @@ from tandemkv.kernels.score import POOLINGS, padded_group
 
 BLOCK_N = 128
 """Tokens of a program that scores."""
+MAX_LISTED = 8192
+"""Tokens of a list on a GPU: one program keeps their scores in registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,12 @@ def make_shortlist_scratch(
         Heads, as they will be scored.
     device : torch.device
         Where.
+
+    Returns
+    -------
+    ShortlistScratch
+        About ``4 * num_reqs * num_qo_heads * width`` bytes. Calls that share it must be
+        ordered by one stream.
     """
     rows, group = num_reqs * num_kv_heads, padded_group(num_qo_heads // num_kv_heads)
     blocks = -(-width // BLOCK_N)
@@ -80,7 +88,7 @@ def choose_listed(
         ``[num_reqs, max_pages]``, integers: page of each run of `page_size` positions.
     listed : torch.Tensor
         ``[num_reqs, num_kv_heads, num_listed]``, int32: distinct positions, then ``-1``; from
-        `tandemkv.kernels.select.score_topk`.
+        `tandemkv.kernels.select.score_topk`. On a GPU contiguous, at most `MAX_LISTED` of a head.
     k : int
         Positions per KV head, ``>= 0``.
     scale : float
@@ -122,7 +130,12 @@ def choose_listed(
     if scratch is not None:
         dims.check("scratch.logits", scratch.logits, "have_rows have_width have_group", FLOAT32)
         needed = (dims["num_reqs"] * dims["num_kv_heads"], dims["num_listed"])
-        if scratch.logits.shape[0] < needed[0] or scratch.logits.shape[1] < needed[1]:
+        group = padded_group(dims["num_qo_heads"] // dims["num_kv_heads"])
+        if (
+            scratch.logits.shape[0] < needed[0]
+            or scratch.logits.shape[1] < needed[1]
+            or scratch.logits.shape[2] != group
+        ):
             fail("scratch", tuple(scratch.logits.shape), "made by make_shortlist_scratch for these")
     run = resolve("shortlist", "choose_listed", q.device)
     chosen: tuple[torch.Tensor, torch.Tensor] = run(

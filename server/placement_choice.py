@@ -52,8 +52,8 @@ def resolve_placement(
     in_process = settings.rank_settings.exchange.is_in_process
     if settings.selection.scan_ahead and not in_process:
         raise SettingsError(
-            "scan_ahead=true: only a cache rank in the inference rank's process scans ahead; add "
-            "--cache-ranks 0 or --transport peer, or leave --scan-ahead out"
+            "scan_ahead: only a cache rank in the inference rank's process scans ahead; add "
+            "--cache-ranks 0, or --transport peer on two GPUs, or leave --scan-ahead out"
         )
     if device == "cuda" and in_process:
         _check_gpus(settings, spec, model_dir)

@@ -186,8 +186,11 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
 
     selection = settings.selection
     for name in ("share_layers", "gate_cosine"):
-        if settings.cache_ranks == 0 and getattr(selection, name):
-            raise SettingsError(f"{name} needs a cache rank of its own: use --cache-ranks 1")
+        if settings.rank_settings.exchange.is_in_process and getattr(selection, name):
+            raise SettingsError(
+                f"{name} needs a cache rank in a process of its own: use --cache-ranks 1, and not "
+                "--transport peer"
+            )
     policy = find_policy(selection.policy)
     try:
         check_gate(policy, selection)

@@ -169,11 +169,11 @@ class InProcessCacheRank:
         most = selection.num_shortlisted if self._scanned_ahead else selection.budget_tokens
         sizes = max_batch, model.num_qo_heads, heads
         self._scratch = [
-            (
-                make_select_scratch(*sizes, context, most, device),
-                make_mirror_scratch(max_batch, heads, context, device),
-            )
-            for _ in range(num_lanes)
+            make_select_scratch(*sizes, context, most, device) for _ in range(num_lanes)
+        ]
+        self._mirror_scratch = [
+            make_mirror_scratch(max_batch, heads, context, device)
+            for _ in range(min(num_lanes, _NUM_LANES))
         ]
         self._list_scratch = [
             make_shortlist_scratch(*sizes, most, device)
@@ -428,7 +428,7 @@ class InProcessCacheRank:
             active=active,
             rows=rows,
             counters=self._counters.totals,
-            scratch=self._scratch[lane][1],
+            scratch=self._mirror_scratch[lane],
         )
         k_res, v_res = self._resident[layer]
         exchange_rows(
@@ -455,7 +455,7 @@ class InProcessCacheRank:
             k_scale=k_scale,
             page_size=self._pools.page_size,
             active=batch.active[:size],
-            scratch=self._scratch[lane][0],
+            scratch=self._scratch[lane],
             scan_stream=self._scan_streams[lane],
         )
 

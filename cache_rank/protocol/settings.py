@@ -19,7 +19,7 @@ PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
 DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
 """``1``: every step is probed, and the sets of tokens are written too."""
 
-MOST_SHORTLISTED = 16384
+MOST_SHORTLISTED = 8192
 """Tokens of a shortlist: one program of a kernel keeps their scores in registers."""
 
 KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
@@ -263,7 +263,12 @@ class SelectionSettings(_Strict):
                 )
         is_every_step = self.refresh_steps == 1 and self.lag_steps == 1
         if self.scan_ahead and self.policy != "look_ahead":
-            raise ValueError(f"scan_ahead is for policy=look_ahead, not {self.policy}")
+            raise ValueError(
+                f"scan_ahead is for policy=look_ahead, not {self.policy}; use --policy look_ahead, "
+                "or drop --scan-ahead"
+            )
+        if self.scan_ahead and (self.share_layers or self.gate_cosine):
+            raise ValueError("scan_ahead goes with neither share_layers nor gate_cosine; drop it")
         if self.scan_ahead and self.num_shortlisted > MOST_SHORTLISTED:
             raise ValueError(
                 f"shortlist_factor={self.shortlist_factor} times budget_tokens="

@@ -13,7 +13,12 @@ import triton
 import triton.language as tl
 
 from tandemkv.kernels.score import padded_group
-from tandemkv.kernels.shortlist import BLOCK_N, ShortlistScratch, make_shortlist_scratch
+from tandemkv.kernels.shortlist import (
+    BLOCK_N,
+    MAX_LISTED,
+    ShortlistScratch,
+    make_shortlist_scratch,
+)
 from tandemkv.kernels.triton_ops.topk import select_listed
 from tandemkv.kernels.triton_ops.topk_search import score_key
 
@@ -24,7 +29,6 @@ _TRITON_DTYPE = {
     torch.bfloat16: tl.bfloat16,
 }
 _SCORE_WARPS = 4
-_MAX_WIDTH = 16384  # scores that one program keeps in registers
 
 
 @triton.jit(do_not_specialize=["num_listed"])
@@ -136,12 +140,15 @@ def choose_listed(
     out_scores = torch.empty(out.shape, dtype=torch.float32, device=q.device)
     if not listed.numel():
         return out.fill_(-1), out_scores.fill_(float("-inf"))
-    if width > _MAX_WIDTH:
-        message = f"listed.shape={tuple(listed.shape)}: must have <= {_MAX_WIDTH} in a list"
+    if width > MAX_LISTED:
+        message = (
+            f"listed.shape={tuple(listed.shape)}: must have <= {MAX_LISTED} in a list on a GPU; "
+            "use a smaller shortlist_factor"
+        )
         raise ValueError(message)
     # Copies of a pool would be made in silence, and in every captured layer.
     if k_pool.stride(-1) != 1 or slots.stride(1) != 1 or not listed.is_contiguous():
-        message = "k_pool, slots and listed must be dense in their last dimensions"
+        message = "k_pool and slots must be dense in their last dimension, listed contiguous"
         raise ValueError(message)
     if scratch is None:
         scratch = make_shortlist_scratch(num_reqs, num_qo_heads, heads, width, q.device)

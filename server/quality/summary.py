@@ -205,10 +205,11 @@ def _share(configuration: Configuration, result: TaskResult) -> float | None:
         share += configuration.remote_tokens * result.request_steps / context
     gated = result.counters.get("cache.gated_rows_total")
     if gated and result.request_steps:
-        # Rows of single layers that the gate turned exact: everything is attended to there.
+        # Rows of single layers that the gate turned exact: everything is attended to there. Of a
+        # request that was dense throughout there are none.
         num_layers = configuration.num_layers - len(configuration.exact_layers)
-        part = gated / (result.request_steps * num_layers)
-        share += min(1.0, part) * (1 - share)
+        sparse = result.counters.get("inference.sparse_rows_total", result.request_steps)
+        share += min(1.0, gated / (sparse * num_layers)) * (1 - share)
     return configuration.attended_share(min(1.0, share))
 
 

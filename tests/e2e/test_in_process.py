@@ -33,7 +33,7 @@ def covering(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """A resident set much smaller than the prompts."""
+    """A resident set, and a shortlist, much smaller than the prompts."""
     selection = {
         "policy": "look_ahead",
         "budget_tokens": 96,
@@ -41,6 +41,7 @@ def small() -> Iterator[Server]:
         "num_recent_tokens": 16,
         "fetch_cap": 8,
         "exact_layers": [],
+        "scan_ahead": True,
     }
     with ours({"cache_ranks": 0, "selection": selection, "evaluation": True}) as server:
         yield server

@@ -76,6 +76,7 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
                 send_rows(x, None, there_from_main[layer], signal.raised)
             with side.fork(lane=layer % 2, signal=signal):
                 with side.branch(2 + layer % 2, layer + 1):
+                    torch.cuda._sleep(300_000)  # longer than a layer: who reads must wait
                     ahead[layer + 1].copy_(there[layer])
                 side.await_branch(layer)
                 back_from_there[layer].copy_(there[layer] * 2 + ahead[layer])

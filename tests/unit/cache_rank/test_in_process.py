@@ -210,8 +210,10 @@ def test_layers_are_scanned_ahead_only_behind_one_that_is_selected_for() -> None
 def test_only_look_ahead_scans_ahead() -> None:
     with pytest.raises(ValueError, match="scan_ahead is for policy=look_ahead, not last_query"):
         World(policy="last_query", scan_ahead=True)
-    with pytest.raises(ValueError, match="must be at most 16384; lower one"):
-        World(budget_tokens=8192, shortlist_factor=3.0, scan_ahead=True)
+    with pytest.raises(ValueError, match="must be at most 8192; lower one"):
+        World(budget_tokens=4096, shortlist_factor=3.0, scan_ahead=True)
+    with pytest.raises(ValueError, match="neither share_layers nor gate_cosine; drop it"):
+        World(scan_ahead=True, share_layers=True)
 
 
 def test_identity_seed_of_a_request_that_grew() -> None:

@@ -138,3 +138,15 @@ def test_a_gpu_scans_int4_unless_told_otherwise(tmp_path: Path, gpus: Any) -> No
     short = resolve(tmp_path, selection=plain | {"num_recent_tokens": 32})[0]
     assert short.selection.index_dtype == "native"
     assert resolve(tmp_path, device="cpu", selection=plain)[0].selection.index_dtype == "native"
+
+
+@pytest.mark.parametrize(("device", "changes"), [("cpu", {}), ("cuda", {"cache_ranks": 1})])
+def test_only_a_cache_rank_in_the_process_scans_ahead(
+    tmp_path: Path, gpus: Any, device: str, changes: dict[str, Any]
+) -> None:
+    gpus(2)
+    selection = {"budget_tokens": 2048, "scan_ahead": True}
+    with pytest.raises(SettingsError, match="add --cache-ranks 0, or --transport peer"):
+        resolve(tmp_path, device, selection=selection, exchange={"transport": "nccl"}, **changes)
+    settings, _ = resolve(tmp_path, device, selection=selection, cache_ranks=0)
+    assert settings.selection.scan_ahead
