@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .summary import Row, Score, Summary
+from .summary import Row, Score, Summary, is_group
 
 _NOTHING = "–"
 
@@ -159,20 +159,21 @@ def _exact_layers(row: Row) -> str:
 
 
 def _mass(rows: Sequence[Row], name: str) -> Table:
+    scored = [(row, row.scores[name]) for row in rows if name in row.scores]
+    groups = list(dict.fromkeys(k for _, s in scored for k in s.details if is_group(k)))
     body = []
-    for row in rows:
-        score = row.scores.get(name)
-        if score is not None:
-            d = score.details
-            body.append(
-                [
-                    *(row.label, row.budget, _interval(score), f"{d['oracle_mass']:.3f}"),
-                    *(f"{d['of_oracle']:.3f}", f"{d['recall']:.3f}", f"{d['worst_layer']:.3f}"),
-                ]
-            )
+    for row, score in scored:
+        d = score.details
+        body.append(
+            [
+                *(row.label, row.budget, _interval(score), f"{d['oracle_mass']:.3f}"),
+                *(f"{d['of_oracle']:.3f}", f"{d['recall']:.3f}", f"{d['worst_layer']:.3f}"),
+                *(f"{d[group]:.3f}" if group in d else _NOTHING for group in groups),
+            ]
+        )
     return Table(
         "Attention mass",
-        ["system", "budget", "mass", "oracle", "of the oracle's", "recall", "worst layer"],
+        ["system", "budget", "mass", "oracle", "of the oracle's", "recall", "worst layer", *groups],
         body,
         "Share of the true softmax mass on attended tokens, in float64, exact layers left out. "
         "Oracle: the best that as many tokens can have. Recall: share of the oracle's tokens "

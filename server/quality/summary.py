@@ -16,6 +16,9 @@ from .configurations import Configuration
 from .results import Answer, TaskResult
 
 _PROBE_EVERY = 8
+LAYER_GROUPS = 5
+"""Groups of neighbouring layers whose recovered mass is told apart."""
+_GROUP_PREFIX = "layers "
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Runs = Sequence[tuple[Configuration, Mapping[str, TaskResult]]]
@@ -182,6 +185,7 @@ def _score(
         details["of_oracle"] = found.mean / details["oracle_mass"]
         details["recall"] = float(np.mean(probes.recall))
         details["worst_layer"] = min(probes.mass_by_layer.values())
+        details |= _by_group(probes.mass_by_layer)
     return Score(
         value=found.mean,
         low=found.low,
@@ -193,6 +197,22 @@ def _score(
         attended_share=_share(configuration, result),
         details=details,
     )
+
+
+def is_group(detail: str) -> bool:
+    """Whether a name in `Score.details` is that of a group of layers."""
+    return detail.startswith(_GROUP_PREFIX)
+
+
+def _by_group(by_layer: Mapping[str, float]) -> dict[str, float]:
+    """Mean over each of at most `LAYER_GROUPS` groups of neighbours: ``layers 2-7``."""
+    layers = sorted(map(int, by_layer))
+    size = -(-len(layers) // LAYER_GROUPS)
+    groups = [layers[i : i + size] for i in range(0, len(layers), size)]
+    return {
+        f"{_GROUP_PREFIX}{group[0]}-{group[-1]}": float(np.mean([by_layer[str(x)] for x in group]))
+        for group in groups
+    }
 
 
 def _share(configuration: Configuration, result: TaskResult) -> float | None:

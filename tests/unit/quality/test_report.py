@@ -17,6 +17,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.quality import report
 from tandemkv.server.quality.configurations import Configuration
 from tandemkv.server.quality.report import write_campaign, write_report
+from tandemkv.server.quality.report_markdown import tables
 from tandemkv.server.quality.results import (
     Answer,
     Probes,
@@ -26,7 +27,7 @@ from tandemkv.server.quality.results import (
     write_configuration,
     write_result,
 )
-from tandemkv.server.quality.summary import summarise
+from tandemkv.server.quality.summary import is_group, summarise
 
 MEASURES = {
     "perplexity": "perplexity",
@@ -145,7 +146,13 @@ def test_figures_are_those_worked_out_by_hand(out: Path) -> None:
     assert ours["continuation"].details["median_first_difference"] == 3
     assert ours["mass"].value == pytest.approx(0.85)
     assert ours["mass"].details == pytest.approx(
-        {"oracle_mass": 0.9, "of_oracle": 0.85 / 0.9, "recall": 0.6, "worst_layer": 0.6}
+        {
+            "oracle_mass": 0.9,
+            "of_oracle": 0.85 / 0.9,
+            "recall": 0.6,
+            "worst_layer": 0.6,
+            "layers 2-2": 0.6,
+        }
     )
     assert ours["perplexity"].attended_share == pytest.approx(0.2 + 0.8 * 0.25)
     assert rows["SnapKV"].scores["perplexity"].attended_share == pytest.approx(0.3)
@@ -165,6 +172,26 @@ def test_tokens_attended_to_on_the_cache_rank_count_in_the_share() -> None:
     one = result("perplexity", nlls(2.0), attended_share=0.1, request_steps=4.0, counters=counters)
     (row,) = summarise(DESCRIBED, [(there, {"perplexity": one})]).rows
     assert row.scores["perplexity"].attended_share == pytest.approx(0.1 + 20 / 100)
+
+
+def test_mass_by_groups_of_layers() -> None:
+    """28 layers in groups of six, the last one shorter; a column each in the report."""
+    many = Configuration(
+        system="tandemkv", policy="quest", budget="512", attended_tokens=30, num_layers=30,
+        exact_layers=[0, 1],
+    )  # fmt: skip
+    by_layer = {str(layer): layer / 100 for layer in range(2, 30)}
+    probes = Probes(mass=[0.5], oracle_mass=[0.5], recall=[0.5], mass_by_layer=by_layer)
+    one = result("mass", nlls(2.0), probes=probes)
+    summary = summarise(DESCRIBED, [(many, {"mass": one})])
+    found = {k: v for k, v in summary.rows[0].scores["mass"].details.items() if is_group(k)}
+    assert list(found) == [
+        "layers 2-7", "layers 8-13", "layers 14-19", "layers 20-25", "layers 26-29",
+    ]  # fmt: skip
+    assert list(found.values()) == pytest.approx([0.045, 0.105, 0.165, 0.225, 0.275])
+    (table,) = [t for t in tables(DESCRIBED, summary) if t.title == "Attention mass"]
+    assert table.header[-5:] == list(found)
+    assert table.rows[0][-5:] == ["0.045", "0.105", "0.165", "0.225", "0.275"]
 
 
 def test_layers_that_the_gate_turned_exact_count_in_the_share() -> None:
