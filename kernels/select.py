@@ -14,6 +14,9 @@ from tandemkv.kernels.dispatch import resolve
 from tandemkv.kernels.score import POOLINGS, ScoreScratch, check_keys, make_score_scratch
 from tandemkv.kernels.topk import make_topk_scratch
 
+LISTED_SHARE = 0.75
+"""Of the room of a list, how much `list_best` means to fill."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectScratch:
@@ -119,6 +122,83 @@ def score_topk(
     Exact for any content, as `tandemkv.kernels.topk.topk_positions` is. What stands in the
     scratch afterwards is undefined.
     """
+    _check(q, k_pool, slots, lo, hi, k, width, pooling, k_scale, page_size, active, scratch)
+    run = resolve("select", "score_topk", q.device)
+    chosen: tuple[torch.Tensor, torch.Tensor] = run(
+        q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
+        page_size=page_size, active=active, scratch=scratch, scan_stream=scan_stream,
+    )  # fmt: skip
+    return chosen
+
+
+def list_best(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    slots: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    size: int,
+    *,
+    width: int,
+    scale: float,
+    pooling: str = "softmax_mean",
+    k_scale: torch.Tensor | None = None,
+    page_size: int = 1,
+    active: torch.Tensor | None = None,
+    scratch: SelectScratch | None = None,
+    scan_stream: torch.cuda.Stream | None = None,
+) -> torch.Tensor:
+    """Return positions of about the best three quarters of `size`, for a choice among them.
+
+    An exact number of them would take as long as half of `score_topk` without its scan, and
+    nobody needs it where the choice follows (`tandemkv.kernels.shortlist`).
+
+    Parameters
+    ----------
+    q, k_pool, slots, lo, hi, width, scale, pooling, k_scale, page_size, active, scratch, \
+    scan_stream
+        As in `score_topk`; `scratch` made for ``k >= size / 4``.
+    size : int
+        Room of a list, ``>= 0``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[num_reqs, num_kv_heads, size]``, int32, contiguous: distinct positions in any order,
+        padded with ``-1`` at the end. Any that scores more than one on the list is on it. All
+        where there are no more than `size`; else `LISTED_SHARE` of `size` on CPU, that or a
+        few percent more or less on a GPU (`size` for poolings other than ``softmax_mean``, or
+        where a sample misled). Scores of zero may be left out.
+
+    Raises
+    ------
+    ValueError
+        As in `score_topk`.
+    """
+    _check(q, k_pool, slots, lo, hi, size, width, pooling, k_scale, page_size, active, scratch)
+    run = resolve("select", "list_best", q.device)
+    listed: torch.Tensor = run(
+        q, k_pool, slots, lo, hi, size, width=width, scale=scale, pooling=pooling,
+        k_scale=k_scale, page_size=page_size, active=active, scratch=scratch,
+        scan_stream=scan_stream,
+    )  # fmt: skip
+    return listed
+
+
+def _check(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    slots: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    k: int,
+    width: int,
+    pooling: str,
+    k_scale: torch.Tensor | None,
+    page_size: int,
+    active: torch.Tensor | None,
+    scratch: SelectScratch | None,
+) -> None:
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
     check_keys(dims, k_pool, k_scale, page_size)
@@ -140,9 +220,3 @@ def score_topk(
             or scratch.lists.shape[0] < rows
         ):
             fail("scratch", tuple(have), "made by make_select_scratch for these sizes")
-    run = resolve("select", "score_topk", q.device)
-    chosen: tuple[torch.Tensor, torch.Tensor] = run(
-        q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, scratch=scratch, scan_stream=scan_stream,
-    )  # fmt: skip
-    return chosen

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -31,7 +32,7 @@ from tandemkv.cache_rank.protocol.step_program import StepProgram
 from tandemkv.cache_rank.seeding import choose_seed
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
-from tandemkv.kernels.select import make_select_scratch, score_topk
+from tandemkv.kernels.select import list_best, make_select_scratch, score_topk
 from tandemkv.kernels.shortlist import choose_listed, make_shortlist_scratch
 
 from .batch import DecodeBatch
@@ -40,6 +41,7 @@ from .key_index import KeyIndex, make_key_index
 from .query_windows import DeviceQueryWindows, has_device_windows
 from .stress import StressSigns
 
+_Chosen = TypeVar("_Chosen")
 _FIRST_SOURCE = 2
 """Scans look ahead from the entry of this layer on: before, the residual stream changes too much.
 
@@ -392,8 +394,8 @@ class InProcessCacheRank:
         query = self._predict(layer, hidden, self.batch.positions[: len(hidden)])
         if self._stress is not None:
             query = self._stress.apply(query, self.batch.step)
-        lane, num_listed = self.scan_lane_of(layer), self._selection.num_shortlisted
-        self._listed[layer], _ = self._score_topk(layer, query, num_listed, lane)
+        size = self._selection.num_shortlisted
+        self._listed[layer] = self._scan(list_best, layer, query, size, self.scan_lane_of(layer))
 
     def select(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.select`."""
@@ -413,7 +415,9 @@ class InProcessCacheRank:
                 scratch=self._list_scratch[lane],
             )  # fmt: skip
         else:
-            chosen, chosen_scores = self._score_topk(layer, query, selection.budget_tokens, lane)
+            chosen, chosen_scores = self._scan(
+                score_topk, layer, query, selection.budget_tokens, lane
+            )
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
             self._mirror.positions[book],
@@ -436,13 +440,18 @@ class InProcessCacheRank:
             k_res, v_res, rows, page_size=page_size,
         )  # fmt: skip
 
-    def _score_topk(
-        self, layer: int, query: torch.Tensor, k: int, lane: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scan all candidates; returns the best `k`, and their scores, ``[B, H, k]``."""
+    def _scan(
+        self,
+        choose: Callable[..., _Chosen],
+        layer: int,
+        query: torch.Tensor,
+        k: int,
+        lane: int,
+    ) -> _Chosen:
+        """Scan all candidates, and `choose`."""
         size, batch = len(query), self.batch
         keys, k_scale = self._index.keys(layer)
-        return score_topk(
+        return choose(
             query,
             keys,
             batch.pages[:size],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,20 @@ import torch
 import torch.nn.functional as F
 
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.kernels.query import QueryWeights, predict_query
+
+_FUSED_ROTARY = {"RotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding"}
+"""SGLang's rotary embeddings that do no more than look up `cos_sin_cache`."""
+
+logger = logging.getLogger(__name__)
 
 
 class LiveQueryPredictor:
-    """``rope(q_norm(W_q^l norm_l(h)))`` with SGLang's own layers.
+    """``rope(q_norm(W_q^l norm_l(h)))`` with the weights of SGLang's own layers.
 
-    No weight is held twice, and under tensor parallelism each rank predicts its own heads.
+    No weight is held twice, and under tensor parallelism each rank predicts its own heads. Where
+    a layer is built of plain RMS norms and rotary embeddings (Llama, Qwen2, Qwen3) its query is
+    made in one operation (`tandemkv.kernels.query`), else by calling the layer's modules.
 
     Parameters
     ----------
@@ -50,10 +59,15 @@ class LiveQueryPredictor:
             _Layer.of(f"{name}, layer {i}", layer, size, self._device)
             for i, layer in enumerate(self._model.model.layers)
         ]
+        num_fused = sum(layer.fused is not None for layer in self._layers)
+        logger.info("queries of %d of %d layers in one operation", num_fused, len(self._layers))
 
     def __call__(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``; `hidden` stays as it is."""
         own, size = self._layers[layer], len(hidden)
+        if own.fused is not None:
+            # Looked up anew: SGLang may put a longer cache in its place.
+            return predict_query(hidden, positions, own.fused, own.rotary.cos_sin_cache)
         query = F.linear(own.norm(hidden), own.weight, own.bias)
         if own.query_norm is not None:
             query = own.query_norm(query.view(-1, self._head_dim))
@@ -72,6 +86,7 @@ class _Layer:
     bias: torch.Tensor | None
     query_norm: Any
     rotary: Any
+    fused: QueryWeights | None
 
     @classmethod
     def of(cls, name: str, layer: Any, size: int, device: torch.device) -> _Layer:
@@ -94,10 +109,35 @@ class _Layer:
         def here(module: Any) -> Any:
             return copy.deepcopy(module).to(device) if is_far and module is not None else module
 
+        norm, rotary = here(layer.input_layernorm), here(attention.rotary_emb)
+        query_norm = here(getattr(attention, "q_norm", None))
+        weight = weight.detach()[:size].to(device)
+        bias = None if bias is None else bias.detach()[:size].to(device)
+        is_plain = _is_plain_norm(norm) and (query_norm is None or _is_plain_norm(query_norm))
+        fused = None
+        if is_plain and _is_plain_rotary(rotary):
+            fused = QueryWeights(
+                norm=norm.weight.detach(),
+                norm_eps=float(norm.variance_epsilon),
+                weight=weight,
+                bias=bias,
+                query_norm=None if query_norm is None else query_norm.weight.detach(),
+                query_norm_eps=0.0 if query_norm is None else float(query_norm.variance_epsilon),
+            )
         return cls(
-            norm=here(layer.input_layernorm),
-            weight=weight.detach()[:size].to(device),
-            bias=None if bias is None else bias.detach()[:size].to(device),
-            query_norm=here(getattr(attention, "q_norm", None)),
-            rotary=here(attention.rotary_emb),
+            norm=norm, weight=weight, bias=bias, query_norm=query_norm, rotary=rotary, fused=fused
         )
+
+
+def _is_plain_norm(norm: Any) -> bool:
+    """Whether `norm` is SGLang's RMSNorm over whole vectors; its relatives weigh otherwise."""
+    return type(norm).__name__ == "RMSNorm" and norm.variance_size_override is None
+
+
+def _is_plain_rotary(rotary: Any) -> bool:
+    """Whether `rotary` turns whole heads by the angles in its cache, NeoX style."""
+    return (
+        type(rotary).__name__ in _FUSED_ROTARY
+        and bool(rotary.is_neox_style)
+        and rotary.rotary_dim == rotary.head_size
+    )

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference of `tandemkv.kernels.select`: scores, then the best of them."""
 
+import math
+from typing import Any
+
 import torch
 
 from tandemkv.kernels.reference.score import score_keys
 from tandemkv.kernels.reference.topk import topk_positions
-from tandemkv.kernels.select import SelectScratch
+from tandemkv.kernels.select import LISTED_SHARE, SelectScratch
 
 
 def score_topk(
@@ -33,3 +36,17 @@ def score_topk(
     )  # fmt: skip
     out_scores = torch.empty((*scores.shape[:2], k), device=q.device)
     return topk_positions(scores, k, sort=False, out_scores=out_scores), out_scores
+
+
+def list_best(*arguments: Any, **options: Any) -> torch.Tensor:
+    """List positions; see `tandemkv.kernels.select.list_best`."""
+    listed, scores = score_topk(*arguments, **options)
+    lo, hi, size = arguments[3:]
+    if not size:
+        return listed
+    width = options["width"]
+    is_cut = (hi.clamp(max=width) - lo.clamp(min=0) > size)[:, None, None]
+    best = scores.argsort(dim=-1, descending=True)
+    listed = listed.gather(-1, best)
+    listed[..., math.ceil(LISTED_SHARE * size) :].masked_fill_(is_cut, -1)
+    return listed

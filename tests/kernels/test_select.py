@@ -6,7 +6,7 @@ import torch
 from score_inputs import expected, make_keys
 
 from tandemkv.kernels.score import POOLINGS
-from tandemkv.kernels.select import make_select_scratch, score_topk
+from tandemkv.kernels.select import list_best, make_select_scratch, score_topk
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -37,6 +37,22 @@ def test_chooses_the_best(kind: str, pooling: str) -> None:
         assert bool((positions[req, :, count:] == -1).all())
     assert bool((positions[2] == -1).all())
     assert bool((scores[2] == -torch.inf).all())
+
+
+def test_lists_three_quarters_of_the_room() -> None:
+    torch.manual_seed(5)
+    keys = make_keys("float32", num_reqs=2, heads=2, group=2, dim=16, page_size=16, num_pages=20)
+    lo, hi = [4, 0], [150, 21]
+    listed = list_best(
+        keys.q, keys.k_pool, keys.table, torch.tensor(lo), torch.tensor(hi), 21, width=160,
+        scale=0.25, page_size=16,
+    )  # fmt: skip
+    assert listed.shape == (2, 2, 21)
+    want = expected(keys, 0, 4, 150, "softmax_mean", 0.25)
+    for head in range(2):
+        best = (want[head].topk(16).indices + 4).tolist()
+        assert sorted(listed[0, head].tolist()) == sorted([*best, -1, -1, -1, -1, -1])
+        assert sorted(listed[1, head].tolist()) == list(range(21))
 
 
 def test_errors_name_the_argument() -> None:

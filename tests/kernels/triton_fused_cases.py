@@ -105,6 +105,75 @@ def test_where_the_sample_is_of_no_use(kind: str) -> None:
     assert bool(scores.isfinite().all())
 
 
+@pytest.mark.parametrize(("group", "size"), [(1, 40), (4, 100), (3, 300)])
+def test_lists_about_the_best(group: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_topk, "MIN_SAMPLE", 512)
+    torch.manual_seed(group)
+    keys = make_keys(
+        "int4", num_reqs=4, heads=2, group=group, dim=64, page_size=16, num_pages=4 * 40,
+        device=DEVICE,
+    )  # fmt: skip
+    begins, ends = [4, 0, 17, 9], [611, 640, 17 + size, 500]
+    lo, hi = tensor(begins), tensor(ends)
+    active = torch.tensor([1, 1, 1, 0], dtype=torch.bool, device=DEVICE)
+    options = {
+        "width": 640, "scale": 0.2, "k_scale": keys.k_scale, "page_size": 16, "active": active
+    }  # fmt: skip
+    arguments = (keys.q, keys.k_pool, keys.table, lo, hi)
+    scratch = filled_scratch(5, group, 2, 640, size)
+    listed = triton_select.list_best(*arguments, size, **options, scratch=scratch)
+    scores = triton_score.score_keys(*arguments, **options)
+    for req in range(4):
+        for head in range(2):
+            row = listed[req, head].tolist()
+            found = [p for p in row if p >= 0]
+            assert row[len(found) :] == [-1] * (size - len(found))
+            assert len(set(found)) == len(found)
+            rest = set(range(begins[req], ends[req])) - set(found) if active[req] else set()
+            if req < 2:
+                assert size // 3 <= len(found) <= size
+                best_left = max(float(scores[req, head, p]) for p in rest)
+                assert min(float(scores[req, head, p]) for p in found) >= best_left * (1 - 1e-5)
+            else:
+                assert not rest
+                assert len(found) == (size if req == 2 else 0)
+
+
+def test_a_list_without_room_has_the_best() -> None:
+    """All scores but three are equal: either those three are listed, or as many as fit."""
+    keys = make_keys(
+        "float32", num_reqs=1, heads=2, group=2, dim=16, page_size=16, num_pages=20, device=DEVICE
+    )
+    keys.k_pool.zero_()
+    keys.q.fill_(1.0)
+    best = torch.tensor([7, 250, 290])
+    slots = keys.table[0].long()[best // 16] * 16 + best % 16
+    keys.k_pool[slots.to(DEVICE)] = 0.5
+    listed = triton_select.list_best(
+        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 20, width=320, scale=1.0,
+        page_size=16, scratch=filled_scratch(1, 2, 2, 320, 20),
+    )  # fmt: skip
+    want = sorted([7, 250, 290, *[p for p in range(2, 40) if p != 7][:17]])
+    assert listed.sort(-1).values.tolist() == [[want, want]]
+
+
+def test_vanishing_scores_do_not_fill_a_list() -> None:
+    """Three candidates take all of the softmax; the rest are zero in float32."""
+    keys = make_keys(
+        "float32", num_reqs=1, heads=1, group=2, dim=16, page_size=16, num_pages=20, device=DEVICE
+    )
+    keys.k_pool.zero_()
+    keys.q.fill_(1.0)
+    best = torch.tensor([7, 250, 290])
+    slots = keys.table[0].long()[best // 16] * 16 + best % 16
+    keys.k_pool[slots.to(DEVICE)] = 20.0
+    listed = triton_select.list_best(
+        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 20, width=320, scale=1.0,
+        page_size=16, scratch=filled_scratch(1, 2, 1, 320, 20),
+    )  # fmt: skip
+    assert sorted(p for p in listed[0, 0].tolist() if p >= 0) == [7, 250, 290]
+
+
 def test_refuses_lists_for_a_smaller_k() -> None:
     keys = make_keys(
         "float32", num_reqs=1, heads=1, group=1, dim=16, page_size=16, num_pages=4, device=DEVICE

@@ -181,7 +181,7 @@ def test_selects_what_a_float64_scan_would() -> None:
 
 
 def test_a_scan_ahead_leaves_candidates_to_choose_from() -> None:
-    """The best 32, under one query, of the best 64 under an earlier one."""
+    """The best 32, under one query, of the best 48 under an earlier one (three quarters of 2 K)."""
     world = World(index_dtype="native", fetch_cap=32, scan_ahead=True, pooling="max_logit")
     rank = world.rank
     assert [rank.scans_of(layer) for layer in range(LAYERS)] == [(), (), (4,), (5,), (), ()]
@@ -192,7 +192,7 @@ def test_a_scan_ahead_leaves_candidates_to_choose_from() -> None:
     early, late = torch.randn((2, 1, QUERY_HEADS * DIM), generator=world.generator)
     rank.scan_ahead(4, early)
     rank.select_ahead(4, late)
-    listed = world.best(4, 2, 201 - 16, early, 64, pooling="max_logit")
+    listed = world.best(4, 2, 201 - 16, early, 48, pooling="max_logit")
     _, positions = world.resident(4, 2)
     for head in range(HEADS):
         among = world.best(4, 2, 201 - 16, late, 181, pooling="max_logit")[head].tolist()

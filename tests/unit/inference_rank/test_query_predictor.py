@@ -50,7 +50,36 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     )
 
 
-def make_model(*, has_bias: bool, has_norm: bool, dtype: torch.dtype = torch.float32) -> Any:
+class RMSNorm(nn.Module):
+    """What SGLang's class of this name holds; not to be called."""
+
+    variance_size_override: int | None = None
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+        self.variance_epsilon = EPS
+
+
+class RotaryEmbedding(nn.Module):
+    """Likewise."""
+
+    is_neox_style, rotary_dim, head_size = True, DIM, DIM
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.arange(1000)[:, None] * 10000.0 ** (-torch.arange(DIM // 2) / (DIM // 2))
+        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), -1)
+
+
+def make_model(
+    *,
+    has_bias: bool,
+    has_norm: bool,
+    dtype: torch.dtype = torch.float32,
+    norm: type[Norm | RMSNorm] = Norm,
+    rotary: type[Rotary | RotaryEmbedding] = Rotary,
+) -> Any:
     """Two decoder layers with SGLang's names."""
     torch.manual_seed(3)
     layers = []
@@ -60,10 +89,10 @@ def make_model(*, has_bias: bool, has_norm: bool, dtype: torch.dtype = torch.flo
             weight=torch.randn(width, HIDDEN).to(dtype),
             bias=torch.randn(width) if has_bias else None,
         )
-        attention = SimpleNamespace(qkv_proj=projection, rotary_emb=Rotary())
+        attention = SimpleNamespace(qkv_proj=projection, rotary_emb=rotary())
         if has_norm:
-            attention.q_norm = Norm(DIM)
-        layers.append(SimpleNamespace(input_layernorm=Norm(HIDDEN), self_attn=attention))
+            attention.q_norm = norm(DIM)
+        layers.append(SimpleNamespace(input_layernorm=norm(HIDDEN), self_attn=attention))
     return SimpleNamespace(model=SimpleNamespace(layers=layers))
 
 
@@ -89,6 +118,36 @@ def test_against_float64(has_bias: bool, has_norm: bool) -> None:
     if has_norm:
         query = layer.self_attn.q_norm.double()(query)
     torch.testing.assert_close(found.double(), rotate(query, positions), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("has_bias", "has_norm"), [(False, False), (True, False), (False, True)])
+def test_plain_layers_are_not_called_and_predict_the_same(has_bias: bool, has_norm: bool) -> None:
+    hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
+    found = []
+    for modules in ({}, {"norm": RMSNorm, "rotary": RotaryEmbedding}):
+        model = make_model(has_bias=has_bias, has_norm=has_norm, **modules)
+        predict = LiveQueryPredictor(
+            model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
+        )
+        predict.load()
+        found.append(predict(1, hidden, positions))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["norm", "rotary"])
+def test_modules_that_do_more_are_called(change: str) -> None:
+    model = make_model(has_bias=False, has_norm=True, norm=RMSNorm, rotary=RotaryEmbedding)
+    layer = model.model.layers[1]
+    if change == "norm":
+        layer.self_attn.q_norm.variance_size_override = 2
+    else:
+        layer.self_attn.rotary_emb.rotary_dim = DIM // 2
+    predict = LiveQueryPredictor(
+        model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
+    )
+    predict.load()
+    with pytest.raises(NotImplementedError):  # of these modules, which have no forward
+        predict(1, torch.randn(5, HIDDEN), torch.arange(5))
 
 
 def test_other_layers_are_refused() -> None:

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton version of `tandemkv.kernels.query`: project in parts, then add up and rotate.
+
+1. Several programs per block of outputs each multiply a part of the hidden dimension, and leave
+   float32 sums. The norm before is a factor of a row: its sum of squares comes beside.
+2. One program per token and head adds the parts up, normalises and rotates.
+
+Programs are small: beside a scan of all keys, which fills the registers of a GPU, a program waits
+until as many as it needs are free on one multiprocessor.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tandemkv.kernels.query import QueryWeights
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_BLOCK_OUT, _BLOCK_K, _WARPS, _STAGES = 32, 128, 2, 4
+_PROGRAMS = 1024  # about eight a multiprocessor of an H200
+_MAX_PARTS = 32
+# Keeps products of large hidden values and norm weights inside float16; a power of two.
+_FLOAT16_FACTOR = 1 / 64
+
+
+@triton.jit
+def _project_kernel(
+    hidden, norm, weight, parts, squares, num_tokens, hidden_size, width, factor,
+    hidden_stride, weight_stride,
+    BLOCK_OUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    PART_SIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    part = tl.program_id(1)
+    token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_row, is_token = row < width, token < num_tokens
+    rows = weight + row.to(tl.int64)[:, None] * weight_stride
+    tokens = hidden + token.to(tl.int64)[None, :] * hidden_stride
+    total = tl.zeros([BLOCK_T], tl.float32)
+    acc = tl.zeros([BLOCK_OUT, BLOCK_T], tl.float32)
+    for start in range(0, PART_SIZE, BLOCK_K):
+        at = part * PART_SIZE + start + tl.arange(0, BLOCK_K)
+        w = tl.load(
+            rows + at[None, :], mask=is_row[:, None] & (at < hidden_size)[None, :], other=0.0
+        )
+        x = tl.load(
+            tokens + at[:, None], mask=(at < hidden_size)[:, None] & is_token[None, :], other=0.0
+        ).to(tl.float32)  # fmt: skip
+        scaled = tl.load(norm + at, mask=at < hidden_size, other=0.0).to(tl.float32) * factor
+        total += tl.sum(x * x, 0)
+        x = (x * scaled[:, None]).to(weight.dtype.element_ty)
+        acc = tl.dot(w.to(DOT), x.to(DOT), acc, input_precision=PRECISION)
+    base = part * num_tokens
+    tl.store(
+        parts + (base + token).to(tl.int64)[None, :] * width + row[:, None], acc,
+        mask=is_row[:, None] & is_token[None, :],
+    )  # fmt: skip
+    if tl.program_id(0) == 0:
+        tl.store(squares + base + token, total, mask=is_token)
+
+
+@triton.jit
+def _rotate_kernel(
+    parts, squares, bias, query_norm, positions, cos_sin, out,
+    num_tokens, num_heads, hidden_size, num_parts, num_positions, width, factor, eps, query_eps,
+    cos_sin_stride,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
+    at, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK_S)
+    inside, is_part = at < HALF, part < num_parts
+    # What is long on its way is asked for first.
+    position = tl.load(positions + token).to(tl.int64)
+    rows = parts + (part * num_tokens + token).to(tl.int64)[:, None] * width + head * 2 * HALF
+    mask = is_part[:, None] & inside[None, :]
+    first = tl.sum(tl.load(rows + at[None, :], mask=mask, other=0.0), 0)
+    second = tl.sum(tl.load(rows + (HALF + at)[None, :], mask=mask, other=0.0), 0)
+    total = tl.sum(tl.load(squares + part * num_tokens + token, mask=is_part, other=0.0), 0)
+    # A row that nobody reads may have any position.
+    position = tl.minimum(tl.maximum(position, 0), num_positions - 1)
+    angles = cos_sin + position * cos_sin_stride
+    cos = tl.load(angles + at, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(angles + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    unit = 1.0 / (tl.sqrt(total / hidden_size + eps) * factor)
+    first, second = first * unit, second * unit
+    if HAS_BIAS:
+        own = bias + head * 2 * HALF
+        first += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
+        second += tl.load(own + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        square = tl.sum(first * first + second * second, 0) / (2 * HALF)
+        unit = 1.0 / tl.sqrt(square + query_eps)
+        first *= unit * tl.load(query_norm + at, mask=inside, other=0.0).to(tl.float32)
+        second *= unit * tl.load(query_norm + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    target = out + tl.program_id(0).to(tl.int64) * 2 * HALF
+    kind = out.dtype.element_ty
+    tl.store(target + at, (first * cos - second * sin).to(kind), mask=inside)
+    tl.store(target + HALF + at, (second * cos + first * sin).to(kind), mask=inside)
+
+
+def predict_query(
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    weights: QueryWeights,
+    cos_sin: torch.Tensor,
+) -> torch.Tensor:
+    """Predict; see `tandemkv.kernels.query.predict_query`."""
+    num_tokens, hidden_size = hidden.shape
+    width, head_dim = len(weights.weight), cos_sin.shape[1]
+    num_heads = width // head_dim
+    shape = (num_tokens, num_heads, head_dim)
+    out = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+    if not out.numel():
+        return out
+    dense = (hidden, weights.weight, cos_sin, positions, weights.norm)
+    if any(tensor.stride(-1) != 1 for tensor in dense):
+        message = "hidden, weights, cos_sin and positions must be dense in their last dimension"
+        raise ValueError(message)
+    block_t = min(64, max(8, triton.next_power_of_2(num_tokens)))
+    blocks = triton.cdiv(width, _BLOCK_OUT)
+    num_parts = min(_MAX_PARTS, max(1, _PROGRAMS // blocks), triton.cdiv(hidden_size, _BLOCK_K))
+    part_size = triton.cdiv(triton.cdiv(hidden_size, _BLOCK_K), num_parts) * _BLOCK_K
+    num_parts = triton.cdiv(hidden_size, part_size)
+    parts = torch.empty((num_parts, num_tokens, width), device=hidden.device)
+    squares = torch.empty((num_parts, num_tokens), device=hidden.device)
+    factor = _FLOAT16_FACTOR if hidden.dtype == torch.float16 else 1.0
+    kind = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    # The interpreter multiplies bfloat16 as if its bits were integers.
+    multiplied = torch.float32 if _INTERPRETED else hidden.dtype
+    _project_kernel[(blocks, num_parts, triton.cdiv(num_tokens, block_t))](
+        hidden, weights.norm, weights.weight, parts, squares,
+        num_tokens, hidden_size, width, factor,
+        hidden.stride(0), weights.weight.stride(0),
+        BLOCK_OUT=_BLOCK_OUT, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, PART_SIZE=part_size,
+        DOT=kind[multiplied], PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",
+        num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
+    has_bias, has_norm = weights.bias is not None, weights.query_norm is not None
+    _rotate_kernel[(num_tokens * num_heads,)](
+        parts, squares, weights.bias if has_bias else hidden,
+        weights.query_norm if has_norm else hidden, positions, cos_sin, out,
+        num_tokens, num_heads, hidden_size, num_parts, len(cos_sin), width, factor,
+        float(weights.norm_eps), float(weights.query_norm_eps), cos_sin.stride(0),
+        HAS_BIAS=has_bias, HAS_NORM=has_norm, HALF=head_dim // 2,
+        BLOCK=triton.next_power_of_2(head_dim // 2), BLOCK_S=triton.next_power_of_2(num_parts),
+        num_warps=1,
+    )  # fmt: skip
+    return out

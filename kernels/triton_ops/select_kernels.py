@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of `tandemkv.kernels.select`: bound, filter, choice, and what mends a list."""
+
+import triton
+import triton.language as tl
+
+from tandemkv.kernels.triton_ops.score_scan import bounds_of
+from tandemkv.kernels.triton_ops.topk import choose_listed, select_listed, select_streamed
+from tandemkv.kernels.triton_ops.topk_search import reach, score_key
+
+
+@triton.jit
+def _scores_at(
+    logits, tile_max, lse, base, position, valid, scratch_width, scratch_tiles,
+    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return the scores at any positions, -inf where not `valid`."""
+    member = tl.arange(0, PAD_G)[None, :]
+    logits += base * scratch_width * PAD_G
+    tile_max += base * scratch_tiles * PAD_G
+    x = tl.load(
+        logits + position[:, None] * PAD_G + member, mask=valid[:, None], other=0.0
+    ).to(tl.float32)  # fmt: skip
+    top = tl.load(
+        tile_max + (position // BLOCK_N)[:, None] * PAD_G + member, mask=valid[:, None], other=0.0
+    )
+    score = tl.sum(tl.exp2(x + (top - lse[None, :])), 1) / GROUP
+    return tl.where(valid, score, float("-inf"))
+
+
+@triton.jit
+def _search_memory(
+    out, out_scores, logits, tile_max, lse, base, begin, end, k, scratch_width, scratch_tiles,
+    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Choose among all candidates of a head; return how many. Its logits are lost."""
+    # A token's logits, two at least, make room for its score.
+    scores = (logits + base * scratch_width * PAD_G).to(tl.pointer_type(tl.float32))
+    stride: tl.constexpr = PAD_G // 2
+    start = tl.zeros([], tl.int32)
+    while begin + start < end:
+        position = begin + start + tl.arange(0, BLOCK)
+        score = _scores_at(
+            logits, tile_max, lse, base, position, position < end, scratch_width,
+            scratch_tiles, GROUP, PAD_G, BLOCK_N,
+        )  # fmt: skip
+        tl.debug_barrier()  # all have read what is overwritten
+        tl.store(scores + position * stride, score, mask=position < end)
+        start += BLOCK
+    tl.debug_barrier()
+    return select_streamed(
+        out, out_scores, scores, stride, begin, end - begin, k, HAS_SCORES, BLOCK
+    )
+
+
+@triton.jit(do_not_specialize=["width", "k", "num_splits", "scratch_tiles"])
+def bound_kernel(
+    lo, hi, active, logits, tile_max, split_lse, head_lse, lists, listed,
+    width, k, num_heads, num_splits, scratch_width, scratch_tiles, list_stride,
+    lo_stride, hi_stride,
+    HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr, LISTING: tl.constexpr,
+    BLOCK_PAD: tl.constexpr,
+):  # fmt: skip
+    """Find a bound for the filter; with LISTING also all of a list that needs no filter."""
+    base = tl.program_id(0).to(tl.int64)
+    req = base // num_heads
+    begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
+    num = tl.maximum(end - begin, 0)
+    bound = tl.full([], -(2**31) + 1, tl.int32)
+    if num > 0:
+        member, split = tl.arange(0, PAD_G), tl.arange(0, BLOCK_S)
+        parts = tl.load(
+            split_lse + (base * num_splits + split)[:, None] * PAD_G + member[None, :],
+            mask=(split < num_splits)[:, None], other=float("-inf"),
+        )  # fmt: skip
+        largest = tl.max(parts, 0)
+        lse = largest + tl.log2(tl.sum(tl.exp2(parts - largest[None, :]), 0))
+        lse = tl.where(member < GROUP, lse, float("inf"))
+        tl.store(head_lse + base * PAD_G + member, lse)
+        if num > CAPACITY:
+            # One random candidate of each of SAMPLE equal parts, as in `topk`.
+            part = tl.arange(0, SAMPLE)
+            whole, rest = num // SAMPLE, num % SAMPLE  # no product needs more than 32 bits
+            left = part * whole + (part * rest) // SAMPLE
+            size = (part + 1) * whole + ((part + 1) * rest) // SAMPLE - left
+            noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
+            place = begin + left + ((noise * size) >> 16)
+            key = score_key(
+                _scores_at(
+                    logits, tile_max, lse, base, place, part >= 0, scratch_width, scratch_tiles,
+                    GROUP, PAD_G, BLOCK_N,
+                )
+            )  # fmt: skip
+            room = tl.sqrt(SAMPLE * (CAPACITY * 1.0 / num) + 6.25) - 2.5
+            most = (room * room).to(tl.int32)  # five deviations below what has room
+            if LISTING:
+                rank = tl.maximum(most - most // 8, 1)
+                slack = most - rank
+            else:
+                mean = SAMPLE * (k * 1.0 / num)
+                rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
+                slack = tl.minimum(most - rank, rank // 4)
+            num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
+            if num_valid > rank:
+                top = tl.max(key, 0) + 1  # and scores are not negative
+                bound, _ = reach(key, rank, 0, top, num_valid, tl.maximum(slack, 0))
+            if LISTING:
+                # Where most scores vanish, those that do not are few enough.
+                bound = tl.maximum(bound, 1)
+    if LISTING:
+        start = tl.zeros([], tl.int32)
+        while start < k:
+            place = start + tl.arange(0, BLOCK_PAD)
+            is_all = (num <= CAPACITY) & (place < num)
+            tl.store(listed + base * k + place, tl.where(is_all, begin + place, -1), mask=place < k)
+            start += BLOCK_PAD
+    tl.store(lists + base * list_stride, 0)
+    tl.store(lists + base * list_stride + 1, bound)
+
+
+@triton.jit(do_not_specialize=["width", "scratch_tiles"])
+def filter_kernel(
+    lo, hi, active, logits, tile_max, head_lse, lists, listed,
+    width, num_heads, scratch_width, scratch_tiles, list_stride, lo_stride, hi_stride,
+    HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPACITY: tl.constexpr,
+    LISTING: tl.constexpr,
+):  # fmt: skip
+    """List what reaches the bound: positions, and without LISTING scores."""
+    base = tl.program_id(0).to(tl.int64)
+    req = base // num_heads
+    begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
+    if end - begin > CAPACITY:
+        step: tl.constexpr = BLOCK_T * BLOCK_N
+        row = lists + base * list_stride
+        # Scores are not negative: their bits are their keys, and NaN reaches no bound.
+        bound = tl.maximum(tl.load(row + 1), 0).to(tl.float32, bitcast=True)
+        member = tl.arange(0, PAD_G)
+        lse = tl.load(head_lse + base * PAD_G + member)
+        logits += base * scratch_width * PAD_G
+        tile_max += base * scratch_tiles * PAD_G
+        at, last = begin // step + tl.program_id(1), tl.cdiv(end, step)
+        while at < last:
+            # Whole rows of 16 bytes a thread.
+            place = at * (step * PAD_G) + tl.arange(0, step * PAD_G)
+            x = tl.load(logits + place, mask=place < scratch_width * PAD_G, other=0.0)
+            x = tl.reshape(x, [BLOCK_T, BLOCK_N, PAD_G]).to(tl.float32)
+            tile = at * BLOCK_T + tl.arange(0, BLOCK_T)
+            top = tl.load(
+                tile_max + tile[:, None] * PAD_G + member[None, :],
+                mask=(tile < scratch_tiles)[:, None], other=0.0,
+            )  # fmt: skip
+            score = tl.sum(tl.exp2(x + (top - lse[None, :])[:, None, :]), 2) / GROUP
+            # [ROWS, COLUMNS, 2]: a thread holds whole columns, as the loads gave them to it.
+            score = tl.reshape(score, [ROWS, COLUMNS, 2])
+            member_row = tl.arange(0, ROWS)[:, None, None]
+            pair = tl.arange(0, 2)[None, None, :]
+            position = at * step + member_row * (2 * COLUMNS) + pair
+            position += tl.arange(0, COLUMNS)[None, :, None] * 2
+            keep = (score >= bound) & (position >= begin) & (position < end)
+            # Four bits for each of a column's members: how many before it are kept.
+            place = member_row * 2 + pair
+            later = tl.where(place < 7, 0x11111110 << (place * 4), 0)
+            before = tl.sum(tl.sum(tl.where(keep, later, 0), 2), 0)
+            num_kept = tl.sum(tl.sum(keep.to(tl.int32), 2), 0)
+            ends = tl.cumsum(num_kept, 0)
+            # One atomic for all: an atomic each is a round trip after the other.
+            start = tl.atomic_add(row, tl.sum(num_kept, 0), sem="relaxed")
+            rank = (start + ends - num_kept)[None, :, None]
+            rank += (before[None, :, None] >> (place * 4)) & 15
+            keep = keep & (rank < CAPACITY)
+            if LISTING:
+                tl.store(listed + base * CAPACITY + rank, position, mask=keep)
+            else:
+                tl.store(row + 2 + rank, score.to(tl.int32, bitcast=True), mask=keep)
+                tl.store(row + 2 + CAPACITY + rank, position, mask=keep)
+            at += tl.num_programs(1)
+
+
+@triton.jit(do_not_specialize=["width", "k", "scratch_tiles"])
+def select_kernel(
+    lo, hi, active, logits, tile_max, head_lse, lists, out, out_scores,
+    width, k, num_heads, scratch_width, scratch_tiles, list_stride, lo_stride, hi_stride,
+    HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+):  # fmt: skip
+    """Choose the best `k`: among all where they are few, in the list, or in memory."""
+    base = tl.program_id(0).to(tl.int64)
+    req = base // num_heads
+    begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
+    num = tl.maximum(end - begin, 0)
+    row = lists + base * list_stride
+    out_row, score_row = out + base * k, out_scores + base * k
+    num_listed = tl.load(row)
+    bound = tl.load(row + 1)
+    lowest = bound == -(2**31) + 1
+    member = tl.arange(0, PAD_G)
+    lse = tl.load(head_lse + base * PAD_G + member)
+    num_chosen = tl.zeros([], tl.int32)
+    place = tl.arange(0, CAPACITY)
+    if num <= CAPACITY:
+        score = _scores_at(
+            logits, tile_max, lse, base, begin + place, place < num, scratch_width,
+            scratch_tiles, GROUP, PAD_G, BLOCK_N,
+        )  # fmt: skip
+        num_chosen = select_listed(out_row, score_row, score_key(score), begin + place, k, True)
+    elif (num_listed <= CAPACITY) & ((num_listed >= k) | lowest):
+        in_list = place < num_listed
+        key = tl.load(row + 2 + place, mask=in_list, other=-(2**31))
+        position = tl.load(row + 2 + CAPACITY + place, mask=in_list, other=0)
+        # What is listed is a score, and reaches the bound.
+        num_chosen = choose_listed(
+            out_row, score_row, key, position, num_listed, tl.maximum(bound, 0), k, True
+        )
+    else:
+        num_chosen = _search_memory(
+            out_row, score_row, logits, tile_max, lse, base, begin, end, k, scratch_width,
+            scratch_tiles, GROUP, PAD_G, BLOCK_N, True, BLOCK,
+        )  # fmt: skip
+    start = num_chosen
+    while start < k:
+        column = start + tl.arange(0, BLOCK_PAD)
+        tl.store(out_row + column, -1, mask=column < k)
+        tl.store(score_row + column, float("-inf"), mask=column < k)
+        start += BLOCK_PAD
+
+
+@triton.jit(do_not_specialize=["width", "k", "scratch_tiles"])
+def mend_kernel(
+    lo, hi, active, logits, tile_max, head_lse, lists, listed,
+    width, k, num_heads, scratch_width, scratch_tiles, list_stride, lo_stride, hi_stride,
+    HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where more reach the bound than the list has room for, list the best `k` instead."""
+    base = tl.program_id(0).to(tl.int64)
+    req = base // num_heads
+    if tl.load(lists + base * list_stride) > k:
+        begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
+        lse = tl.load(head_lse + base * PAD_G + tl.arange(0, PAD_G))
+        row = listed + base * k
+        _search_memory(
+            row, row, logits, tile_max, lse, base, begin, end, k, scratch_width, scratch_tiles,
+            GROUP, PAD_G, BLOCK_N, False, BLOCK,
+        )  # fmt: skip

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of predicted queries, and what they are in float64."""
+
+from typing import NamedTuple
+
+import torch
+
+from tandemkv.kernels.query import QueryWeights
+
+
+class QueryInputs(NamedTuple):
+    """Arguments of `predict_query`."""
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    weights: QueryWeights
+    cos_sin: torch.Tensor
+
+
+def query_inputs(
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    has_bias: bool,
+    has_norm: bool,
+) -> QueryInputs:
+    """Draw tokens, hidden size, heads, head dimension; weights are a slice of a wider tensor."""
+    num_tokens, hidden_size, heads, dim = sizes
+    torch.manual_seed(num_tokens)
+    width = heads * dim
+    angles = torch.arange(500)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(dtype).to(device)
+
+    wide = torch.randn(width + 7, hidden_size) / hidden_size**0.5
+    return QueryInputs(
+        hidden=draw(num_tokens, hidden_size) * 3,
+        positions=torch.randint(0, 500, (num_tokens,), device=device),
+        weights=QueryWeights(
+            norm=1 + draw(hidden_size) / 4,
+            norm_eps=1e-3,
+            weight=wide.to(dtype).to(device)[:width],
+            bias=draw(width) if has_bias else None,
+            query_norm=1 + draw(dim) / 4 if has_norm else None,
+            query_norm_eps=1e-2,
+        ),
+        cos_sin=torch.cat((angles.cos(), angles.sin()), -1).to(device),
+    )
+
+
+def predict_in_float64(
+    hidden: torch.Tensor, positions: torch.Tensor, weights: QueryWeights, cos_sin: torch.Tensor
+) -> torch.Tensor:
+    """Return the query by its definition."""
+
+    def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+    query = normed(hidden.double(), weights.norm, weights.norm_eps) @ weights.weight.double().T
+    if weights.bias is not None:
+        query = query + weights.bias.double()
+    query = query.view(len(hidden), -1, cos_sin.shape[1])
+    if weights.query_norm is not None:
+        query = normed(query, weights.query_norm, weights.query_norm_eps)
+    cos, sin = cos_sin.double()[positions][:, None].chunk(2, -1)
+    first, second = query.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

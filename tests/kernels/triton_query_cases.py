@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of predicted queries; run by `test_query` in a process of its own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from query_inputs import predict_in_float64, query_inputs
+
+from tandemkv.kernels.testing import TOLERANCES, Tolerance, assert_close
+from tandemkv.kernels.triton_ops import query as triton_query
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = [(1, 128, 3, 16), (5, 300, 2, 24), (9, 64, 40, 8), (3, 1200, 1, 64)]
+if DEVICE == "cuda":
+    SIZES += [(8, 4096, 32, 128), (1, 4096, 32, 128), (70, 2560, 20, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("has_bias", "has_norm"), [(False, False), (True, False), (True, True)])
+def test_equals_float64(
+    dtype: torch.dtype, sizes: tuple[int, int, int, int], has_bias: bool, has_norm: bool
+) -> None:
+    given = query_inputs(sizes, dtype, DEVICE, has_bias=has_bias, has_norm=has_norm)
+    got = triton_query.predict_query(*given)
+    assert got.dtype == dtype
+    # A sum of many products is off by the rounding of its terms, not of itself.
+    tolerance = TOLERANCES[dtype]
+    if dtype != torch.float32:
+        tolerance = replace(tolerance, abs_error=3 * tolerance.abs_error)
+    else:
+        tolerance = Tolerance(abs_error=2e-4, rel_error=2e-4, cosine_gap=1e-9)
+    assert_close(got, predict_in_float64(*given), tolerance)
+
+
+def test_large_hidden_values_stay_inside_float16() -> None:
+    given = query_inputs((2, 128, 2, 16), torch.float16, DEVICE, has_bias=False, has_norm=True)
+    given = given._replace(hidden=given.hidden * 0 + 30000.0)
+    given.weights.norm.fill_(8.0)
+    got = triton_query.predict_query(*given)
+    assert_close(got, predict_in_float64(*given))
+
+
+def test_positions_of_rows_that_nobody_reads() -> None:
+    given = query_inputs((3, 64, 2, 8), torch.float32, DEVICE, has_bias=False, has_norm=False)
+    wild = given._replace(positions=torch.tensor([7, -1, 10**6], device=DEVICE))
+    good = given._replace(positions=torch.tensor([7, 0, 0], device=DEVICE))
+    got, want = (triton_query.predict_query(*x) for x in (wild, good))
+    assert torch.equal(got[0], want[0])
+    assert bool(got.isfinite().all())
