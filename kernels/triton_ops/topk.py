@@ -27,7 +27,8 @@ from tandemkv.kernels.triton_ops.topk_search import (
 
 MIN_CAPACITY, MAX_CAPACITY = 4096, 16384
 MIN_SAMPLE, MAX_SAMPLE = 1024, 16384
-POSITIONS_PER_SAMPLE = 16
+# Not 16: 64K of prompt with some room for answers still take 4096, in half of the registers.
+POSITIONS_PER_SAMPLE = 17
 _NUM_WARPS = 8
 _BLOCK = 2048  # scores that one program of the filter takes at a time
 _FILTER_PROGRAMS = 2048  # about two waves of the filter on a GPU of 132 multiprocessors
