@@ -253,3 +253,6 @@ def _note_batch(runtime: Any, scheduler: Any, batch: Any) -> None:
     if chunked is not None and any(chunked is req for req in batch.reqs):
         runtime.middle_chunk_row = int(chunked.req_pool_idx)
     runtime.running_reqs, runtime.scheduler = batch.reqs, scheduler
+    if runtime.settings.evaluation:
+        lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        runtime.running_lengths = lengths.tolist()

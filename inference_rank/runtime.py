@@ -50,6 +50,7 @@ class Runtime:
     decode_step: int = 0
     middle_chunk_row: int | None = None
     running_reqs: list[Any] = field(default_factory=list)
+    running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
     load_tokenizer: Callable[[], Vocabulary] | None = None

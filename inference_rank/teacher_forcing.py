@@ -25,7 +25,10 @@ def around_sampler(
     runtime = runtime_module.current() or runtime_module.current_local()
     if runtime is None or not runtime.settings.evaluation:
         return original(sampler, logits_output, *args, **kwargs)
-    forced = [_forced_token(req) for req in runtime.running_reqs]
+    forced = [
+        _forced_token(req, length)
+        for req, length in zip(runtime.running_reqs, runtime.running_lengths, strict=True)
+    ]
     if all(token is None for token in forced):
         return original(sampler, logits_output, *args, **kwargs)
     logprobs = torch.log_softmax(logits_output.next_token_logits.float(), dim=-1)
@@ -40,10 +43,15 @@ def around_sampler(
     return ids
 
 
-def _forced_token(req: Any) -> int | None:
+def _forced_token(req: Any, length: int) -> int | None:
+    """Return what must follow the request's first `length` tokens.
+
+    Not counted by its ``output_ids``: under overlap scheduling the last step's token is appended
+    after this step was launched.
+    """
     params = getattr(req.sampling_params, "custom_params", None)
     tokens = params.get("forced_token_ids") if isinstance(params, dict) else None
-    done = len(req.output_ids)
-    if not isinstance(tokens, list) or done >= len(tokens):
+    done = length - len(req.origin_input_ids)  # negative before the end of a chunked prompt
+    if not isinstance(tokens, list) or not 0 <= done < len(tokens):
         return None
     return int(tokens[done])

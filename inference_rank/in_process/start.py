@@ -46,6 +46,7 @@ class LocalRuntime:
     measurement: StartMeasurement
     middle_chunk_row: int | None = None
     running_reqs: list[Any] = field(default_factory=list)
+    running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
 
     def status(self) -> StatusReply:

@@ -174,8 +174,14 @@ def _force(
         body["top_logprobs_num"] = 1
     meta = server.generate(body)["meta_info"]
     pairs = [(float(item[0]), int(item[1])) for item in meta["output_token_logprobs"]]
-    if [token for _, token in pairs] != forced:
-        raise MeasurementError("the server did not force the tokens; it must allow evaluation")
+    got = [token for _, token in pairs]
+    if got != forced:
+        same = [a == b for a, b in zip(got, forced, strict=False)]
+        at = same.index(False) if False in same else len(same)
+        raise MeasurementError(
+            f"the server did not force the tokens (of {len(forced)} it returned {len(got)}, the "
+            f"first other one is number {at}); it must allow evaluation"
+        )
     best = [int(item[0][1]) for item in meta["output_top_logprobs"]] if with_best else []
     return pairs, best
 

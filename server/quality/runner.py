@@ -160,33 +160,45 @@ class _Run:
     def _on_one_server(
         self, configuration: Configuration, tasks: Sequence[Task], *, probes: bool
     ) -> dict[str, TaskResult]:
-        campaign, found = self._campaign, {}
+        found: dict[str, TaskResult] = {}
         if self._stop.is_set():
             raise StoppedError("stopped")
+        errors: list[str] = []
         with self._server(configuration, probes=probes) as server:
             for task in tasks:
-                waits = task.measure == "agreement" and not server.is_stock
-                dense = self._dense.result().get(task.name, {}) if waits else {}
-                result = measure(
-                    server,
-                    task=task.name,
-                    digest=campaign.digest_of(configuration, task.name),
-                    samples=campaign.samples[task.name],
-                    asked=campaign.asked(task.name),
-                    tokenizer=campaign.tokenizer,
-                    concurrency=campaign.request.concurrency,
-                    continuations=dense,
-                    on_answer=lambda: self._progress.advance(self._bar),
-                )
-                if task.measure == "mass" and result.probes is None:
-                    raise MeasurementError(
-                        f"{task.name}: nothing was probed, no request became sparse; raise "
-                        "--context-tokens or lower --budgets"
-                    )
-                write_result(campaign.runs / configuration.slug, result)
-                found[task.name] = result
-                self._say(configuration, task, f"{result.seconds:.0f} s")
+                try:
+                    found[task.name] = self._on_server(server, configuration, task)
+                except MeasurementError as error:  # the other tasks may well succeed
+                    errors.append(f"{task.name}: {error}")
+        if errors:
+            raise MeasurementError("; ".join(errors))
         return found
+
+    def _on_server(
+        self, server: RunningServer, configuration: Configuration, task: Task
+    ) -> TaskResult:
+        campaign = self._campaign
+        waits = task.measure == "agreement" and not server.is_stock
+        dense = self._dense.result().get(task.name, {}) if waits else {}
+        result = measure(
+            server,
+            task=task.name,
+            digest=campaign.digest_of(configuration, task.name),
+            samples=campaign.samples[task.name],
+            asked=campaign.asked(task.name),
+            tokenizer=campaign.tokenizer,
+            concurrency=campaign.request.concurrency,
+            continuations=dense,
+            on_answer=lambda: self._progress.advance(self._bar),
+        )
+        if task.measure == "mass" and result.probes is None:
+            raise MeasurementError(
+                "nothing was probed, no request became sparse; raise --context-tokens or lower "
+                "--budgets"
+            )
+        write_result(campaign.runs / configuration.slug, result)
+        self._say(configuration, task, f"{result.seconds:.0f} s")
+        return result
 
     @contextlib.contextmanager
     def _server(self, configuration: Configuration, *, probes: bool) -> Iterator[RunningServer]:

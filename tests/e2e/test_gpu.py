@@ -59,6 +59,7 @@ def settings_of(selection: dict[str, Any]) -> ServeSettings:
             "max_running_requests": 8,
             "cache": {"capacity_tokens": CAPACITY_TOKENS},
             "start_timeout_s": 300.0,
+            "evaluation": True,
             "sglang_args": _SGLANG_ARGS if DEVICE == "cuda" else (),
             "selection": selection,
         }
@@ -91,7 +92,7 @@ def prompts(token_ids: list[int]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(prompts: list[list[int]]) -> dict[str, list[dict[str, Any]]]:
-    """Stock SGLang's answers alone, and again eight at a time: what rounding alone does."""
+    """Stock SGLang's answers alone, again with radix hits and at once: what rounding alone does."""
     with stock_server(
         settings_of({"policy": "exact"}),
         model_dir=Path(model_dir()),
@@ -102,10 +103,12 @@ def reference(prompts: list[list[int]]) -> dict[str, list[dict[str, Any]]]:
     ) as found:
         server = Server(found.url, os.getpid(), Path(os.devnull))
         alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
+        hits = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
         flush(server)
         return {
             "alone": alone,
-            "at once": run(server, prompts, new_tokens=NEW_TOKENS, at_once=8),
+            "radix hits, eight at a time": hits,
+            "eight at a time": run(server, prompts, new_tokens=NEW_TOKENS, at_once=8),
         }
 
 
@@ -138,7 +141,8 @@ def check(found: dict[str, Any], what: str) -> None:
 
 def test_stock_agrees_with_itself(reference: dict[str, list[dict[str, Any]]]) -> None:
     """The measure's own floor: batches of another size round otherwise."""
-    check(agreement(reference["at once"], reference["alone"]), "stock, eight at a time")
+    for name in ("radix hits, eight at a time", "eight at a time"):
+        check(agreement(reference[name], reference["alone"]), f"stock, {name}")
 
 
 @pytest.mark.parametrize("name", ["exact", "covering"])
@@ -169,6 +173,28 @@ def test_selection_ran_where_everything_is_covered(covering: Server, token_ids: 
     )
     after, _ = covering.values()
     assert after["sparse_rows_total"] > before["sparse_rows_total"]
+
+
+def test_forced_tokens_are_decoded(covering: Server, token_ids: list[int]) -> None:
+    """Four requests at once, each with its own text, though the overlap scheduler runs ahead."""
+
+    def one(start: int) -> tuple[list[int], list[int]]:
+        forced = token_ids[start + 200 : start + 240]
+        found = covering.generate(
+            input_ids=token_ids[start : start + 200],
+            return_logprob=True,
+            sampling_params={
+                "max_new_tokens": len(forced),
+                "temperature": 0,
+                "ignore_eos": True,
+                "custom_params": {"forced_token_ids": forced},
+            },
+        )
+        return [token for _, token, _ in found["meta_info"]["output_token_logprobs"]], forced
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, forced in pool.map(one, (0, 300, 700, 1000)):
+            assert found == forced
 
 
 def test_nothing_is_left_after_lost_clients(covering: Server, token_ids: list[int]) -> None:

@@ -51,6 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch, fake_server: Any) -> list[Any]:
     def tandem(settings: ServeSettings, stop: Any, *, probes: bool = False) -> Iterator[Any]:
         assert settings.evaluation
         server = fake_server(fails=settings.selection.policy in failing, is_stock=False)
+        server.forces = "forcing" not in failing
         with lock:
             found.append((settings.selection.policy, server))
         yield server
@@ -180,6 +181,15 @@ def test_one_that_fails_does_not_lose_the_others(campaign: Campaign, started: li
     started.clear()
     run(campaign)
     assert [name for name, _ in started] == ["look_ahead"]
+
+
+def test_a_task_that_fails_does_not_lose_the_others(campaign: Campaign, started: list[Any]) -> None:
+    failing.add("forcing")
+    with pytest.raises(MeasurementError, match="2 of 3 configurations failed"):
+        run(campaign)
+    folder = campaign.runs / "tandemkv-look-ahead-200"
+    assert read_result(folder, "perplexity") is None
+    assert read_result(folder, "niah_single") is not None
 
 
 def test_without_dense_what_is_compared_with_it_fails_and_the_rest_is_kept(
