@@ -15,6 +15,7 @@ from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
 _NUM_WARPS, _CHUNK = 8, 32
+_REGISTERS = 168  # at most: fewer fit in sooner beside a scan of all keys, see `shortlist`
 _MIN_BLOCK, _MAX_HEAD = 16, 256
 _NO_PLACE = tl.constexpr(2**31 - 1)
 
@@ -339,6 +340,6 @@ def mirror_diff(
         HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None, IS_TENSOR=is_tensor,
         BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_HEAD=block_head, BLOCK_CAP=block_cap,
         BLOCK_FILL=1024, CHUNK=min(_CHUNK, block_cap),
-        num_warps=_NUM_WARPS,
+        num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip
     return fetch_pos, fetch_slot

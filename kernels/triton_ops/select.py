@@ -35,6 +35,7 @@ from tandemkv.kernels.triton_ops.streams import on_stream
 
 _BLOCK = 1024  # tokens that a program takes at a time
 _BOUND_WARPS, _FILTER_WARPS, _SELECT_WARPS = 8, 4, 8
+_SELECT_REGISTERS = 128  # fewer fit in sooner beside a scan of all keys, see `shortlist`
 _COLUMNS = 128  # as many as threads; a block is a multiple of twice as many
 _FILTER_PROGRAMS = 4096
 
@@ -123,7 +124,7 @@ def score_topk(
     else:
         select_kernel[(num_rows,)](
             *ranges, *found, out_scores, width, k, *sizes, *strides, **flags, CAPACITY=capacity,
-            BLOCK=2048, BLOCK_PAD=_BLOCK, num_warps=_SELECT_WARPS,
+            BLOCK=2048, BLOCK_PAD=_BLOCK, num_warps=_SELECT_WARPS, maxnreg=_SELECT_REGISTERS,
         )  # fmt: skip
     return out, out_scores
 
