@@ -55,10 +55,10 @@ def mirror_diff(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decide what to fetch into which resident slots, and update the mirror.
 
-    Per head: selected positions that are resident are touched. The others, best
-    first, take the empty slots in ascending order (until `num_target` slots are
-    filled), then the least recently used slot that is neither protected nor
-    touched in this step (of several, the lowest). If fewer than `num_target`
+    Per head: selected positions that are resident are touched. The best of the others
+    take the empty slots (until `num_target` slots are filled), then the least recently used
+    ones that are neither protected nor touched in this step (of equal ones the lowest), first
+    to first in the order of `fetch_pos` and of slots. If fewer than `num_target`
     slots are filled after that, empty slots take the highest positions of
     ``[lo, hi)`` that are not resident. At most `fetch_cap` slots are written;
     each write counts as a touch.
@@ -112,10 +112,11 @@ def mirror_diff(
     -------
     fetch_pos : torch.Tensor
         ``[num_reqs, num_kv_heads, fetch_cap]``, int32. Logical positions to
-        fetch: selected ones best first, then fillers from the highest; padded
-        with ``-1`` at the end.
+        fetch: selected ones best first (with `selected_scores` in ascending order), then
+        fillers from the highest; padded with ``-1`` at the end.
     fetch_slot : torch.Tensor
-        Likewise: the resident slot each goes to.
+        Likewise: the resident slot each goes to, empty ones first, each kind in ascending
+        order.
 
     Raises
     ------

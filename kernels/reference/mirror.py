@@ -70,13 +70,14 @@ def mirror_diff(
     scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
+    is_sorted = selected_scores is not None
     if selected_scores is not None:
         selected = _best_first(selected, selected_scores)
     now = torch.as_tensor(step, device=last_used.device).to(last_used.dtype).reshape(-1, 1, 1)
     if active is None and rows is None:
         return _diff(
             selected, resident_pos, last_used, now, num_protected, num_target, hi, lo, fetch_cap,
-            counters,
+            counters, is_sorted,
         )  # fmt: skip
     chosen = torch.arange(len(selected), device=selected.device)
     if active is not None:
@@ -86,7 +87,7 @@ def mirror_diff(
     now = now.expand(len(selected), 1, 1)[chosen]
     fetch = _diff(
         selected[chosen], some_pos, some_used, now, num_protected, num_target[chosen], hi[chosen],
-        lo, fetch_cap, counters,
+        lo, fetch_cap, counters, is_sorted,
     )  # fmt: skip
     resident_pos[books], last_used[books] = some_pos, some_used
     fetch_pos, fetch_slot = (
@@ -115,8 +116,12 @@ def _diff(
     lo: int,
     fetch_cap: int,
     counters: torch.Tensor | None,
+    is_sorted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Update the mirror of all requests, at the steps ``now [num_reqs or 1, 1, 1]``."""
+    """Update the mirror of all requests, at the steps ``now [num_reqs or 1, 1, 1]``.
+
+    With `is_sorted` what was missing is fetched in the order of positions.
+    """
     num_reqs, num_kv_heads, num_slots = resident_pos.shape
     shape = (num_reqs, num_kv_heads, min(fetch_cap, num_slots))
     found, missing = _find(selected, resident_pos)
@@ -144,6 +149,10 @@ def _diff(
     num_fill = torch.minimum(may_fill.sum(-1, keepdim=True), num_open) - num_taken
     column = torch.arange(shape[-1], device=selected.device)
     fetch_pos.masked_fill_(column >= num_taken, -1)
+    if is_sorted:
+        last = torch.iinfo(fetch_pos.dtype).max
+        fetch_pos = torch.where(fetch_pos < 0, last, fetch_pos).sort(dim=-1).values
+        fetch_pos.masked_fill_(column >= num_taken, -1)
     if bool((num_fill > 0).any()):
         # The new ones are resident already; nothing is evicted where there is room.
         occupied = torch.cat([resident_pos, fetch_pos], dim=-1)
@@ -151,6 +160,11 @@ def _diff(
         _compact(positions, chosen, num_taken, fetch_pos)
 
     is_fetched = fetch_pos >= 0
+    # Empty slots are in their order already; of the others those that are taken follow in theirs.
+    is_empty_slot = may_fill.gather(-1, slot_order)
+    place = torch.where(is_empty_slot, column, num_slots + slot_order)
+    place = torch.where(is_fetched, place, 2 * num_slots + column)
+    slot_order = slot_order.gather(-1, place.argsort(dim=-1))
     fetch_slot = torch.where(is_fetched, slot_order, -1).to(torch.int32)
     if counters is not None:
         counts = (found >= 0).sum(), missing.sum(), is_fetched.sum()

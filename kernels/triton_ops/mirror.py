@@ -14,63 +14,35 @@ import triton.language as tl
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
-_NUM_WARPS, _CHUNK = 8, 32
+_NUM_WARPS = 8
 _REGISTERS = 168  # at most: fewer fit in sooner beside a scan of all keys, see `shortlist`
 _MIN_BLOCK, _MAX_HEAD = 16, 256
 _NO_PLACE = tl.constexpr(2**31 - 1)
+_LAST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _rank_lists(orders, count, BLOCK_CAP: tl.constexpr, CHUNK: tl.constexpr):
-    """Return two lists in memory, and how many entries of its list each comes after.
-
-    The second list begins at BLOCK_CAP; `count`, of each entry's list, is how long it is.
-    """
-    both = tl.arange(0, 2 * BLOCK_CAP)
-    column, begin = both % BLOCK_CAP, both // BLOCK_CAP * BLOCK_CAP
-    order = tl.load(orders + both, mask=column < count, other=0)
-    rank = tl.zeros([2 * BLOCK_CAP], tl.int32)
-    start, longest = tl.zeros([], tl.int32), tl.max(count, 0)
-    while start < longest:
-        place = start + tl.arange(0, CHUNK)
-        other = tl.load(
-            orders + begin[:, None] + place[None, :],
-            mask=place[None, :] < count[:, None], other=2**63 - 1,
-        )  # fmt: skip
-        rank += tl.sum((other < order[:, None]).to(tl.int32), 1)
-        start += CHUNK
-    return order, rank
-
-
-@triton.jit
-def _list_missing(
-    out, order_of, select, missing, scores, num_missing, count, HAS_SCORES: tl.constexpr
-):
-    """List the `count` best missing positions: in `out`, or to be ranked if there are scores."""
-    if HAS_SCORES:
+def _list_missing(out, select, missing, scores, num_missing, count, HAS_SCORES: tl.constexpr):
+    """List the `count` best missing positions, by their scores or else the first ones."""
+    keep = missing
+    if HAS_SCORES and num_missing > count:
         key = tl.where(missing, tl.maximum(score_key(scores), -(2**31) + 1), -(2**31))
-        keep = missing
-        if num_missing > count:
-            low = tl.min(tl.where(missing, key, 2**31 - 1), 0)
-            top = tl.max(key, 0) + 1
-            bound, found = reach(key, count, low, top, num_missing, 0)
-            keep = key >= bound
-            if found > count:  # of those with the last score, the lowest positions
-                need = count - tl.sum((key > bound).to(tl.int32), 0)
-                back = tl.where(key == bound, -select, -(2**31))
-                last, _ = reach(back, need, -(2**31) + 1, 1, found - count + need, 0)
-                keep = (key > bound) | (back >= last)
-        place = tl.cumsum(keep.to(tl.int32), 0) - 1
-        order = ((-(key.to(tl.int64))) << 31) + select
-        tl.store(order_of + place, order, mask=keep)
-    else:
-        place = tl.cumsum(missing.to(tl.int32), 0) - 1
-        tl.store(out + place, select, mask=missing & (place < count))
+        low = tl.min(tl.where(missing, key, 2**31 - 1), 0)
+        top = tl.max(key, 0) + 1
+        bound, found = reach(key, count, low, top, num_missing, 0)
+        keep = key >= bound
+        if found > count:  # of those with the last score, the lowest positions
+            need = count - tl.sum((key > bound).to(tl.int32), 0)
+            back = tl.where(key == bound, -select, -(2**31))
+            last, _ = reach(back, need, -(2**31) + 1, 1, found - count + need, 0)
+            keep = (key > bound) | (back >= last)
+    place = tl.cumsum(keep.to(tl.int32), 0) - 1
+    tl.store(out + place, select, mask=keep & (place < count))
 
 
 @triton.jit
-def _list_victims(order_of, slot, used, now, may_evict, num_evict, count):
-    """List the `count` least recently used slots, in any order to be ranked."""
+def _list_victims(out, slot, used, now, may_evict, num_evict, count):
+    """List the `count` least recently used slots, in ascending order."""
     lowest: tl.constexpr = -(2**31)  # below any -used of int32; int64 steps stay within it too
     age = tl.where(may_evict, -used, lowest)
     top = tl.max(age, 0) + 1
@@ -82,7 +54,7 @@ def _list_victims(order_of, slot, used, now, may_evict, num_evict, count):
     tie_rank = counts & 0xFFFF
     keep = older | (tie & (tie_rank <= need))
     place = (counts >> 16) + tl.minimum(tie_rank, need) - 1
-    tl.store(order_of + place, (-(age.to(tl.int64)) << 16) + slot, mask=keep)
+    tl.store(out + place, slot, mask=keep)
 
 
 @triton.jit
@@ -124,7 +96,7 @@ def _take_fillers(
 )
 def _mirror_kernel(
     selected, selected_scores, resident_pos, last_used, rows, step, num_target, hi, active,
-    counters, place_of, orders, hits, fetch_pos, fetch_slot,
+    counters, place_of, hits, fetch_pos, fetch_slot,
     num_heads, num_selected, num_resident, num_protected, lo, cap, max_context,
     sel_stride_b, sel_stride_h, sel_stride_n, score_stride_b, score_stride_h, score_stride_n,
     pos_stride_b, pos_stride_h, pos_stride_n, used_stride_b, used_stride_h, used_stride_n,
@@ -132,7 +104,7 @@ def _mirror_kernel(
     HAS_SCORES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     HAS_COUNTERS: tl.constexpr, IS_TENSOR: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_CAP: tl.constexpr,
-    BLOCK_FILL: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_FILL: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
@@ -151,7 +123,6 @@ def _mirror_kernel(
     uses = last_used + book * used_stride_b + head * used_stride_h
     place_of += req * map_stride_b + head * map_stride_h
     out_pos, out_slot = fetch_pos + index * cap, fetch_slot + index * cap
-    orders += index * 2 * BLOCK_CAP
     hits += index * BLOCK_K
     chosen = selected + req * sel_stride_b + head * sel_stride_h
 
@@ -231,9 +202,9 @@ def _mirror_kernel(
     num_fill = tl.minimum(may_fill, num_open) - num_taken
 
     if num_taken > 0:
-        _list_missing(out_pos, orders, select, missing, scores, num_missing, num_taken, HAS_SCORES)
+        _list_missing(out_pos, select, missing, scores, num_missing, num_taken, HAS_SCORES)
     if num_victims > 0:
-        _list_victims(orders + BLOCK_CAP, slot, used, now, may_evict, num_evict, num_victims)
+        _list_victims(out_slot + num_into_empty, slot, used, now, may_evict, num_evict, num_victims)
     num_refilled = tl.minimum(may_fill, num_open)
     if num_refilled > 0:
         if BLOCK_HEAD:
@@ -245,15 +216,12 @@ def _mirror_kernel(
         tl.store(out_slot + empty_rank, slot, mask=is_empty & (empty_rank < num_refilled))
     tl.debug_barrier()
     column = tl.arange(0, BLOCK_CAP)
-    both = tl.arange(0, 2 * BLOCK_CAP)
-    is_victim, num_ranked = both >= BLOCK_CAP, num_taken if HAS_SCORES else 0
-    length = tl.where(is_victim, num_victims, num_ranked)
-    order, rank = _rank_lists(orders, length, BLOCK_CAP, CHUNK)
-    in_list = both % BLOCK_CAP < length
-    tl.store(out_pos + rank, (order & 0x7FFFFFFF).to(tl.int32), mask=in_list & (both < BLOCK_CAP))
-    tl.store(
-        out_slot + num_into_empty + rank, (order & 0xFFFF).to(tl.int32), mask=in_list & is_victim
-    )
+    if HAS_SCORES:
+        # Selected positions come in any order; in theirs a head's slots are the same each time.
+        listed = tl.load(out_pos + column, mask=column < num_taken, other=_LAST)
+        listed = tl.sort(listed)
+        tl.debug_barrier()
+        tl.store(out_pos + column, listed, mask=column < num_taken)
     num_fetched = num_taken
     if num_fill > 0:
         # All missing ones are taken already; the highest positions that are not resident follow.
@@ -316,7 +284,6 @@ def mirror_diff(
     fetch_slot = torch.empty_like(fetch_pos)
     block_cap = max(16, triton.next_power_of_2(fetch_cap))
     block_k = max(16, triton.next_power_of_2(selected.shape[-1]))
-    orders = torch.empty((*shape[:2], 2 * block_cap), dtype=torch.int64, device=selected.device)
     hits = torch.empty((*shape[:2], block_k), dtype=torch.int8, device=selected.device)
     if not num_reqs * num_heads:
         return fetch_pos, fetch_slot
@@ -331,15 +298,15 @@ def mirror_diff(
     flags = num_target if active is None else active.view(torch.int8)
     _mirror_kernel[(num_reqs * num_heads,)](
         selected, scores, resident_pos, last_used, num_target if rows is None else rows,
-        step, num_target, hi, flags, orders if counters is None else counters, scratch, orders,
-        hits, fetch_pos, fetch_slot, num_heads, selected.shape[-1], num_resident, num_protected, lo,
+        step, num_target, hi, flags, hits if counters is None else counters, scratch, hits,
+        fetch_pos, fetch_slot, num_heads, selected.shape[-1], num_resident, num_protected, lo,
         fetch_cap, scratch.shape[-1],
         *selected.stride(), *scores.stride(), *resident_pos.stride(), *last_used.stride(),
         step.stride(0) if per_req and isinstance(step, torch.Tensor) else 0, *scratch.stride()[:2],
         HAS_SCORES=selected_scores is not None, HAS_ROWS=rows is not None,
         HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None, IS_TENSOR=is_tensor,
         BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_HEAD=block_head, BLOCK_CAP=block_cap,
-        BLOCK_FILL=1024, CHUNK=min(_CHUNK, block_cap),
+        BLOCK_FILL=1024,
         num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip
     return fetch_pos, fetch_slot

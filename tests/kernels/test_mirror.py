@@ -24,36 +24,41 @@ class Limits:
 
 
 def oracle(
-    selected: list[int], pos: list[int], used: list[int], target: int, hi: int, limits: Limits
+    selected: list[int],
+    pos: list[int],
+    used: list[int],
+    target: int,
+    hi: int,
+    limits: Limits,
+    *,
+    is_sorted: bool = False,
 ) -> list[tuple[int, int]]:
     """Do one head in plain Python; update `pos` and `used`, return (position, slot)."""
-    fetched: list[tuple[int, int]] = []
-
-    def put(position: int, slot: int) -> None:
-        pos[slot], used[slot] = position, limits.step
-        fetched.append((position, slot))
-
     for slot, position in enumerate(pos):
         if position >= 0 and position in selected:
             used[slot] = limits.step
     missing = [p for p in dict.fromkeys(selected) if p >= 0 and p not in pos]
-    for position in missing[: limits.fetch_cap]:
-        num_filled = sum(p >= 0 for p in pos)
-        if num_filled < target and -1 in pos:
-            put(position, pos.index(-1))
-            continue
-        victims = [
-            (used[slot], slot)
-            for slot in range(limits.num_protected, len(pos))
-            if pos[slot] >= 0 and used[slot] != limits.step
-        ]
-        if victims:
-            put(position, min(victims)[1])
+    num_filled = sum(p >= 0 for p in pos)
+    empty = [slot for slot, position in enumerate(pos) if position < 0]
+    may_fill = empty[: max(0, target - num_filled)]
+    victims = sorted(
+        (used[slot], slot)
+        for slot in range(limits.num_protected, len(pos))
+        if pos[slot] >= 0 and used[slot] != limits.step
+    )
+    num_taken = min(len(missing), limits.fetch_cap, len(may_fill) + len(victims))
+    num_evicted = max(0, num_taken - len(may_fill))
+    slots = may_fill[: num_taken - num_evicted] + sorted(slot for _, slot in victims[:num_evicted])
+    positions = sorted(missing[:num_taken]) if is_sorted else missing[:num_taken]
     for position in range(hi - 1, limits.lo - 1, -1):
-        if len(fetched) >= limits.fetch_cap or sum(p >= 0 for p in pos) >= min(target, len(pos)):
+        if len(slots) == min(len(may_fill), limits.fetch_cap) or num_evicted:
             break
-        if position not in pos:
-            put(position, pos.index(-1))
+        if position not in pos and position not in positions:
+            positions.append(position)
+            slots.append(may_fill[len(slots)])
+    fetched = list(zip(positions, slots, strict=True))
+    for position, slot in fetched:
+        pos[slot], used[slot] = position, limits.step
     return fetched
 
 
@@ -213,7 +218,7 @@ def test_scores_decide_and_idle_rows_stay(call: dict[str, Any], data: st.DataObj
             if active[req]:
                 fetched = oracle(
                     [p for _, p in sorted(ranked)], want_pos, want_used,
-                    call["num_target"][req], call["hi"][req], limits,
+                    call["num_target"][req], call["hi"][req], limits, is_sorted=True,
                 )  # fmt: skip
             for part, side in zip(fetch, (0, 1), strict=True):
                 want = padded([pair[side] for pair in fetched], limits.fetch_cap)

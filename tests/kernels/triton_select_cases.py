@@ -136,12 +136,8 @@ def mirror_call(generator: torch.Generator, sizes: tuple[int, ...], step: int) -
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("cap", [0, 1, 7, 30])
 @pytest.mark.parametrize("holes", [True, False])
-def test_mirror_over_many_steps(
-    dtype: torch.dtype, cap: int, holes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mirror_over_many_steps(dtype: torch.dtype, cap: int, holes: bool) -> None:
     generator = torch.Generator().manual_seed(cap)
-    if cap > 16:  # lists of more than one chunk
-        monkeypatch.setattr(triton_mirror, "_CHUNK", 16)
     for trial in range(4):
         sizes = (2, 2, (5, 20, 0, 9)[trial], (18, 17, 6, 0)[trial], 60)
         shape = (*sizes[:2], sizes[3])
