@@ -20,6 +20,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from . import runtime as runtime_module
 
 _TIMEOUT_S = 1.0
+_WARMING_UP = "SGLang warms up; at a machine's first start it compiles kernels, for minutes"
 
 
 def add_routes(*_: Any, **__: Any) -> None:
@@ -32,25 +33,51 @@ def add_routes(*_: Any, **__: Any) -> None:
     @app.get("/tandemkv/status")
     async def status() -> JSONResponse:
         """State of both ranks."""
-        return JSONResponse(await collect_status(run_dir))
+        return JSONResponse(await collect_status(run_dir, is_warm=_is_warm()))
 
     @app.get("/tandemkv/ready")
     async def ready() -> JSONResponse:
-        """200 when hooks are applied and the cache rank's handshake is done, else 503."""
-        collected = await collect_status(run_dir)
-        code = 200 if collected["ready"] else 503
-        return JSONResponse({"ready": collected["ready"]}, status_code=code)
+        """200 when both ranks are connected and SGLang has answered a request, else 503."""
+        collected = await collect_status(run_dir, is_warm=_is_warm())
+        shown = {key: collected[key] for key in ("ready", "reason") if key in collected}
+        return JSONResponse(shown, status_code=200 if collected["ready"] else 503)
 
 
-async def collect_status(run_dir: RunDir) -> dict[str, Any]:
+def _is_warm() -> bool:
+    """Whether SGLang's own first request is through, or was not asked for.
+
+    On a GPU it compiles what the model still lacks: minutes, on a machine's first start.
+    """
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    status = http_server._global_state.tokenizer_manager.server_status
+    return bool(status is not ServerStatus.Starting)
+
+
+async def collect_status(run_dir: RunDir, *, is_warm: bool) -> dict[str, Any]:
     """Ask both ranks.
+
+    Parameters
+    ----------
+    run_dir : RunDir
+        Where their sockets are.
+    is_warm : bool
+        Whether SGLang answers requests without delay; else the server is not ready.
 
     Returns
     -------
     dict
         ``ready``, ``inference_rank`` and ``cache_ranks``; a rank that does not answer has an
-        ``error`` instead of values.
+        ``error`` instead of values. Before SGLang is warm also a ``reason``.
     """
+    collected = await _collect_ranks(run_dir)
+    if collected["ready"] and not is_warm:
+        collected |= {"ready": False, "reason": _WARMING_UP}
+    return collected
+
+
+async def _collect_ranks(run_dir: RunDir) -> dict[str, Any]:
     if runtime_module.settings_from_environment().exchange.is_in_process:
         inference = await asyncio.to_thread(_ask, run_dir.inference_socket)
         return {

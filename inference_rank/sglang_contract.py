@@ -66,6 +66,8 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "replay": ("shape_key", "static_forward_batch"),
     "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
     "replay_session": (),
+    "sglang.srt.entrypoints.http_server._setup_and_run_http_server": (),
+    "sglang.srt.managers.tokenizer_manager.ServerStatus.Starting": (),
     "sglang.srt.layers.sampler.Sampler.forward": ("logits_output", "sampling_info"),
 }
 

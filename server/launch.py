@@ -135,7 +135,7 @@ class Launcher:
         self._guard.watch(self._sglang.pid)
         with self._progress.stage("SGLang loading"):
             self._await(self._loading_detail, deadline, self._sglang)
-        with self._progress.stage("handshake"):
+        with self._progress.stage("handshake and warm-up"):
             self._await(self._handshake_detail, deadline, self._sglang)
 
     def _children(self) -> list[ChildProcess]:

@@ -7,6 +7,7 @@ from tandemkv.kernels.reference.paging import key_rows, slots_of
 
 # Logits of a chunk of tokens and their keys, in elements (64 MiB each).
 _MAX_ELEMENTS = 1 << 24
+_ROW = 64
 
 
 def score_window(
@@ -25,7 +26,9 @@ def score_window(
     window_len, num_qo_heads, head_dim = q_window.shape
     num_kv_heads = k_pool.shape[1]
     group = num_qo_heads // num_kv_heads
-    scores = q_window.new_full((num_kv_heads, hi), float("-inf"), dtype=torch.float32)
+    # Rows of whole 256 bytes: kernels that read them are compiled once, not for each length anew.
+    width = -(-hi // _ROW) * _ROW
+    scores = q_window.new_full((num_kv_heads, width), float("-inf"), dtype=torch.float32)[:, :hi]
     if lo >= hi:
         return scores
     grouped = (q_window.float() * scale).view(window_len, num_kv_heads, group, head_dim)

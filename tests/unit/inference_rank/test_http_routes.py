@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``/tandemkv/status`` and ``/tandemkv/ready`` say before and after SGLang is warm."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandemkv.inference_rank import http_routes
+from tandemkv.inference_rank import runtime as runtime_module
+
+
+def collect(monkeypatch: pytest.MonkeyPatch, *, rank_ready: bool, is_warm: bool) -> dict[str, Any]:
+    settings = SimpleNamespace(exchange=SimpleNamespace(is_in_process=True))
+    monkeypatch.setattr(runtime_module, "settings_from_environment", lambda: settings)
+    monkeypatch.setattr(http_routes, "_ask", lambda _path: {"ready": rank_ready})
+    run_dir: Any = SimpleNamespace(inference_socket=Path("none"))
+    return asyncio.run(http_routes.collect_status(run_dir, is_warm=is_warm))
+
+
+def test_not_ready_before_sglang_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first request would wait for what the warm-up compiles."""
+    found = collect(monkeypatch, rank_ready=True, is_warm=False)
+    assert found["ready"] is False
+    assert "SGLang warms up" in found["reason"]
+
+
+def test_a_warm_server_is_as_ready_as_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert collect(monkeypatch, rank_ready=True, is_warm=True)["ready"] is True
+    found = collect(monkeypatch, rank_ready=False, is_warm=True)
+    assert found["ready"] is False
+    assert "reason" not in found
+
+
+def test_warmth_is_what_sglang_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    http_server = pytest.importorskip("sglang.srt.entrypoints.http_server")
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    for status, is_warm in ((ServerStatus.Starting, False), (ServerStatus.Up, True)):
+        manager = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_status=status))
+        monkeypatch.setattr(http_server, "_global_state", manager)
+        assert http_routes._is_warm() is is_warm
