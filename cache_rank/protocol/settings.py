@@ -69,7 +69,7 @@ class SelectionSettings(_Strict):
     scan_ahead: bool = Field(
         default=False,
         description="look_ahead, in-process: scan all keys with the query predicted one layer "
-        "earlier still, and choose among the best of them. No faster yet: docs/decisions/0009.",
+        "earlier still, and choose among the best of them. No faster: docs/decisions/0009.",
     )
     shortlist_factor: float = Field(
         default=2.0,
