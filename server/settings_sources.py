@@ -16,6 +16,8 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .settings import ServeSettings
 
+_LAYER_LISTS = ("selection.exact_layers", "selection.anchors")
+
 ENVIRONMENT_PREFIX = "TANDEMKV_SERVE_"
 
 
@@ -131,7 +133,7 @@ def _require_known(key: str, source: str) -> None:
 
 def _normalise(key: str, value: Any, source: str) -> Any:
     """Read the text forms of lists and of "not set"."""
-    if key == "selection.exact_layers":
+    if key in _LAYER_LISTS:
         if isinstance(value, int) and not isinstance(value, bool):
             return (value,)
         if isinstance(value, str):

@@ -8,9 +8,9 @@ embed this tree.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 SETTINGS_VARIABLE = "TANDEMKV_SETTINGS"
 RUN_DIR_VARIABLE = "TANDEMKV_RUN_DIR"
@@ -24,6 +24,11 @@ MOST_SHORTLISTED = 8192
 
 KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
 """Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""
+
+
+def _sign(value: Any) -> Any:
+    """Let a sign come as text, as it does from a command line; pydantic compares literals."""
+    return {"1": 1, "+1": 1, "-1": -1}.get(value, value) if isinstance(value, str) else value
 
 
 class _Strict(BaseModel):
@@ -140,7 +145,7 @@ class SelectionSettings(_Strict):
     ridge_eps: float = Field(
         default=1e-2, ge=0.0, description="async_spade: relative ridge regulariser."
     )
-    ridge_sign: Literal[1, -1] = Field(
+    ridge_sign: Annotated[Literal[1, -1], BeforeValidator(_sign)] = Field(
         default=1, description="async_spade: sign in the softmax of Eq. 3."
     )
     ridge_normalise: Literal["softmax", "none"] = Field(

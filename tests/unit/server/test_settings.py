@@ -151,6 +151,25 @@ def test_every_setting_has_a_flag() -> None:
     assert {flag.key for flag in RANK_FLAGS} == set(setting_fields(RankSettings))
 
 
+def test_every_default_can_be_given_as_text() -> None:
+    """A command line has nothing else."""
+    defaults = ServeSettings(model="m")
+    for key in set(setting_fields()) - {"model", "sglang_args"}:
+        value: object = defaults
+        for name in key.split("."):
+            value = getattr(value, name)
+        if value is None:
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        given = flags() | {key: Sourced(text, f"--{key}")}
+        found: object = load_settings(given, {})
+        for name in key.split("."):
+            found = getattr(found, name)
+        assert found == value, key
+    found = load_settings(flags(selection__ridge_sign="-1", selection__anchors="2, 8"), {})
+    assert (found.selection.ridge_sign, found.selection.anchors) == (-1, (2, 8))
+
+
 def test_cuda_is_refused_in_this_version() -> None:
     with pytest.raises(SettingsError, match="device=cuda"):
         resolve_device("cuda")
