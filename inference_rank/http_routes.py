@@ -51,7 +51,7 @@ def _is_warm() -> bool:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-    status = http_server._global_state.tokenizer_manager.server_status
+    status = http_server.get_global_state().tokenizer_manager.server_status
     return bool(status is not ServerStatus.Starting)
 
 

@@ -66,6 +66,16 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "replay": ("shape_key", "static_forward_batch"),
     "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
     "replay_session": (),
+    # Recognised by their names; without them queries are predicted module by module.
+    "sglang.srt.layers.layernorm.RMSNorm": ("hidden_size", "eps", "var_hidden_size"),
+    "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding": (
+        "head_size",
+        "rotary_dim",
+        "is_neox_style",
+    ),
+    "sglang.srt.layers.rotary_embedding.rope_variant.Llama3RotaryEmbedding": ("head_size",),
+    "sglang.srt.layers.rotary_embedding.yarn.YaRNScalingRotaryEmbedding": ("head_size",),
+    "sglang.srt.entrypoints.http_server.get_global_state": (),
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server": (),
     "sglang.srt.managers.tokenizer_manager.ServerStatus.Starting": (),
     "sglang.srt.layers.sampler.Sampler.forward": ("logits_output", "sampling_info"),

@@ -25,7 +25,7 @@ class QueryWeights:
     norm_eps : float
         Of that norm, ``>= 0``.
     weight : torch.Tensor
-        ``[num_qo_heads * head_dim, hidden_size]``, float, dense in its last dimension.
+        ``[num_qo_heads * head_dim, hidden_size]``, float.
     bias : torch.Tensor, optional
         ``[num_qo_heads * head_dim]``, float.
     query_norm : torch.Tensor, optional
@@ -75,7 +75,8 @@ def predict_query(
 
     Notes
     -----
-    On a GPU two launches, asynchronous and CUDA-graph safe. The products of hidden values and
+    On a GPU two launches, asynchronous and CUDA-graph safe; all tensors must be dense in their
+    last dimension. The products of hidden values and
     norm weights are rounded to the dtype of `hidden` and multiplied by `weight` in the tensor
     cores; all else is float32, where a model's own layers round after each step. In
     ``look_ahead`` this query chooses tokens, and is not attended with.

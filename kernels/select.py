@@ -14,13 +14,10 @@ from tandemkv.kernels.dispatch import resolve
 from tandemkv.kernels.score import POOLINGS, ScoreScratch, check_keys, make_score_scratch
 from tandemkv.kernels.topk import make_topk_scratch
 
-LISTED_SHARE = 0.75
-"""Of the room of a list, how much `list_best` means to fill."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectScratch:
-    """Buffers of `score_topk` on a GPU, reused over layers and replays of a graph.
+    """Buffers of `score_topk` and `list_best` on a GPU, reused over layers and replays of a graph.
 
     Attributes
     ----------
@@ -45,7 +42,7 @@ def make_select_scratch(
     k: int,
     device: torch.device,
 ) -> SelectScratch:
-    """Allocate the buffers of `score_topk`.
+    """Allocate the buffers of `score_topk`, or of `list_best` with its size for `k`.
 
     Parameters
     ----------
@@ -137,6 +134,7 @@ def list_best(
     slots: torch.Tensor,
     lo: torch.Tensor,
     hi: torch.Tensor,
+    k: int,
     size: int,
     *,
     width: int,
@@ -148,37 +146,39 @@ def list_best(
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
 ) -> torch.Tensor:
-    """Return positions of about the best three quarters of `size`, for a choice among them.
+    """Return positions of the best `k` to `size` scores, however many that is cheapest for.
 
-    An exact number of them would take as long as half of `score_topk` without its scan, and
-    nobody needs it where the choice follows (`tandemkv.kernels.shortlist`).
+    For a choice among them with another query (`tandemkv.kernels.shortlist`): an exact number of
+    them would take as long as half of `score_topk` without its scan, and nobody needs it.
 
     Parameters
     ----------
-    q, k_pool, slots, lo, hi, width, scale, pooling, k_scale, page_size, active, scratch, \
-    scan_stream
-        As in `score_topk`; `scratch` made for ``k >= size / 4``.
-    size : int
-        Room of a list, ``>= 0``.
+    q, k_pool, slots, lo, hi, width, scale, pooling, k_scale, page_size, active, scan_stream
+        As in `score_topk`.
+    k, size : int
+        Positions per KV head, at least and at most; ``0 <= k <= size``.
+    scratch : SelectScratch, optional
+        From `make_select_scratch` for ``k >= size``; else allocated on a GPU.
 
     Returns
     -------
     torch.Tensor
         ``[num_reqs, num_kv_heads, size]``, int32, contiguous: distinct positions in any order,
-        padded with ``-1`` at the end. Any that scores more than one on the list is on it. All
-        where there are no more than `size`; else `LISTED_SHARE` of `size` on CPU, that or a
-        few percent more or less on a GPU (`size` for poolings other than ``softmax_mean``, or
-        where a sample misled). Scores of zero may be left out.
+        padded with ``-1`` at the end. What scores more than one on the list is on it. All
+        candidates where there are no more than `size`; else half way between `k` and `size`
+        on CPU, on a GPU any number between. Scores of zero may be left out.
 
     Raises
     ------
     ValueError
         As in `score_topk`.
     """
-    _check(q, k_pool, slots, lo, hi, size, width, pooling, k_scale, page_size, active, scratch)
+    check_int("size", size, minimum=0)
+    check_int("k", k, minimum=0, maximum=size)
+    _check(q, k_pool, slots, lo, hi, k, width, pooling, k_scale, page_size, active, scratch)
     run = resolve("select", "list_best", q.device)
     listed: torch.Tensor = run(
-        q, k_pool, slots, lo, hi, size, width=width, scale=scale, pooling=pooling,
+        q, k_pool, slots, lo, hi, k, size, width=width, scale=scale, pooling=pooling,
         k_scale=k_scale, page_size=page_size, active=active, scratch=scratch,
         scan_stream=scan_stream,
     )  # fmt: skip

@@ -36,8 +36,17 @@ def server_state(url: str, timeout_s: float = 2.0) -> ServerState:
         return ServerState(
             reachable=True, ready=False, detail="the server runs without the tandemkv plugin"
         )
-    text = " ".join(body.decode("utf-8", errors="replace").split())
+    text = _reason_in(body) or " ".join(body.decode("utf-8", errors="replace").split())
     return ServerState(reachable=True, ready=code == 200, detail=text[:300] or f"HTTP {code}")
+
+
+def _reason_in(body: bytes) -> str:
+    """Return the ``reason`` of a reply in JSON, if it has one."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return ""
+    return str(found.get("reason", "")) if isinstance(found, dict) else ""
 
 
 def fetch_status(url: str, timeout_s: float = 10.0) -> dict[str, Any]:

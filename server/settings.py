@@ -62,7 +62,11 @@ class ServeSettings(BaseModel):
         None, ge=16, le=1 << 20, description="Prompt tokens per forward pass; 2048 on cpu."
     )
     start_timeout_s: float = Field(
-        600.0, gt=0, le=86400, description="Longest wait until both ranks are ready."
+        600.0,
+        gt=0,
+        le=86400,
+        description="Longest wait until both ranks are ready and SGLang is warm; a first start "
+        "on a GPU compiles kernels for minutes.",
     )
     stop_timeout_s: float = Field(
         10.0, ge=0, le=3600, description="Time to finish requests at shutdown, then SIGKILL."

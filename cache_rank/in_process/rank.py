@@ -394,8 +394,9 @@ class InProcessCacheRank:
         query = self._predict(layer, hidden, self.batch.positions[: len(hidden)])
         if self._stress is not None:
             query = self._stress.apply(query, self.batch.step)
-        size = self._selection.num_shortlisted
-        self._listed[layer] = self._scan(list_best, layer, query, size, self.scan_lane_of(layer))
+        lane, selection = self.scan_lane_of(layer), self._selection
+        sizes = selection.budget_tokens, selection.num_shortlisted
+        self._listed[layer] = self._scan(list_best, layer, query, *sizes, lane=lane)
 
     def select(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.select`."""
@@ -416,7 +417,7 @@ class InProcessCacheRank:
             )  # fmt: skip
         else:
             chosen, chosen_scores = self._scan(
-                score_topk, layer, query, selection.budget_tokens, lane
+                score_topk, layer, query, selection.budget_tokens, lane=lane
             )
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
@@ -445,10 +446,10 @@ class InProcessCacheRank:
         choose: Callable[..., _Chosen],
         layer: int,
         query: torch.Tensor,
-        k: int,
+        *sizes: int,
         lane: int,
     ) -> _Chosen:
-        """Scan all candidates, and `choose`."""
+        """Scan all candidates, and `choose` as many of them."""
         size, batch = len(query), self.batch
         keys, k_scale = self._index.keys(layer)
         return choose(
@@ -457,7 +458,7 @@ class InProcessCacheRank:
             batch.pages[:size],
             batch.lo[:size],
             batch.hi[:size],
-            k,
+            *sizes,
             width=self._model.max_context,
             scale=self._model.scale,
             pooling=self._selection.pooling,

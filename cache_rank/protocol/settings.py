@@ -80,8 +80,7 @@ class SelectionSettings(_Strict):
         default=2.0,
         ge=1.0,
         le=64.0,
-        description="With scan_ahead: room of the list that is chosen from per KV head, times K; "
-        "about three quarters of it are used.",
+        description="With scan_ahead: tokens that are chosen from per KV head at most, times K.",
     )
     lag: int | None = Field(
         default=None,

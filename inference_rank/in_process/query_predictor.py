@@ -131,7 +131,8 @@ class _Layer:
 
 def _is_plain_norm(norm: Any) -> bool:
     """Whether `norm` is SGLang's RMSNorm over whole vectors; its relatives weigh otherwise."""
-    return type(norm).__name__ == "RMSNorm" and norm.variance_size_override is None
+    is_named_so = type(norm).__name__ == "RMSNorm"
+    return is_named_so and getattr(norm, "variance_size_override", 0) is None
 
 
 def _is_plain_rotary(rotary: Any) -> bool:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference of `tandemkv.kernels.select`: scores, then the best of them."""
 
-import math
 from typing import Any
 
 import torch
 
 from tandemkv.kernels.reference.score import score_keys
 from tandemkv.kernels.reference.topk import topk_positions
-from tandemkv.kernels.select import LISTED_SHARE, SelectScratch
+from tandemkv.kernels.select import SelectScratch
 
 
 def score_topk(
@@ -40,13 +39,13 @@ def score_topk(
 
 def list_best(*arguments: Any, **options: Any) -> torch.Tensor:
     """List positions; see `tandemkv.kernels.select.list_best`."""
-    listed, scores = score_topk(*arguments, **options)
-    lo, hi, size = arguments[3:]
+    k, size = arguments[5:]
+    lo, hi = arguments[3:5]
+    listed, scores = score_topk(*(*arguments[:5], size), **options)
     if not size:
         return listed
-    width = options["width"]
-    is_cut = (hi.clamp(max=width) - lo.clamp(min=0) > size)[:, None, None]
+    is_cut = (hi.clamp(max=options["width"]) - lo.clamp(min=0) > size)[:, None, None]
     best = scores.argsort(dim=-1, descending=True)
     listed = listed.gather(-1, best)
-    listed[..., math.ceil(LISTED_SHARE * size) :].masked_fill_(is_cut, -1)
+    listed[..., (k + size) // 2 :].masked_fill_(is_cut, -1)
     return listed

@@ -15,7 +15,8 @@ from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
 _NUM_WARPS = 8
-_REGISTERS = 168  # at most: fewer fit in sooner beside a scan of all keys, see `shortlist`
+# Fewer registers fit in sooner beside a scan of all keys, see `shortlist`; larger blocks need all.
+_REGISTERS, _LARGEST_LIMITED = 168, 4096
 _MIN_BLOCK, _MAX_HEAD = 16, 256
 _NO_PLACE = tl.constexpr(2**31 - 1)
 _LAST = tl.constexpr(2**31 - 1)
@@ -217,7 +218,7 @@ def _mirror_kernel(
     tl.debug_barrier()
     column = tl.arange(0, BLOCK_CAP)
     if HAS_SCORES:
-        # Selected positions come in any order; in theirs a head's slots are the same each time.
+        # What atomics listed came in any order; in theirs, results do not depend on it.
         listed = tl.load(out_pos + column, mask=column < num_taken, other=_LAST)
         listed = tl.sort(listed)
         tl.debug_barrier()
@@ -307,6 +308,7 @@ def mirror_diff(
         HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None, IS_TENSOR=is_tensor,
         BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_HEAD=block_head, BLOCK_CAP=block_cap,
         BLOCK_FILL=1024,
-        num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
+        num_warps=_NUM_WARPS,
+        maxnreg=_REGISTERS if max(block_k, block_r) <= _LARGEST_LIMITED else None,
     )  # fmt: skip
     return fetch_pos, fetch_slot

@@ -19,7 +19,8 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _BLOCK_OUT, _BLOCK_K, _WARPS, _STAGES = 32, 128, 2, 4
 _PROGRAMS = 512  # measured on an H200: 12.0 us for 8 x 4096 x 4096, 14.0 with twice as many
 _MAX_PARTS = 32
-# Keeps products of large hidden values and norm weights inside float16; a power of two.
+# Keeps products of large hidden values and norm weights inside float16 (beyond 4 million they
+# are cut off); a power of two.
 _FLOAT16_FACTOR = 1 / 64
 
 
@@ -48,7 +49,10 @@ def _project_kernel(
         ).to(tl.float32)  # fmt: skip
         scaled = tl.load(norm + at, mask=at < hidden_size, other=0.0).to(tl.float32) * factor
         total += tl.sum(x * x, 0)
-        x = (x * scaled[:, None]).to(weight.dtype.element_ty)
+        x = x * scaled[:, None]
+        if weight.dtype.element_ty == tl.float16:
+            x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+        x = x.to(weight.dtype.element_ty)
         acc = tl.dot(w.to(DOT), x.to(DOT), acc, input_precision=PRECISION)
     base = part * num_tokens
     tl.store(
@@ -113,8 +117,9 @@ def predict_query(
     out = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
     if not out.numel():
         return out
-    dense = (hidden, weights.weight, cos_sin, positions, weights.norm)
-    if any(tensor.stride(-1) != 1 for tensor in dense):
+    vectors = (weights.norm, weights.bias, weights.query_norm, positions)
+    dense = (hidden, weights.weight, cos_sin, *vectors)
+    if any(tensor is not None and tensor.stride(-1) != 1 for tensor in dense):
         message = "hidden, weights, cos_sin and positions must be dense in their last dimension"
         raise ValueError(message)
     block_t = min(64, max(8, triton.next_power_of_2(num_tokens)))
@@ -134,7 +139,8 @@ def predict_query(
         hidden.stride(0), weights.weight.stride(0),
         BLOCK_OUT=_BLOCK_OUT, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, PART_SIZE=part_size,
         DOT=kind[multiplied], PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",
-        num_warps=_WARPS, num_stages=_STAGES,
+        num_warps=_WARPS,
+        num_stages=_STAGES if hidden.dtype != torch.float32 else 2,
     )  # fmt: skip
     has_bias, has_norm = weights.bias is not None, weights.query_norm is not None
     _rotate_kernel[(num_tokens * num_heads,)](

@@ -26,7 +26,7 @@ def score_window(
     window_len, num_qo_heads, head_dim = q_window.shape
     num_kv_heads = k_pool.shape[1]
     group = num_qo_heads // num_kv_heads
-    # Rows of whole 256 bytes: kernels that read them are compiled once, not for each length anew.
+    # Whole 256 bytes a row: Triton compiles a kernel again for strides that 16 does not divide.
     width = -(-hi // _ROW) * _ROW
     scores = q_window.new_full((num_kv_heads, width), float("-inf"), dtype=torch.float32)[:, :hi]
     if lo >= hi:

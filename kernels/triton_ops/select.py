@@ -9,13 +9,14 @@ For ``softmax_mean`` the scan leaves relative logits, from which three more laun
 2. Several programs per head turn logits into scores and list what reaches the bound.
 3. One program per head searches the exact threshold in its list, in registers.
 
-For `list_best` the list itself is what is wanted, and 3 only looks whether it had room.
+For `list_best` the list itself is what is wanted, and 3 only looks whether its length will do.
 
 If the sample misled, 3 writes the head's scores over its logits and searches in memory: slower,
 and exact as well. The other poolings need no second pass; their scores stand in the scratch
 where logits would.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -28,14 +29,15 @@ from tandemkv.kernels.triton_ops.score import scan
 from tandemkv.kernels.triton_ops.select_kernels import (
     bound_kernel,
     filter_kernel,
-    mend_kernel,
+    relist_kernel,
     select_kernel,
 )
 from tandemkv.kernels.triton_ops.streams import on_stream
 
 _BLOCK = 1024  # tokens that a program takes at a time
 _BOUND_WARPS, _FILTER_WARPS, _SELECT_WARPS = 8, 4, 8
-_SELECT_REGISTERS = 128  # fewer fit in sooner beside a scan of all keys, see `shortlist`
+# Fewer fit in sooner beside a scan of all keys, see `shortlist`; longer lists need them all.
+_SELECT_REGISTERS, _SHORT_LIST = 128, 4096
 _COLUMNS = 128  # as many as threads; a block is a multiple of twice as many
 _FILTER_PROGRAMS = 4096
 
@@ -56,22 +58,26 @@ def score_topk(
     active: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
-    is_listing: bool = False,
+    list_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose positions; see `tandemkv.kernels.select.score_topk`, and `list_best` for a listing."""
+    """Choose positions; see `tandemkv.kernels.select.score_topk`.
+
+    With `list_size` at most as many are listed, as for `list_best`, and scores are not written.
+    """
     num_reqs, num_qo_heads = q.shape[:2]
     heads = k_pool.shape[1]
     group, pad_g = num_qo_heads // heads, padded_group(num_qo_heads // heads)
-    out = torch.empty((num_reqs, heads, k), dtype=torch.int32, device=q.device)
+    is_listing, size = list_size is not None, k if list_size is None else list_size
+    out = torch.empty((num_reqs, heads, size), dtype=torch.int32, device=q.device)
     out_scores = torch.empty(out.shape, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, out_scores
     if not width:
         return out.fill_(-1), out_scores.fill_(float("-inf"))
     if scratch is None:
-        scratch = make_select_scratch(num_reqs, num_qo_heads, heads, width, k, q.device)
+        scratch = make_select_scratch(num_reqs, num_qo_heads, heads, width, size, q.device)
     buffers, lists = scratch.score, scratch.lists
-    capacity = k if is_listing else topk.capacity_of(k)
+    capacity = size if is_listing else topk.capacity_of(k)
     if lists.shape[1] < 2 + (0 if is_listing else 2 * capacity):
         have = tuple(lists.shape)
         message = f"scratch.lists.shape={have}: too small for k={k}; use make_select_scratch"
@@ -86,7 +92,7 @@ def score_topk(
     if pooling != "softmax_mean":
         ends = hi if active is None else torch.where(active != 0, hi, 0)
         chosen = topk.topk_positions(
-            scores[..., :width], k, lo=lo, hi=ends, sort=False, scratch=lists,
+            scores[..., :width], size, lo=lo, hi=ends, sort=False, scratch=lists,
             out_scores=out_scores,
         )  # fmt: skip
         return chosen, out_scores
@@ -99,8 +105,7 @@ def score_topk(
         "BLOCK_N": scanned.block_n,
     }  # fmt: skip
     listing = {"CAPACITY": capacity, "LISTING": is_listing}
-    sample = triton.next_power_of_2(width // topk.POSITIONS_PER_SAMPLE)
-    sample = min(topk.MAX_SAMPLE, max(topk.MIN_SAMPLE, sample))
+    sample = _sample_of(width)
     bound_kernel[(num_rows,)](
         *ranges, buffers.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists, out,
         width, k, heads, scanned.num_splits, *sizes[1:], *strides,
@@ -118,17 +123,36 @@ def score_topk(
             num_warps=_FILTER_WARPS,
         )  # fmt: skip
     if is_listing:
-        mend_kernel[(num_rows,)](
-            *ranges, *found, width, k, *sizes, *strides, **flags, BLOCK=_BLOCK, num_warps=4
-        )
+        relist_kernel[(num_rows,)](
+            *ranges, *found, width, k, *sizes, *strides, **flags, CAPACITY=capacity, BLOCK=_BLOCK,
+            num_warps=4,
+        )  # fmt: skip
     else:
         select_kernel[(num_rows,)](
             *ranges, *found, out_scores, width, k, *sizes, *strides, **flags, CAPACITY=capacity,
-            BLOCK=2048, BLOCK_PAD=_BLOCK, num_warps=_SELECT_WARPS, maxnreg=_SELECT_REGISTERS,
+            BLOCK=2048, BLOCK_PAD=_BLOCK, num_warps=_SELECT_WARPS,
+            maxnreg=_SELECT_REGISTERS if capacity <= _SHORT_LIST else None,
         )  # fmt: skip
     return out, out_scores
 
 
 def list_best(*arguments: Any, **options: Any) -> torch.Tensor:
     """List positions; see `tandemkv.kernels.select.list_best`."""
-    return score_topk(*arguments, **options, is_listing=True)[0]
+    k, size = arguments[5:]
+    if _has_room(k, size, options["width"]):
+        return score_topk(*arguments[:6], **options, list_size=size)[0]
+    return score_topk(*(*arguments[:5], size), **options)[0]
+
+
+def _sample_of(width: int) -> int:
+    sample = triton.next_power_of_2(width // topk.POSITIONS_PER_SAMPLE)
+    return min(topk.MAX_SAMPLE, max(topk.MIN_SAMPLE, sample))
+
+
+def _has_room(k: int, size: int, width: int) -> bool:
+    """Whether a bound from a sample can be both above `k` and below `size`, all but surely.
+
+    By the formulas of `bound_kernel`, for as many candidates as there can be.
+    """
+    mean, fitting = (_sample_of(width) * count / max(1, width) for count in (k, size))
+    return mean + 4.5 * math.sqrt(mean) + 4 <= (math.sqrt(fitting + 6.25) - 2.5) ** 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of `tandemkv.kernels.select`: bound, filter, choice, and what mends a list."""
+"""Triton kernels of `tandemkv.kernels.select`: bound, filter, choice, and a list made anew."""
 
 import triton
 import triton.language as tl
@@ -93,15 +93,14 @@ def bound_kernel(
                     GROUP, PAD_G, BLOCK_N,
                 )
             )  # fmt: skip
-            room = tl.sqrt(SAMPLE * (CAPACITY * 1.0 / num) + 6.25) - 2.5
-            most = (room * room).to(tl.int32)  # five deviations below what has room
-            if LISTING:
-                rank = tl.maximum(most - most // 8, 1)
-                slack = most - rank
-            else:
-                mean = SAMPLE * (k * 1.0 / num)
-                rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
-                slack = tl.minimum(most - rank, rank // 4)
+            # k candidates make `mean` of the sample; more than four deviations make k all but sure,
+            # and five below what the list holds make it all but sure that they fit.
+            mean = SAMPLE * (k * 1.0 / num)
+            rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
+            most = tl.sqrt(SAMPLE * (CAPACITY * 1.0 / num) + 6.25) - 2.5
+            slack = (most * most).to(tl.int32) - rank
+            if not LISTING:
+                slack = tl.minimum(slack, rank // 4)
             num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
             if num_valid > rank:
                 top = tl.max(key, 0) + 1  # and scores are not negative
@@ -111,10 +110,11 @@ def bound_kernel(
                 bound = tl.maximum(bound, 1)
     if LISTING:
         start = tl.zeros([], tl.int32)
-        while start < k:
+        row = listed + base * CAPACITY
+        while start < CAPACITY:
             place = start + tl.arange(0, BLOCK_PAD)
             is_all = (num <= CAPACITY) & (place < num)
-            tl.store(listed + base * k + place, tl.where(is_all, begin + place, -1), mask=place < k)
+            tl.store(row + place, tl.where(is_all, begin + place, -1), mask=place < CAPACITY)
             start += BLOCK_PAD
     tl.store(lists + base * list_stride, 0)
     tl.store(lists + base * list_stride + 1, bound)
@@ -228,20 +228,23 @@ def select_kernel(
 
 
 @triton.jit(do_not_specialize=["width", "k", "scratch_tiles"])
-def mend_kernel(
+def relist_kernel(
     lo, hi, active, logits, tile_max, head_lse, lists, listed,
     width, k, num_heads, scratch_width, scratch_tiles, list_stride, lo_stride, hi_stride,
     HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where more reach the bound than the list has room for, list the best `k` instead."""
+    """Where the sample misled, and fewer than `k` or more than fit are listed: list the best."""
     base = tl.program_id(0).to(tl.int64)
     req = base // num_heads
-    if tl.load(lists + base * list_stride) > k:
-        begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
+    begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
+    num_listed, bound = tl.load(lists + base * list_stride), tl.load(lists + base * list_stride + 1)
+    # The lowest bound lists all scores but zeros, however few.
+    is_short = (num_listed < k) & (bound > 1)
+    if (end - begin > CAPACITY) & ((num_listed > CAPACITY) | is_short):
         lse = tl.load(head_lse + base * PAD_G + tl.arange(0, PAD_G))
-        row = listed + base * k
+        row = listed + base * CAPACITY
         _search_memory(
-            row, row, logits, tile_max, lse, base, begin, end, k, scratch_width, scratch_tiles,
-            GROUP, PAD_G, BLOCK_N, False, BLOCK,
+            row, row, logits, tile_max, lse, base, begin, end, CAPACITY, scratch_width,
+            scratch_tiles, GROUP, PAD_G, BLOCK_N, False, BLOCK,
         )  # fmt: skip

@@ -176,6 +176,6 @@ def choose_listed(
         listed, *buffers, out, out_scores, k, *sizes, num_used,
         POOLING=pooling, GROUP=group, PAD_G=pad_g, BLOCK_S=triton.next_power_of_2(num_used),
         CAPACITY=capacity, BLOCK_PAD=1024, num_warps=8 if capacity <= 4096 else 16,
-        maxnreg=_CHOOSE_REGISTERS,
+        maxnreg=_CHOOSE_REGISTERS if capacity <= 4096 else None,
     )  # fmt: skip
     return out, out_scores

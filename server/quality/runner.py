@@ -27,6 +27,7 @@ from .measure import measure
 from .results import TaskResult, read_result, write_configuration, write_result
 from .servers import (
     MeasurementError,
+    NoAnswerError,
     RunningServer,
     StoppedError,
     stock_server,
@@ -151,35 +152,51 @@ class _Run:
         pending = [task for task in tasks if task.name not in done]
         plain = [task for task in pending if task.measure != "mass"]
         probing = [task for task in pending if task.measure == "mass"]
-        for group in (plain, probing):
-            if group:
-                done |= self._on_one_server(configuration, group, probes=group is probing)
-        if configuration.is_dense:
-            self._dense.set_result(_continuations(done))
-
-    def _on_one_server(
-        self, configuration: Configuration, tasks: Sequence[Task], *, probes: bool
-    ) -> dict[str, TaskResult]:
-        found: dict[str, TaskResult] = {}
-        if self._stop.is_set():
-            raise StoppedError("stopped")
         errors: list[str] = []
-        with self._server(configuration, probes=probes) as server:
-            for task in tasks:
-                try:
-                    found[task.name] = self._on_server(server, configuration, task)
-                except MeasurementError as error:  # the other tasks may well succeed
-                    errors.append(f"{task.name}: {error}")
+        for group in (plain, probing):
+            try:
+                if group:
+                    self._on_one_server(configuration, group, done, probes=group is probing)
+            except StoppedError:
+                raise
+            except MeasurementError as error:
+                errors.append(str(error))
+        if configuration.is_dense and (done or not errors):
+            self._dense.set_result(_continuations(done))
         if errors:
             raise MeasurementError("; ".join(errors))
-        return found
+
+    def _on_one_server(
+        self,
+        configuration: Configuration,
+        tasks: Sequence[Task],
+        done: dict[str, TaskResult],
+        *,
+        probes: bool,
+    ) -> None:
+        """Add to `done` what can be measured; raise for the rest while the server's logs exist."""
+        if self._stop.is_set():
+            raise StoppedError("stopped")
+        with self._server(configuration, probes=probes) as server:
+            errors: list[str] = []
+            for task in tasks:
+                try:
+                    done[task.name] = self._on_server(server, configuration, task)
+                except MeasurementError as error:  # the other tasks may well succeed
+                    errors.append(f"{task.name}: {error}")
+                    if isinstance(error, NoAnswerError) or self._stop.is_set():
+                        break
+            if errors:
+                raise MeasurementError("; ".join(errors))
 
     def _on_server(
         self, server: RunningServer, configuration: Configuration, task: Task
     ) -> TaskResult:
         campaign = self._campaign
         waits = task.measure == "agreement" and not server.is_stock
-        dense = self._dense.result().get(task.name, {}) if waits else {}
+        dense = self._dense.result().get(task.name) if waits else {}
+        if dense is None:
+            raise MeasurementError("dense failed, and this is compared with it")
         result = measure(
             server,
             task=task.name,

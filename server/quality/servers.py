@@ -38,6 +38,10 @@ class MeasurementError(TandemKVError):
     """A server did not start, or did not answer as it must."""
 
 
+class NoAnswerError(MeasurementError):
+    """A server does not answer at all: it has ended, most likely."""
+
+
 class StoppedError(MeasurementError):
     """The user asked to stop."""
 
@@ -79,7 +83,7 @@ class RunningServer:
             text = error.read(2000).decode("utf-8", errors="replace")
             raise MeasurementError(f"HTTP {error.code} from /generate: {text}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise MeasurementError(f"no answer from /generate: {error}") from error
+            raise NoAnswerError(f"no answer from /generate: {error}") from error
         return found
 
     def forget(self) -> None:
@@ -93,18 +97,20 @@ class RunningServer:
             If the server still refuses after a while; it does while a request is running.
         """
         deadline = time.monotonic() + _FLUSH_TIMEOUT_S
+        failure: type[MeasurementError]
         request = urllib.request.Request(f"{self.url}/flush_cache", b"", method="POST")
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while True:
+            failure = MeasurementError
             try:
                 with opener.open(request, timeout=_FLUSH_TIMEOUT_S):
                     return
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}"
             except (OSError, http.client.HTTPException) as error:
-                reason = str(error)
+                reason, failure = str(error), NoAnswerError
             if time.monotonic() > deadline:
-                raise MeasurementError(f"the prefix cache cannot be emptied: {reason}")
+                raise failure(f"the prefix cache cannot be emptied: {reason}")
             time.sleep(_TICK_S)
 
     def counters(self) -> dict[str, float]:

@@ -58,7 +58,7 @@ def settings_of(selection: dict[str, Any]) -> ServeSettings:
             "cache_ranks": 0,
             "max_running_requests": 8,
             "cache": {"capacity_tokens": CAPACITY_TOKENS},
-            "start_timeout_s": 300.0,
+            "start_timeout_s": 600.0,
             "evaluation": True,
             "sglang_args": _SGLANG_ARGS if DEVICE == "cuda" else (),
             "selection": selection,

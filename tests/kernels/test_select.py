@@ -39,12 +39,12 @@ def test_chooses_the_best(kind: str, pooling: str) -> None:
     assert bool((scores[2] == -torch.inf).all())
 
 
-def test_lists_three_quarters_of_the_room() -> None:
+def test_lists_half_way_between() -> None:
     torch.manual_seed(5)
     keys = make_keys("float32", num_reqs=2, heads=2, group=2, dim=16, page_size=16, num_pages=20)
     lo, hi = [4, 0], [150, 21]
     listed = list_best(
-        keys.q, keys.k_pool, keys.table, torch.tensor(lo), torch.tensor(hi), 21, width=160,
+        keys.q, keys.k_pool, keys.table, torch.tensor(lo), torch.tensor(hi), 11, 21, width=160,
         scale=0.25, page_size=16,
     )  # fmt: skip
     assert listed.shape == (2, 2, 21)
@@ -62,6 +62,8 @@ def test_errors_name_the_argument() -> None:
         score_topk(q, k_pool, slots, lo, hi, 2, width=7, scale=1.0)
     with pytest.raises(ValueError, match="k=-1"):
         score_topk(q, k_pool, slots, lo, hi, -1, width=6, scale=1.0)
+    with pytest.raises(ValueError, match="k=3: must be >= 0 and <= 2"):
+        list_best(q, k_pool, slots, lo, hi, 3, 2, width=6, scale=1.0)
     with pytest.raises(ValueError, match="pooling='mean'"):
         score_topk(q, k_pool, slots, lo, hi, 2, width=6, scale=1.0, pooling="mean")
     with pytest.raises(ValueError, match="active"):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`score_topk` against scores and then a choice; run by `test_triton_score` in a process."""
 
+import math
+
 import pytest
 import torch
 import triton_score_cases  # lets the interpreter loop to loaded bounds
@@ -105,8 +107,10 @@ def test_where_the_sample_is_of_no_use(kind: str) -> None:
     assert bool(scores.isfinite().all())
 
 
-@pytest.mark.parametrize(("group", "size"), [(1, 40), (4, 100), (3, 300)])
-def test_lists_about_the_best(group: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("group", "k", "size"), [(1, 5, 40), (4, 20, 100), (3, 100, 300)])
+def test_lists_between_k_and_size(
+    group: int, k: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton_topk, "MIN_SAMPLE", 512)
     torch.manual_seed(group)
     keys = make_keys(
@@ -121,8 +125,11 @@ def test_lists_about_the_best(group: int, size: int, monkeypatch: pytest.MonkeyP
     }  # fmt: skip
     arguments = (keys.q, keys.k_pool, keys.table, lo, hi)
     scratch = filled_scratch(5, group, 2, 640, size)
-    listed = triton_select.list_best(*arguments, size, **options, scratch=scratch)
+    listed = triton_select.list_best(*arguments, k, size, **options, scratch=scratch)
     scores = triton_score.score_keys(*arguments, **options)
+    # Too short a list for a bound between: the best `size` exactly.
+    is_exact = not triton_select._has_room(k, size, 640)
+    assert is_exact == (size == 40)
     for req in range(4):
         for head in range(2):
             row = listed[req, head].tolist()
@@ -131,7 +138,7 @@ def test_lists_about_the_best(group: int, size: int, monkeypatch: pytest.MonkeyP
             assert len(set(found)) == len(found)
             rest = set(range(begins[req], ends[req])) - set(found) if active[req] else set()
             if req < 2:
-                assert size // 3 <= len(found) <= size
+                assert len(found) == size if is_exact else k <= len(found) < size
                 best_left = max(float(scores[req, head, p]) for p in rest)
                 assert min(float(scores[req, head, p]) for p in found) >= best_left * (1 - 1e-5)
             else:
@@ -139,39 +146,57 @@ def test_lists_about_the_best(group: int, size: int, monkeypatch: pytest.MonkeyP
                 assert len(found) == (size if req == 2 else 0)
 
 
-def test_a_list_without_room_has_the_best() -> None:
-    """All scores but three are equal: either those three are listed, or as many as fit."""
+def listed_where(best: list[int], key: float, k: int, size: int) -> list[int]:
+    """List 600 candidates from 4 on with equal keys, but for those at `best`.
+
+    In base 2 their logits are whole numbers, so equal keys have equal scores in any tile.
+    """
     keys = make_keys(
-        "float32", num_reqs=1, heads=2, group=2, dim=16, page_size=16, num_pages=20, device=DEVICE
+        "float32", num_reqs=1, heads=1, group=2, dim=16, page_size=16, num_pages=40, device=DEVICE
     )
     keys.k_pool.zero_()
     keys.q.fill_(1.0)
-    best = torch.tensor([7, 250, 290])
-    slots = keys.table[0].long()[best // 16] * 16 + best % 16
-    keys.k_pool[slots.to(DEVICE)] = 0.5
+    at = torch.tensor(best)
+    keys.k_pool[(keys.table[0].long()[at // 16] * 16 + at % 16).to(DEVICE)] = key
+    assert triton_select._has_room(k, size, 640)
     listed = triton_select.list_best(
-        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 20, width=320, scale=1.0,
-        page_size=16, scratch=filled_scratch(1, 2, 2, 320, 20),
+        keys.q, keys.k_pool, keys.table, tensor([4]), tensor([604]), k, size, width=640,
+        scale=math.log(2), page_size=16, scratch=filled_scratch(1, 2, 1, 640, size),
     )  # fmt: skip
-    want = sorted([7, 250, 290, *[p for p in range(2, 40) if p != 7][:17]])
-    assert listed.sort(-1).values.tolist() == [[want, want]]
+    found = sorted(p for p in listed[0, 0].tolist() if p >= 0)
+    scores = triton_score.score_keys(
+        keys.q, keys.k_pool, keys.table, tensor([4]), tensor([604]), width=640,
+        scale=math.log(2), page_size=16,
+    )[0, 0].tolist()  # fmt: skip
+    assert len(set(found)) == len(found)
+    left_out = [scores[p] for p in range(4, 604) if p not in found]
+    assert min(scores[p] for p in found) >= max(left_out) * (1 - 1e-6)
+    return found
+
+
+def test_more_equal_scores_than_fit() -> None:
+    """The bound is their score: as many as fit are listed, the best among them."""
+    found = listed_where([7, 250, 390], 0.5, 10, 300)
+    assert len(found) == 300
+    assert {7, 250, 390} <= set(found)
+
+
+def test_a_sample_that_saw_all_high_scores() -> None:
+    """Nine are high, and all of them are in the sample of 64: fewer than ten reach the bound."""
+    part = torch.arange(64)
+    left = part * 9 + part * 24 // 64
+    width = (part + 1) * 9 + (part + 1) * 24 // 64 - left
+    noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
+    high = (4 + left + ((noise * width) >> 16))[5:50:5].tolist()
+    assert len(high) == 9
+    found = listed_where(high, 0.5, 10, 300)
+    assert len(found) == 300
+    assert set(high) <= set(found)
 
 
 def test_vanishing_scores_do_not_fill_a_list() -> None:
     """Three candidates take all of the softmax; the rest are zero in float32."""
-    keys = make_keys(
-        "float32", num_reqs=1, heads=1, group=2, dim=16, page_size=16, num_pages=20, device=DEVICE
-    )
-    keys.k_pool.zero_()
-    keys.q.fill_(1.0)
-    best = torch.tensor([7, 250, 290])
-    slots = keys.table[0].long()[best // 16] * 16 + best % 16
-    keys.k_pool[slots.to(DEVICE)] = 20.0
-    listed = triton_select.list_best(
-        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 20, width=320, scale=1.0,
-        page_size=16, scratch=filled_scratch(1, 2, 1, 320, 20),
-    )  # fmt: skip
-    assert sorted(p for p in listed[0, 0].tolist() if p >= 0) == [7, 250, 290]
+    assert listed_where([7, 250, 390], 20.0, 10, 300) == [7, 250, 390]
 
 
 def test_refuses_lists_for_a_smaller_k() -> None:

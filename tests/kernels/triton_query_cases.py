@@ -49,3 +49,19 @@ def test_positions_of_rows_that_nobody_reads() -> None:
     got, want = (triton_query.predict_query(*x) for x in (wild, good))
     assert torch.equal(got[0], want[0])
     assert bool(got.isfinite().all())
+
+
+def test_sparse_vectors_are_refused() -> None:
+    given = query_inputs((2, 64, 2, 8), torch.float32, DEVICE, has_bias=True, has_norm=True)
+    for name in ("bias", "query_norm", "norm"):
+        vector = getattr(given.weights, name).repeat_interleave(2)[::2]
+        weights = replace(given.weights, **{name: vector})
+        with pytest.raises(ValueError, match="dense in their last dimension"):
+            triton_query.predict_query(*given._replace(weights=weights))
+
+
+def test_huge_products_are_cut_off_in_float16() -> None:
+    given = query_inputs((1, 64, 2, 8), torch.float16, DEVICE, has_bias=False, has_norm=True)
+    given = given._replace(hidden=given.hidden * 0 + 60000.0)
+    given.weights.norm.fill_(200.0)
+    assert bool(triton_query.predict_query(*given).isfinite().all())

@@ -181,7 +181,7 @@ def test_selects_what_a_float64_scan_would() -> None:
 
 
 def test_a_scan_ahead_leaves_candidates_to_choose_from() -> None:
-    """The best 32, under one query, of the best 48 under an earlier one (three quarters of 2 K)."""
+    """The best 32, under one query, of the best 48 under an earlier one (1.5 K)."""
     world = World(index_dtype="native", fetch_cap=32, scan_ahead=True, pooling="max_logit")
     rank = world.rank
     assert [rank.scans_of(layer) for layer in range(LAYERS)] == [(), (), (4,), (5,), (), ()]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tandemkv.inference_rank import hooks, teacher_forcing
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank import teacher_forcing
 
 
 def request(forced: list[int] | None, *, prompt: int = 3, outputs: int = 0) -> Any:
@@ -69,3 +69,24 @@ def test_after_a_retraction_the_next_token_is_forced(monkeypatch: pytest.MonkeyP
 
 def test_nothing_is_forced_without_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample(monkeypatch, [request([3, 1])], [3], evaluation=False)[0] == [0]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_lengths_are_those_of_the_batch_that_comes_next(on_host: bool) -> None:
+    lengths = torch.tensor([7, 4])
+    runtime: Any = SimpleNamespace(settings=SimpleNamespace(evaluation=True), running_lengths=[])
+    batch = SimpleNamespace(
+        reqs=["a", "b"],
+        chunked_req=None,
+        seq_lens=lengths,
+        seq_lens_cpu=lengths if on_host else None,
+    )
+    hooks._note_batch(runtime, "scheduler", batch)
+    assert (runtime.running_reqs, runtime.running_lengths) == (["a", "b"], [7, 4])
+
+
+def test_lengths_are_not_read_without_evaluation() -> None:
+    runtime: Any = SimpleNamespace(settings=SimpleNamespace(evaluation=False))
+    batch = SimpleNamespace(reqs=["a"], chunked_req=None)
+    hooks._note_batch(runtime, "scheduler", batch)
+    assert runtime.running_reqs == ["a"]

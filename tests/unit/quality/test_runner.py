@@ -22,7 +22,7 @@ from tandemkv.server.quality.configurations import parse_budgets, plan
 from tandemkv.server.quality.corpus import Corpus
 from tandemkv.server.quality.report import write_campaign, write_report
 from tandemkv.server.quality.results import read_result, read_runs
-from tandemkv.server.quality.servers import MeasurementError
+from tandemkv.server.quality.servers import MeasurementError, NoAnswerError
 from tandemkv.server.quality.tasks.base import TaskInputs
 from tandemkv.server.quality.tasks.registry import find_tasks
 from tandemkv.server.settings import ServeSettings
@@ -190,6 +190,37 @@ def test_a_task_that_fails_does_not_lose_the_others(campaign: Campaign, started:
     folder = campaign.runs / "tandemkv-look-ahead-200"
     assert read_result(folder, "perplexity") is None
     assert read_result(folder, "niah_single") is not None
+
+
+def test_dense_is_compared_with_where_it_succeeded(
+    campaign: Campaign, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runner.measure
+
+    def measure(server: Any, **options: Any) -> Any:
+        if server.is_stock and options["task"] == "niah_single":
+            raise MeasurementError("no")
+        return whole(server, **options)
+
+    monkeypatch.setattr(runner, "measure", measure)
+    with pytest.raises(MeasurementError, match="1 of 3 configurations failed: sglang-dense-all"):
+        run(campaign)
+    assert read_result(campaign.runs / "tandemkv-look-ahead-200", "continuation") is not None
+
+
+def test_a_server_that_is_gone_is_asked_no_more(
+    campaign: Campaign, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def measure(server: Any, **options: Any) -> Any:
+        asked.append(options["task"])
+        raise NoAnswerError("connection refused")
+
+    monkeypatch.setattr(runner, "measure", measure)
+    with pytest.raises(MeasurementError, match="3 of 3"):
+        run(campaign)
+    assert asked == [TASKS[0]] * 3
 
 
 def test_without_dense_what_is_compared_with_it_fails_and_the_rest_is_kept(

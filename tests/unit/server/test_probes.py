@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server says about being ready, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandemkv.server import probes
+
+
+@pytest.mark.parametrize(
+    ("reply", "want"),
+    [
+        ((200, b'{"ready": true}'), (True, True, '{"ready": true}')),
+        ((503, b'{"ready": false, "reason": "SGLang warms up"}'), (True, False, "SGLang warms up")),
+        ((503, b'{"ready": false}'), (True, False, '{"ready": false}')),
+        ((503, b"[1]"), (True, False, "[1]")),
+        ((500, b"a\n b"), (True, False, "a b")),
+        ((500, b""), (True, False, "HTTP 500")),
+        ((404, b"{}"), (True, False, "the server runs without the tandemkv plugin")),
+    ],
+)
+def test_replies(
+    reply: tuple[int, bytes], want: tuple[bool, bool, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_get", lambda _address, _timeout_s: reply)
+    assert tuple(probes.server_state("http://127.0.0.1:1")) == want
+
+
+def test_nobody_there() -> None:
+    found = probes.server_state("http://127.0.0.1:9", timeout_s=0.5)
+    assert not found.reachable
+    assert not found.ready
