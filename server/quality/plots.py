@@ -15,6 +15,8 @@ _AXES = {
     "agreement": "tokens that agree with dense",
     "mass": "attention mass",
 }
+_LONG_LABEL = 45
+_NUM_COLOURS, _MARKERS = 10, "os^Dv*"  # another marker where the colours begin anew
 
 
 def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
@@ -36,13 +38,16 @@ def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
             lines = _lines(rows, name, task["measure"])
             if not lines:
                 continue
-            figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+            num_columns = 2 if max(map(len, lines)) <= _LONG_LABEL else 1
+            height = 3.6 + 0.17 * -(-(len(lines) + 1) // num_columns)
+            figure = Figure(figsize=(7.0, height), layout="constrained")
             axes = figure.subplots()
-            for label, points in lines.items():
+            for i, (label, points) in enumerate(lines.items()):
                 shares, values, below, above = zip(*points, strict=True)
-                dashes = "--" if label.endswith(")") else "-"
                 axes.errorbar(
-                    shares, values, yerr=[below, above], label=label, fmt=f"o{dashes}",
+                    shares, values, yerr=[below, above], label=label,
+                    linestyle="--" if label.endswith(")") else "-", color=f"C{i % _NUM_COLOURS}",
+                    marker=_MARKERS[i // _NUM_COLOURS % len(_MARKERS)],
                     markersize=4, linewidth=1.2, capsize=2, elinewidth=0.8,
                 )  # fmt: skip
             dense = _dense(rows, name, task["measure"])
@@ -51,8 +56,9 @@ def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
             axes.set_title(f"{task['title']}, {task['samples']} samples")
             axes.set_xlabel("attended share of the context, all layers, %")
             axes.set_ylabel(_AXES[task["measure"]])
+            axes.set_xlim(left=0.0)
             axes.grid(color="0.9", linewidth=0.6)
-            figure.legend(fontsize=7.5, loc="outside right upper")
+            figure.legend(fontsize=7.5, loc="outside lower left", ncols=num_columns)
             buffer = io.StringIO()
             figure.savefig(buffer, format="svg", metadata={"Date": None})
             found[name] = buffer.getvalue()
