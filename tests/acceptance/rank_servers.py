@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -96,10 +97,16 @@ def _call(request: urllib.request.Request, timeout_s: float) -> tuple[int, Any]:
 
 
 def free_port() -> int:
-    """Return a port that is free on loopback now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is free on loopback now, and that no other socket gets by chance.
+
+    A server binds it half a minute later: by then, one of those that the kernel hands out may
+    belong to somebody else's connection.
+    """
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port in 100 tries between 20000 and 32000")
 
 
 def environment() -> dict[str, str]:
