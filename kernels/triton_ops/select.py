@@ -105,7 +105,7 @@ def score_topk(
         "BLOCK_N": scanned.block_n,
     }  # fmt: skip
     listing = {"CAPACITY": capacity, "LISTING": is_listing}
-    sample = _sample_of(width)
+    sample = topk.sample_of(width)
     bound_kernel[(num_rows,)](
         *ranges, buffers.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists, out,
         width, k, heads, scanned.num_splits, *sizes[1:], *strides,
@@ -144,15 +144,10 @@ def list_best(*arguments: Any, **options: Any) -> torch.Tensor:
     return score_topk(*(*arguments[:5], size), **options)[0]
 
 
-def _sample_of(width: int) -> int:
-    sample = triton.next_power_of_2(width // topk.POSITIONS_PER_SAMPLE)
-    return min(topk.MAX_SAMPLE, max(topk.MIN_SAMPLE, sample))
-
-
 def _has_room(k: int, size: int, width: int) -> bool:
     """Whether a bound from a sample can be both above `k` and below `size`, all but surely.
 
     By the formulas of `bound_kernel`, for as many candidates as there can be.
     """
-    mean, fitting = (_sample_of(width) * count / max(1, width) for count in (k, size))
+    mean, fitting = (topk.sample_of(width) * count / max(1, width) for count in (k, size))
     return mean + 4.5 * math.sqrt(mean) + 4 <= (math.sqrt(fitting + 6.25) - 2.5) ** 2

@@ -39,6 +39,12 @@ def capacity_of(k: int) -> int:
     return min(MAX_CAPACITY, max(MIN_CAPACITY, triton.next_power_of_2(2 * k)))
 
 
+def sample_of(width: int) -> int:
+    """Return how many of at most `width` candidates a bound is derived from."""
+    sample = triton.next_power_of_2(width // POSITIONS_PER_SAMPLE)
+    return min(MAX_SAMPLE, max(MIN_SAMPLE, sample))
+
+
 @triton.jit
 def row_bounds(lo, hi, req, width, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr):
     """Return where a request's candidates begin, and how many they are."""
@@ -274,11 +280,9 @@ def topk_positions(
     bounds = (out if lo is None else lo, out if hi is None else hi)  # not read where None
     flags = {"HAS_LO": lo is not None, "HAS_HI": hi is not None, "CAPACITY": capacity}
     if width > capacity:
-        sample = triton.next_power_of_2(width // POSITIONS_PER_SAMPLE)
-        sample = min(MAX_SAMPLE, max(MIN_SAMPLE, sample))
         _sample_kernel[(num_rows,)](
             scores, *bounds, scratch, num_heads, width, k, *scores.stride(), scratch.stride(0),
-            **flags, SAMPLE=sample, num_warps=_NUM_WARPS,
+            **flags, SAMPLE=sample_of(width), num_warps=_NUM_WARPS,
         )  # fmt: skip
         parts = min(triton.cdiv(width, _BLOCK), max(1, _FILTER_PROGRAMS // num_rows))
         _filter_kernel[(num_rows, parts)](
