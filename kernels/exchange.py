@@ -6,7 +6,7 @@ Gather and scatter in one, for both ranks on one GPU: no pack is written.
 
 import torch
 
-from tandemkv.kernels.check import FLOATS, INT8, INT32, INTS, Dims, check_int
+from tandemkv.kernels.check import FLOATS, INT8, INT32, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
 
 
@@ -22,6 +22,8 @@ def exchange_rows(
     *,
     page_size: int = 1,
     pos_res: torch.Tensor | None = None,
+    flag: torch.Tensor | None = None,
+    num_done: torch.Tensor | None = None,
 ) -> None:
     """Copy the rows of the positions to fetch to their resident slots, bit by bit.
 
@@ -46,11 +48,17 @@ def exchange_rows(
     pos_res : torch.Tensor, optional
         ``[num_rows, num_kv_heads, num_slots]``, int32. Written: the position that each
         slot holds.
+    flag : torch.Tensor, optional
+        ``[1]`` int32, down. Raised when all rows are written, for a GPU that waits with
+        `tandemkv.kernels.flags.wait_flags`; may be that GPU's memory.
+    num_done : torch.Tensor, optional
+        ``[1]`` int32, 0 before and after. Needed with `flag`; no two calls at once may share it.
 
     Raises
     ------
     ValueError
-        If a shape, dtype, device or `page_size` differs from the above.
+        If a shape, dtype, device or `page_size` differs from the above, or one of `flag` and
+        `num_done` is missing.
     IndexError, RuntimeError
         On CPU, if a page, slot or row is out of range.
 
@@ -71,6 +79,13 @@ def exchange_rows(
     dims.check("rows", rows, "num_reqs", INTS)
     if pos_res is not None:
         dims.check("pos_res", pos_res, "num_rows num_kv_heads num_slots", INT32)
+    if (flag is None) != (num_done is None):
+        fail("num_done", num_done, "given with `flag`, and only with it")
+    for name, word in (("flag", flag), ("num_done", num_done)):
+        if word is not None:
+            dims.check(name, word, "one", INT32)
+            if len(word) != 1:
+                fail(f"{name}.shape", tuple(word.shape), "(1,)")
     run = resolve("exchange", "exchange_rows", k_pool.device)
     run(
         k_pool,
@@ -83,4 +98,6 @@ def exchange_rows(
         rows,
         page_size=page_size,
         pos_res=pos_res,
+        flag=flag,
+        num_done=num_done,
     )

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
-from tandemkv.cache_rank.protocol.local import DenseLengths
+from tandemkv.cache_rank.protocol.local import DenseLengths, SeenFrom
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.step_tables import CandidateTables, load_candidates
 
@@ -74,7 +76,17 @@ class DecodeBatch:
             step=self.step,
             selections=selections,
         )
-        self._in_order = torch.arange(max_batch, device=device)
+        self._by_device = {device: self._tables}
+
+    def let_load_from(self, device: torch.device, seen_from: SeenFrom) -> None:
+        """See `InProcessCacheRank.let_load_from`."""
+        tables = self._tables
+        self._by_device[device] = CandidateTables(
+            **{
+                field.name: seen_from(device, getattr(tables, field.name))
+                for field in fields(tables)
+            }
+        )
 
     def load(
         self,
@@ -90,19 +102,14 @@ class DecodeBatch:
         `lag` is the number of steps until the selection is used, `num_layers` the number of
         layers that the step selects for.
         """
-        device = self.rows.device
-        first, table_rows = req_to_token[:, :: self._page_size], rows
-        if rows.device != device:
-            # Only the batch's part of the table crosses to another GPU.
-            first = first[rows.long(), : self.pages.shape[1]].to(device)
-            rows, lengths = rows.to(device), lengths.to(device)
-            table_rows = self._in_order[: len(rows)]
+        # Kernels run where the requests are listed.
+        tables = self._by_device[rows.device]
         load_candidates(
             rows,
             lengths,
-            table_rows,
-            first,
-            self._tables,
+            rows,
+            req_to_token[:, :: self._page_size],
+            tables,
             page_size=self._page_size,
             num_sink=self._sink,
             num_excluded=self._num_recent - lag,

@@ -24,7 +24,7 @@ from tandemkv.cache_rank.policies.base import (
 )
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
-from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery
+from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery, SeenFrom
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -177,6 +177,7 @@ class InProcessCacheRank:
             make_mirror_scratch(max_batch, heads, context, device)
             for _ in range(min(num_lanes, _NUM_LANES))
         ]
+        self._num_done = torch.zeros((_NUM_LANES, 1), dtype=torch.int32, device=device)
         self._list_scratch = [
             make_shortlist_scratch(*sizes, most, device)
             for _ in range(_NUM_LANES if self._scanned_ahead else 0)
@@ -358,6 +359,10 @@ class InProcessCacheRank:
 
     # -- decode --------------------------------------------------------------------------
 
+    def let_load_from(self, device: torch.device, seen_from: SeenFrom) -> None:
+        """See `LocalCacheRank.let_load_from`."""
+        self.batch.let_load_from(device, seen_from)
+
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
     ) -> None:
@@ -381,13 +386,18 @@ class InProcessCacheRank:
             self._windows.push(self._book_of[layer], rows, query, positions)
 
     def select_ahead(
-        self, layer: int, hidden: torch.Tensor, await_scan: Callable[[], None] | None = None
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        *,
+        await_scan: Callable[[], None] | None = None,
+        flag: torch.Tensor | None = None,
     ) -> None:
         """See `LocalCacheRank.select_ahead`."""
         query = self._predict(layer, hidden, self.batch.positions[: len(hidden)])
         if await_scan is not None:
             await_scan()
-        self.select(layer, query)
+        self.select(layer, query, flag=flag)
 
     def scan_ahead(self, layer: int, hidden: torch.Tensor) -> None:
         """See `LocalCacheRank.scan_ahead`."""
@@ -398,7 +408,7 @@ class InProcessCacheRank:
         sizes = selection.budget_tokens, selection.num_shortlisted
         self._listed[layer] = self._scan(list_best, layer, query, *sizes, lane=lane)
 
-    def select(self, layer: int, query: torch.Tensor) -> None:
+    def select(self, layer: int, query: torch.Tensor, *, flag: torch.Tensor | None = None) -> None:
         """See `LocalCacheRank.select`."""
         size, batch, selection = len(query), self.batch, self._selection
         lane = self.lane_of(layer)
@@ -438,7 +448,8 @@ class InProcessCacheRank:
         k_res, v_res = self._resident[layer]
         exchange_rows(
             self._pools.k[layer], self._pools.v[layer], pages, fetch_pos, fetch_slot,
-            k_res, v_res, rows, page_size=page_size,
+            k_res, v_res, rows, page_size=page_size, flag=flag,
+            num_done=None if flag is None else self._num_done[lane],
         )  # fmt: skip
 
     def _scan(

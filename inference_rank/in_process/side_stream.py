@@ -84,11 +84,16 @@ class SideStream:
 
     @contextmanager
     def fork(
-        self, *reads: torch.Tensor | None, lane: int = 0, signal: Signal | None = None
+        self,
+        *reads: torch.Tensor | None,
+        lane: int = 0,
+        signal: Signal | None = None,
+        after: int | None = None,
     ) -> Iterator[None]:
         """Run the body in a lane beside the forward pass, after what that has queued so far.
 
-        With `signal`: after what was queued before its flags are raised.
+        With `signal`: after what was queued before its flags are raised. With `after`: after
+        what that lane has queued so far, too.
         """
         if not self._lanes:
             yield
@@ -97,6 +102,8 @@ class SideStream:
         if signal is None:
             self._lanes[lane].wait_stream(torch.cuda.current_stream(self._device))
             self._forked.add(lane)
+        if after is not None:
+            self._lanes[lane].wait_stream(self._lanes[after])
         with self._inside(lane):
             if signal is not None:
                 wait_flags(signal.waited)
@@ -139,13 +146,26 @@ class SideStream:
             with self.fork(lane=lane):
                 pass
 
-    def note_done(self, layer: int) -> None:
-        """Mark, inside a fork, that everything for `layer` has been queued in its lane."""
+    def done_flag(self, layer: int) -> torch.Tensor | None:
+        """Return the flag ``[1]`` to raise when all is done for `layer`; None: not needed.
+
+        Whoever asks, inside a fork, must raise it in the fork's lane.
+        """
+        if self._flags is None or not torch.cuda.is_current_stream_capturing():
+            return None
+        return self._flags.to_main(layer).raised
+
+    def note_done(self, layer: int, *, is_raised: bool = False) -> None:
+        """Mark, inside a fork, that everything for `layer` has been queued in its lane.
+
+        With `is_raised` what was queued raises the flag of `done_flag` itself.
+        """
         event = self._done[layer]
         if event is None:
             return
         if self._flags is not None and torch.cuda.is_current_stream_capturing():
-            raise_flags(self._flags.to_main(layer).raised)
+            if not is_raised:
+                raise_flags(self._flags.to_main(layer).raised)
         else:
             event.record(torch.cuda.current_stream(self._cache_device))
         self._pending.add(layer)

@@ -18,9 +18,13 @@ def exchange_rows(
     *,
     page_size: int = 1,
     pos_res: torch.Tensor | None = None,
+    flag: torch.Tensor | None = None,
+    num_done: torch.Tensor | None = None,
 ) -> None:
     """Copy rows; see `tandemkv.kernels.exchange.exchange_rows`."""
     is_copied = (fetch_pos >= 0) & (fetch_slot >= 0)
+    if flag is not None:
+        flag.fill_(1)
     if not bool(is_copied.any()):
         return
     req, head, place = torch.nonzero(is_copied, as_tuple=True)

@@ -35,7 +35,8 @@ def _list_missing(out, select, missing, scores, num_missing, count, HAS_SCORES: 
         if found > count:  # of those with the last score, the lowest positions
             need = count - tl.sum((key > bound).to(tl.int32), 0)
             back = tl.where(key == bound, -select, -(2**31))
-            last, _ = reach(back, need, -(2**31) + 1, 1, found - count + need, 0)
+            first = tl.min(tl.where(key == bound, -select, 1), 0)
+            last, _ = reach(back, need, first, 1, found - count + need, 0)
             keep = (key > bound) | (back >= last)
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
     tl.store(out + place, select, mask=keep & (place < count))

@@ -10,11 +10,11 @@ from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 
 @triton.jit
-def _scores_at(
-    logits, tile_max, lse, base, position, valid, scratch_width, scratch_tiles,
-    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
+def _logits_at(
+    logits, tile_max, base, position, valid, scratch_width, scratch_tiles,
+    PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores at any positions, -inf where not `valid`."""
+    """Return relative logits and their tiles' largest ones at any positions."""
     member = tl.arange(0, PAD_G)[None, :]
     logits += base * scratch_width * PAD_G
     tile_max += base * scratch_tiles * PAD_G
@@ -23,6 +23,18 @@ def _scores_at(
     ).to(tl.float32)  # fmt: skip
     top = tl.load(
         tile_max + (position // BLOCK_N)[:, None] * PAD_G + member, mask=valid[:, None], other=0.0
+    )
+    return x, top
+
+
+@triton.jit
+def _scores_at(
+    logits, tile_max, lse, base, position, valid, scratch_width, scratch_tiles,
+    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return the scores at any positions, -inf where not `valid`."""
+    x, top = _logits_at(
+        logits, tile_max, base, position, valid, scratch_width, scratch_tiles, PAD_G, BLOCK_N
     )
     score = tl.sum(tl.exp2(x + (top - lse[None, :])), 1) / GROUP
     return tl.where(valid, score, float("-inf"))
@@ -70,6 +82,18 @@ def bound_kernel(
     num = tl.maximum(end - begin, 0)
     bound = tl.full([], -(2**31) + 1, tl.int32)
     if num > 0:
+        # One random candidate of each of SAMPLE equal parts, as in `topk`; what is long on its
+        # way is asked for first.
+        part = tl.arange(0, SAMPLE)
+        whole, rest = num // SAMPLE, num % SAMPLE  # no product needs more than 32 bits
+        left = part * whole + (part * rest) // SAMPLE
+        size = (part + 1) * whole + ((part + 1) * rest) // SAMPLE - left
+        noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
+        place = begin + left + ((noise * size) >> 16)
+        is_sampled = (num > CAPACITY) & (part >= 0)
+        x, top = _logits_at(
+            logits, tile_max, base, place, is_sampled, scratch_width, scratch_tiles, PAD_G, BLOCK_N
+        )
         member, split = tl.arange(0, PAD_G), tl.arange(0, BLOCK_S)
         parts = tl.load(
             split_lse + (base * num_splits + split)[:, None] * PAD_G + member[None, :],
@@ -80,31 +104,21 @@ def bound_kernel(
         lse = tl.where(member < GROUP, lse, float("inf"))
         tl.store(head_lse + base * PAD_G + member, lse)
         if num > CAPACITY:
-            # One random candidate of each of SAMPLE equal parts, as in `topk`.
-            part = tl.arange(0, SAMPLE)
-            whole, rest = num // SAMPLE, num % SAMPLE  # no product needs more than 32 bits
-            left = part * whole + (part * rest) // SAMPLE
-            size = (part + 1) * whole + ((part + 1) * rest) // SAMPLE - left
-            noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
-            place = begin + left + ((noise * size) >> 16)
-            key = score_key(
-                _scores_at(
-                    logits, tile_max, lse, base, place, part >= 0, scratch_width, scratch_tiles,
-                    GROUP, PAD_G, BLOCK_N,
-                )
-            )  # fmt: skip
+            key = score_key(tl.sum(tl.exp2(x + (top - lse[None, :])), 1) / GROUP)
             # k candidates make `mean` of the sample; more than four deviations make k all but sure,
             # and five below what the list holds make it all but sure that they fit.
             mean = SAMPLE * (k * 1.0 / num)
             rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
-            most = tl.sqrt(SAMPLE * (CAPACITY * 1.0 / num) + 6.25) - 2.5
-            slack = (most * most).to(tl.int32) - rank
+            fitting = tl.sqrt(SAMPLE * (CAPACITY * 1.0 / num) + 6.25) - 2.5
+            slack = (fitting * fitting).to(tl.int32) - rank
             if not LISTING:
                 slack = tl.minimum(slack, rank // 4)
             num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
             if num_valid > rank:
-                top = tl.max(key, 0) + 1  # and scores are not negative
-                bound, _ = reach(key, rank, 0, top, num_valid, tl.maximum(slack, 0))
+                # From the least one on: scores that differ little take no more steps than others.
+                least = tl.min(tl.where(key > -(2**31), key, 2**31 - 1), 0)
+                most = tl.max(key, 0) + 1
+                bound, _ = reach(key, rank, least, most, num_valid, tl.maximum(slack, 0))
             if LISTING:
                 # Where most scores vanish, those that do not are few enough.
                 bound = tl.maximum(bound, 1)

@@ -118,7 +118,8 @@ def _candidates_kernel(
         tl.store(hi + req, end)
         tl.store(num_target + req, tl.minimum(end, num_resident))
         tl.store(active + req, is_active)
-        tl.atomic_add(selections, is_active.to(tl.int64) * num_layers, sem="relaxed")
+        count = is_active.to(tl.int64) * num_layers
+        tl.atomic_add(selections, count, sem="relaxed", scope="sys")  # may be another GPU's
         if req == 0:
             tl.store(step, tl.load(step) + 1)
 

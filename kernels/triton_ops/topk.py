@@ -80,8 +80,9 @@ def _sample_kernel(
         rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
         num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
         if num_valid > rank:
+            least = tl.min(tl.where(key > -(2**31), key, 2**31 - 1), 0)
             top = tl.max(key, 0) + 1
-            bound, _ = reach(key, rank, bound, top, num_valid, rank // 16)
+            bound, _ = reach(key, rank, least, top, num_valid, rank // 16)
     row = scratch + index * scratch_stride
     tl.store(row, 0)
     tl.store(row + 1, bound)
@@ -151,7 +152,8 @@ def choose_listed(out, out_scores, key, position, num_valid, low, k, HAS_SCORES:
         if found > k:  # too many have the last key: the lowest positions of those
             need = k - tl.sum((key > bound).to(tl.int32), 0)
             back = tl.where(key == bound, -position, -(2**31))
-            last, _ = reach(back, need, -(2**31) + 1, 1, found - k + need, 0)
+            first = tl.min(tl.where(key == bound, -position, 1), 0)
+            last, _ = reach(back, need, first, 1, found - k + need, 0)
             keep = (key > bound) | (back >= last)
     rank = tl.cumsum(keep.to(tl.int32), 0) - 1
     _store_chosen(out, out_scores, rank, keep & (rank < k), position, key, HAS_SCORES)
