@@ -20,7 +20,8 @@ from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.stopwatch import median_us
 
-from .rank import InProcessCacheRank, create
+from .factory import create
+from .rank import InProcessCacheRank
 
 _MOST_BYTES = 512 << 20
 """Of the scratch keys, and of the scratch resident sets. A GPU's L2 cache holds a tenth of it."""
@@ -104,6 +105,7 @@ def measure(
             rank.select_ahead(0, hidden)
         else:
             rank.select(0, query)
+        rank.end_step()
 
     total = median_us(select, device, prepare=lambda: rank.begin_decode(rows, lengths, table))
     transfer = _transfer_us(rank, pools, own, rows, context, generator)

@@ -9,23 +9,15 @@ synchronisation: SGLang captures it in its decode graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from tandemkv.cache_rank.mirror import ResidentMirror
-from tandemkv.cache_rank.model_adapters.rotary import read_rotary
-from tandemkv.cache_rank.policies.base import (
-    Policy,
-    PolicyContext,
-    PolicyError,
-    ScoringPolicy,
-)
-from tandemkv.cache_rank.policies.registry import find_policy
+from tandemkv.cache_rank.policies.base import Policy
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery, SeenFrom
-from tandemkv.cache_rank.protocol.messages import PolicyTraits, Timing
+from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.step_program import StepProgram
@@ -38,7 +30,8 @@ from tandemkv.kernels.shortlist import choose_listed, make_shortlist_scratch
 from .batch import DecodeBatch
 from .device_counters import DeviceCounters
 from .key_index import KeyIndex, make_key_index
-from .query_windows import DeviceQueryWindows, has_device_windows
+from .query_windows import DeviceQueryWindows
+from .scan_order import ScanOrder
 from .stress import StressSigns
 
 _Chosen = TypeVar("_Chosen")
@@ -53,56 +46,6 @@ _NUM_LANES = 2
 
 H200, batch 8 x 64K, one GPU: 11.64 ms a step with one lane, 11.07 with two.
 """
-
-
-def create(
-    *,
-    model: ModelSpec,
-    settings: RankSettings,
-    pools: LocalPools,
-    max_batch: int,
-    predict_query: PredictQuery,
-    model_dir: Path | None = None,
-) -> InProcessCacheRank:
-    """Build the in-process cache rank; see `tandemkv.cache_rank.protocol.local`.
-
-    Raises
-    ------
-    PolicyError
-        If the policy needs more than queries and scores.
-    """
-    selection = settings.selection
-    policy_class = find_policy(selection.policy)
-    reads_rotary = policy_class.capabilities.wants_query_window and selection.ridge_unrotate
-    rotary = read_rotary(model_dir) if reads_rotary and model_dir is not None else None
-    policy = policy_class(PolicyContext(model=model, selection=selection, rotary=rotary))
-    if policy.capabilities.selects and not can_run_in_process(policy):
-        raise PolicyError(
-            f"policy={selection.policy} keeps state on the host or reads more than scores and "
-            "cannot run in the inference rank's process; use look_ahead, async_spade, last_query, "
-            "mean_query, oracle, streaming or exact, or start a cache rank with --cache-ranks 1"
-        )
-    return InProcessCacheRank(
-        model=model,
-        settings=settings,
-        pools=pools,
-        max_batch=max_batch,
-        predict_query=predict_query,
-        policy=policy,
-    )
-
-
-def can_run_in_process(policy: Policy) -> bool:
-    """Whether `policy` is no more than a score with one query, layer by layer.
-
-    That query must be the one it is given, or one that is predicted on the device.
-    """
-    return (
-        isinstance(policy, ScoringPolicy)
-        and type(policy).select is ScoringPolicy.select
-        and (type(policy).query_for is ScoringPolicy.query_for or has_device_windows(policy))
-        and policy.traits == PolicyTraits()
-    )
 
 
 class InProcessCacheRank:
@@ -190,6 +133,7 @@ class InProcessCacheRank:
             torch.cuda.Stream(device=device) if device.type == "cuda" else None
             for _ in range(self.num_lanes)
         ]
+        self._order = ScanOrder(device)
         self._all_slots = torch.arange(width, dtype=torch.int32, device=device)
         self._seeding: list[tuple[torch.Tensor, int, int]] = []
         self.refresh_every = selection.refresh_steps
@@ -362,6 +306,7 @@ class InProcessCacheRank:
     def let_load_from(self, device: torch.device, seen_from: SeenFrom) -> None:
         """See `LocalCacheRank.let_load_from`."""
         self.batch.let_load_from(device, seen_from)
+        self._order.is_kept = True
 
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
@@ -372,6 +317,10 @@ class InProcessCacheRank:
         num_layers = len(self._selecting) if self.selects_in_step else 0
         self._counters.begin_step()
         self.batch.load(rows, lengths, req_to_token, lag=lag, num_layers=num_layers)
+
+    def end_step(self) -> None:
+        """See `LocalCacheRank.end_step`."""
+        self._order.end_step()
 
     def append(self, layer: int, batch_size: int) -> None:
         """See `LocalCacheRank.append`."""
@@ -426,6 +375,7 @@ class InProcessCacheRank:
                 scratch=self._list_scratch[lane],
             )  # fmt: skip
         else:
+            self._order.await_choice()
             chosen, chosen_scores = self._scan(
                 score_topk, layer, query, selection.budget_tokens, lane=lane
             )
@@ -445,6 +395,7 @@ class InProcessCacheRank:
             counters=self._counters.totals,
             scratch=self._mirror_scratch[lane],
         )
+        self._order.note_choice()
         k_res, v_res = self._resident[layer]
         exchange_rows(
             self._pools.k[layer], self._pools.v[layer], pages, fetch_pos, fetch_slot,

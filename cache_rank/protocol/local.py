@@ -18,7 +18,7 @@ import torch
 from .model_spec import ModelSpec
 from .settings import RankSettings, SelectionSettings
 
-_FACTORY = "tandemkv.cache_rank.in_process.rank:create"
+_FACTORY = "tandemkv.cache_rank.in_process.factory:create"
 _MEASURE = "tandemkv.cache_rank.in_process.measure:measure"
 
 PredictQuery = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -214,7 +214,8 @@ class LocalCacheRank(Protocol):
     def let_load_from(self, device: torch.device, seen_from: SeenFrom) -> None:
         """Let `begin_decode` be called with what is on `device`, whose kernels then do its work.
 
-        Copies to the cache rank's GPU, and waiting for them, took 85 us a step (two H200).
+        For a forward pass on another GPU than the cache rank's: copies there, and waiting for
+        them, took 85 us a step (two H200).
         """
 
     def begin_decode(
@@ -230,6 +231,9 @@ class LocalCacheRank(Protocol):
         req_to_token : torch.Tensor
             ``[rows, max_context]`` int32, the slot of each position.
         """
+
+    def end_step(self) -> None:
+        """Note that a step's last layer is queued, and all of the step's lanes are joined."""
 
     def append(self, layer: int, batch_size: int) -> None:
         """Index the key that the step wrote in `layer`."""

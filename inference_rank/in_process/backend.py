@@ -208,6 +208,7 @@ class InProcessBackend(AttentionBackend):
     def _after(self, index: int, out: torch.Tensor) -> torch.Tensor:
         if index == self._num_layers - 1:
             self._side.join_all()
+            self._rank.end_step()
         return out
 
     # -- benchmarks ----------------------------------------------------------------------

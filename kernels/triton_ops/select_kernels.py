@@ -10,11 +10,11 @@ from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 
 @triton.jit
-def _logits_at(
-    logits, tile_max, base, position, valid, scratch_width, scratch_tiles,
-    PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
+def _scores_at(
+    logits, tile_max, lse, base, position, valid, scratch_width, scratch_tiles,
+    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return relative logits and their tiles' largest ones at any positions."""
+    """Return the scores at any positions, -inf where not `valid`."""
     member = tl.arange(0, PAD_G)[None, :]
     logits += base * scratch_width * PAD_G
     tile_max += base * scratch_tiles * PAD_G
@@ -23,18 +23,6 @@ def _logits_at(
     ).to(tl.float32)  # fmt: skip
     top = tl.load(
         tile_max + (position // BLOCK_N)[:, None] * PAD_G + member, mask=valid[:, None], other=0.0
-    )
-    return x, top
-
-
-@triton.jit
-def _scores_at(
-    logits, tile_max, lse, base, position, valid, scratch_width, scratch_tiles,
-    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Return the scores at any positions, -inf where not `valid`."""
-    x, top = _logits_at(
-        logits, tile_max, base, position, valid, scratch_width, scratch_tiles, PAD_G, BLOCK_N
     )
     score = tl.sum(tl.exp2(x + (top - lse[None, :])), 1) / GROUP
     return tl.where(valid, score, float("-inf"))
@@ -82,18 +70,6 @@ def bound_kernel(
     num = tl.maximum(end - begin, 0)
     bound = tl.full([], -(2**31) + 1, tl.int32)
     if num > 0:
-        # One random candidate of each of SAMPLE equal parts, as in `topk`; what is long on its
-        # way is asked for first.
-        part = tl.arange(0, SAMPLE)
-        whole, rest = num // SAMPLE, num % SAMPLE  # no product needs more than 32 bits
-        left = part * whole + (part * rest) // SAMPLE
-        size = (part + 1) * whole + ((part + 1) * rest) // SAMPLE - left
-        noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
-        place = begin + left + ((noise * size) >> 16)
-        is_sampled = (num > CAPACITY) & (part >= 0)
-        x, top = _logits_at(
-            logits, tile_max, base, place, is_sampled, scratch_width, scratch_tiles, PAD_G, BLOCK_N
-        )
         member, split = tl.arange(0, PAD_G), tl.arange(0, BLOCK_S)
         parts = tl.load(
             split_lse + (base * num_splits + split)[:, None] * PAD_G + member[None, :],
@@ -104,7 +80,19 @@ def bound_kernel(
         lse = tl.where(member < GROUP, lse, float("inf"))
         tl.store(head_lse + base * PAD_G + member, lse)
         if num > CAPACITY:
-            key = score_key(tl.sum(tl.exp2(x + (top - lse[None, :])), 1) / GROUP)
+            # One random candidate of each of SAMPLE equal parts, as in `topk`.
+            part = tl.arange(0, SAMPLE)
+            whole, rest = num // SAMPLE, num % SAMPLE  # no product needs more than 32 bits
+            left = part * whole + (part * rest) // SAMPLE
+            size = (part + 1) * whole + ((part + 1) * rest) // SAMPLE - left
+            noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
+            place = begin + left + ((noise * size) >> 16)
+            key = score_key(
+                _scores_at(
+                    logits, tile_max, lse, base, place, part >= 0, scratch_width, scratch_tiles,
+                    GROUP, PAD_G, BLOCK_N,
+                )
+            )  # fmt: skip
             # k candidates make `mean` of the sample; more than four deviations make k all but sure,
             # and five below what the list holds make it all but sure that they fit.
             mean = SAMPLE * (k * 1.0 / num)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandemkv.cache_rank.in_process.rank import InProcessCacheRank, create
+from tandemkv.cache_rank.in_process.factory import create
+from tandemkv.cache_rank.in_process.rank import InProcessCacheRank
 from tandemkv.cache_rank.policies.base import PolicyError
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools

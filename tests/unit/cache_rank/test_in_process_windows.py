@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandemkv.cache_rank.in_process.rank import InProcessCacheRank, create
+from tandemkv.cache_rank.in_process.factory import create
+from tandemkv.cache_rank.in_process.rank import InProcessCacheRank
 from tandemkv.cache_rank.model_adapters.rotary import read_rotary
 from tandemkv.cache_rank.policies.base import (
     PolicyContext,

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building of the in-process cache rank, for policies that can run there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandemkv.cache_rank.model_adapters.rotary import read_rotary
+from tandemkv.cache_rank.policies.base import Policy, PolicyContext, PolicyError, ScoringPolicy
+from tandemkv.cache_rank.policies.registry import find_policy
+from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery
+from tandemkv.cache_rank.protocol.messages import PolicyTraits
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import RankSettings
+
+from .query_windows import has_device_windows
+from .rank import InProcessCacheRank
+
+
+def create(
+    *,
+    model: ModelSpec,
+    settings: RankSettings,
+    pools: LocalPools,
+    max_batch: int,
+    predict_query: PredictQuery,
+    model_dir: Path | None = None,
+) -> InProcessCacheRank:
+    """Build the in-process cache rank; see `tandemkv.cache_rank.protocol.local`.
+
+    Raises
+    ------
+    PolicyError
+        If the policy needs more than queries and scores.
+    """
+    selection = settings.selection
+    policy_class = find_policy(selection.policy)
+    reads_rotary = policy_class.capabilities.wants_query_window and selection.ridge_unrotate
+    rotary = read_rotary(model_dir) if reads_rotary and model_dir is not None else None
+    policy = policy_class(PolicyContext(model=model, selection=selection, rotary=rotary))
+    if policy.capabilities.selects and not can_run_in_process(policy):
+        raise PolicyError(
+            f"policy={selection.policy} keeps state on the host or reads more than scores and "
+            "cannot run in the inference rank's process; use look_ahead, async_spade, last_query, "
+            "mean_query, oracle, streaming or exact, or start a cache rank with --cache-ranks 1"
+        )
+    return InProcessCacheRank(
+        model=model,
+        settings=settings,
+        pools=pools,
+        max_batch=max_batch,
+        predict_query=predict_query,
+        policy=policy,
+    )
+
+
+def can_run_in_process(policy: Policy) -> bool:
+    """Whether `policy` is no more than a score with one query, layer by layer.
+
+    That query must be the one it is given, or one that is predicted on the device.
+    """
+    return (
+        isinstance(policy, ScoringPolicy)
+        and type(policy).select is ScoringPolicy.select
+        and (type(policy).query_for is ScoringPolicy.query_for or has_device_windows(policy))
+        and policy.traits == PolicyTraits()
+    )
