@@ -42,6 +42,7 @@ _SGLANG_ARGS = (
 _DENSE_ARGS = ("--attention-backend", "flashinfer", "--page-size", "1")
 _IDLE_S = 30.0
 _BUDGET = 4096 if DEVICE == "cuda" else 1024
+_SPARSE = {"policy": "look_ahead", "budget_tokens": 256, "dense_tokens": 0, "exact_layers": []}
 _COVERING = {"budget_tokens": _BUDGET, "resident_factor": 1.0, "dense_while_fits": False}
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -49,15 +50,16 @@ if DEVICE == "cuda":
     pytestmark.append(pytest.mark.gpu)
 
 
-def settings_of(selection: dict[str, Any]) -> ServeSettings:
+def settings_of(selection: dict[str, Any], transport: str = "local") -> ServeSettings:
     return ServeSettings.model_validate(
         {
             "model": model_dir(),
             "device": DEVICE,
             "dtype": DTYPE,
-            "cache_ranks": 0,
+            "cache_ranks": int(transport == "peer"),
             "max_running_requests": 8,
             "cache": {"capacity_tokens": CAPACITY_TOKENS},
+            "exchange": {} if transport == "local" else {"transport": transport},
             "start_timeout_s": 600.0,
             "evaluation": True,
             "sglang_args": _SGLANG_ARGS if DEVICE == "cuda" else (),
@@ -67,8 +69,8 @@ def settings_of(selection: dict[str, Any]) -> ServeSettings:
 
 
 @contextlib.contextmanager
-def served(selection: dict[str, Any]) -> Iterator[Server]:
-    with tandem_server(settings_of(selection), threading.Event()) as found:
+def served(selection: dict[str, Any], transport: str = "local") -> Iterator[Server]:
+    with tandem_server(settings_of(selection, transport), threading.Event()) as found:
         yield Server(found.url, os.getpid(), Path(os.devnull))
 
 
@@ -163,6 +165,19 @@ def test_tokens_are_those_of_stock(
     flush(server)
     cold = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
     check(agreement(cold, want), f"{name}, cold, eight at a time")
+
+
+@pytest.mark.multi_gpu(2)
+def test_two_gpus_give_the_tokens_of_one(prompts: list[list[int]]) -> None:
+    """Rows that are fetched over NVLink, and flags, beside rows that are copied on one GPU."""
+    answers, fetched = {}, {}
+    for transport in ("local", "peer"):
+        with served(_SPARSE, transport) as server:
+            answers[transport] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
+            fetched[transport] = server.values()[0]["fetched_rows_total"]
+    check(agreement(answers["peer"], answers["local"]), "two GPUs and one")
+    assert fetched["local"] > COUNT * NEW_TOKENS
+    assert fetched["peer"] == pytest.approx(fetched["local"], rel=0.05)
 
 
 def test_selection_ran_where_everything_is_covered(covering: Server, token_ids: list[int]) -> None:
