@@ -62,6 +62,13 @@ def resolve_placement(
     return _with_dense_tokens(settings, spec, model_dir, progress)
 
 
+def index_on_gpu(selection: SelectionSettings) -> str:
+    """Return the `index_dtype` that `serve` takes on GPUs where none is given."""
+    if _needs_own_process(selection) or selection.num_recent_tokens < CUDA_PAGE_SIZE:
+        return selection.index_dtype  # of the latter, candidates would lie in unfinished pages
+    return "int4"
+
+
 def _needs_own_process(selection: SelectionSettings) -> bool:
     return (
         selection.policy not in IN_PROCESS_POLICIES
@@ -72,15 +79,12 @@ def _needs_own_process(selection: SelectionSettings) -> bool:
 
 def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
     selection, exchange = settings.selection, settings.exchange
-    is_open = settings.cache_ranks is None and "transport" not in exchange.model_fields_set
     in_process = settings.rank_settings.exchange.is_in_process or (
-        is_open and not _needs_own_process(selection)
+        settings.cache_ranks is None and "transport" not in exchange.model_fields_set
     )
     if device != "cuda" or not in_process or "index_dtype" in selection.model_fields_set:
         return settings
-    if selection.num_recent_tokens < CUDA_PAGE_SIZE:
-        return settings  # candidates would lie in unfinished pages
-    changed = selection.model_copy(update={"index_dtype": "int4"})
+    changed = selection.model_copy(update={"index_dtype": index_on_gpu(selection)})
     return settings.model_copy(update={"selection": changed})
 
 

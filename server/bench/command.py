@@ -181,7 +181,7 @@ def plot(
         Path, typer.Option("--out", metavar="STEM", help="Path without suffix.")
     ] = DEFAULT_FOLDER / "tpot",
 ) -> None:
-    """Draw time per token against context as SVG and PNG; needs tandemkv[bench]."""
+    """Draw time per token against context as SVG and PNG; needs the extra `bench`."""
     from .plot import draw
     from .report import read_report
 

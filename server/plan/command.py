@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from tandemkv.server.options import RANK_FLAGS, with_flags
+from tandemkv.server.placement_choice import index_on_gpu
 from tandemkv.server.settings_sources import Sourced, load_settings
 
 from .choose import choose_placement
@@ -54,7 +55,11 @@ def plan(
     ] = 8192,
     index_dtype: Annotated[
         str | None,
-        typer.Option("--index-dtype", metavar="|".join(INDEX_DTYPES), help="Precision of scans."),
+        typer.Option(
+            "--index-dtype",
+            metavar="|".join(INDEX_DTYPES),
+            help="Precision of scans; default what serve takes on GPUs, int4 for most policies.",
+        ),
     ] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="bfloat16|float16|float32", help="Weights and KV.")
@@ -73,7 +78,7 @@ def plan(
         concurrency=concurrency,
         chunk_tokens=chunked_prefill_size,
         capacity_tokens=cache_tokens,
-        index_dtype=index_dtype,
+        index_dtype=index_dtype or index_on_gpu(selection),
     )
     shape = find_shape(model, dtype=dtype)
     gpu_bytes = int(gpu_memory * GIB)

@@ -33,36 +33,38 @@ class CostConstants:
     - `scan_fixed_us`, `scan_bandwidth_*`: lines through `bench kernels`, score_keys: native 151 and
       293 us at 8 x 32K and 8 x 64K, int8 95 and 181 (docs/benchmarks/kernels.json); int4 89 us at
       8 x 64K since.
-    - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice, 17 us at 8 x 8K and 52 us at
-      8 x 64K.
-    - `exchange_us`: what a layer's selection takes longer on a second GPU (transport ``peer``:
-      residual stream there, flags, rows back over NVLink).
-    - `selection_fixed_us`: norm, RoPE and launches of the prediction. Fitted, with `exchange_us`
-      and the overlaps, to decode with one, two and 1 + 1 GPUs at 8K to 64K (docs/performance.md),
-      which they meet within 6 %, 1 + 1 at 8 x 8K within 10 %.
-    - `gather_us`: mirror_diff 36 us and exchange_rows 4 us, every head fetching its cap.
+    - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice, 31, 41 and 51 us at 8 x 32K, 64K
+      and 96K.
+    - `exchange_us`: what the rows of a layer take longer over NVLink than on one GPU.
+    - `handover_us`: what a layer of the model takes longer for sending its residual stream to a
+      second GPU, and for waiting for a flag that is up.
+    - `selection_fixed_us`: norm, RoPE and launches of the prediction. Fitted, with `handover_us`
+      and the overlaps, to decode with one, two and 1 + 1 GPUs at 8K to 96K (docs/performance.md),
+      which they meet within 4 %.
+    - `gather_us`: mirror_diff 22 us and exchange_rows 4 us, every head fetching its cap.
     - `scan_overlap`, `in_process_overlap`: shares of the scan and of the rest of a selection that
       hide behind the model when both use one GPU. The scan needs the memory bandwidth that the
       weights need; the rest is a few programs, and latency.
     """
 
     weight_bandwidth: float = 4.2e12
-    layer_overhead_us: float = 36.0
+    layer_overhead_us: float = 32.0
     request_layer_us: float = 1.5
-    tp_request_layer_us: float = 1.4
+    tp_request_layer_us: float = 1.6
     attention_fixed_us: float = 10.0
     attention_bandwidth: float = 4.61e12
     scan_fixed_us: float = 11.0
     scan_bandwidth_native: float = 3.78e12
     scan_bandwidth_int8: float = 3.24e12
     scan_bandwidth_int4: float = 3.87e12
-    topk_fixed_us: float = 12.0
-    topk_bandwidth: float = 0.42e12
-    exchange_us: float = 40.0
+    topk_fixed_us: float = 21.0
+    topk_bandwidth: float = 0.84e12
+    exchange_us: float = 13.0
+    handover_us: float = 14.0
     selection_fixed_us: float = 10.0
-    gather_us: float = 40.0
-    scan_overlap: float = 0.1
-    in_process_overlap: float = 0.7
+    gather_us: float = 26.0
+    scan_overlap: float = 0.0
+    in_process_overlap: float = 0.8
 
     def scan_bandwidth(self, index_dtype: str) -> float:
         """Return the bytes per second at which keys of `index_dtype` are scored."""
@@ -161,11 +163,14 @@ def predict_step(
     else:
         caches = placement.num_cache_gpus
         select_us = selection_us(shape, load, caches, cost) if load.selects else 0.0
-        select_us += cost.exchange_us if load.selects else 0.0
-        exposed_us = max(0.0, select_us - model_us)
+        exposed_us = 0.0
+        if load.selects:
+            select_us += cost.exchange_us
+            exposed_us = max(cost.handover_us, select_us - model_us)
+            exposed_us += select_us / max(1, sparse)  # nothing hides the first layer's
         ring_us = attention_us(shape, batch, load.num_recent_tokens, tp_size, cost)
         far_us = attention_us(shape, batch, load.context_tokens, caches, cost)
-        exact_us = ring_us + cost.exchange_us + far_us
+        exact_us = ring_us + cost.handover_us + cost.exchange_us + far_us
     return StepTime(
         weights_ms=weights_us / 1e3,
         overhead_ms=overhead_us / 1e3,
