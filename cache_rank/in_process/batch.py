@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import torch
 
+from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.local import DenseLengths, SeenFrom
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.step_tables import CandidateTables, load_candidates
@@ -103,7 +104,12 @@ class DecodeBatch:
         layers that the step selects for.
         """
         # Kernels run where the requests are listed.
-        tables = self._by_device[rows.device]
+        tables = self._by_device.get(rows.device)
+        if tables is None:
+            raise ContractError(
+                f"requests on {rows.device}: only {', '.join(map(str, self._by_device))} can load "
+                "them; name the device to let_load_from"
+            )
         load_candidates(
             rows,
             lengths,

@@ -147,6 +147,19 @@ def test_exchange_copies_what_gather_and_scatter_would(dtype: torch.dtype, page_
     assert not as_bits(packs.transpose(0, 1).movedim(1, 3)[fetch < 0]).any()
 
 
+def test_exchange_raises_its_flag_even_for_nothing() -> None:
+    pool, res = torch.ones(4, 2, 3), torch.zeros(2, 6, 2, 3)
+    table, rows = torch.zeros(1, 4).int(), torch.zeros(1).int()
+    fetch = torch.full((1, 2, 3), -1, dtype=torch.int32)
+    for found in (fetch, torch.arange(3).expand(1, 2, 3).int().contiguous()):
+        flag, num_done = torch.zeros(2, 1, dtype=torch.int32)
+        exchange_rows(pool, pool, table, found, found, res, res, rows, flag=flag, num_done=num_done)
+        assert (flag.item(), num_done.item()) == (1, 0)
+    for wrong in ({"flag": flag}, {"num_done": num_done}, {"flag": flag, "num_done": num_done[:0]}):
+        with pytest.raises(ValueError, match=r"num_done|flag"):
+            exchange_rows(pool, pool, table, fetch, fetch, res, res, rows, **wrong)
+
+
 def test_exchange_of_nothing() -> None:
     pool, res = torch.ones(4, 2, 3), torch.zeros(2, 6, 2, 3)
     fetch = torch.full((1, 2, 5), -1, dtype=torch.int32)

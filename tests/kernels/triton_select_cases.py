@@ -223,6 +223,20 @@ def test_exchange_and_gather(dtype: torch.dtype, page_size: int, cap: int, dim: 
     assert same_bits(got, want)
     assert same_bits(unmarked, want)
     assert torch.equal(positions[0], positions[1])
+    # The programs of a flag are larger, and the last of them, whichever it is, raises it.
+    flagged, words = want.clone(), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):
+        flagged.copy_(unmarked).add_(1 if dtype == torch.int8 else 0)
+        words[0] = 0
+        triton_exchange.exchange_rows(
+            *pools, table, fetch, to, *flagged, rows, page_size=page_size, flag=words[0],
+            num_done=words[1],
+        )  # fmt: skip
+        assert words.tolist() == [[1], [0]]
+    is_written = (fetch >= 0) & (to >= 0)
+    req, head, place = is_written.nonzero(as_tuple=True)
+    at = (rows[req], to[req, head, place].long(), head)
+    assert all(same_bits(flagged[i][at], want[i][at]) for i in range(2))
     packs = random_bits(2, 2, heads, cap, dim, dtype=dtype)
     wanted = packs.clone()
     pack.gather_pack(*pools, table, fetch, *wanted, page_size=page_size)

@@ -11,7 +11,7 @@ import torch
 from tandemkv.cache_rank.in_process.factory import create
 from tandemkv.cache_rank.in_process.rank import InProcessCacheRank
 from tandemkv.cache_rank.policies.base import PolicyError
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -135,6 +135,25 @@ class World:
             assert set(range(4)) <= set(held.tolist())
             expected = self.pools.k[layer][self.table[row, held].long(), head]
             torch.testing.assert_close(keys[:filled, head], expected)
+
+
+def test_a_step_may_be_loaded_from_another_device() -> None:
+    """On meta tensors: what is read there names the batch's own buffers."""
+    world, seen = World(), []
+
+    def seen_from(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    other = torch.device("meta")
+    with pytest.raises(ContractError, match="on meta"):
+        world.rank.begin_decode(torch.tensor([1], device=other), torch.tensor([9]), world.table)
+    world.rank.let_load_from(other, seen_from)
+    assert {t.data_ptr() for t in seen} >= {
+        world.rank.batch.pages.data_ptr(), world.rank.batch.step.data_ptr()
+    }  # fmt: skip
+    world.rank.begin_decode(torch.tensor([1]), torch.tensor([9]), world.table)
+    assert world.rank.batch.lengths[0] == 9
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,20 @@ def test_side_stream_without_cuda_runs_in_place() -> None:
     assert seen == ["fork"]
 
 
+@pytest.mark.gpu
+def test_a_lane_waits_for_another_one() -> None:
+    device = torch.device("cuda", 0)
+    side = SideStream(device, device, 2, num_lanes=2)
+    slow, seen = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    with side.fork(lane=0):
+        torch.cuda._sleep(50_000_000)
+        slow.fill_(1)
+    with side.fork(lane=1, after=0):
+        seen.copy_(slow)
+    side.join_all()
+    assert seen.item() == 1
+
+
 class _Backend:
     captures_selection = True
     selects = True
