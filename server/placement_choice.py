@@ -20,7 +20,10 @@ from .settings import ServeSettings
 from .sglang_command import CUDA_PAGE_SIZE
 
 IN_PROCESS_POLICIES = frozenset(
-    {"look_ahead", "oracle", "streaming", "exact", "async_spade", "mean_query", "last_query"}
+    {
+        *("look_ahead", "oracle", "streaming", "exact", "async_spade", "mean_query", "last_query"),
+        "kascade",
+    }
 )
 """Policies that need no more than queries and scores; the others have a cache rank of their own."""
 
@@ -72,7 +75,7 @@ def index_on_gpu(selection: SelectionSettings) -> str:
 def _needs_own_process(selection: SelectionSettings) -> bool:
     return (
         selection.policy not in IN_PROCESS_POLICIES
-        or selection.share_layers
+        or selection.kascade_fraction > 0.0
         or bool(selection.gate_cosine)
     )
 

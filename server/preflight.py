@@ -185,7 +185,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     from tandemkv.cache_rank.policies.registry import find_policy
 
     selection = settings.selection
-    for name in ("share_layers", "gate_cosine"):
+    for name in ("kascade_fraction", "gate_cosine"):
         if settings.rank_settings.exchange.is_in_process and getattr(selection, name):
             raise SettingsError(
                 f"{name} needs a cache rank in a process of its own: use --cache-ranks 1, and not "
@@ -196,7 +196,14 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
         check_gate(policy, selection)
     except PolicyError as error:
         raise SettingsError(str(error)) from error
-    resolve_calibration(selection, spec, policy.capabilities.timing)
+    found = resolve_calibration(selection, spec, policy.capabilities.timing)
+    if found.share is not None and settings.tensor_parallel > 1 and not selection.anchors:
+        anchors = ",".join(str(layer) for layer in sorted(set(found.share.sources)))
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel}: head maps of {found.origin} lead from "
+            f"one GPU to another; use --anchors {anchors}, with which every head follows its own, "
+            "or --tp 1"
+        )
 
 
 def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:

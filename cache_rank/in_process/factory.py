@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec import structs
+
+from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.model_adapters.rotary import read_rotary
 from tandemkv.cache_rank.policies.base import Policy, PolicyContext, PolicyError, ScoringPolicy
+from tandemkv.cache_rank.policies.kascade import KascadePolicy
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery
 from tandemkv.cache_rank.protocol.messages import PolicyTraits
@@ -37,12 +41,15 @@ def create(
     policy_class = find_policy(selection.policy)
     reads_rotary = policy_class.capabilities.wants_query_window and selection.ridge_unrotate
     rotary = read_rotary(model_dir) if reads_rotary and model_dir is not None else None
-    policy = policy_class(PolicyContext(model=model, selection=selection, rotary=rotary))
+    share = resolve_calibration(selection, model, policy_class.capabilities.timing).share
+    context = PolicyContext(model=model, selection=selection, rotary=rotary, share=share)
+    policy = policy_class(context)
     if policy.capabilities.selects and not can_run_in_process(policy):
         raise PolicyError(
             f"policy={selection.policy} keeps state on the host or reads more than scores and "
-            "cannot run in the inference rank's process; use look_ahead, async_spade, last_query, "
-            "mean_query, oracle, streaming or exact, or start a cache rank with --cache-ranks 1"
+            "cannot run in the inference rank's process; use look_ahead, kascade (with "
+            "kascade_fraction=0), async_spade, last_query, mean_query, oracle, streaming or "
+            "exact, or start a cache rank with --cache-ranks 1"
         )
     return InProcessCacheRank(
         model=model,
@@ -57,11 +64,18 @@ def create(
 def can_run_in_process(policy: Policy) -> bool:
     """Whether `policy` is no more than a score with one query, layer by layer.
 
-    That query must be the one it is given, or one that is predicted on the device.
+    That query must be the one it is given, or one that is predicted on the device. A selection may
+    be shared by other layers.
     """
     return (
         isinstance(policy, ScoringPolicy)
-        and type(policy).select is ScoringPolicy.select
+        and _takes_best(policy)
         and (type(policy).query_for is ScoringPolicy.query_for or has_device_windows(policy))
-        and policy.traits == PolicyTraits()
+        and structs.replace(policy.traits, layer_sources=()) == PolicyTraits()
     )
+
+
+def _takes_best(policy: ScoringPolicy) -> bool:
+    if isinstance(policy, KascadePolicy):
+        return policy.context.selection.kascade_fraction == 0.0
+    return type(policy).select is ScoringPolicy.select

@@ -77,7 +77,9 @@ def measure(
     pools = LocalPools(k=[keys], v=[keys], resident=[make_sets(shape)], page_size=page_size)
     own = settings.model_copy(
         update={
-            "selection": selection.model_copy(update={"exact_layers": (), "refresh_every": 1}),
+            "selection": selection.model_copy(
+                update={"exact_layers": (), "refresh_every": 1, "anchors": (0,)}
+            ),
             "stress_selection": True,
         }
     )

@@ -64,13 +64,17 @@ class InProcessCacheRank:
         selection = settings.selection
         self._model, self._selection, self._pools = model, selection, pools
         self._predict = predict_query
-        self._program = StepProgram(model, settings, policy.capabilities.timing)
-        self.all_exact = all_exact = policy.capabilities.all_exact
+        self._program = StepProgram(model, settings, policy.capabilities.timing, policy.traits)
         device = self._device = pools.k[0].device
+        self.all_exact = all_exact = policy.capabilities.all_exact
         heads, width = model.num_kv_heads, selection.num_resident
         layers = range(model.num_layers)
         self._selecting = [x for x in layers if self._program.is_selecting_layer(x)]
         self._book_of = {layer: i for i, layer in enumerate(self._selecting)}
+        # Layers whose keys are scanned; the others follow one of them, if selections are shared.
+        self._sources = [x for x in layers if self._program.selections(x)]
+        self._place_of = {layer: i for i, layer in enumerate(self._sources)}
+        self._head_maps = _head_maps_of(policy, self._selecting, device)
         self._sparse = [x for x in layers if not all_exact and x not in selection.exact_layers]
         self._resident = pools.resident
         self._mirror = ResidentMirror(
@@ -83,7 +87,7 @@ class InProcessCacheRank:
         self._index: KeyIndex = make_key_index(
             selection.index_dtype if self._selecting else "native",
             pools,
-            self._selecting,
+            self._sources,
         )
         self._counters = DeviceCounters(device)
         self.batch = DecodeBatch(
@@ -99,7 +103,7 @@ class InProcessCacheRank:
             DeviceQueryWindows(
                 policy,
                 model,
-                num_layers=len(self._selecting),
+                num_layers=len(self._sources),
                 num_rows=pools.num_rows,
                 device=device,
             )
@@ -125,6 +129,8 @@ class InProcessCacheRank:
             make_shortlist_scratch(*sizes, most, device)
             for _ in range(_NUM_LANES if self._scanned_ahead else 0)
         ]
+        # What sources chose, for those that follow.
+        self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Read in another lane than they are made in: kept until their layer's next.
         self._listed: dict[int, torch.Tensor] = {}
         # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
@@ -190,7 +196,7 @@ class InProcessCacheRank:
 
     def lane_of(self, layer: int) -> int:
         """See `LocalCacheRank.lane_of`."""
-        return self._book_of.get(layer, 0) % _NUM_LANES
+        return self._place_of.get(self._program.source_of(layer), 0) % _NUM_LANES
 
     def scan_lane_of(self, layer: int) -> int:
         """See `LocalCacheRank.scan_lane_of`."""
@@ -199,6 +205,16 @@ class InProcessCacheRank:
     def is_sparse_layer(self, layer: int) -> bool:
         """Whether `layer` attends to a resident set."""
         return layer in self._sparse
+
+    def is_source(self, layer: int) -> bool:
+        """See `LocalCacheRank.is_source`."""
+        return layer in self._place_of
+
+    def followers_of(self, layer: int) -> tuple[int, ...]:
+        """See `LocalCacheRank.followers_of`."""
+        if layer not in self._place_of:
+            return ()
+        return tuple(x for layers in self._program.followers(layer) for x in layers)
 
     def targets_of(self, layer: int) -> tuple[int, ...]:
         """Layers whose query is predicted from the residual stream at the entry of `layer`."""
@@ -239,13 +255,14 @@ class InProcessCacheRank:
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """See `LocalCacheRank.extend`."""
-        if layer in self._book_of:
+        if layer in self._place_of:
             self._index.extend(layer, slots.to(self._device))
 
     def seed(self, layer: int, request: int, row: int, queries: torch.Tensor) -> None:
         """See `LocalCacheRank.seed`."""
         slots, _, length = self._seeding[request]
-        keys, k_scale = self._index.keys(layer)
+        is_indexed = layer in self._place_of
+        keys, k_scale = self._index.keys(layer) if is_indexed else (self._pools.k[layer], None)
         chosen = choose_seed(
             queries.to(self._device),
             keys,
@@ -260,9 +277,11 @@ class InProcessCacheRank:
         if layer in self._book_of:
             book = self._book_of[layer]
             self._mirror.seed(book, row, chosen)
-            if self._windows is not None:
+            if self._windows is not None and is_indexed:
                 positions = torch.arange(length - len(queries), length, device=self._device)
-                self._windows.observe_prompt(book, row, queries.to(self._device), positions)
+                self._windows.observe_prompt(
+                    self._place_of[layer], row, queries.to(self._device), positions
+                )
         rows = torch.tensor([row], dtype=torch.int64, device=slots.device)
         self._copy(layer, rows, slots[None], chosen[None], page_size=1)
 
@@ -324,15 +343,15 @@ class InProcessCacheRank:
 
     def append(self, layer: int, batch_size: int) -> None:
         """See `LocalCacheRank.append`."""
-        if layer in self._book_of:
+        if layer in self._place_of:
             batch = self.batch
             self._index.append(layer, batch.lengths[:batch_size], batch.pages[:batch_size])
 
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.observe`."""
-        if self._windows is not None and layer in self._book_of:
+        if self._windows is not None and layer in self._place_of:
             rows, positions = self.batch.rows[: len(query)], self.batch.positions[: len(query)]
-            self._windows.push(self._book_of[layer], rows, query, positions)
+            self._windows.push(self._place_of[layer], rows, query, positions)
 
     def select_ahead(
         self,
@@ -359,38 +378,51 @@ class InProcessCacheRank:
 
     def select(self, layer: int, query: torch.Tensor, *, flag: torch.Tensor | None = None) -> None:
         """See `LocalCacheRank.select`."""
+        self.choose(layer, query)
+        self.fetch(layer, len(query), flag=flag)
+
+    def choose(self, layer: int, query: torch.Tensor) -> None:
+        """See `LocalCacheRank.choose`."""
         size, batch, selection = len(query), self.batch, self._selection
-        lane = self.lane_of(layer)
-        pages, rows, active = batch.pages[:size], batch.rows[:size], batch.active[:size]
-        page_size, book = self._pools.page_size, self._book_of[layer]
+        lane, pages = self.lane_of(layer), batch.pages[:size]
         if self._windows is not None:
-            positions = batch.positions[:size]
-            query = self._windows.push_and_predict(book, rows, query, positions)
+            query = self._windows.push_and_predict(
+                self._place_of[layer], batch.rows[:size], query, batch.positions[:size]
+            )
         if self._stress is not None:
             query = self._stress.apply(query, batch.step)
         if layer in self._scanned_ahead:
-            chosen, chosen_scores = choose_listed(
+            self._chosen[layer] = choose_listed(
                 query, self._pools.k[layer], pages, self._listed[layer], selection.budget_tokens,
-                scale=self._model.scale, pooling=selection.pooling, page_size=page_size,
-                scratch=self._list_scratch[lane],
+                scale=self._model.scale, pooling=selection.pooling,
+                page_size=self._pools.page_size, scratch=self._list_scratch[lane],
             )  # fmt: skip
         else:
             self._order.await_choice()
-            chosen, chosen_scores = self._scan(
+            self._chosen[layer] = self._scan(
                 score_topk, layer, query, selection.budget_tokens, lane=lane
             )
+
+    def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
+        """See `LocalCacheRank.fetch`."""
+        batch, selection, book = self.batch, self._selection, self._book_of[layer]
+        lane, rows, pages = self.lane_of(layer), batch.rows[:batch_size], batch.pages[:batch_size]
+        chosen, chosen_scores = self._chosen[self._program.source_of(layer)]
+        head_map = self._head_maps.get(layer)
+        if head_map is not None:
+            chosen, chosen_scores = (x.index_select(1, head_map) for x in (chosen, chosen_scores))
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
             self._mirror.positions[book],
             self._mirror.last_used[book],
             step=batch.step,
             num_protected=selection.num_sink_tokens,
-            num_target=batch.num_target[:size],
-            hi=batch.hi[:size],
+            num_target=batch.num_target[:batch_size],
+            hi=batch.hi[:batch_size],
             lo=0,
             fetch_cap=selection.fetch_cap_tokens,
             selected_scores=chosen_scores,
-            active=active,
+            active=batch.active[:batch_size],
             rows=rows,
             counters=self._counters.totals,
             scratch=self._mirror_scratch[lane],
@@ -399,7 +431,7 @@ class InProcessCacheRank:
         k_res, v_res = self._resident[layer]
         exchange_rows(
             self._pools.k[layer], self._pools.v[layer], pages, fetch_pos, fetch_slot,
-            k_res, v_res, rows, page_size=page_size, flag=flag,
+            k_res, v_res, rows, page_size=self._pools.page_size, flag=flag,
             num_done=None if flag is None else self._num_done[lane],
         )  # fmt: skip
 
@@ -442,3 +474,18 @@ class InProcessCacheRank:
     def last_counters(self) -> dict[str, float]:
         """See `LocalCacheRank.last_counters`."""
         return self._counters.last()
+
+
+def _head_maps_of(
+    policy: Policy, layers: Sequence[int], device: torch.device
+) -> dict[int, torch.Tensor]:
+    """Return the head of its source that each head follows, for layers where they differ."""
+    share = policy.context.share
+    if share is None:
+        return {}
+    maps = {x: share.head_maps[x] for x in layers if share.sources[x] != x}
+    return {
+        x: torch.tensor(heads, dtype=torch.int64, device=device)
+        for x, heads in maps.items()
+        if heads != tuple(range(len(heads)))
+    }

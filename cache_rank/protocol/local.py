@@ -178,6 +178,12 @@ class LocalCacheRank(Protocol):
     def is_sparse_layer(self, layer: int) -> bool:
         """Whether `layer` attends to a resident set."""
 
+    def is_source(self, layer: int) -> bool:
+        """Whether the keys of `layer` are scanned, for itself or for layers that follow it."""
+
+    def followers_of(self, layer: int) -> tuple[int, ...]:
+        """Later layers that use what is chosen for `layer`; empty unless selections are shared."""
+
     def targets_of(self, layer: int) -> tuple[int, ...]:
         """Layers whose query is predicted from the residual stream at the entry of `layer`."""
 
@@ -260,6 +266,15 @@ class LocalCacheRank(Protocol):
 
         `flag` ``[1]`` int32, if given, is raised when the rows are in place.
         """
+
+    def choose(self, layer: int, query: torch.Tensor) -> None:
+        """Scan for `layer` with a query ``[B, Hq, D]``, and keep what is best for `fetch`.
+
+        For a source that is exact itself; `select` is this, and `fetch` for the layer.
+        """
+
+    def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
+        """Bring to `layer` what its source has chosen in this step; `flag`: see `select`."""
 
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """Take note of a step's query ``[B, Hq, D]`` in `layer`, where nothing is selected."""

@@ -145,6 +145,9 @@ class InProcessBackend(AttentionBackend):
             self._index_and_seed(
                 index, forward_batch, [queries[start:end] for _, _, start, end in self._seeds]
             )
+        elif self._rank.is_source(index) and not self._is_decode:
+            with self._side.fork(forward_batch.out_cache_loc):
+                self._rank.extend(index, forward_batch.out_cache_loc)
         return self._after(index, out)
 
     def forward_decode(
@@ -152,41 +155,50 @@ class InProcessBackend(AttentionBackend):
         save_kv_cache: bool = True, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Decode attention of one layer."""
-        index = layer.layer_id
+        index, size = layer.layer_id, forward_batch.batch_size
+        rank, side = self._rank, self._side
+        lane, own = rank.lane_of(index), q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        selects = self._selects and rank.is_source(index)
+        selects_next = selects and rank.selects_for_next_step
+        if selects and rank.needs_query and not selects_next:
+            signal = side.signal(index, size)
+            query = self._query_for_rank(index, own, signal)
+            with side.fork(query, lane=lane, signal=signal):
+                rank.choose(index, query)
+                own_layer = (index,) if self._is_sparse[index] else ()
+                self._fetch(*own_layer, *rank.followers_of(index), size=size)
         if not self._is_sparse[index]:
             out: torch.Tensor = self._full.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache, **kwargs
             )
+            if rank.indexes and rank.is_source(index):
+                side.defer(lane, lambda: rank.append(index, size))
             return self._after(index, out)
-        size = forward_batch.batch_size
-        rank, side = self._rank, self._side
-        lane, own = rank.lane_of(index), q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        selects_now = self._selects and rank.needs_query and not rank.selects_for_next_step
-        selects_next = self._selects and rank.selects_for_next_step
-        query = own
-        if selects_now:
-            signal = side.signal(index, size)
-            query = self._query_for_rank(index, own, signal)
-            with side.fork(query, lane=lane, signal=signal):
-                flag = side.done_flag(index)
-                rank.select(index, query, flag=flag)
-                side.note_done(index, is_raised=flag is not None)
         side.join(index)
         out = self._sparse.attend(q, k, v, layer, forward_batch, save_kv_cache)
         # After this layer's attention: what is selected is for a later step, which begins when
         # everything beside this one was joined.
-        if selects_next or rank.keeps_queries:
+        if selects_next or (rank.keeps_queries and rank.is_source(index)):
             signal = side.signal(index, size)
             query = self._query_for_rank(index, own, signal)
             with side.fork(query, lane=lane, signal=signal):
                 rank.append(index, size)
                 if selects_next:
                     rank.select(index, query)
+                    for follower in rank.followers_of(index):
+                        rank.fetch(follower, size)
                 else:
                     rank.observe(index, query)
-        elif rank.indexes:
+        elif rank.indexes and rank.is_source(index):
             side.defer(lane, lambda: rank.append(index, size))
         return self._after(index, out)
+
+    def _fetch(self, *layers: int, size: int) -> None:
+        """Inside a fork: bring to `layers` what has been chosen for them, one after the other."""
+        for layer in layers:
+            flag = self._side.done_flag(layer)
+            self._rank.fetch(layer, size, flag=flag)
+            self._side.note_done(layer, is_raised=flag is not None)
 
     def _query_for_rank(
         self, index: int, query: torch.Tensor, signal: Signal | None
@@ -341,3 +353,4 @@ class InProcessBackend(AttentionBackend):
                 await_scan = partial(self._side.await_branch, target)
                 rank.select_ahead(target, stream, await_scan=await_scan, flag=flag)
                 self._side.note_done(target, is_raised=flag is not None)
+                self._fetch(*rank.followers_of(target), size=size)

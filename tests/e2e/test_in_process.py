@@ -15,7 +15,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 NEW_TOKENS = 16
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "scan_ahead"])
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"scan_ahead": True}, {"policy": "kascade", "anchors": [0, 10, 20]}],
+    ids=["look_ahead", "scan_ahead", "kascade"],
+)
 def covering(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Everything is selected, nothing skipped; int8, so that the index is kept as well."""
     selection = {
@@ -25,7 +29,7 @@ def covering(request: pytest.FixtureRequest) -> Iterator[Server]:
         "dense_while_fits": False,
         "index_dtype": "int8",
         "exact_layers": [0],
-        "scan_ahead": request.param,
+        **request.param,
     }
     with ours({"cache_ranks": 0, "selection": selection}) as server:
         yield server

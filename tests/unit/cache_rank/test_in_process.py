@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandemkv.cache_rank.calibration.resolve import Resolved
+from tandemkv.cache_rank.in_process import factory
 from tandemkv.cache_rank.in_process.factory import create
 from tandemkv.cache_rank.in_process.rank import InProcessCacheRank
-from tandemkv.cache_rank.policies.base import PolicyError
+from tandemkv.cache_rank.policies.base import LayerShare, PolicyError
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -154,6 +156,94 @@ def test_a_step_may_be_loaded_from_another_device() -> None:
     }  # fmt: skip
     world.rank.begin_decode(torch.tensor([1]), torch.tensor([9]), world.table)
     assert world.rank.batch.lengths[0] == 9
+
+
+SHARING = {"anchors": (0, 1, 3), "exact_layers": (0,), "budget_tokens": 24, "fetch_cap": 24}
+
+
+def share(world: World, rows: list[int], lengths: list[int]) -> dict[int, torch.Tensor]:
+    """Run one step as the inference rank does; returns the queries of the sources."""
+    rank, queries = world.rank, {}
+    rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), world.table)
+    for layer in range(LAYERS):
+        named = rank.targets_of(layer) if rank.needs_hidden else (layer,)
+        for source in filter(rank.is_source, named):
+            hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=world.generator)
+            queries[source] = hidden
+            if rank.needs_hidden:
+                rank.select_ahead(source, hidden)
+            elif rank.is_sparse_layer(source):
+                rank.select(source, hidden.view(-1, QUERY_HEADS, DIM))
+            else:
+                rank.choose(source, hidden.view(-1, QUERY_HEADS, DIM))
+            for follower in rank.followers_of(source):
+                rank.fetch(follower, len(rows))
+        rank.append(layer, len(rows))
+    rank.end_step()
+    return queries
+
+
+@pytest.mark.parametrize("policy", ["kascade", "look_ahead", "async_spade"])
+def test_layers_take_the_positions_of_their_anchor(
+    policy: str,
+) -> None:
+    """Only anchors are indexed and scanned; a follower's heads take those they are mapped to."""
+    # Others than kascade need anchors that are not exact; nobody follows its layer 0 here.
+    more = {} if policy == "kascade" else {"anchors": (1, 3), "ridge_unrotate": False}
+    world = World(policy=policy, share_layers=policy != "kascade", **SHARING | more)
+    rank = world.rank
+    assert tuple(x for x in range(LAYERS) if rank.is_source(x)) == (1, 3)
+    assert [rank.followers_of(x) for x in range(LAYERS)] == [(), (2,), (), (4, 5), (), ()]
+    assert rank.lane_of(2) == rank.lane_of(1) != rank.lane_of(3) == rank.lane_of(5)
+    world.prefill(2, 200)
+    queries = share(world, [2], [201])
+    for layer, source in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3)):
+        world.check_books(layer, 2, 201)
+        if policy == "async_spade":
+            continue  # scores with what it predicts
+        best = world.best(source, 2, 201 - 16, queries[source], 24)
+        _, positions = world.resident(layer, 2)
+        for head in range(HEADS):
+            assert set(best[head].tolist()) <= set(positions[head].tolist())
+
+
+def test_heads_of_a_follower_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = ((0, 1),) * 4 + ((1, 0), (1, 1))
+    shared = Resolved(share=LayerShare((0, 1, 1, 3, 3, 3), maps))
+    monkeypatch.setattr(factory, "resolve_calibration", lambda *_: shared)
+    world = World(policy="kascade", **SHARING)
+    world.prefill(1, 180)
+    queries = share(world, [1], [181])
+    best = world.best(3, 1, 181 - 16, queries[3], 24)
+    for layer, heads in ((3, (0, 1)), (4, (1, 0)), (5, (1, 1))):
+        _, positions = world.resident(layer, 1)
+        for head, source in enumerate(heads):
+            assert set(best[source].tolist()) <= set(positions[head].tolist())
+
+
+def test_an_exact_anchor_selects_for_others_only() -> None:
+    world = World(policy="kascade", **SHARING | {"anchors": (0, 3)})
+    assert world.rank.followers_of(0) == (1, 2)
+    assert not world.rank.is_sparse_layer(0)
+    world.prefill(3, 150)
+    queries = share(world, [3], [151])
+    best = world.best(0, 3, 151 - 16, queries[0], 24)
+    for layer in (1, 2):
+        _, positions = world.resident(layer, 3)
+        for head in range(HEADS):
+            assert set(best[head].tolist()) <= set(positions[head].tolist())
+
+
+def test_the_index_holds_sources_only() -> None:
+    options = {"index_dtype": "int4", "page_size": 16}
+    own = World(policy="look_ahead", exact_layers=(0,), **options).rank.counters()
+    shared = World(policy="kascade", **SHARING, **options).rank.counters()
+    assert shared["index_bytes"] * 5 == own["index_bytes"] * 2
+
+
+def test_a_share_of_the_context_needs_a_process() -> None:
+    with pytest.raises(PolicyError, match="kascade_fraction=0"):
+        World(policy="kascade", kascade_fraction=0.1, **SHARING)
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,14 @@ def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
 
 def test_a_policy_that_needs_a_process_gets_one(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
-    settings, said = resolve(tmp_path, selection={"policy": "kascade"})
+    settings, said = resolve(tmp_path, selection={"policy": "sync_kv"})
     assert (settings.cache_ranks, settings.selection.index_dtype) == (1, "native")
-    assert "kascade needs one" in said[0]
+    assert "sync_kv needs one" in said[0]
+    fraction = {"policy": "kascade", "kascade_fraction": 0.1}
+    assert resolve(tmp_path, selection=fraction)[0].cache_ranks == 1
+    for shared in ({"policy": "kascade"}, {"policy": "look_ahead", "share_layers": True}):
+        settings, _ = resolve(tmp_path, selection=shared)
+        assert (settings.cache_ranks, settings.selection.index_dtype) == (0, "int4")
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, gpus: Any) -> None:

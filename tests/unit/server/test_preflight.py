@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tandemkv.cache_rank.calibration import resolve as resolve_module
+from tandemkv.cache_rank.calibration.resolve import Resolved
+from tandemkv.cache_rank.policies.base import LayerShare
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -88,8 +91,25 @@ def test_refuses_what_has_no_calibration_or_nothing_to_gate(model_dir: Path) -> 
     with pytest.raises(SettingsError, match=r"calibration=nothing\.json: cannot be read"):
         resolve(model_dir, selection={"policy": "kascade", "calibration": "nothing.json"})
     resolve(model_dir, selection={"policy": "kascade", "anchors": (0, 2)})
+    with pytest.raises(SettingsError, match="kascade_fraction needs a cache rank in a process"):
+        resolve(
+            model_dir,
+            cache_ranks=0,
+            selection={"policy": "kascade", "anchors": (0, 2), "kascade_fraction": 0.1},
+        )
     with pytest.raises(SettingsError, match="gate_cosine"):
         resolve(model_dir, selection={"policy": "streaming", "gate_cosine": 0.5})
+
+
+def test_head_maps_do_not_cross_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = LayerShare((0, 0, 2, 2), ((0, 1),) * 4)
+    measured = Resolved(share=share, origin="kascade.json")
+    monkeypatch.setattr(resolve_module, "resolve_calibration", lambda *_: measured)
+    parallel = {"tensor_parallel": 2, "cache_ranks": 0}
+    with pytest.raises(SettingsError, match=r"kascade\.json lead .* use --anchors 0,2, .* --tp 1"):
+        resolve(model_dir, selection={"policy": "kascade"}, **parallel)
+    resolve(model_dir, selection={"policy": "kascade", "anchors": (0, 2)}, **parallel)
+    resolve(model_dir, selection={"policy": "kascade"}, cache_ranks=0)
 
 
 def test_a_taken_port_is_named(model_dir: Path) -> None:
