@@ -66,9 +66,11 @@ def resolve_placement(
 
 
 def index_on_gpu(selection: SelectionSettings) -> str:
-    """Return the `index_dtype` that `serve` takes on GPUs where none is given."""
-    if _needs_own_process(selection) or selection.num_recent_tokens < CUDA_PAGE_SIZE:
-        return selection.index_dtype  # of the latter, candidates would lie in unfinished pages
+    """Return the `index_dtype` that `serve` takes on GPUs: int4 where none is set."""
+    is_set = "index_dtype" in selection.model_fields_set
+    # With fewer recent tokens candidates would lie in unfinished pages.
+    if is_set or _needs_own_process(selection) or selection.num_recent_tokens < CUDA_PAGE_SIZE:
+        return selection.index_dtype
     return "int4"
 
 
@@ -85,7 +87,7 @@ def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
     in_process = settings.rank_settings.exchange.is_in_process or (
         settings.cache_ranks is None and "transport" not in exchange.model_fields_set
     )
-    if device != "cuda" or not in_process or "index_dtype" in selection.model_fields_set:
+    if device != "cuda" or not in_process or index_on_gpu(selection) == selection.index_dtype:
         return settings
     changed = selection.model_copy(update={"index_dtype": index_on_gpu(selection)})
     return settings.model_copy(update={"selection": changed})

@@ -29,7 +29,11 @@ class DeviceCounters:
         self._last = dict.fromkeys(_NAMES, 0.0)
 
     def begin_step(self) -> None:
-        """Keep what a copy under way has brought, and start the next one; not to be captured."""
+        """Keep what a copy under way has brought, and start the next one; not to be captured.
+
+        On the current stream of the totals' device: behind the step before if that is the
+        forward pass's, beside it if the forward pass is another GPU's.
+        """
         if self._copied is None:
             self._last = self.read()
         elif self._copied.query():
@@ -38,7 +42,7 @@ class DeviceCounters:
             self._copied.record(torch.cuda.current_stream(self.totals.device))
 
     def last(self) -> dict[str, float]:
-        """Return totals as of the start of a recent step."""
+        """Return totals as of about the start of a recent step; see `begin_step`."""
         return self._last
 
     def read(self) -> dict[str, float]:

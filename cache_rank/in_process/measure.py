@@ -110,7 +110,8 @@ def measure(
         rank.end_step()
 
     total = median_us(select, device, prepare=lambda: rank.begin_decode(rows, lengths, table))
-    transfer = _transfer_us(rank, pools, own, rows, context, generator)
+    is_far = settings.exchange.transport == "peer"
+    transfer = _transfer_us(rank, pools, own, rows, context, generator, is_far=is_far)
     scale = batch / measured
     return SelectionTime(
         scan_us=scale * max(0.0, total - transfer),
@@ -152,6 +153,8 @@ def _transfer_us(
     rows: torch.Tensor,
     context: int,
     generator: torch.Generator,
+    *,
+    is_far: bool,
 ) -> float:
     selection, size = settings.selection, len(rows)
     cap = min(selection.fetch_cap_tokens, selection.num_resident)
@@ -160,11 +163,14 @@ def _transfer_us(
     to = torch.arange(cap, dtype=torch.int32, device=device).expand(shape).contiguous()
     found = torch.randint(context, shape, generator=generator, dtype=torch.int32, device=device)
     k_res, v_res = pools.resident[0]
+    # With flags, as between two GPUs, other programs copy.
+    words = torch.zeros((2, 1), dtype=torch.int32, device=device)
+    flag, num_done = words if is_far else (None, None)
 
     def copy() -> None:
         exchange_rows(
             pools.k[0], pools.v[0], rank.batch.pages[:size], found, to, k_res, v_res, rows,
-            page_size=pools.page_size,
+            page_size=pools.page_size, flag=flag, num_done=num_done,
         )  # fmt: skip
 
     return median_us(copy, device, budget_s=0.1)

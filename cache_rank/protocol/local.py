@@ -221,7 +221,8 @@ class LocalCacheRank(Protocol):
         """Let `begin_decode` be called with what is on `device`, whose kernels then do its work.
 
         For a forward pass on another GPU than the cache rank's: copies there, and waiting for
-        them, took 85 us a step (two H200).
+        them, took 85 us a step (two H200). From then on scans keep behind the choice before them,
+        too, which pays where the cache rank has a GPU of its own.
         """
 
     def begin_decode(
@@ -283,7 +284,7 @@ class LocalCacheRank(Protocol):
         """Totals since the start; waits for the device."""
 
     def last_counters(self) -> dict[str, float]:
-        """Totals as of a step that is over, without waiting; any thread may ask."""
+        """Totals of about a step ago, without waiting; any thread may ask."""
 
 
 def create_local_cache_rank(

@@ -185,10 +185,15 @@ class InProcessBackend(AttentionBackend):
                 rank.append(index, size)
                 if selects_next:
                     rank.select(index, query)
-                    for follower in rank.followers_of(index):
-                        rank.fetch(follower, size)
                 else:
                     rank.observe(index, query)
+        elif self._selects and rank.selects_for_next_step:
+            # What its source chose is for the next step as well: not before it has attended.
+            signal = side.signal(index, size)
+            if signal is not None:
+                raise_flags(signal.raised)
+            with side.fork(lane=lane, signal=signal):
+                rank.fetch(index, size)
         elif rank.indexes and rank.is_source(index):
             side.defer(lane, lambda: rank.append(index, size))
         return self._after(index, out)
@@ -240,6 +245,8 @@ class InProcessBackend(AttentionBackend):
         model, device = self._runtime.model, forward_batch.out_cache_loc.device
         for index, is_sparse in enumerate(self._is_sparse):
             if not is_sparse:
+                if self._rank.is_source(index):
+                    self._rank.extend(index, forward_batch.out_cache_loc)
                 continue
             shapes = [(e - s, model.num_qo_heads, model.head_dim) for _, _, s, e in self._seeds]
             queries = [torch.randn(shape, device=device) for shape in shapes]

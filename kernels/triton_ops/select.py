@@ -121,7 +121,7 @@ def score_topk(
         filter_kernel[(num_rows, parts)](
             *ranges, *found, width, *sizes, *strides, **flags, **listing,
             BLOCK_T=block // scanned.block_n, ROWS=block // (2 * columns), COLUMNS=columns,
-            num_warps=_FILTER_WARPS, maxnreg=_FILTER_REGISTERS,
+            num_warps=_FILTER_WARPS, maxnreg=_FILTER_REGISTERS if pad_g <= 8 else None,
         )  # fmt: skip
     if is_listing:
         relist_kernel[(num_rows,)](

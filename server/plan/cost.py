@@ -167,7 +167,8 @@ def predict_step(
         if load.selects:
             select_us += cost.exchange_us
             exposed_us = max(cost.handover_us, select_us - model_us)
-            exposed_us += select_us / max(1, sparse)  # nothing hides the first layer's
+            if not exact:  # of the first layer, which has none before it to hide behind
+                exposed_us += select_us / max(1, sparse)
         ring_us = attention_us(shape, batch, load.num_recent_tokens, tp_size, cost)
         far_us = attention_us(shape, batch, load.context_tokens, caches, cost)
         exact_us = ring_us + cost.handover_us + cost.exchange_us + far_us

@@ -17,8 +17,13 @@ NEW_TOKENS = 16
 
 @pytest.fixture(
     scope="module",
-    params=[{}, {"scan_ahead": True}, {"policy": "kascade", "anchors": [0, 10, 20]}],
-    ids=["look_ahead", "scan_ahead", "kascade"],
+    params=[
+        {},
+        {"scan_ahead": True},
+        {"policy": "kascade", "anchors": [0, 10, 20]},
+        {"policy": "async_spade", "share_layers": True, "anchors": [1, 10, 20]},
+    ],
+    ids=["look_ahead", "scan_ahead", "kascade", "shared_async_spade"],
 )
 def covering(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Everything is selected, nothing skipped; int8, so that the index is kept as well."""

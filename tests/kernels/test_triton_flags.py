@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.flags import raise_flags, send_rows, wait_flags
 
 pytest.importorskip("triton")
@@ -62,6 +63,9 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
     there = torch.zeros((num_layers, *shape), device=far)
     there_from_main = seen_from(main, there)
     ahead = torch.zeros((num_layers + 1, *shape), device=far)
+    rows = torch.arange(shape[0], device=far)
+    first = torch.zeros((shape[0], 1, 1), dtype=torch.int32, device=far)
+    num_done = torch.zeros((num_layers, 1), dtype=torch.int32, device=far)
     back = torch.zeros((num_layers, *shape), device=main)
     back_from_there = seen_from(far, back)
     start = torch.zeros(shape, device=main)
@@ -74,13 +78,19 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
                 there_from_main[layer].copy_(x)
             else:
                 send_rows(x, None, there_from_main[layer], signal.raised)
-            with side.fork(lane=layer % 2, signal=signal):
+            with side.fork(lane=layer % 2, signal=signal, after=(layer + 1) % 2):
                 with side.branch(2 + layer % 2, layer + 1):
                     torch.cuda._sleep(300_000)  # longer than a layer: who reads must wait
                     ahead[layer + 1].copy_(there[layer])
                 side.await_branch(layer)
-                back_from_there[layer].copy_(there[layer] * 2 + ahead[layer])
-                side.note_done(layer)
+                sums = (there[layer] * 2 + ahead[layer])[:, None]
+                target = back_from_there[layer][:, None, None]
+                flag = side.done_flag(layer)
+                exchange_rows(
+                    sums, sums, rows[:, None], first, first, target, target, rows, flag=flag,
+                    num_done=None if flag is None else num_done[layer],
+                )  # fmt: skip
+                side.note_done(layer, is_raised=flag is not None)
             side.join(layer)
             x = x + back[layer]
         side.join_all()

@@ -200,6 +200,34 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+@pytest.mark.parametrize(("num_reqs", "cap"), [(1, 3), (8, 20), (9, 200)])
+def test_exchange_with_a_flag(num_reqs: int, cap: int) -> None:
+    """The more rows, the larger the programs; the last of them, whichever it is, raises it."""
+    heads, dim, num_slots = 3, 4, 256
+    pools = random_bits(2, 300, heads, dim, dtype=torch.bfloat16)
+    table = torch.stack([torch.randperm(300) for _ in range(num_reqs)]).int().to(DEVICE)
+    fetch = torch.randint(-30, 300, (num_reqs, heads, cap), dtype=torch.int32).to(DEVICE)
+    order = [torch.randperm(num_slots)[:cap] for _ in range(num_reqs * heads)]
+    to = torch.stack(order).view(num_reqs, heads, cap).int().to(DEVICE)
+    rows = torch.randperm(num_reqs + 2)[:num_reqs].to(DEVICE)
+    want = random_bits(2, num_reqs + 2, num_slots, heads, dim, dtype=torch.bfloat16)
+    got, words = want.clone(), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+    exchange.exchange_rows(*pools, table, fetch, to, *want, rows)
+    for _ in range(2):  # the count is ready for the next one
+        words[0] = 0
+        triton_exchange.exchange_rows(
+            *pools, table, fetch, to, *got, rows, flag=words[0], num_done=words[1]
+        )
+        assert words.tolist() == [[1], [0]]
+    assert same_bits(got, want)
+    words[0] = 0
+    nothing = fetch[:, :, :0]
+    triton_exchange.exchange_rows(
+        *pools, table, nothing, nothing, *got, rows, flag=words[0], num_done=words[1]
+    )
+    assert words.tolist() == [[1], [0]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("page_size", "cap", "dim"), [(1, 5, 7), (4, 18, 16), (3, 1, 32)])
 def test_exchange_and_gather(dtype: torch.dtype, page_size: int, cap: int, dim: int) -> None:
@@ -223,20 +251,6 @@ def test_exchange_and_gather(dtype: torch.dtype, page_size: int, cap: int, dim: 
     assert same_bits(got, want)
     assert same_bits(unmarked, want)
     assert torch.equal(positions[0], positions[1])
-    # The programs of a flag are larger, and the last of them, whichever it is, raises it.
-    flagged, words = want.clone(), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
-    for _ in range(2):
-        flagged.copy_(unmarked).add_(1 if dtype == torch.int8 else 0)
-        words[0] = 0
-        triton_exchange.exchange_rows(
-            *pools, table, fetch, to, *flagged, rows, page_size=page_size, flag=words[0],
-            num_done=words[1],
-        )  # fmt: skip
-        assert words.tolist() == [[1], [0]]
-    is_written = (fetch >= 0) & (to >= 0)
-    req, head, place = is_written.nonzero(as_tuple=True)
-    at = (rows[req], to[req, head, place].long(), head)
-    assert all(same_bits(flagged[i][at], want[i][at]) for i in range(2))
     packs = random_bits(2, 2, heads, cap, dim, dtype=dtype)
     wanted = packs.clone()
     pack.gather_pack(*pools, table, fetch, *wanted, page_size=page_size)

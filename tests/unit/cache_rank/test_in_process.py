@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tandemkv.cache_rank.calibration.resolve import Resolved
+from tandemkv.cache_rank.in_process import batch as batch_module
 from tandemkv.cache_rank.in_process import factory
 from tandemkv.cache_rank.in_process.factory import create
 from tandemkv.cache_rank.in_process.rank import InProcessCacheRank
@@ -139,23 +141,29 @@ class World:
             torch.testing.assert_close(keys[:filled, head], expected)
 
 
-def test_a_step_may_be_loaded_from_another_device() -> None:
-    """On meta tensors: what is read there names the batch's own buffers."""
-    world, seen = World(), []
+def test_a_step_may_be_loaded_from_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fills the tables of that device gets what is there, and its view of the batch's own."""
+    world, other = World(), torch.device("meta")
+    views: list[tuple[torch.Tensor, torch.Tensor]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def seen_from(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(tensor)
-        return tensor
+        views.append((torch.empty_like(tensor, device=device), tensor))
+        return views[-1][0]
 
-    other = torch.device("meta")
+    rows, lengths = torch.tensor([1, 2], device=other), torch.tensor([90, 70], device=other)
     with pytest.raises(ContractError, match="on meta"):
-        world.rank.begin_decode(torch.tensor([1], device=other), torch.tensor([9]), world.table)
+        world.rank.begin_decode(rows, lengths, world.table.to(other))
     world.rank.let_load_from(other, seen_from)
-    assert {t.data_ptr() for t in seen} >= {
-        world.rank.batch.pages.data_ptr(), world.rank.batch.step.data_ptr()
-    }  # fmt: skip
-    world.rank.begin_decode(torch.tensor([1]), torch.tensor([9]), world.table)
-    assert world.rank.batch.lengths[0] == 9
+    monkeypatch.setattr(batch_module, "load_candidates", lambda *found, **_: calls.append(found))
+    world.rank.begin_decode(rows, lengths, world.table.to(other))
+    (found,) = calls
+    assert found[0] is rows
+    assert found[3].device == other
+    for name in ("pages", "step", "active", "selections"):
+        (own,) = [tensor for view, tensor in views if view is getattr(found[4], name)]
+        if name != "selections":
+            assert own.data_ptr() == getattr(world.rank.batch, name).data_ptr()
 
 
 SHARING = {"anchors": (0, 1, 3), "exact_layers": (0,), "budget_tokens": 24, "fetch_cap": 24}
@@ -176,8 +184,12 @@ def share(world: World, rows: list[int], lengths: list[int]) -> dict[int, torch.
                 rank.select(source, hidden.view(-1, QUERY_HEADS, DIM))
             else:
                 rank.choose(source, hidden.view(-1, QUERY_HEADS, DIM))
-            for follower in rank.followers_of(source):
-                rank.fetch(follower, len(rows))
+            if not rank.selects_for_next_step:
+                for follower in rank.followers_of(source):
+                    rank.fetch(follower, len(rows))
+        is_follower = rank.is_sparse_layer(layer) and not rank.is_source(layer)
+        if rank.selects_for_next_step and is_follower:
+            rank.fetch(layer, len(rows))
         rank.append(layer, len(rows))
     rank.end_step()
     return queries

@@ -148,6 +148,24 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "variable", "index"),
+    [
+        ([], "", "int4"),
+        ([], "int8", "int8"),
+        (["--index-dtype", "native"], "int8", "native"),
+        (["--policy", "sync_kv"], "", "native"),
+    ],
+)
+def test_plan_takes_the_index_that_serve_would(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, more: list[str], variable: str, index: str
+) -> None:
+    if variable:
+        monkeypatch.setenv("TANDEMKV_SERVE_SELECTION__INDEX_DTYPE", variable)
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--json", *more])
+    assert json.loads(result.output)["workload"]["index_dtype"] == index, result.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
         (["--model", "qwen3-8b", "--concurrency", "64"], 1, "nothing to recommend"),

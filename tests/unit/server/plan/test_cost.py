@@ -85,6 +85,10 @@ def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
     first_us = selection_us(TINY, TINY_LOAD, 1, quick) + 11
     hidden = predict_step(placement, TINY, TINY_LOAD, quick)
     assert hidden.exposed_selection_ms * 1e3 == pytest.approx(first_us + UNIT.handover_us)
+    # An exact first layer hides the selection of the one after it.
+    two = replace(TINY, num_layers=2)
+    behind = predict_step(placement, two, replace(TINY_LOAD, num_exact_layers=1), quick)
+    assert behind.exposed_selection_ms * 1e3 == pytest.approx(UNIT.handover_us)
 
 
 def test_an_exact_layer_by_hand() -> None:
