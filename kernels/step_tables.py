@@ -163,7 +163,6 @@ def load_ring(
 def load_candidates(
     rows: torch.Tensor,
     lengths: torch.Tensor,
-    table_rows: torch.Tensor,
     page_slots: torch.Tensor,
     tables: CandidateTables,
     *,
@@ -185,8 +184,6 @@ def load_candidates(
     rows, lengths : torch.Tensor
         ``[num_reqs]``, int32 or int64. Row of each request, and its tokens. On a GPU ranges
         are not checked.
-    table_rows : torch.Tensor
-        ``[num_reqs]``, int32 or int64. Row of each request in `page_slots`.
     page_slots : torch.Tensor
         ``[num_rows, num_pages]``, int32 or int64. Slot of the first position of each page; a
         page is that slot divided by `page_size`, rounded down.
@@ -211,7 +208,6 @@ def load_candidates(
     dims.check("tables.step", tables.step, "", INT32)
     dims.check("rows", rows, "num_reqs", INTS)
     dims.check("lengths", lengths, "num_reqs", INTS)
-    dims.check("table_rows", table_rows, "num_reqs", INTS)
     dims.check("page_slots", page_slots, "num_rows num_pages", INTS)
     _check_fits(len(rows), len(tables.rows))
     check_int("page_size", page_size, minimum=1)
@@ -224,7 +220,7 @@ def load_candidates(
     ):
         check_int(name, value, minimum=0)
     resolve("step_tables", "load_candidates", rows.device)(
-        rows, lengths, table_rows, page_slots, tables, page_size=page_size, num_sink=num_sink,
+        rows, lengths, page_slots, tables, page_size=page_size, num_sink=num_sink,
         num_excluded=num_excluded, num_resident=num_resident, num_cold=num_cold,
         num_layers=num_layers,
     )  # fmt: skip

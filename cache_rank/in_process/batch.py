@@ -113,7 +113,6 @@ class DecodeBatch:
         load_candidates(
             rows,
             lengths,
-            rows,
             req_to_token[:, :: self._page_size],
             tables,
             page_size=self._page_size,

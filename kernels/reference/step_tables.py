@@ -66,7 +66,6 @@ def load_ring(
 def load_candidates(
     rows: torch.Tensor,
     lengths: torch.Tensor,
-    table_rows: torch.Tensor,
     page_slots: torch.Tensor,
     tables: CandidateTables,
     *,
@@ -90,7 +89,7 @@ def load_candidates(
     torch.gt(lengths, num_cold, out=active)
     active &= rows != 0
     torch.div(
-        page_slots[table_rows.long(), :width],
+        page_slots[rows.long(), :width],
         page_size,
         rounding_mode="floor",
         out=tables.pages[:size, :width],

@@ -91,14 +91,14 @@ def _ring_kernel(
 
 @triton.jit
 def _candidates_kernel(
-    rows, lengths, table_rows, page_slots, to_rows, positions, to_lengths, lo, hi, num_target,
+    rows, lengths, page_slots, to_rows, positions, to_lengths, lo, hi, num_target,
     active, pages, step, selections, width, max_pages,
     page_size, num_sink, num_excluded, num_resident, num_cold, num_layers,
-    rows_stride, lengths_stride, table_rows_stride, table_stride_r, table_stride_c,
+    rows_stride, lengths_stride, table_stride_r, table_stride_c,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     req, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    table_row = tl.load(table_rows + req * table_rows_stride).to(tl.int64)
+    table_row = tl.load(rows + req * rows_stride).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     slot = tl.load(
@@ -175,7 +175,6 @@ def load_ring(
 def load_candidates(
     rows: torch.Tensor,
     lengths: torch.Tensor,
-    table_rows: torch.Tensor,
     page_slots: torch.Tensor,
     tables: CandidateTables,
     *,
@@ -192,10 +191,10 @@ def load_candidates(
         tables.step.add_(1)
         return
     _candidates_kernel[(num_reqs, max(1, triton.cdiv(width, _BLOCK)))](
-        rows, lengths, table_rows, page_slots, tables.rows, tables.positions, tables.lengths,
+        rows, lengths, page_slots, tables.rows, tables.positions, tables.lengths,
         tables.lo, tables.hi, tables.num_target, tables.active, tables.pages, tables.step,
         tables.selections, width, tables.pages.shape[1],
         page_size, num_sink, num_excluded, num_resident, num_cold, num_layers,
-        rows.stride(0), lengths.stride(0), table_rows.stride(0), *page_slots.stride(),
+        rows.stride(0), lengths.stride(0), *page_slots.stride(),
         BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip

@@ -80,7 +80,7 @@ def test_candidates_by_hand() -> None:
     tables = _candidate_tables()
     page_slots = _ints(0, 0, 0, 8, 4, 12, 20, 16, 31).view(3, 3).to(torch.int32)
     load_candidates(
-        _ints(2, 1, 0), _ints(9, 5, 9), _ints(2, 1, 0), page_slots, tables, page_size=4,
+        _ints(2, 1, 0), _ints(9, 5, 9), page_slots, tables, page_size=4,
         num_sink=1, num_excluded=6, num_resident=2, num_cold=5, num_layers=7,
     )  # fmt: skip
     assert tables.positions.tolist() == [8, 4, 8]
@@ -107,7 +107,7 @@ def test_bad_arguments() -> None:
     tables = _candidate_tables()
     with pytest.raises(ValueError, match="page_size=0"):
         load_candidates(
-            two, two, two, table, tables, page_size=0, num_sink=1, num_excluded=1,
+            two, two, table, tables, page_size=0, num_sink=1, num_excluded=1,
             num_resident=2, num_cold=5, num_layers=1,
         )  # fmt: skip
     with pytest.raises(ValueError, match="active"):

@@ -149,13 +149,9 @@ def test_candidates(
     want, got = _tables(max_pages), _tables(max_pages)
     for seed in range(6):
         rows, lengths = _requests(seed, [3, 20, 50, 60], longest, rows_dtype, lengths_dtype)
-        # Of the whole table, or of the batch's part of it.
-        apart = seed % 2 == 1
-        page_slots = first[rows.long()] if apart else first
-        table_rows = torch.arange(len(rows), device=DEVICE) if apart else rows
         for module, tables in ((reference, want), (step_tables, got)):
             module.load_candidates(
-                rows, lengths, table_rows, page_slots, tables, page_size=page_size,
+                rows, lengths, first, tables, page_size=page_size,
                 num_sink=4, num_excluded=3 + 17 * (seed % 3), num_resident=20, num_cold=50,
                 num_layers=[0, 1, 30][seed % 3],
             )  # fmt: skip
@@ -175,7 +171,7 @@ def test_no_requests() -> None:
     step_tables.load_attended(none, none, table, slots, counts[0], first_slot=9, **sizes)
     step_tables.load_ring(none, none, slots, counts[0], counts[1], counts[1], **sizes)
     step_tables.load_candidates(
-        none, none, none, table, tables, page_size=4, num_sink=1, num_excluded=1, num_resident=3,
+        none, none, table, tables, page_size=4, num_sink=1, num_excluded=1, num_resident=3,
         num_cold=5, num_layers=2,
     )  # fmt: skip
     assert (slots == -7).all()

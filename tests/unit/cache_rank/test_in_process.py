@@ -159,9 +159,9 @@ def test_a_step_may_be_loaded_from_another_device(monkeypatch: pytest.MonkeyPatc
     world.rank.begin_decode(rows, lengths, world.table.to(other))
     (found,) = calls
     assert found[0] is rows
-    assert found[3].device == other
+    assert found[2].device == other
     for name in ("pages", "step", "active", "selections"):
-        (own,) = [tensor for view, tensor in views if view is getattr(found[4], name)]
+        (own,) = [tensor for view, tensor in views if view is getattr(found[3], name)]
         if name != "selections":
             assert own.data_ptr() == getattr(world.rank.batch, name).data_ptr()
 
