@@ -152,23 +152,31 @@ def predict_step(
     sparse = layers - exact
     resident_us = attention_us(shape, batch, load.attended_tokens, tp_size, cost)
     model_us = (weights_us + overhead_us) / layers + resident_us
+    # What follows an anchor takes its rows and no more.
+    anchors = load.num_scanned(layers) / max(1, sparse)
+    rest_us = (1 - anchors) * cost.gather_us
     if placement.kind is PlacementKind.IN_PROCESS:
         select_us = scanned_us = 0.0
         if load.selects:
-            select_us = selection_us(shape, load, tp_size, cost)
-            scanned_us = scan_us(shape, load, tp_size, cost)
+            select_us = anchors * selection_us(shape, load, tp_size, cost) + rest_us
+            scanned_us = anchors * scan_us(shape, load, tp_size, cost)
         exposed_us = scanned_us * (1 - cost.scan_overlap)
         exposed_us += (select_us - scanned_us) * (1 - cost.in_process_overlap)
+        if load.waits:
+            exposed_us = select_us - rest_us * cost.in_process_overlap
         exact_us = dense_us
     else:
         caches = placement.num_cache_gpus
-        select_us = selection_us(shape, load, caches, cost) if load.selects else 0.0
-        exposed_us = 0.0
+        select_us = exposed_us = 0.0
         if load.selects:
+            first_us = selection_us(shape, load, caches, cost) + cost.exchange_us
+            select_us = anchors * selection_us(shape, load, caches, cost) + rest_us
             select_us += cost.exchange_us
             exposed_us = max(cost.handover_us, select_us - model_us)
             if not exact:  # of the first layer, which has none before it to hide behind
-                exposed_us += select_us / max(1, sparse)
+                exposed_us += first_us / max(1, sparse)
+            if load.waits:
+                exposed_us = cost.handover_us + anchors * first_us
         ring_us = attention_us(shape, batch, load.num_recent_tokens, tp_size, cost)
         far_us = attention_us(shape, batch, load.context_tokens, caches, cost)
         exact_us = ring_us + cost.handover_us + cost.exchange_us + far_us

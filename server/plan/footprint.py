@@ -127,7 +127,10 @@ def index_bytes(shape: ModelShape, load: Workload) -> int:
     """Bytes of the key index beside the KV, unsharded; none if keys are scanned as they are."""
     if load.index_dtype == "native" or not load.selects:
         return 0
-    heads = shape.num_layers * shape.num_kv_heads
+    layers = shape.num_layers
+    if load.num_anchors is not None:
+        layers = load.num_scanned(layers)
+    heads = layers * shape.num_kv_heads
     return math.ceil(load.total_tokens * heads * load.index_head_token_bytes(shape))
 
 

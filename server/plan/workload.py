@@ -14,6 +14,8 @@ from .shape import ModelShape
 INDEX_DTYPES = ("native", "int8", "int4")
 INT4_SCALE_BLOCK = 64
 """Tokens that share one scale and zero point (2 + 2 bytes) per channel in the int4 index."""
+CALIBRATED_ANCHORS = 5
+"""Anchor layers of a calibration where nothing else is asked for, and of those that are shipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +23,9 @@ class Workload:
     """A load that a placement is planned for. Token counts are per KV head.
 
     `capacity_tokens` is the KV of all requests together; without it,
-    ``context_tokens * concurrency``. `num_exact_layers` attend to everything.
+    ``context_tokens * concurrency``. `num_exact_layers` attend to everything. Of the others
+    `num_anchors` are scanned, and the rest follows them; without it, each is. `waits` says that a
+    scanned layer selects with its own query, which nothing hides.
     """
 
     context_tokens: int
@@ -34,6 +38,8 @@ class Workload:
     index_dtype: str = "int8"
     chunk_tokens: int = 8192
     capacity_tokens: int | None = None
+    num_anchors: int | None = None
+    waits: bool = False
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -62,6 +68,8 @@ class Workload:
         index_dtype: str | None = None,
     ) -> Self:
         """Take what concerns the resident set from `selection`."""
+        is_shared = selection.policy == "kascade" or selection.share_layers
+        anchors = set(selection.anchors) - set(selection.exact_layers)
         return cls(
             context_tokens=context_tokens,
             concurrency=concurrency,
@@ -73,12 +81,19 @@ class Workload:
             index_dtype=index_dtype or selection.index_dtype,
             chunk_tokens=chunk_tokens,
             capacity_tokens=capacity_tokens,
+            num_anchors=(len(anchors) or CALIBRATED_ANCHORS) if is_shared else None,
+            waits=selection.policy in ("kascade", "oracle"),
         )
 
     @property
     def total_tokens(self) -> int:
         """Tokens whose KV is kept."""
         return self.capacity_tokens or self.context_tokens * self.concurrency
+
+    def num_scanned(self, num_layers: int) -> int:
+        """Layers whose keys are scanned, of `num_layers`."""
+        sparse = max(0, num_layers - self.num_exact_layers)
+        return sparse if self.num_anchors is None else min(sparse, self.num_anchors)
 
     @property
     def row_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from tandemkv.server.plan.choose import (
     largest_fitting,
 )
 from tandemkv.server.plan.cost import predict_step
-from tandemkv.server.plan.footprint import GIB, USABLE_FRACTION, memory_of
+from tandemkv.server.plan.footprint import GIB, USABLE_FRACTION, index_bytes, memory_of
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 from tandemkv.server.plan.workload import Workload
@@ -145,6 +146,23 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
     memory = memory_of(placement, QWEN, load)
     assert memory.cache is not None
     assert printed["placements"][2]["bytes_per_gpu"]["cache"]["total"] == memory.cache.total
+
+
+@pytest.mark.parametrize(
+    ("selection", "scanned"),
+    [
+        ({}, 34),
+        ({"policy": "kascade"}, 5),
+        ({"policy": "kascade", "anchors": (0, 2, 7)}, 2),  # layer 0 is exact
+        ({"share_layers": True, "anchors": (2, 9, 20), "exact_layers": ()}, 3),
+    ],
+)
+def test_only_anchors_are_scanned(selection: dict[str, Any], scanned: int) -> None:
+    chosen = SelectionSettings.model_validate(selection)
+    load = Workload.from_selection(chosen, context_tokens=65536, concurrency=8, index_dtype="int4")
+    assert load.num_scanned(36) == scanned
+    layers = scanned if selection else 36
+    assert index_bytes(QWEN, load) == 8 * 65536 * layers * 8 * 72
 
 
 @pytest.mark.parametrize(

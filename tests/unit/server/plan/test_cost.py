@@ -91,6 +91,26 @@ def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
     assert behind.exposed_selection_ms * 1e3 == pytest.approx(UNIT.handover_us)
 
 
+def test_layers_that_follow_an_anchor_by_hand() -> None:
+    """Of four layers one is scanned; the others' rows are fetched, and hidden for the most part."""
+    four = replace(TINY, num_layers=4)
+    load = replace(TINY_LOAD, num_anchors=1)
+    own = predict_step(Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), four, load, UNIT)
+    select, scan = selection_us(four, load, 1, UNIT), scan_us(four, load, 1, UNIT)
+    hidden = (1 - UNIT.in_process_overlap) * (select - scan + 3 * UNIT.gather_us)
+    assert own.selection_ms * 1e3 == pytest.approx(select + 3 * UNIT.gather_us)
+    assert own.exposed_selection_ms * 1e3 == pytest.approx(scan * (1 - UNIT.scan_overlap) + hidden)
+    waiting = replace(load, waits=True)
+    own = predict_step(Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), four, waiting, UNIT)
+    assert own.exposed_selection_ms * 1e3 == pytest.approx(
+        select + 3 * UNIT.gather_us * (1 - UNIT.in_process_overlap)
+    )
+    far = predict_step(Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), four, waiting, UNIT)
+    assert far.exposed_selection_ms * 1e3 == pytest.approx(
+        4 * UNIT.handover_us + select + UNIT.exchange_us
+    )
+
+
 def test_an_exact_layer_by_hand() -> None:
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=2)
     step = predict_step(placement, TINY, replace(TINY_LOAD, num_exact_layers=5), UNIT)
