@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from .plan.shape import shape_of_config
 from .plan.workload import Workload
 from .settings import ServeSettings
 from .sglang_command import CUDA_PAGE_SIZE
+
+if TYPE_CHECKING:
+    from tandemkv.cache_rank.policies.base import LayerShare
 
 IN_PROCESS_POLICIES = frozenset(
     {
@@ -41,6 +45,8 @@ def resolve_placement(
     `cache_ranks` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what `tandemkv
     plan` predicts to be fastest for `max_running_requests` requests that share the cache.
     `dense_tokens`, in-process on a GPU: the context from which selecting is predicted to pay.
+    `anchors`: those of a calibration that maps every head to itself, which tensor-parallel ranks
+    can use as well.
     `index_dtype`: int4 where a GPU scans pages, a quarter of the bytes of bf16 keys; what is
     attended to is never quantised.
 
@@ -49,7 +55,7 @@ def resolve_placement(
     SettingsError
         If nothing fits these GPUs, with the numbers.
     """
-    settings = _with_index(settings, device)
+    settings = _with_index(_with_anchors(settings, spec), device)
     if settings.cache_ranks is None:
         settings = _choose(settings, spec, model_dir, device=device, progress=progress)
     in_process = settings.rank_settings.exchange.is_in_process
@@ -65,6 +71,37 @@ def resolve_placement(
     return _with_dense_tokens(settings, spec, model_dir, progress)
 
 
+def find_share(selection: SelectionSettings, spec: ModelSpec) -> LayerShare | None:
+    """Return which layers share selections, and how; None if none do.
+
+    Raises
+    ------
+    CalibrationError
+        If that takes a calibration, and there is none that fits.
+    """
+    from tandemkv.cache_rank.calibration.resolve import resolve_calibration
+    from tandemkv.cache_rank.policies.registry import find_policy
+
+    if selection.policy != "kascade" and not selection.share_layers:
+        return None
+    timing = find_policy(selection.policy).capabilities.timing
+    return resolve_calibration(selection, spec, timing).share
+
+
+def _crosses_heads(share: LayerShare | None) -> bool:
+    return share is not None and any(m != tuple(range(len(m))) for m in share.head_maps)
+
+
+def _with_anchors(settings: ServeSettings, spec: ModelSpec) -> ServeSettings:
+    selection = settings.selection
+    share = find_share(selection, spec)
+    if share is None or selection.anchors or _crosses_heads(share):
+        return settings
+    anchors = tuple(sorted(set(share.sources)))
+    changed = selection.model_copy(update={"anchors": anchors})
+    return settings.model_copy(update={"selection": changed})
+
+
 def index_on_gpu(selection: SelectionSettings) -> str:
     """Return the `index_dtype` that `serve` takes on GPUs: int4 where none is set."""
     is_set = "index_dtype" in selection.model_fields_set
@@ -77,7 +114,7 @@ def index_on_gpu(selection: SelectionSettings) -> str:
 def _needs_own_process(selection: SelectionSettings) -> bool:
     return (
         selection.policy not in IN_PROCESS_POLICIES
-        or selection.kascade_fraction > 0.0
+        or (selection.policy == "kascade" and selection.kascade_fraction > 0.0)
         or bool(selection.gate_cosine)
     )
 
@@ -115,8 +152,10 @@ def _check_gpus(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> No
 
 def _load(settings: ServeSettings, spec: ModelSpec) -> Workload:
     concurrency, capacity = settings.max_running_requests, settings.cache.capacity_tokens
+    share = find_share(settings.selection, spec)
     return Workload.from_selection(
         settings.selection,
+        anchors=None if share is None else tuple(sorted(set(share.sources))),
         context_tokens=min(spec.max_context, max(1, capacity // concurrency)),
         concurrency=concurrency,
         capacity_tokens=capacity,
@@ -150,12 +189,15 @@ def _choose(
     if _needs_own_process(selection):
         progress(f"cache rank in a process of its own: policy {selection.policy} needs one")
         return settings.model_copy(update={"cache_ranks": 1})
+    available = {"in-process-tp1", f"in-process-tp{num_gpus}", "1+1"}
+    if _crosses_heads(find_share(selection, spec)):
+        available &= {"in-process-tp1", "1+1"}  # no head follows one of another GPU
     choice = choose_placement(
         shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype),
         _load(settings, spec),
         num_gpus=num_gpus,
         gpu_bytes=min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)),
-        available={"in-process-tp1", f"in-process-tp{num_gpus}", "1+1"},
+        available=available,
     )
     if choice.chosen is None:
         raise SettingsError(f"{choice.reason}; `tandemkv plan` shows every placement")

@@ -185,8 +185,12 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     from tandemkv.cache_rank.policies.registry import find_policy
 
     selection = settings.selection
-    for name in ("kascade_fraction", "gate_cosine"):
-        if settings.rank_settings.exchange.is_in_process and getattr(selection, name):
+    own = {
+        "kascade_fraction": selection.kascade_fraction if selection.policy == "kascade" else 0.0,
+        "gate_cosine": selection.gate_cosine,
+    }
+    for name, value in own.items():
+        if settings.rank_settings.exchange.is_in_process and value:
             raise SettingsError(
                 f"{name} needs a cache rank in a process of its own: use --cache-ranks 1, and not "
                 "--transport peer"
@@ -202,7 +206,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel}: head maps of {found.origin} lead from "
             f"one GPU to another; use --anchors {anchors}, with which every head follows its own, "
-            "or --tp 1"
+            "or --tp 1 with --cache-ranks 0 or --transport peer"
         )
 
 

@@ -210,6 +210,11 @@ class InProcessCacheRank:
         """See `LocalCacheRank.is_source`."""
         return layer in self._place_of
 
+    @property
+    def scanned_share(self) -> float:
+        """See `LocalCacheRank.scanned_share`."""
+        return min(1.0, len(self._sources) / max(1, len(self._selecting)))
+
     def followers_of(self, layer: int) -> tuple[int, ...]:
         """See `LocalCacheRank.followers_of`."""
         if layer not in self._place_of:

@@ -181,6 +181,10 @@ class LocalCacheRank(Protocol):
     def is_source(self, layer: int) -> bool:
         """Whether the keys of `layer` are scanned, for itself or for layers that follow it."""
 
+    @property
+    def scanned_share(self) -> float:
+        """Layers whose keys are scanned, of those that are selected for; at most 1."""
+
     def followers_of(self, layer: int) -> tuple[int, ...]:
         """Later layers that use what is chosen for `layer`; empty unless selections are shared."""
 

@@ -146,8 +146,7 @@ class InProcessBackend(AttentionBackend):
                 index, forward_batch, [queries[start:end] for _, _, start, end in self._seeds]
             )
         elif self._rank.is_source(index) and not self._is_decode:
-            with self._side.fork(forward_batch.out_cache_loc):
-                self._rank.extend(index, forward_batch.out_cache_loc)
+            self._extend(index, forward_batch)
         return self._after(index, out)
 
     def forward_decode(
@@ -222,6 +221,11 @@ class InProcessBackend(AttentionBackend):
         for row, table in self._fills:
             self._home.fill(index, row, table)
 
+    def _extend(self, index: int, forward_batch: Any) -> None:
+        """Let the cache rank index the new keys of an exact layer that others follow."""
+        with self._side.fork(forward_batch.out_cache_loc):
+            self._rank.extend(index, forward_batch.out_cache_loc)
+
     def _after(self, index: int, out: torch.Tensor) -> torch.Tensor:
         if index == self._num_layers - 1:
             self._side.join_all()
@@ -246,7 +250,7 @@ class InProcessBackend(AttentionBackend):
         for index, is_sparse in enumerate(self._is_sparse):
             if not is_sparse:
                 if self._rank.is_source(index):
-                    self._rank.extend(index, forward_batch.out_cache_loc)
+                    self._extend(index, forward_batch)
                 continue
             shapes = [(e - s, model.num_qo_heads, model.head_dim) for _, _, s, e in self._seeds]
             queries = [torch.randn(shape, device=device) for shape in shapes]

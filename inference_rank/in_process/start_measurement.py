@@ -201,6 +201,7 @@ class StartMeasurement:
             has_own_gpu=self._cache_device != self._device,
             is_cuda=self._cache_device.type == "cuda",
             dense_tokens=DenseLengths.of(selection, selection.num_resident).num_dense,
+            scanned=rank.scanned_share,
             reason=self._reason,
         )
 

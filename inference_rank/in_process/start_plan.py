@@ -110,6 +110,7 @@ def make_plan(
     has_own_gpu: bool,
     is_cuda: bool,
     dense_tokens: int,
+    scanned: float = 1.0,
     reason: str = "",
 ) -> StartPlan:
     """Choose `refresh_every` where it is left open, and say what is hidden.
@@ -135,6 +136,9 @@ def make_plan(
         Whether it runs on a GPU at all.
     dense_tokens : int
         Requests up to this length are attended to as a whole.
+    scanned : float
+        Share of the selecting layers that are scanned. Others take what one of them chose: they
+        are counted with the transfer alone.
     reason : str
         Why nothing was measured, if so.
     """
@@ -143,7 +147,9 @@ def make_plan(
     exposed: float | None = None
     layer_us = layer.us if layer is not None else None
     if measured is not None and layer is not None and layer_us is not None:
-        once = exposed_us(measured.total_us, layer_us, timing, selection, has_own_gpu=has_own_gpu)
+        once = _exposed_once(
+            measured, layer_us, timing, selection, has_own_gpu=has_own_gpu, scanned=scanned
+        )
         tolerated = TOLERANCE * layer_us
         may_raise = (
             selection.refresh_every is None
@@ -173,6 +179,24 @@ def make_plan(
         exposed_us=exposed,
         note=note,
     )
+
+
+def _exposed_once(
+    measured: SelectionTime,
+    layer_us: float,
+    timing: Timing,
+    selection: SelectionSettings,
+    *,
+    has_own_gpu: bool,
+    scanned: float,
+) -> float:
+    """Return what a selecting step adds to a layer on average, see `exposed_us`."""
+    mean = scanned * measured.total_us + (1 - scanned) * measured.transfer_us
+    if timing is Timing.NEXT_STEP or not has_own_gpu:
+        # Every layer's may hide behind any; or nothing hides.
+        return exposed_us(mean, layer_us, timing, selection, has_own_gpu=has_own_gpu)
+    # Each that is scanned is waited for; rows of the others come behind it, and before they begin.
+    return scanned * exposed_us(measured.total_us, layer_us, timing, selection, has_own_gpu=True)
 
 
 def exposed_us(

@@ -153,7 +153,7 @@ def predict_step(
     resident_us = attention_us(shape, batch, load.attended_tokens, tp_size, cost)
     model_us = (weights_us + overhead_us) / layers + resident_us
     # What follows an anchor takes its rows and no more.
-    anchors = load.num_scanned(layers) / max(1, sparse)
+    anchors = min(1.0, load.num_scanned(layers) / max(1, sparse))
     rest_us = (1 - anchors) * cost.gather_us
     if placement.kind is PlacementKind.IN_PROCESS:
         select_us = scanned_us = 0.0
@@ -172,7 +172,9 @@ def predict_step(
             first_us = selection_us(shape, load, caches, cost) + cost.exchange_us
             select_us = anchors * selection_us(shape, load, caches, cost) + rest_us
             select_us += cost.exchange_us
-            exposed_us = max(cost.handover_us, select_us - model_us)
+            # An anchor's selection has one layer to hide behind, however few anchors there are.
+            exposed_us = anchors * max(cost.handover_us, first_us - model_us)
+            exposed_us += (1 - anchors) * cost.handover_us
             if not exact:  # of the first layer, which has none before it to hide behind
                 exposed_us += first_us / max(1, sparse)
             if load.waits:

@@ -128,7 +128,7 @@ def index_bytes(shape: ModelShape, load: Workload) -> int:
     if load.index_dtype == "native" or not load.selects:
         return 0
     layers = shape.num_layers
-    if load.num_anchors is not None:
+    if load.anchors is not None:
         layers = load.num_scanned(layers)
     heads = layers * shape.num_kv_heads
     return math.ceil(load.total_tokens * heads * load.index_head_token_bytes(shape))

@@ -24,8 +24,9 @@ class Workload:
 
     `capacity_tokens` is the KV of all requests together; without it,
     ``context_tokens * concurrency``. `num_exact_layers` attend to everything. Of the others
-    `num_anchors` are scanned, and the rest follows them; without it, each is. `waits` says that a
-    scanned layer selects with its own query, which nothing hides.
+    those are scanned that follow no earlier one of `anchors` (`()`: as many as calibrations have;
+    None: nobody follows). `waits` says that a scanned layer selects with its own query, which
+    nothing hides.
     """
 
     context_tokens: int
@@ -38,7 +39,8 @@ class Workload:
     index_dtype: str = "int8"
     chunk_tokens: int = 8192
     capacity_tokens: int | None = None
-    num_anchors: int | None = None
+    anchors: tuple[int, ...] | None = None
+    exact_layers: tuple[int, ...] = ()
     waits: bool = False
 
     def __post_init__(self) -> None:
@@ -66,10 +68,13 @@ class Workload:
         chunk_tokens: int = 8192,
         capacity_tokens: int | None = None,
         index_dtype: str | None = None,
+        anchors: tuple[int, ...] | None = None,
     ) -> Self:
-        """Take what concerns the resident set from `selection`."""
+        """Take what concerns the resident set from `selection`; `anchors` as a calibration has."""
         is_shared = selection.policy == "kascade" or selection.share_layers
-        anchors = set(selection.anchors) - set(selection.exact_layers)
+        is_own = selection.policy in ("kascade", "oracle") or (
+            selection.policy == "look_ahead" and not selection.look_ahead_layers
+        )
         return cls(
             context_tokens=context_tokens,
             concurrency=concurrency,
@@ -81,8 +86,9 @@ class Workload:
             index_dtype=index_dtype or selection.index_dtype,
             chunk_tokens=chunk_tokens,
             capacity_tokens=capacity_tokens,
-            num_anchors=(len(anchors) or CALIBRATED_ANCHORS) if is_shared else None,
-            waits=selection.policy in ("kascade", "oracle"),
+            anchors=(anchors or selection.anchors) if is_shared else None,
+            exact_layers=selection.exact_layers,
+            waits=is_own,
         )
 
     @property
@@ -93,7 +99,12 @@ class Workload:
     def num_scanned(self, num_layers: int) -> int:
         """Layers whose keys are scanned, of `num_layers`."""
         sparse = max(0, num_layers - self.num_exact_layers)
-        return sparse if self.num_anchors is None else min(sparse, self.num_anchors)
+        if self.anchors is None:
+            return sparse
+        if not self.anchors:
+            return min(sparse, CALIBRATED_ANCHORS)
+        using = [layer for layer in range(num_layers) if layer not in self.exact_layers]
+        return len({max((a for a in self.anchors if a <= x), default=x) for x in using})
 
     @property
     def row_tokens(self) -> int:

@@ -14,11 +14,18 @@ from tandemkv.cache_rank.in_process import batch as batch_module
 from tandemkv.cache_rank.in_process import factory
 from tandemkv.cache_rank.in_process.factory import create
 from tandemkv.cache_rank.in_process.rank import InProcessCacheRank
-from tandemkv.cache_rank.policies.base import LayerShare, PolicyError
+from tandemkv.cache_rank.policies.base import (
+    LayerShare,
+    PolicyContext,
+    PolicyError,
+    Selection,
+    SelectionInput,
+)
+from tandemkv.cache_rank.policies.kascade import KascadePolicy
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 
 LAYERS, HEADS, QUERY_HEADS, DIM, ROWS1, CONTEXT = 6, 2, 4, 16, 4, 256
 MODEL = ModelSpec(
@@ -251,6 +258,18 @@ def test_the_index_holds_sources_only() -> None:
     own = World(policy="look_ahead", exact_layers=(0,), **options).rank.counters()
     shared = World(policy="kascade", **SHARING, **options).rank.counters()
     assert shared["index_bytes"] * 5 == own["index_bytes"] * 2
+
+
+def test_a_select_of_ones_own_is_not_passed_over() -> None:
+    class Own(KascadePolicy):
+        def select(self, request: SelectionInput) -> Selection:
+            raise AssertionError
+
+    share_of_all = LayerShare((0,) * LAYERS, ((0, 1),) * LAYERS)
+    selection = SelectionSettings(policy="kascade", anchors=(0,))
+    context = PolicyContext(model=MODEL, selection=selection, share=share_of_all)
+    assert factory.can_run_in_process(KascadePolicy(context))
+    assert not factory.can_run_in_process(Own(context))
 
 
 def test_a_share_of_the_context_needs_a_process() -> None:

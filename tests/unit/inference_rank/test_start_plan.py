@@ -132,6 +132,7 @@ def fake_rank(**traits: object) -> Any:
             "needs_hidden": False,
             "selects_for_next_step": True,
             "refresh_every": 1,
+            "scanned_share": 1.0,
             "is_sparse_layer": bool,
             **traits,
         }
@@ -145,6 +146,30 @@ def fake_runner() -> Any:
         model_config=SimpleNamespace(model_path="/nowhere"),
         model=SimpleNamespace(model=SimpleNamespace(layers=layers)),
     )
+
+
+@pytest.mark.parametrize(
+    ("timing", "has_own_gpu", "exposed"),
+    [
+        (Timing.NEXT_STEP, True, 0.0),  # a quarter of 200, and of 20 the rest, fit behind 100
+        (Timing.NEXT_STEP, False, 0.25 * 200 + 0.75 * 20),
+        (Timing.SAME_STEP_HIDDEN, True, 0.25 * 100),  # each anchor has one layer
+        (Timing.SAME_STEP_QUERY, True, 0.25 * 200),
+    ],
+)
+def test_layers_that_follow_an_anchor(timing: Timing, has_own_gpu: bool, exposed: float) -> None:
+    plan = make_plan(
+        SelectionSettings(),
+        timing,
+        measured=SelectionTime(scan_us=180.0, transfer_us=20.0, batch=8, context=65536),
+        layer=LayerTime(weights_us=60.0, attention_us=40.0, of_graph=True),
+        has_own_gpu=has_own_gpu,
+        is_cuda=True,
+        dense_tokens=0,
+        scanned=0.25,
+    )
+    assert plan.exposed_us == pytest.approx(exposed)
+    assert plan.refresh_every == 1
 
 
 def test_the_captured_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:

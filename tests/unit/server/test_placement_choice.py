@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tandemkv.cache_rank.policies.base import LayerShare
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.server import placement_choice
 from tandemkv.server.placement_choice import resolve_placement
 from tandemkv.server.settings import ServeSettings
 
@@ -107,9 +109,26 @@ def test_a_policy_that_needs_a_process_gets_one(tmp_path: Path, gpus: Any) -> No
     assert "sync_kv needs one" in said[0]
     fraction = {"policy": "kascade", "kascade_fraction": 0.1}
     assert resolve(tmp_path, selection=fraction)[0].cache_ranks == 1
-    for shared in ({"policy": "kascade"}, {"policy": "look_ahead", "share_layers": True}):
+    ignored = {"policy": "look_ahead", "kascade_fraction": 0.1}
+    assert resolve(tmp_path, selection=ignored)[0].cache_ranks == 0
+    sparse = {"policy": "look_ahead", "share_layers": True, "exact_layers": ()}
+    for shared in ({"policy": "kascade"}, sparse):
         settings, _ = resolve(tmp_path, selection=shared)
-        assert (settings.cache_ranks, settings.selection.index_dtype) == (0, "int4")
+        assert (settings.cache_ranks, settings.tensor_parallel) == (0, 2)
+        assert settings.selection.index_dtype == "int4"
+        assert settings.selection.anchors == (0, 2, 7, 14, 23)  # shipped, each head its own
+
+
+def test_head_maps_keep_heads_on_one_gpu(
+    tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(2)
+    maps = ((0, 1, 2, 3, 4, 5, 6, 7), (1, 0, 2, 3, 4, 5, 6, 7)) * 18
+    share = LayerShare(tuple(0 for _ in range(36)), maps)
+    monkeypatch.setattr(placement_choice, "find_share", lambda *_: share)
+    settings, said = resolve(tmp_path, selection={"policy": "kascade"})
+    assert settings.tensor_parallel == 1, said
+    assert settings.selection.anchors == ()
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, gpus: Any) -> None:

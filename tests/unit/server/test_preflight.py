@@ -102,7 +102,7 @@ def test_refuses_what_has_no_calibration_or_nothing_to_gate(model_dir: Path) -> 
 
 
 def test_head_maps_do_not_cross_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    share = LayerShare((0, 0, 2, 2), ((0, 1),) * 4)
+    share = LayerShare((0, 0, 2, 2), ((0, 1), (1, 0)) * 2)
     measured = Resolved(share=share, origin="kascade.json")
     monkeypatch.setattr(resolve_module, "resolve_calibration", lambda *_: measured)
     parallel = {"tensor_parallel": 2, "cache_ranks": 0}
@@ -110,6 +110,15 @@ def test_head_maps_do_not_cross_gpus(model_dir: Path, monkeypatch: pytest.Monkey
         resolve(model_dir, selection={"policy": "kascade"}, **parallel)
     resolve(model_dir, selection={"policy": "kascade", "anchors": (0, 2)}, **parallel)
     resolve(model_dir, selection={"policy": "kascade"}, cache_ranks=0)
+    # Where every head follows itself, anchors say all, and each GPU can have them.
+    straight = Resolved(share=LayerShare((0, 0, 2, 2), ((0, 1),) * 4), origin="kascade.json")
+    monkeypatch.setattr(
+        resolve_module,
+        "resolve_calibration",
+        lambda chosen, *_: Resolved(share=None) if chosen.anchors else straight,
+    )
+    found = resolve(model_dir, selection={"policy": "kascade"}, **parallel)
+    assert found.settings.selection.anchors == (0, 2)
 
 
 def test_a_taken_port_is_named(model_dir: Path) -> None:

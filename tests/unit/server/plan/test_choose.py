@@ -153,8 +153,11 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
     [
         ({}, 34),
         ({"policy": "kascade"}, 5),
-        ({"policy": "kascade", "anchors": (0, 2, 7)}, 2),  # layer 0 is exact
-        ({"share_layers": True, "anchors": (2, 9, 20), "exact_layers": ()}, 3),
+        ({"policy": "kascade", "anchors": (0, 2, 7)}, 2),  # nobody follows layer 0
+        ({"policy": "kascade", "anchors": (0, 5, 20)}, 3),  # 2 to 4 follow it
+        ({"policy": "kascade", "anchors": (20,)}, 19),  # 2 to 19 have no anchor before them
+        ({"policy": "kascade", "anchors": (0,)}, 1),
+        ({"share_layers": True, "anchors": (2, 9, 20), "exact_layers": ()}, 5),
     ],
 )
 def test_only_anchors_are_scanned(selection: dict[str, Any], scanned: int) -> None:

@@ -94,7 +94,7 @@ def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
 def test_layers_that_follow_an_anchor_by_hand() -> None:
     """Of four layers one is scanned; the others' rows are fetched, and hidden for the most part."""
     four = replace(TINY, num_layers=4)
-    load = replace(TINY_LOAD, num_anchors=1)
+    load = replace(TINY_LOAD, anchors=(0,))
     own = predict_step(Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), four, load, UNIT)
     select, scan = selection_us(four, load, 1, UNIT), scan_us(four, load, 1, UNIT)
     hidden = (1 - UNIT.in_process_overlap) * (select - scan + 3 * UNIT.gather_us)
