@@ -104,9 +104,10 @@ def measure(
 
     def select() -> None:
         if rank.needs_hidden:
-            rank.select_ahead(0, hidden)
+            rank.choose_ahead(0, hidden)
         else:
-            rank.select(0, query)
+            rank.choose(0, query)
+        rank.fetch(0, measured)
         rank.end_step()
 
     total = median_us(select, device, prepare=lambda: rank.begin_decode(rows, lengths, table))

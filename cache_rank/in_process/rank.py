@@ -358,19 +358,14 @@ class InProcessCacheRank:
             rows, positions = self.batch.rows[: len(query)], self.batch.positions[: len(query)]
             self._windows.push(self._place_of[layer], rows, query, positions)
 
-    def select_ahead(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        *,
-        await_scan: Callable[[], None] | None = None,
-        flag: torch.Tensor | None = None,
+    def choose_ahead(
+        self, layer: int, hidden: torch.Tensor, *, await_scan: Callable[[], None] | None = None
     ) -> None:
-        """See `LocalCacheRank.select_ahead`."""
+        """See `LocalCacheRank.choose_ahead`."""
         query = self._predict(layer, hidden, self.batch.positions[: len(hidden)])
         if await_scan is not None:
             await_scan()
-        self.select(layer, query, flag=flag)
+        self.choose(layer, query)
 
     def scan_ahead(self, layer: int, hidden: torch.Tensor) -> None:
         """See `LocalCacheRank.scan_ahead`."""
@@ -380,11 +375,6 @@ class InProcessCacheRank:
         lane, selection = self.scan_lane_of(layer), self._selection
         sizes = selection.budget_tokens, selection.num_shortlisted
         self._listed[layer] = self._scan(list_best, layer, query, *sizes, lane=lane)
-
-    def select(self, layer: int, query: torch.Tensor, *, flag: torch.Tensor | None = None) -> None:
-        """See `LocalCacheRank.select`."""
-        self.choose(layer, query)
-        self.fetch(layer, len(query), flag=flag)
 
     def choose(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.choose`."""

@@ -249,37 +249,28 @@ class LocalCacheRank(Protocol):
     def append(self, layer: int, batch_size: int) -> None:
         """Index the key that the step wrote in `layer`."""
 
-    def select_ahead(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        *,
-        await_scan: Callable[[], None] | None = None,
-        flag: torch.Tensor | None = None,
+    def choose_ahead(
+        self, layer: int, hidden: torch.Tensor, *, await_scan: Callable[[], None] | None = None
     ) -> None:
-        """Select for `layer` from the residual stream ``[B, hidden_size]`` of an earlier one.
+        """`choose` with the residual stream ``[B, hidden_size]`` of an earlier layer.
 
         `await_scan` is called when the query is predicted, and what `scan_ahead` found is needed.
-        `flag`: see `select`.
         """
 
     def scan_ahead(self, layer: int, hidden: torch.Tensor) -> None:
-        """Scan the keys of `layer` for what `select_ahead` will choose from, one layer later."""
-
-    def select(self, layer: int, query: torch.Tensor, *, flag: torch.Tensor | None = None) -> None:
-        """Select for `layer` with a query ``[B, Hq, D]``, which is observed as well.
-
-        `flag` ``[1]`` int32, if given, is raised when the rows are in place.
-        """
+        """Scan the keys of `layer` for what `choose_ahead` will choose from, one layer later."""
 
     def choose(self, layer: int, query: torch.Tensor) -> None:
         """Scan for `layer` with a query ``[B, Hq, D]``, and keep what is best for `fetch`.
 
-        For a source that is exact itself; `select` is this, and `fetch` for the layer.
+        The query is observed as well.
         """
 
     def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
-        """Bring to `layer` what its source has chosen in this step; `flag`: see `select`."""
+        """Bring to `layer` what its source, maybe itself, has chosen in this step.
+
+        `flag` ``[1]`` int32, if given, is raised when the rows are in place.
+        """
 
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """Take note of a step's query ``[B, Hq, D]`` in `layer`, where nothing is selected."""

@@ -183,7 +183,8 @@ class InProcessBackend(AttentionBackend):
             with side.fork(query, lane=lane, signal=signal):
                 rank.append(index, size)
                 if selects_next:
-                    rank.select(index, query)
+                    rank.choose(index, query)
+                    rank.fetch(index, size)
                 else:
                     rank.observe(index, query)
         elif self._selects and rank.selects_for_next_step:
@@ -200,9 +201,8 @@ class InProcessBackend(AttentionBackend):
     def _fetch(self, *layers: int, size: int) -> None:
         """Inside a fork: bring to `layers` what has been chosen for them, one after the other."""
         for layer in layers:
-            flag = self._side.done_flag(layer)
-            self._rank.fetch(layer, size, flag=flag)
-            self._side.note_done(layer, is_raised=flag is not None)
+            self._rank.fetch(layer, size, flag=self._side.done_flag(layer))
+            self._side.note_done(layer)
 
     def _query_for_rank(
         self, index: int, query: torch.Tensor, signal: Signal | None
@@ -360,8 +360,6 @@ class InProcessBackend(AttentionBackend):
                 for scanned in rank.scans_of(layer):
                     with self._side.branch(rank.scan_lane_of(scanned), scanned):
                         rank.scan_ahead(scanned, stream)
-                flag = self._side.done_flag(target)
                 await_scan = partial(self._side.await_branch, target)
-                rank.select_ahead(target, stream, await_scan=await_scan, flag=flag)
-                self._side.note_done(target, is_raised=flag is not None)
-                self._fetch(*rank.followers_of(target), size=size)
+                rank.choose_ahead(target, stream, await_scan=await_scan)
+                self._fetch(target, *rank.followers_of(target), size=size)

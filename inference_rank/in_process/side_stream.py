@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tandemkv.kernels.flags import raise_flags, wait_flags
+from tandemkv.kernels.flags import wait_flags
 
 from .peer_flags import PeerFlags, Signal
 
@@ -149,24 +149,18 @@ class SideStream:
     def done_flag(self, layer: int) -> torch.Tensor | None:
         """Return the flag ``[1]`` to raise when all is done for `layer`; None: not needed.
 
-        Whoever asks, inside a fork, must raise it in the fork's lane.
+        Where there is one, what is queued before `note_done` must raise it.
         """
         if self._flags is None or not torch.cuda.is_current_stream_capturing():
             return None
         return self._flags.to_main(layer).raised
 
-    def note_done(self, layer: int, *, is_raised: bool = False) -> None:
-        """Mark, inside a fork, that everything for `layer` has been queued in its lane.
-
-        With `is_raised` what was queued raises the flag of `done_flag` itself.
-        """
+    def note_done(self, layer: int) -> None:
+        """Mark, inside a fork, that everything for `layer` has been queued in its lane."""
         event = self._done[layer]
         if event is None:
             return
-        if self._flags is not None and torch.cuda.is_current_stream_capturing():
-            if not is_raised:
-                raise_flags(self._flags.to_main(layer).raised)
-        else:
+        if self.done_flag(layer) is None:
             event.record(torch.cuda.current_stream(self._cache_device))
         self._pending.add(layer)
 

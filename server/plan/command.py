@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tandemkv.server.options import RANK_FLAGS, with_flags
 from tandemkv.server.placement_choice import index_on_gpu
+from tandemkv.server.preflight import check_policy
 from tandemkv.server.settings_sources import Sourced, load_settings
 
 from .choose import choose_placement
@@ -72,6 +73,7 @@ def plan(
     """
     flags["model"] = Sourced(model, "--model")
     selection = load_settings(flags, os.environ).selection
+    check_policy(selection.policy)
     load = Workload.from_selection(
         selection,
         context_tokens=context,

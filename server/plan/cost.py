@@ -148,18 +148,18 @@ def predict_step(
             overhead_ms=overhead_us / 1e3,
             attention_ms=layers * dense_us / 1e3,
         )
-    exact = min(load.num_exact_layers, layers)
+    exact = min(len(load.exact_layers), layers)
     sparse = layers - exact
     resident_us = attention_us(shape, batch, load.attended_tokens, tp_size, cost)
     model_us = (weights_us + overhead_us) / layers + resident_us
     # What follows an anchor takes its rows and no more.
-    anchors = min(1.0, load.num_scanned(layers) / max(1, sparse))
-    rest_us = (1 - anchors) * cost.gather_us
+    scanned = min(1.0, load.num_scanned(layers) / max(1, sparse))
+    rest_us = (1 - scanned) * cost.gather_us
     if placement.kind is PlacementKind.IN_PROCESS:
         select_us = scanned_us = 0.0
         if load.selects:
-            select_us = anchors * selection_us(shape, load, tp_size, cost) + rest_us
-            scanned_us = anchors * scan_us(shape, load, tp_size, cost)
+            select_us = scanned * selection_us(shape, load, tp_size, cost) + rest_us
+            scanned_us = scanned * scan_us(shape, load, tp_size, cost)
         exposed_us = scanned_us * (1 - cost.scan_overlap)
         exposed_us += (select_us - scanned_us) * (1 - cost.in_process_overlap)
         if load.waits:
@@ -169,16 +169,16 @@ def predict_step(
         caches = placement.num_cache_gpus
         select_us = exposed_us = 0.0
         if load.selects:
-            first_us = selection_us(shape, load, caches, cost) + cost.exchange_us
-            select_us = anchors * selection_us(shape, load, caches, cost) + rest_us
-            select_us += cost.exchange_us
+            own_us = selection_us(shape, load, caches, cost)
+            select_us = scanned * own_us + rest_us + cost.exchange_us
+            own_us += cost.exchange_us
             # An anchor's selection has one layer to hide behind, however few anchors there are.
-            exposed_us = anchors * max(cost.handover_us, first_us - model_us)
-            exposed_us += (1 - anchors) * cost.handover_us
+            exposed_us = scanned * max(cost.handover_us, own_us - model_us)
+            exposed_us += (1 - scanned) * cost.handover_us
             if not exact:  # of the first layer, which has none before it to hide behind
-                exposed_us += first_us / max(1, sparse)
+                exposed_us += own_us / max(1, sparse)
             if load.waits:
-                exposed_us = cost.handover_us + anchors * first_us
+                exposed_us = cost.handover_us + scanned * own_us
         ring_us = attention_us(shape, batch, load.num_recent_tokens, tp_size, cost)
         far_us = attention_us(shape, batch, load.context_tokens, caches, cost)
         exact_us = ring_us + cost.handover_us + cost.exchange_us + far_us

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 from .shape import ModelShape
@@ -23,7 +24,7 @@ class Workload:
     """A load that a placement is planned for. Token counts are per KV head.
 
     `capacity_tokens` is the KV of all requests together; without it,
-    ``context_tokens * concurrency``. `num_exact_layers` attend to everything. Of the others
+    ``context_tokens * concurrency``. `exact_layers` attend to everything. Of the others
     those are scanned that follow no earlier one of `anchors` (`()`: as many as calibrations have;
     None: nobody follows). `waits` says that a scanned layer selects with its own query, which
     nothing hides.
@@ -34,13 +35,12 @@ class Workload:
     num_resident: int
     num_recent_tokens: int = 64
     fetch_cap_tokens: int = 64
-    num_exact_layers: int = 2
+    exact_layers: tuple[int, ...] = (0, 1)
     selects: bool = True
     index_dtype: str = "int8"
     chunk_tokens: int = 8192
     capacity_tokens: int | None = None
     anchors: tuple[int, ...] | None = None
-    exact_layers: tuple[int, ...] = ()
     waits: bool = False
 
     def __post_init__(self) -> None:
@@ -71,9 +71,12 @@ class Workload:
         anchors: tuple[int, ...] | None = None,
     ) -> Self:
         """Take what concerns the resident set from `selection`; `anchors` as a calibration has."""
+        from tandemkv.cache_rank.policies.registry import find_policy
+
         is_shared = selection.policy == "kascade" or selection.share_layers
-        is_own = selection.policy in ("kascade", "oracle") or (
-            selection.policy == "look_ahead" and not selection.look_ahead_layers
+        timing = find_policy(selection.policy).capabilities.timing
+        is_own = timing is Timing.SAME_STEP_QUERY or (
+            timing is Timing.SAME_STEP_HIDDEN and not selection.look_ahead_layers
         )
         return cls(
             context_tokens=context_tokens,
@@ -81,7 +84,6 @@ class Workload:
             num_resident=selection.num_resident,
             num_recent_tokens=selection.num_recent_tokens,
             fetch_cap_tokens=selection.fetch_cap_tokens,
-            num_exact_layers=len(selection.exact_layers),
             selects=selection.num_resident > selection.num_sink_tokens,
             index_dtype=index_dtype or selection.index_dtype,
             chunk_tokens=chunk_tokens,
@@ -98,13 +100,15 @@ class Workload:
 
     def num_scanned(self, num_layers: int) -> int:
         """Layers whose keys are scanned, of `num_layers`."""
-        sparse = max(0, num_layers - self.num_exact_layers)
+        sparse = max(0, num_layers - len(self.exact_layers))
         if self.anchors is None:
             return sparse
         if not self.anchors:
             return min(sparse, CALIBRATED_ANCHORS)
-        using = [layer for layer in range(num_layers) if layer not in self.exact_layers]
-        return len({max((a for a in self.anchors if a <= x), default=x) for x in using})
+        from tandemkv.cache_rank.calibration.resolve import share_of
+
+        sources = share_of(self.anchors, ((),) * num_layers).sources
+        return len({sources[x] for x in range(num_layers) if x not in self.exact_layers})
 
     @property
     def row_tokens(self) -> int:

@@ -90,7 +90,7 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
                     sums, sums, rows[:, None], first, first, target, target, rows, flag=flag,
                     num_done=None if flag is None else num_done[layer],
                 )  # fmt: skip
-                side.note_done(layer, is_raised=flag is not None)
+                side.note_done(layer)
             side.join(layer)
             x = x + back[layer]
         side.join_all()

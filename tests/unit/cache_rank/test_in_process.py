@@ -114,7 +114,8 @@ class World:
             for scanned in self.rank.scans_of(layer):
                 self.rank.scan_ahead(scanned, hidden)
             for target in self.rank.targets_of(layer):
-                self.rank.select_ahead(target, hidden)
+                self.rank.choose_ahead(target, hidden)
+                self.rank.fetch(target, len(rows))
             self.rank.append(layer, len(rows))
         return hidden
 
@@ -186,11 +187,11 @@ def share(world: World, rows: list[int], lengths: list[int]) -> dict[int, torch.
             hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=world.generator)
             queries[source] = hidden
             if rank.needs_hidden:
-                rank.select_ahead(source, hidden)
-            elif rank.is_sparse_layer(source):
-                rank.select(source, hidden.view(-1, QUERY_HEADS, DIM))
+                rank.choose_ahead(source, hidden)
             else:
                 rank.choose(source, hidden.view(-1, QUERY_HEADS, DIM))
+            if rank.is_sparse_layer(source):
+                rank.fetch(source, len(rows))
             if not rank.selects_for_next_step:
                 for follower in rank.followers_of(source):
                     rank.fetch(follower, len(rows))
@@ -332,7 +333,8 @@ def test_a_scan_ahead_leaves_candidates_to_choose_from() -> None:
     rank.begin_decode(torch.tensor([2]), torch.tensor([201]), world.table)
     early, late = torch.randn((2, 1, QUERY_HEADS * DIM), generator=world.generator)
     rank.scan_ahead(4, early)
-    rank.select_ahead(4, late)
+    rank.choose_ahead(4, late)
+    rank.fetch(4, 1)
     listed = world.best(4, 2, 201 - 16, early, 48, pooling="max_logit")
     _, positions = world.resident(4, 2)
     for head in range(HEADS):
@@ -411,7 +413,8 @@ def test_stress_moves_all_it_may() -> None:
     for step in range(1, 6):
         before = world.rank._mirror.positions.clone()
         world.rank.begin_decode(torch.tensor([1]), torch.tensor([220 + step]), world.table)
-        world.rank.select_ahead(1, hidden)
+        world.rank.choose_ahead(1, hidden)
+        world.rank.fetch(1, 1)
         changed.append(int((world.rank._mirror.positions != before).sum()))
     assert min(changed) == HEADS * 8
 
@@ -430,7 +433,8 @@ def test_only_every_nth_step_selects() -> None:
         if rank.selects_in_step:
             selected += 1
             for layer in (1, 2):
-                rank.select(layer, torch.randn(1, QUERY_HEADS, DIM, generator=world.generator))
+                rank.choose(layer, torch.randn(1, QUERY_HEADS, DIM, generator=world.generator))
+                rank.fetch(layer, 1)
         for layer in (1, 2):
             rank.append(layer, 1)
             world.check_books(layer, 1, 130 + step)

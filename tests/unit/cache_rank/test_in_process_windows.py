@@ -128,7 +128,8 @@ class Twins:
         query[[row == 0 for row in rows]] = float("nan")
         self.rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), self.table)
         if max(lengths) > self.num_cold:
-            self.rank.select(SPARSE, query)
+            self.rank.choose(SPARSE, query)
+            self.rank.fetch(SPARSE, len(query))
         elif self.rank.keeps_queries:
             self.rank.observe(SPARSE, query)
         real = [i for i, row in enumerate(rows) if row]

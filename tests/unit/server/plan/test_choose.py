@@ -37,7 +37,7 @@ IN_PROCESS = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
 
 def test_selection_settings_become_a_workload() -> None:
     assert (LOAD.num_resident, LOAD.num_recent_tokens, LOAD.fetch_cap_tokens) == (2052, 64, 64)
-    assert LOAD.num_exact_layers == 2
+    assert LOAD.exact_layers == (0, 1)
     assert LOAD.selects
     streaming = SelectionSettings(policy="streaming")
     load = Workload.from_selection(streaming, context_tokens=10, concurrency=1)
@@ -134,13 +134,13 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
     result = runner.invoke(app, [*arguments, "--budget-tokens", "512", "--exact-layers", "none"])
     printed = json.loads(result.stdout)
     assert printed["workload"]["num_resident"] == 4 + 2 * 512
-    assert printed["workload"]["num_exact_layers"] == 0
+    assert printed["workload"]["exact_layers"] == []
     assert [item["name"] for item in printed["placements"]] == [
         "dense-tp2", "in-process-tp2", "1+1",
     ]  # fmt: skip
     load = Workload(
         context_tokens=65536, concurrency=8, num_resident=1028, fetch_cap_tokens=32,
-        num_exact_layers=0, index_dtype="int4",
+        exact_layers=(), index_dtype="int4",
     )  # fmt: skip
     placement = Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=1)
     memory = memory_of(placement, QWEN, load)
@@ -191,6 +191,7 @@ def test_plan_takes_the_index_that_serve_would(
     [
         (["--model", "qwen3-8b", "--concurrency", "64"], 1, "nothing to recommend"),
         (["--model", "gpt5"], 2, "built-in shape"),
+        (["--model", "qwen3-8b", "--policy", "magic"], 2, "known: async_spade"),
         (["--model", "qwen3-8b", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["--model", "qwen3-8b", "--index-dtype", "int2"], 2, "index_dtype=int2"),
         ([], 2, "--model"),
@@ -206,7 +207,7 @@ def test_command_exit_codes(
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_dense_up_to_the_break_even(tp_size: int) -> None:
-    load = replace(LOAD, num_exact_layers=0)
+    load = replace(LOAD, exact_layers=())
     found = break_even_tokens(QWEN, load, tp_size)
     assert load.attended_tokens <= found + 256
     assert found < load.context_tokens

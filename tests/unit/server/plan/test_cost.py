@@ -23,7 +23,7 @@ from tandemkv.server.plan.workload import Workload
 QWEN = BUILT_IN_SHAPES["qwen3-8b"]
 DENSE, SEPARATE = PlacementKind.DENSE, PlacementKind.SEPARATE
 LOAD = Workload(
-    context_tokens=65536, concurrency=8, num_resident=2052, num_exact_layers=0, index_dtype="int4"
+    context_tokens=65536, concurrency=8, num_resident=2052, exact_layers=(), index_dtype="int4"
 )
 # One layer, all bandwidths 1 byte per us, so that every term is its bytes.
 UNIT = CostConstants(
@@ -38,7 +38,7 @@ TINY = ModelShape(
     intermediate_size=2, vocab_size=4,
 )  # fmt: skip
 TINY_LOAD = Workload(
-    context_tokens=100, concurrency=3, num_resident=6, num_recent_tokens=4, num_exact_layers=0,
+    context_tokens=100, concurrency=3, num_resident=6, num_recent_tokens=4, exact_layers=(),
     index_dtype="native",
 )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
     assert hidden.exposed_selection_ms * 1e3 == pytest.approx(first_us + UNIT.handover_us)
     # An exact first layer hides the selection of the one after it.
     two = replace(TINY, num_layers=2)
-    behind = predict_step(placement, two, replace(TINY_LOAD, num_exact_layers=1), quick)
+    behind = predict_step(placement, two, replace(TINY_LOAD, exact_layers=(0,)), quick)
     assert behind.exposed_selection_ms * 1e3 == pytest.approx(UNIT.handover_us)
 
 
@@ -113,7 +113,7 @@ def test_layers_that_follow_an_anchor_by_hand() -> None:
 
 def test_an_exact_layer_by_hand() -> None:
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=2)
-    step = predict_step(placement, TINY, replace(TINY_LOAD, num_exact_layers=5), UNIT)
+    step = predict_step(placement, TINY, replace(TINY_LOAD, exact_layers=(0, 1, 2, 3, 4)), UNIT)
     ring, far = 1 + 3 * 4 * 16, 1 + 3 * 100 * 16 / 2
     assert step.exact_layers_ms * 1e3 == pytest.approx(ring + UNIT.handover_us + 11 + far)
     assert step.attention_ms == step.exposed_selection_ms == 0  # its only layer is exact
