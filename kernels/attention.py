@@ -7,7 +7,7 @@ step; `tandemkv.kernels.merge` joins parts of one attention.
 
 import torch
 
-from tandemkv.kernels.check import BOOL, FLOATS, INTS, Dims
+from tandemkv.kernels.check import BOOL, FLOATS, INTS, Dims, fail
 from tandemkv.kernels.dispatch import resolve
 
 
@@ -70,6 +70,7 @@ def attend_paged(
     hi: torch.Tensor,
     *,
     scale: float,
+    page_size: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the logical positions ``[0, hi)`` of each request.
 
@@ -80,10 +81,12 @@ def attend_paged(
     k_pool, v_pool : torch.Tensor
         ``[num_slots, num_kv_heads, head_dim]``, float.
     slots : torch.Tensor
-        ``[num_reqs, max_len]``, int32 or int64. Physical slot of each logical
-        position; only ``[0, hi)`` is read.
+        ``[num_reqs, max_pages]``, int32 or int64. Page that each run of `page_size` logical
+        positions lies in, hence their slots if that is 1; only what holds ``[0, hi)`` is read.
     hi : torch.Tensor
-        ``[num_reqs]``, int32 or int64, ``0 <= hi <= max_len``.
+        ``[num_reqs]``, int32 or int64, ``0 <= hi <= max_pages * page_size``.
+    page_size : int
+        Positions that lie in consecutive slots, from a multiple of it on.
 
     Returns
     -------
@@ -101,8 +104,12 @@ def attend_paged(
     dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS)
     dims.check("v_pool", v_pool, "num_slots num_kv_heads head_dim", FLOATS)
     dims.check_groups("num_qo_heads", "num_kv_heads")
-    dims.check("slots", slots, "num_reqs max_len", INTS)
+    dims.check("slots", slots, "num_reqs max_pages", INTS)
     dims.check("hi", hi, "num_reqs", INTS)
+    if page_size < 1:
+        fail("page_size", page_size, ">= 1")
     run = resolve("attention", "attend_paged", q.device)
-    result: tuple[torch.Tensor, torch.Tensor] = run(q, k_pool, v_pool, slots, hi, scale=scale)
+    result: tuple[torch.Tensor, torch.Tensor] = run(
+        q, k_pool, v_pool, slots, hi, scale=scale, page_size=page_size
+    )
     return result

@@ -22,6 +22,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.step_program import StepProgram
 from tandemkv.cache_rank.seeding import choose_seed
+from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.select import list_best, make_select_scratch, score_topk
@@ -351,6 +352,15 @@ class InProcessCacheRank:
         if layer in self._place_of:
             batch = self.batch
             self._index.append(layer, batch.lengths[:batch_size], batch.pages[:batch_size])
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """See `LocalCacheRank.attend`."""
+        size, batch, pools = len(query), self.batch, self._pools
+        out, _ = attend_paged(
+            query, pools.k[layer], pools.v[layer], batch.pages[:size], batch.lengths[:size],
+            scale=self._model.scale, page_size=pools.page_size,
+        )  # fmt: skip
+        return out.to(query.dtype)
 
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.observe`."""

@@ -249,6 +249,13 @@ class LocalCacheRank(Protocol):
     def append(self, layer: int, batch_size: int) -> None:
         """Index the key that the step wrote in `layer`."""
 
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Attend to all tokens of the step's requests in `layer`, those of the step included.
+
+        ``query [B, Hq, D]``; returns the same shape and dtype. For a forward pass that is on
+        another GPU than the K/V.
+        """
+
     def choose_ahead(
         self, layer: int, hidden: torch.Tensor, *, await_scan: Callable[[], None] | None = None
     ) -> None:

@@ -18,6 +18,7 @@ from tandemkv.cache_rank.protocol.local import DenseLengths, LocalCacheRank
 from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 from tandemkv.kernels.flags import raise_flags
 
+from .far_attention import FarAttention
 from .graph_variants import PlansApart
 from .layer_streams import LayerStreams
 from .peer_flags import Signal
@@ -66,33 +67,40 @@ class InProcessBackend(AttentionBackend):
         self._num_layers = int(runner.model_config.num_hidden_layers)
         layers = range(self._num_layers)
         self._is_sparse = [rank.is_sparse_layer(x) for x in layers]
-        self._needs_full = not all(self._is_sparse)
         device = home.table.slots.device
+        is_far, all_sparse = cache_device != device, all(self._is_sparse)
+        # Exact layers: by SGLang's backend here, or by the GPU that has the K/V.
+        self._needs_full = not (all_sparse or is_far)
         model, max_batch = runtime.model, len(home.table.slots)
-        self._side = SideStream(device, cache_device, self._num_layers, rank.num_lanes, max_batch)
         sizes: dict[str, Any] = {
             "max_batch": max_batch,
             "dtype": runner.dtype,
             "device": device,
             "cache_device": cache_device,
         }
+        attends_far = int(is_far and not all_sparse)  # `FarAttention` has the last of each
+        num_rows, num_lanes = self._num_layers + attends_far, rank.num_lanes + attends_far
+        self._side = SideStream(device, cache_device, num_rows, num_lanes, max_batch)
         self._streams = LayerStreams(
             num_layers=self._num_layers if rank.needs_hidden else 0,
             width=int(runner.model_config.hidden_size),
             **sizes,
         )
         # On the same GPU the cache rank reads the queries where they are.
-        far = rank.needs_query and cache_device != device
-        width = model.num_qo_heads * model.head_dim
-        self._queries = (
-            LayerStreams(num_layers=self._num_layers, width=width, **sizes) if far else None
-        )
+        self._queries = self._far = None
+        sizes["width"] = model.num_qo_heads * model.head_dim
+        if is_far and (rank.needs_query or attends_far):
+            self._queries = LayerStreams(num_layers=self._num_layers, **sizes)
+        if self._queries is not None and attends_far:
+            sizes |= {"lane": rank.num_lanes, "row": self._num_layers}
+            pool = runner.token_to_kv_pool
+            self._far = FarAttention(rank, pool, self._side, self._queries, **sizes)
         self._selects = False
         self.captures_selection = True
         self._is_decode = False
         self._seeds: list[tuple[int, int, int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
-        if cache_device != device:
+        if is_far:
             rank.let_load_from(device, seen_from)
         if rank.needs_hidden:
             install_residual_hooks(runner.model, self._on_layer_input)
@@ -159,16 +167,23 @@ class InProcessBackend(AttentionBackend):
         lane, own = rank.lane_of(index), q.view(-1, layer.tp_q_head_num, layer.head_dim)
         selects = self._selects and rank.is_source(index)
         selects_next = selects and rank.selects_for_next_step
+        far = None if self._is_sparse[index] else self._far
+        query = None if far is None else far.begin(own, k, v, layer, forward_batch, save_kv_cache)
         if selects and rank.needs_query and not selects_next:
             signal = side.signal(index, size)
-            query = self._query_for_rank(index, own, signal)
+            if query is None:
+                query = self._query_for_rank(index, own, signal)
+            elif signal is not None:
+                raise_flags(signal.raised)
             with side.fork(query, lane=lane, signal=signal):
                 rank.choose(index, query)
                 own_layer = (index,) if self._is_sparse[index] else ()
                 self._fetch(*own_layer, *rank.followers_of(index), size=size)
         if not self._is_sparse[index]:
-            out: torch.Tensor = self._full.forward_decode(
-                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+            out: torch.Tensor = (
+                self._full.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+                if far is None
+                else far.end(index, size)
             )
             if rank.indexes and rank.is_source(index):
                 side.defer(lane, lambda: rank.append(index, size))
@@ -201,7 +216,7 @@ class InProcessBackend(AttentionBackend):
     def _fetch(self, *layers: int, size: int) -> None:
         """Inside a fork: bring to `layers` what has been chosen for them, one after the other."""
         for layer in layers:
-            self._rank.fetch(layer, size, flag=self._side.done_flag(layer))
+            self._rank.fetch(layer, size, flag=self._side.done_flags(layer))
             self._side.note_done(layer)
 
     def _query_for_rank(

@@ -36,7 +36,7 @@ class PeerFlags:
         self, device: torch.device, cache_device: torch.device, num_layers: int, max_batch: int
     ) -> None:
         self._side = torch.zeros((num_layers, max_batch), dtype=torch.int32, device=cache_device)
-        self._main = torch.zeros((num_layers, 1), dtype=torch.int32, device=device)
+        self._main = torch.zeros((num_layers, max_batch), dtype=torch.int32, device=device)
         self._side_from_main = seen_from(device, self._side)
         self._main_from_side = seen_from(cache_device, self._main)
 
@@ -44,6 +44,6 @@ class PeerFlags:
         """Return flags of `size` rows that the forward pass writes for the selection of `layer`."""
         return Signal(self._side_from_main[layer, :size], self._side[layer, :size])
 
-    def to_main(self, layer: int) -> Signal:
-        """Return the flag of `layer`'s finished selection."""
-        return Signal(self._main_from_side[layer], self._main[layer])
+    def to_main(self, layer: int, size: int = 1) -> Signal:
+        """Return flags of what the side has done for `layer`: a selection, or `size` answers."""
+        return Signal(self._main_from_side[layer, :size], self._main[layer, :size])

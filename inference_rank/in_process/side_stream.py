@@ -67,7 +67,7 @@ class SideStream:
         self._cache_device = cache_device
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(num_layers)]
         self._branched: dict[int, torch.cuda.Event] = {}
-        self._pending: set[int] = set()
+        self._pending: dict[int, int] = {}  # flags to wait for
         self._kept: list[torch.Tensor] = []
         self._forked: set[int] = set()
         self._deferred: list[tuple[int, Callable[[], None]]] = []
@@ -146,32 +146,32 @@ class SideStream:
             with self.fork(lane=lane):
                 pass
 
-    def done_flag(self, layer: int) -> torch.Tensor | None:
-        """Return the flag ``[1]`` to raise when all is done for `layer`; None: not needed.
+    def done_flags(self, layer: int, size: int = 1) -> torch.Tensor | None:
+        """Return flags ``[size]`` to raise when all is done for `layer`; None: not needed.
 
-        Where there is one, what is queued before `note_done` must raise it.
+        Where there are any, what is queued before `note_done`, of the same size, must raise them.
         """
         if self._flags is None or not torch.cuda.is_current_stream_capturing():
             return None
-        return self._flags.to_main(layer).raised
+        return self._flags.to_main(layer, size).raised
 
-    def note_done(self, layer: int) -> None:
+    def note_done(self, layer: int, size: int = 1) -> None:
         """Mark, inside a fork, that everything for `layer` has been queued in its lane."""
         event = self._done[layer]
         if event is None:
             return
-        if self.done_flag(layer) is None:
+        if self.done_flags(layer) is None:
             event.record(torch.cuda.current_stream(self._cache_device))
-        self._pending.add(layer)
+        self._pending[layer] = size
 
     def join(self, layer: int) -> None:
         """Let the forward pass wait for what was queued for `layer`."""
         event = self._done[layer]
-        if event is None or layer not in self._pending:
+        size = self._pending.pop(layer, 0)
+        if event is None or not size:
             return
-        self._pending.discard(layer)
         if self._flags is not None and torch.cuda.is_current_stream_capturing():
-            wait_flags(self._flags.to_main(layer).waited)
+            wait_flags(self._flags.to_main(layer, size).waited)
         else:
             torch.cuda.current_stream(self._device).wait_event(event)
 

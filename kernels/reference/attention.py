@@ -4,7 +4,7 @@
 import torch
 
 from tandemkv.kernels.check import fail
-from tandemkv.kernels.reference.paging import key_logits, segments
+from tandemkv.kernels.reference.paging import key_logits, segments, slots_of
 
 
 def _attend_slots(
@@ -58,12 +58,15 @@ def attend_paged(
     hi: torch.Tensor,
     *,
     scale: float,
+    page_size: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to positions; see `tandemkv.kernels.attention.attend_paged`."""
     out, lse = _allocate(q)
+    max_len = slots.shape[1] * page_size
     for req, end in enumerate(hi.tolist()):
-        if end < 0 or end > slots.shape[1]:
-            fail(f"hi[{req}]", end, f">= 0 and <= max_len={slots.shape[1]}")
+        if end < 0 or end > max_len:
+            fail(f"hi[{req}]", end, f">= 0 and <= max_len={max_len}")
         if end:
-            out[req], lse[req] = _attend_slots(q[req], k_pool, v_pool, slots[req, :end], scale)
+            where = slots_of(slots[req], 0, end, page_size)
+            out[req], lse[req] = _attend_slots(q[req], k_pool, v_pool, where, scale)
     return out, lse

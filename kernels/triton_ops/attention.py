@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton versions of `attend_resident` and `attend_paged`: split among programs, then combined."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -8,10 +10,23 @@ import triton.language as tl
 _BLOCK_N = 64
 # Fewer slots per program fill the GPU better, more cost less in the second kernel.
 _SPLIT_LEN = 256
-# `attend_paged`: enough programs to fill a large GPU, and what one warp combines.
-_MAX_PROGRAMS = 1024
+# Parts of `attend_paged` at most, and from how many on more than one warp combines them.
 _MAX_PAGED_SPLITS = 128
+_WIDE_COMBINE = 32
 _MIN_DOT = 16  # the smallest extent that tensor cores multiply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedTuning:
+    """Tokens of a tile, pipeline depth, warps, and programs in all, of `attend_paged`."""
+
+    block_n: int
+    stages: int
+    warps: int
+    programs: int
+
+
+PAGED = PagedTuning(block_n=64, stages=3, warps=4, programs=2048)
 
 
 @triton.jit
@@ -127,14 +142,17 @@ def attend_resident(
 @triton.jit
 def _paged_kernel(
     q, k_pool, v_pool, slots, hi, part_out, part_lse,
-    scale, max_len, head_dim, num_splits, split_len,
+    scale, max_len, head_dim, num_heads, num_splits,
     q_stride_b, q_stride_h, q_stride_d,
     k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
     slots_stride_b, slots_stride_n, hi_stride,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    req, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    # Heads run fastest: keys of one token are neighbours in memory.
+    head = tl.program_id(0) % num_heads
+    split = (tl.program_id(0) // num_heads) % num_splits
+    req = (tl.program_id(0) // (num_heads * num_splits)).to(tl.int64)
     member, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     q_head = head * GROUP + member
     in_query = (member < GROUP)[:, None] & (dim < head_dim)[None, :]
@@ -143,24 +161,25 @@ def _paged_kernel(
         mask=in_query, other=0.0,
     )  # fmt: skip
     end = tl.minimum(tl.load(hi + req * hi_stride).to(tl.int32), max_len)
+    split_len = tl.cdiv(tl.cdiv(end, num_splits), BLOCK_N) * BLOCK_N
     first = split * split_len
     last = tl.minimum(first + split_len, end)
+    keys = k_pool + head.to(tl.int64) * k_stride_h + dim[None, :] * k_stride_d
+    values = v_pool + head.to(tl.int64) * v_stride_h + dim[None, :] * v_stride_d
     largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    start = first
-    while start < last:
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         position = start + tl.arange(0, BLOCK_N)
         seen = position < last
-        slot = tl.load(
-            slots + req * slots_stride_b + position.to(tl.int64) * slots_stride_n,
+        page = tl.load(
+            slots + req * slots_stride_b + (position // PAGE).to(tl.int64) * slots_stride_n,
             mask=seen, other=0,
-        ).to(tl.int64)[:, None]  # fmt: skip
+        )  # fmt: skip
+        slot = (page.to(tl.int64) * PAGE + position % PAGE)[:, None]
         mask = seen[:, None] & (dim < head_dim)[None, :]
-        place = head * k_stride_h + dim[None, :] * k_stride_d
-        k = tl.load(k_pool + slot * k_stride_s + place, mask=mask, other=0.0)
-        place = head * v_stride_h + dim[None, :] * v_stride_d
-        v = tl.load(v_pool + slot * v_stride_s + place, mask=mask, other=0.0)
+        k = tl.load(keys + slot * k_stride_s, mask=mask, other=0.0)
+        v = tl.load(values + slot * v_stride_s, mask=mask, other=0.0)
         logits = tl.dot(query, tl.trans(k).to(query.dtype), input_precision=PRECISION) * scale
         logits = tl.where(seen[None, :], logits, float("-inf"))
         peak = tl.maximum(largest, tl.max(logits, 1))
@@ -169,8 +188,7 @@ def _paged_kernel(
         total = total * decay + tl.sum(probs, 1)
         acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
         largest = peak
-        start += BLOCK_N
-    index = (req * tl.num_programs(1) * GROUP + q_head) * num_splits + split
+    index = (req * num_heads * GROUP + q_head) * num_splits + split
     norm = tl.where(total > 0, total, 1.0)
     tl.store(
         part_out + index[:, None] * head_dim + dim[None, :], acc / norm[:, None], mask=in_query
@@ -186,31 +204,34 @@ def attend_paged(
     hi: torch.Tensor,
     *,
     scale: float,
+    page_size: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to positions; see `tandemkv.kernels.attention.attend_paged`."""
     num_reqs, num_qo_heads, head_dim = q.shape
-    num_kv_heads, max_len = k_pool.shape[1], slots.shape[1]
+    num_kv_heads, max_len = k_pool.shape[1], slots.shape[1] * page_size
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not out.numel() or not max_len:
         return out.zero_(), lse.fill_(float("-inf"))
-    # The grid depends on shapes only. Programs whose part lies behind `hi` end at once.
-    wanted = triton.cdiv(_MAX_PROGRAMS, num_reqs * num_kv_heads)
+    # The grid depends on shapes only; each program takes an equal part of what is below `hi`.
+    tuning = PAGED
+    wanted = triton.cdiv(tuning.programs, num_reqs * num_kv_heads)
     num_splits = max(1, min(wanted, triton.cdiv(max_len, _SPLIT_LEN), _MAX_PAGED_SPLITS))
-    split_len = triton.cdiv(triton.cdiv(max_len, num_splits), _BLOCK_N) * _BLOCK_N
     part_out = out.new_empty((num_reqs, num_qo_heads, num_splits, head_dim))
     part_lse = out.new_empty((num_reqs, num_qo_heads, num_splits))
     group = num_qo_heads // num_kv_heads
     block_d = max(_MIN_DOT, triton.next_power_of_2(head_dim))
-    _paged_kernel[(num_reqs, num_kv_heads, num_splits)](
+    _paged_kernel[(num_reqs * num_splits * num_kv_heads,)](
         q, k_pool, v_pool, slots, hi, part_out, part_lse,
-        scale, max_len, head_dim, num_splits, split_len,
+        scale, max_len, head_dim, num_kv_heads, num_splits,
         *q.stride(), *k_pool.stride(), *v_pool.stride(), *slots.stride(), *hi.stride(),
-        GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)), BLOCK_N=_BLOCK_N,
-        BLOCK_D=block_d, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+        GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)), BLOCK_N=tuning.block_n,
+        BLOCK_D=block_d, PAGE=page_size, STAGES=1 if q.dtype == torch.float32 else tuning.stages,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tuning.warps,
     )  # fmt: skip
     _combine_kernel[(num_reqs * num_qo_heads,)](
         part_out, part_lse, out, lse, num_splits, head_dim,
-        BLOCK_SPLITS=triton.next_power_of_2(num_splits), BLOCK_D=block_d, num_warps=1,
+        BLOCK_SPLITS=triton.next_power_of_2(num_splits), BLOCK_D=block_d,
+        num_warps=1 if num_splits < _WIDE_COMBINE else 4,
     )  # fmt: skip
     return out, lse

@@ -187,6 +187,25 @@ def test_two_gpus_give_the_tokens_of_one(prompts: list[list[int]]) -> None:
     assert fetched["peer"] == pytest.approx(fetched["local"], rel=0.05)
 
 
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize(
+    "selection",
+    [{"policy": "exact"}, {**_SPARSE, **_COVERING, "exact_layers": [0, 1]}],
+    ids=["every layer", "layers 0 and 1"],
+)
+def test_exact_layers_attend_on_the_other_gpu(
+    selection: dict[str, Any],
+    prompts: list[list[int]],
+    reference: dict[str, list[dict[str, Any]]],
+) -> None:
+    with served(selection, "peer") as server:
+        alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
+        check(agreement(alone, reference["alone"]), f"{selection['policy']} on two GPUs, alone")
+        flush(server)
+        together = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
+        check(agreement(together, reference["alone"]), "eight at a time")
+
+
 def test_selection_ran_where_everything_is_covered(covering: Server, token_ids: list[int]) -> None:
     before, _ = covering.values()
     covering.generate(

@@ -76,6 +76,26 @@ def test_attend_paged(order: str) -> None:
         assert_close(lse[req], want[1])
 
 
+def test_pages_are_runs_of_slots() -> None:
+    torch.manual_seed(5)
+    k_pool, v_pool = torch.randn(2, 160, NUM_KV_HEADS, HEAD_DIM)
+    pages = torch.tensor([[7, 0, 4], [2, 9, -1]])
+    q = torch.randn(2, NUM_QO_HEADS, HEAD_DIM)
+    out, lse = attend_paged(
+        q, k_pool, v_pool, pages, torch.tensor([45, 17]), scale=SCALE, page_size=16
+    )
+    for req, slots in enumerate(
+        ([*range(112, 128), *range(16), *range(64, 77)], [*range(32, 48), 144])
+    ):
+        want = expected(q[req], k_pool[slots], v_pool[slots])
+        assert_close(out[req], want[0])
+        assert_close(lse[req], want[1])
+    with pytest.raises(ValueError, match="page_size=0"):
+        attend_paged(q, k_pool, v_pool, pages, torch.tensor([1, 1]), scale=SCALE, page_size=0)
+    with pytest.raises(ValueError, match="max_len=48"):
+        attend_paged(q, k_pool, v_pool, pages, torch.tensor([49, 1]), scale=SCALE, page_size=16)
+
+
 def test_paged_and_resident_agree_at_any_slots() -> None:
     torch.manual_seed(2)
     k_pool, v_pool = torch.randn(2, 700, NUM_KV_HEADS, HEAD_DIM)

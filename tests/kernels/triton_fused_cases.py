@@ -95,8 +95,8 @@ def test_where_the_sample_is_of_no_use(kind: str) -> None:
     if kind == "two_values":
         best = [7, 250, 290]
         keys.q.fill_(1.0)
-        slots = keys.table[0].long()[torch.tensor(best) // 16] * 16 + torch.tensor(best) % 16
-        keys.k_pool[slots.to(DEVICE)] = 0.5
+        at = torch.tensor(best, device=DEVICE)
+        keys.k_pool[keys.table[0].long()[at // 16] * 16 + at % 16] = 0.5
     scratch = filled_scratch(1, 2, 2, 320, 20)
     got, scores = triton_select.score_topk(
         keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 20, width=320, scale=1.0,
@@ -156,8 +156,8 @@ def listed_where(best: list[int], key: float, k: int, size: int) -> list[int]:
     )
     keys.k_pool.zero_()
     keys.q.fill_(1.0)
-    at = torch.tensor(best)
-    keys.k_pool[(keys.table[0].long()[at // 16] * 16 + at % 16).to(DEVICE)] = key
+    at = torch.tensor(best, device=DEVICE)
+    keys.k_pool[keys.table[0].long()[at // 16] * 16 + at % 16] = key
     assert triton_select._has_room(k, size, 640)
     listed = triton_select.list_best(
         keys.q, keys.k_pool, keys.table, tensor([4]), tensor([604]), k, size, width=640,

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from interpreted_loops import allow_loaded_bounds
 from score_inputs import EXACT_LOGITS, KINDS, NATIVE, ON_GPU, expected, magnitude, make_keys
 
 from tandemkv.kernels.reference import quantize as reference_quantize
@@ -14,16 +15,7 @@ from tandemkv.kernels.triton_ops import score as triton_score
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    from triton.runtime import interpreter
-
-    # The interpreter cannot loop to a bound that it loaded: NumPy makes no number of an array [1].
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_index(tensor: object, scope: interpreter._LangPatchScope) -> None:
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_index
+    allow_loaded_bounds()
 
 LO = [4, 0, 17, 9, 130]
 HI = [171, 64, 17, 3, 131]  # two without candidates, one with one

@@ -2,17 +2,22 @@
 """Norm, RoPE and paged attention in Triton; run by `test_triton_serving` in its own process."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from interpreted_loops import allow_loaded_bounds
 
 from tandemkv.kernels.reference import attention, norm, rope
 from tandemkv.kernels.testing import TOLERANCES, Tolerance, assert_close
 from tandemkv.kernels.triton_ops import attention as triton_attention
 from tandemkv.kernels.triton_ops import norm as triton_norm
 from tandemkv.kernels.triton_ops import rope as triton_rope
+from tandemkv.kernels.triton_ops.attention import PAGED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    allow_loaded_bounds()
 # The interpreter multiplies bfloat16 as if its bits were integers.
 MULTIPLIED = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
@@ -80,6 +85,30 @@ def test_attend_paged(
     assert_close(got[0], want[0], TOLERANCES[dtype])
     assert_close(got[1], want[1], TOLERANCES[dtype])
     assert bool(got[1][1].isneginf().all())
+
+
+@pytest.mark.parametrize("programs", [1, 12, 4096])
+@pytest.mark.parametrize(("page_size", "max_pages"), [(16, 40), (64, 11), (128, 3)])
+def test_attend_to_pages(
+    page_size: int, max_pages: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(7)
+    monkeypatch.setattr(triton_attention, "PAGED", replace(PAGED, programs=programs))
+    num_slots, heads = 3 * max_pages * page_size, 2
+    k_pool, v_pool = torch.randn(2, num_slots, heads, 32, device=DEVICE).to(torch.float16)
+    pages = torch.randperm(num_slots // page_size, dtype=torch.int32).view(3, -1).to(DEVICE)
+    longest = max_pages * page_size
+    hi = torch.tensor([longest, longest // 2 + 3, 1], device=DEVICE)
+    q = torch.randn(3, heads * 4, 32, device=DEVICE).to(torch.float16)
+    got = triton_attention.attend_paged(
+        q, k_pool, v_pool, pages, hi, scale=0.2, page_size=page_size
+    )
+    slots = (pages.long()[..., None] * page_size + torch.arange(page_size, device=DEVICE)).flatten(
+        1
+    )
+    want = attention.attend_paged(q, k_pool, v_pool, slots, hi, scale=0.2)
+    assert_close(got[0], want[0], TOLERANCES[torch.float16])
+    assert_close(got[1], want[1], TOLERANCES[torch.float16])
 
 
 def test_attend_paged_of_one_head_of_a_pool() -> None:

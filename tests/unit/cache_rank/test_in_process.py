@@ -149,6 +149,24 @@ class World:
             torch.testing.assert_close(keys[:filled, head], expected)
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_attends_to_all_tokens_of_each_request(page_size: int) -> None:
+    world = World(page_size=page_size)
+    for row, length in ((1, 200), (3, 17)):
+        world.prefill(row, length)
+    world.decode([3, 1], [18, 201])
+    query = torch.randn((2, QUERY_HEADS, DIM), generator=world.generator)
+    got = world.rank.attend(2, query)
+    for i, (row, length) in enumerate(((3, 18), (1, 201))):
+        slots = world.table[row, :length].long()
+        k, v = (x[2][slots].double() for x in (world.pools.k, world.pools.v))
+        grouped = query[i].double().view(HEADS, -1, DIM)
+        weights = torch.softmax(torch.einsum("hgd,nhd->hgn", grouped, k) * MODEL.scale, -1)
+        want = torch.einsum("hgn,nhd->hgd", weights, v).reshape(QUERY_HEADS, DIM)
+        torch.testing.assert_close(got[i].double(), want, atol=1e-5, rtol=1e-5)
+    assert world.rank.attend(2, query.bfloat16()).dtype == torch.bfloat16
+
+
 def test_a_step_may_be_loaded_from_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fills the tables of that device gets what is there, and its view of the batch's own."""
     world, other = World(), torch.device("meta")

@@ -15,7 +15,7 @@ from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.local import WARM_UP_STEPS, DenseLengths
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.inference_rank.in_process import graph_variants
+from tandemkv.inference_rank.in_process import far_attention, graph_variants
 from tandemkv.inference_rank.in_process.layer_streams import LayerStreams
 from tandemkv.inference_rank.in_process.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.in_process.resident_home import OwnSet
@@ -142,6 +142,37 @@ def test_side_stream_without_cuda_runs_in_place() -> None:
     side.join(1)
     side.join_all()
     assert seen == ["fork"]
+
+
+def test_far_attention_writes_before_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device stands for both GPUs: what comes back is for the query that was sent."""
+    monkeypatch.setattr(far_attention, "seen_from", lambda _device, tensor: tensor)
+    seen: list[object] = []
+
+    class Pool:
+        def set_kv_buffer(self, layer: Any, where: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+            seen.append((layer.layer_id, where.loc.tolist(), k.tolist(), v.tolist()))
+
+    class Rank:
+        def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+            seen.append((layer, query.tolist()))
+            return query * 2
+
+    sizes: dict[str, Any] = {"max_batch": 3, "dtype": torch.float32, "width": 4}
+    devices = {"device": CPU, "cache_device": CPU}
+    far = far_attention.FarAttention(
+        Rank(), Pool(), SideStream(CPU, CPU, 3, num_lanes=2),
+        LayerStreams(num_layers=2, **sizes, **devices), lane=1, row=2, **sizes, **devices,
+    )  # fmt: skip
+    layer = SimpleNamespace(layer_id=1, tp_k_head_num=1, head_dim=2)
+    batch = SimpleNamespace(out_cache_loc=torch.tensor([5, 9]))
+    query = torch.arange(8.0).view(2, 2, 2)
+    k, v = torch.ones(2, 2), torch.zeros(2, 2)
+    assert torch.equal(far.begin(query, k, v, layer, batch, True), query)
+    assert torch.equal(far.end(1, 2), query.flatten(1) * 2)
+    assert seen == [(1, [5, 9], [[[1.0, 1.0]]] * 2, [[[0.0, 0.0]]] * 2), (1, query.tolist())]
+    far.begin(query, k, v, layer, batch, False)
+    assert len(seen) == 3, "K/V of a layer that shares another one's are not written"
 
 
 @pytest.mark.gpu
