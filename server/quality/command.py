@@ -18,7 +18,8 @@ _EPILOG = (
     "Tasks: perplexity, continuation, mass, niah_single, niah_multi_key, niah_multi_value, "
     "variable_tracking, multi_document_qa, and file:PATH of a LongBench, RULER or AIME JSONL "
     "file. With +late (niah_single+late) the question is decoded after the context instead of "
-    "prefilled with it. docs/quality.md says how each is defined and how to read the report."
+    "prefilled with it, with +turn it comes in a second request. docs/quality.md says how each is "
+    "defined and how to read the report."
 )
 
 

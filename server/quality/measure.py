@@ -103,6 +103,8 @@ def _ask(
 ) -> Answer:
     if sample.mode == "generate":
         return _generate(server, sample, tokenizer)
+    if sample.mode == "follow_up":
+        return _follow_up(server, sample, tokenizer)
     if sample.mode == "continue":
         if server.is_stock:
             return _continue_freely(server, sample)
@@ -133,8 +135,27 @@ def _generate(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> An
     ids = _output_ids(server.generate(body))
     if ids[: len(forced)] != forced:
         raise MeasurementError("the server did not force the question; it must allow evaluation")
+    return _scored(sample, ids[len(forced) :], tokenizer)
+
+
+def _follow_up(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> Answer:
+    """Send the context, then the question behind it, as a conversation's next turn does."""
+    first = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+    server.generate({"input_ids": sample.context_ids, "sampling_params": first})
+    params = {"max_new_tokens": sample.num_new_tokens, "temperature": 0}
+    found = server.generate({"input_ids": sample.prompt_ids, "sampling_params": params})
+    # Else it would be one long prompt, and no later turn.
+    cached = int(found["meta_info"]["cached_tokens"])
+    if cached < len(sample.context_ids) // 2:
+        raise MeasurementError(
+            f"of the {len(sample.context_ids)} tokens of the turn before, the server had only "
+            f"{cached} cached; lower --concurrency or raise its --cache-tokens"
+        )
+    return _scored(sample, _output_ids(found), tokenizer)
+
+
+def _scored(sample: Sample, ids: list[int], tokenizer: Tokenizer) -> Answer:
     eos = getattr(tokenizer, "eos_token_id", None)
-    ids = ids[len(forced) :]
     if eos in ids:
         ids = ids[: ids.index(eos)]
     text = tokenizer.decode(ids, skip_special_tokens=True)

@@ -194,7 +194,7 @@ def _tasks(described: Mapping[str, Any]) -> Table:
         ["task", "samples", "longest request", "seed", "prompt", "definition", "source"],
         body,
         "Answers are decoded greedily; the first token of an answer comes from prefill, which is "
-        "dense, unless the question comes late.",
+        "dense, unless the question comes late. In a later turn the question is prefilled.",
     )
 
 

@@ -24,7 +24,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     name : str
         Unique within its task.
     mode : str
-        ``generate``: decode greedily and score the text. ``force``: decode `forced_ids` and take
+        ``generate``: decode greedily and score the text. ``follow_up``: the same, in a second
+        request that repeats the context of a first one. ``force``: decode `forced_ids` and take
         their log-likelihood. ``continue``: decode what dense continues with, and compare.
         ``probe``: as ``force``, with the attention measured.
     context_ids, question_ids : list of int
@@ -43,7 +44,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     name: str
-    mode: Literal["generate", "force", "continue", "probe"]
+    mode: Literal["generate", "follow_up", "force", "continue", "probe"]
     context_ids: list[int]
     num_new_tokens: int
     question_ids: list[int] = []

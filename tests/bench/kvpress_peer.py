@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from tandemkv.server.quality.configurations import Budget, Configuration, parse_budgets
@@ -85,9 +86,12 @@ class Peer:
 
     def ask(self, samples: list[Sample], dense: dict[str, list[int]]) -> list[Answer]:
         """Answer samples of one mode, as `tandemkv.server.quality.measure` has a server do."""
+        if samples[0].mode == "follow_up":
+            # What a press has dropped in the first turn is gone: the question finds what it kept.
+            samples = [msgspec.structs.replace(s, late_question=True) for s in samples]
         caches, firsts = zip(*(self._prefill(s.prompt_ids) for s in samples), strict=True)
         batch = Batch(list(caches), torch.stack(firsts), [len(s.prompt_ids) for s in samples])
-        if samples[0].mode == "generate":
+        if samples[0].mode in ("generate", "follow_up"):
             texts = self._greedy(batch, samples)
             return [
                 Answer(name=s.name, text=text, score=SCORERS[s.scorer](text, s.answers))

@@ -34,6 +34,7 @@ TASKS: dict[str, type[Task]] = {
 }
 FILE_PREFIX = "file:"
 LATE_SUFFIX = "+late"
+TURN_SUFFIX = "+turn"
 
 
 class LateQuestion(Task):
@@ -51,13 +52,38 @@ class LateQuestion(Task):
 
     def samples(self, inputs: TaskInputs) -> list[Sample]:
         """See `Task.samples`."""
-        found = self._task.samples(inputs)
-        if not all(s.mode == "generate" and s.question_ids for s in found):
-            raise SettingsError(
-                f"task={self._task.name}{LATE_SUFFIX}: {self._task.name} asks no question; only "
-                "tasks that do can have it late"
-            )
+        found = _with_questions(self._task, inputs, LATE_SUFFIX)
         return [msgspec.structs.replace(s, late_question=True) for s in found]
+
+
+class LaterTurn(Task):
+    """A task whose question is that of a later turn: the context was served before, alone."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.name = f"{task.name}_turn"
+        self.title = f"{task.title}, later turn"
+        self.definition = (
+            f"{task.definition} The context is sent alone first, and one token decoded; the "
+            "question comes with the context repeated in a second request, of which what is cached "
+            "is not computed again."
+        )
+        self.source = task.source
+
+    def samples(self, inputs: TaskInputs) -> list[Sample]:
+        """See `Task.samples`."""
+        found = _with_questions(self._task, inputs, TURN_SUFFIX)
+        return [msgspec.structs.replace(s, mode="follow_up") for s in found]
+
+
+def _with_questions(task: Task, inputs: TaskInputs, suffix: str) -> list[Sample]:
+    found = task.samples(inputs)
+    if not all(s.mode == "generate" and s.question_ids for s in found):
+        raise SettingsError(
+            f"task={task.name}{suffix}: {task.name} asks no question; only tasks that do can have "
+            "it after the context"
+        )
+    return found
 
 
 def find_tasks(names: Sequence[str]) -> list[Task]:
@@ -66,7 +92,8 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
     Parameters
     ----------
     names : sequence of str
-        Keys of `TASKS`, or ``file:PATH``; with ``+late`` appended the question comes late.
+        Keys of `TASKS`, or ``file:PATH``; with ``+late`` appended the question comes late, with
+        ``+turn`` in a later request.
 
     Raises
     ------
@@ -75,7 +102,7 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
     """
     found: list[Task] = []
     for name in names:
-        base = name.removesuffix(LATE_SUFFIX)
+        base = name.removesuffix(LATE_SUFFIX).removesuffix(TURN_SUFFIX)
         task: Task
         if base.startswith(FILE_PREFIX):
             task = JsonlFile(Path(base.removeprefix(FILE_PREFIX)).expanduser())
@@ -84,10 +111,15 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
         else:
             raise SettingsError(
                 f"task={base} is unknown; known: {', '.join(TASKS)}, or {FILE_PREFIX}PATH of a "
-                f"JSONL file; {LATE_SUFFIX} at the end makes the question come late"
+                f"JSONL file; {LATE_SUFFIX} at the end makes the question come late, {TURN_SUFFIX} "
+                "in a later request"
             )
-        if base != name:
+        if name == base + LATE_SUFFIX:
             task = LateQuestion(task)
+        elif name == base + TURN_SUFFIX:
+            task = LaterTurn(task)
+        elif name != base:
+            raise SettingsError(f"task={name}: a question is late or in a later turn, not both")
         if task.name in {other.name for other in found}:
             raise SettingsError(f"task={name} is given twice")
         found.append(task)

@@ -75,7 +75,8 @@ STEP_LOGPROB = -0.5
 class FakeServer:
     """Stands for `RunningServer`, with a model that always adds one to the last token.
 
-    `answers` maps prompts to tokens that are generated instead; `forces` and `fails` break it.
+    `answers` maps prompts to tokens that are generated instead; `forces`, `keeps_turns` and `fails`
+    break it.
     """
 
     is_stock: bool = False
@@ -83,6 +84,7 @@ class FakeServer:
     forces: bool = True
     fails: bool = False
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    keeps_turns: bool = True
     slow_rows: int = 0
     num_forgotten: int = 0
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -90,6 +92,9 @@ class FakeServer:
 
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         with self.lock:
+            known = [
+                self._common(body["input_ids"], earlier["input_ids"]) for earlier in self.asked
+            ]
             self.asked.append(dict(body))
         if self.fails:
             raise MeasurementError("HTTP 503 from /generate: lost")
@@ -105,6 +110,7 @@ class FakeServer:
             output.append(forced[i] if i < len(forced) else best[-1])
         pairs = [[STEP_LOGPROB, token, None] for token in output]
         meta: dict[str, Any] = {"output_token_logprobs": pairs}
+        meta["cached_tokens"] = max(known, default=0) if self.keeps_turns else 0
         if "top_logprobs_num" in body:
             meta["output_top_logprobs"] = [[[-0.1, token, None]] for token in best]
         if "logprob_start_len" in body:
@@ -113,6 +119,11 @@ class FakeServer:
                 [STEP_LOGPROB, token, None] for token in tokens[1:]
             ]
         return {"output_ids": output, "meta_info": meta}
+
+    @staticmethod
+    def _common(ids: list[int], other: list[int]) -> int:
+        same = [a == b for a, b in zip(ids, other, strict=False)]
+        return same.index(False) if False in same else len(same)
 
     def forget(self) -> None:
         self.num_forgotten += 1

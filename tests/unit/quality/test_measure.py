@@ -84,6 +84,22 @@ def test_a_late_question_is_decoded_by_ours_and_prefilled_by_stock(
         assert body["sampling_params"]["max_new_tokens"] == 5
 
 
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_a_later_turn_repeats_the_context(is_stock: bool, fake_server: Any) -> None:
+    server = fake_server(is_stock=is_stock)
+    (answer,) = ask(server, [asking(mode="follow_up")]).answers
+    assert (answer.text, answer.score) == (" 9 10 11", 1.0)
+    first, second = server.asked
+    assert (first["input_ids"], first["sampling_params"]["max_new_tokens"]) == ([1, 2], 1)
+    assert second["input_ids"] == [1, 2, 7, 8]
+    assert "custom_params" not in second["sampling_params"]
+
+
+def test_a_turn_that_was_forgotten_is_an_error(fake_server: Any) -> None:
+    with pytest.raises(MeasurementError, match=r"of the 2 tokens .* only 0 cached"):
+        ask(fake_server(keeps_turns=False), [asking(mode="follow_up")])
+
+
 def test_forced_tokens_but_the_first_count(fake_server: Any) -> None:
     for is_stock in (False, True):
         (answer,) = ask(fake_server(is_stock=is_stock), [forcing()]).answers

@@ -135,6 +135,21 @@ def test_a_late_question_is_not_in_the_prompt(inputs: TaskInputs) -> None:
         assert (other.late_question, late.name) == (True, "niah_single_late")
 
 
+def test_a_later_turn_asks_the_same(inputs: TaskInputs) -> None:
+    early, turn = find_tasks(["niah_single", "niah_single+turn"])
+    for one, other in zip(early.samples(inputs), turn.samples(inputs), strict=True):
+        assert other.prompt_ids == one.prompt_ids
+        assert (other.mode, turn.name, other.late_question) == (
+            "follow_up",
+            "niah_single_turn",
+            False,
+        )
+    with pytest.raises(SettingsError, match="not both"):
+        find_tasks(["niah_single+turn+late"])
+    with pytest.raises(SettingsError, match="asks no question"):
+        find_tasks(["perplexity+turn"])[0].samples(inputs)
+
+
 def test_chat_puts_the_question_into_the_turn_and_the_prefix_after_it(inputs: TaskInputs) -> None:
     prompts = PromptBuilder(inputs.prompts.tokenizer, "chat")
     (task,) = find_tasks(["niah_single"])
