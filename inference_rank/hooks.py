@@ -69,7 +69,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
         *(elsewhere if settings.exchange.transport == "peer" else []),
         _support_triton_hook(backend),
         (_CAPTURE, _capture_first, HookType.AROUND),
-        (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_both, HookType.AROUND),
+        (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_each, HookType.AROUND),
         (f"{_GRAPHS}._resolve_lora_variant", graph_variants.resolve, HookType.AROUND),
         (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),

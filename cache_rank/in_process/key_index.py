@@ -21,7 +21,15 @@ _MIN_INT4_PAGE = 16
 
 
 class KeyIndex(ABC):
-    """Keys of the selecting layers, by slot. Prefill calls may read sizes on the host."""
+    """Keys of the selecting layers, by slot. Prefill calls may read sizes on the host.
+
+    Attributes
+    ----------
+    interval : int
+        Lengths that it divides are those at which `append` has something to do; 0: none.
+    """
+
+    interval: int
 
     @property
     @abstractmethod
@@ -50,6 +58,8 @@ class KeyIndex(ABC):
 class NativeIndex(KeyIndex):
     """The pool itself."""
 
+    interval = 0
+
     def __init__(self, pools: LocalPools) -> None:
         self._pools = pools
 
@@ -71,6 +81,8 @@ class NativeIndex(KeyIndex):
 
 class Int8Index(KeyIndex):
     """Int8 with one scale per token and head."""
+
+    interval = 1
 
     def __init__(self, pools: LocalPools, layers: Sequence[int]) -> None:
         self._pools = pools
@@ -122,7 +134,7 @@ class Int4Index(KeyIndex):
                 f"index_dtype=int4 shares its scales over the tokens of a page, page_size="
                 f"{pools.page_size} is too short: use pages of 64 (cuda), or --index-dtype int8"
             )
-        self._pools = pools
+        self._pools, self.interval = pools, pools.page_size
         _, heads, dim = pools.k[0].shape
         device, num_pages = pools.k[0].device, pools.num_slots // pools.page_size
         codes = (num_pages, heads, pools.page_size, dim // 2)

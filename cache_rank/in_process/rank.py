@@ -156,9 +156,9 @@ class InProcessCacheRank:
         return self._index.nbytes + books + windows
 
     @property
-    def indexes(self) -> bool:
-        """Whether new keys have to be indexed (`append`)."""
-        return self._index.nbytes > 0
+    def index_interval(self) -> int:
+        """See `LocalCacheRank.index_interval`."""
+        return 1 if self.keeps_queries else self._index.interval
 
     @property
     def selects(self) -> bool:

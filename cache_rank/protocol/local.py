@@ -138,8 +138,11 @@ class LocalCacheRank(Protocol):
         """Whether every layer attends to everything."""
 
     @property
-    def indexes(self) -> bool:
-        """Whether new keys have to be indexed (`append`)."""
+    def index_interval(self) -> int:
+        """Tokens between two that call for `append` or `observe`: at lengths it divides; 0: none.
+
+        A request of another length may be left out.
+        """
 
     @property
     def selects(self) -> bool:

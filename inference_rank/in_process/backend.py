@@ -19,7 +19,7 @@ from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 from tandemkv.kernels.flags import raise_flags
 
 from .far_attention import FarAttention
-from .graph_variants import PlansApart
+from .graph_variants import PlansApart, StepKind
 from .layer_streams import LayerStreams
 from .peer_flags import Signal
 from .peer_memory import seen_from
@@ -95,8 +95,8 @@ class InProcessBackend(AttentionBackend):
             sizes |= {"lane": rank.num_lanes, "row": self._num_layers}
             pool = runner.token_to_kv_pool
             self._far = FarAttention(rank, pool, self._side, self._queries, **sizes)
-        self._selects = False
-        self.captures_selection = True
+        self._kind = self.captured_kind = StepKind.DENSE
+        self._indexes = False
         self._is_decode = False
         self._seeds: list[tuple[int, int, int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
@@ -165,7 +165,8 @@ class InProcessBackend(AttentionBackend):
         index, size = layer.layer_id, forward_batch.batch_size
         rank, side = self._rank, self._side
         lane, own = rank.lane_of(index), q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        selects = self._selects and rank.is_source(index)
+        selecting, source = self._kind is StepKind.SELECTING, rank.is_source(index)
+        selects, indexes = selecting and source, self._indexes and source
         selects_next = selects and rank.selects_for_next_step
         far = None if self._is_sparse[index] else self._far
         query = None if far is None else far.begin(own, k, v, layer, forward_batch, save_kv_cache)
@@ -185,14 +186,14 @@ class InProcessBackend(AttentionBackend):
                 if far is None
                 else far.end(index, size)
             )
-            if rank.indexes and rank.is_source(index):
+            if indexes:
                 side.defer(lane, lambda: rank.append(index, size))
             return self._after(index, out)
         side.join(index)
         out = self._sparse.attend(q, k, v, layer, forward_batch, save_kv_cache)
         # After this layer's attention: what is selected is for a later step, which begins when
         # everything beside this one was joined.
-        if selects_next or (rank.keeps_queries and rank.is_source(index)):
+        if selects_next or (rank.keeps_queries and indexes):
             signal = side.signal(index, size)
             query = self._query_for_rank(index, own, signal)
             with side.fork(query, lane=lane, signal=signal):
@@ -202,14 +203,14 @@ class InProcessBackend(AttentionBackend):
                     rank.fetch(index, size)
                 else:
                     rank.observe(index, query)
-        elif self._selects and rank.selects_for_next_step:
+        elif selecting and rank.selects_for_next_step:
             # What its source chose is for the next step as well: not before it has attended.
             signal = side.signal(index, size)
             if signal is not None:
                 raise_flags(signal.raised)
             with side.fork(lane=lane, signal=signal):
                 rank.fetch(index, size)
-        elif rank.indexes and rank.is_source(index):
+        elif indexes:
             side.defer(lane, lambda: rank.append(index, size))
         return self._after(index, out)
 
@@ -286,29 +287,38 @@ class InProcessBackend(AttentionBackend):
         self._table.load(rows, lengths, req_to_token)
         self._side.join_all()
         self._rank.begin_decode(rows, lengths, req_to_token)  # every lane reads what this loads
-        selects = self.captures_selection if in_capture else self.selects_for(on_host)
-        self._selects = selects
-        self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph, selects=selects)
+        kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)
+        self._indexes = self._rank.index_interval > 0 and kind is not StepKind.DENSE
+        self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph, kind=kind)
         if self._needs_full:
             if in_graph:
-                self._full_plans.use(selects=selects)
+                self._full_plans.use(kind)
                 self._full.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             else:
                 self._full.init_forward_metadata(forward_batch)
 
-    def selects_for(self, lengths: torch.Tensor) -> bool:
-        """Whether a step over requests of ``lengths [B]``, on the host, selects for any of them.
+    def kind_of(self, lengths: torch.Tensor) -> StepKind:
+        """Return what a step over ``lengths [B]``, on the host, does beside the forward pass.
 
-        Steps that select and steps that do not are captured as two graphs; keys are indexed in
-        both, because a request may outgrow dense attention later. What a step attends to, a
-        table says: between two refreshes it is the resident sets as they were left.
+        Keys are indexed for requests that are attended to as a whole, too, because they may outgrow
+        it. What a step attends to, a table says: between two refreshes it is the resident sets as
+        they were left.
         """
-        return self._rank.selects_in_step and bool((lengths > self._lengths.num_cold).any())
+        rank = self._rank
+        if rank.selects_in_step and bool((lengths > self._lengths.num_cold).any()):
+            return StepKind.SELECTING
+        every = rank.index_interval
+        indexes = every > 0 and bool((lengths % every == 0).any())
+        return StepKind.INDEXING if indexes else StepKind.DENSE
 
     @property
-    def selects(self) -> bool:
-        """Whether any step selects; else one graph a batch size is enough."""
-        return self._rank.selects
+    def kinds(self) -> tuple[StepKind, ...]:
+        """Kinds of steps that there are; a graph for each is captured."""
+        if not self._rank.selects:
+            return (StepKind.DENSE,)
+        found, every = [StepKind.SELECTING], self._rank.index_interval
+        found += [StepKind.INDEXING] if every else []
+        return (*found, StepKind.DENSE) if every != 1 else tuple(found)
 
     def _make_sparse(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
@@ -355,7 +365,7 @@ class InProcessBackend(AttentionBackend):
     def _on_layer_input(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
-        if not (self._is_decode and self._selects):
+        if not (self._is_decode and self._kind is StepKind.SELECTING):
             return
         targets = self._rank.targets_of(layer)
         if not targets:

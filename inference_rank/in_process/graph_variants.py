@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two decode graphs for each batch size: with selection, and without.
+"""Up to three decode graphs for each batch size: with selection, with indexing, with neither.
 
 A graph's kernels run whether a request needs them or not. A step whose requests are all
-attended to as a whole replays a graph that has no selection in it, and costs what stock
-SGLang's does; so does a step between two refreshes (`refresh_every`), which attends to the
-resident sets as they are. SGLang keeps graphs of several variants already (for LoRA); ours use
-its label.
+attended to as a whole replays a graph that has nothing beside the forward pass in it; keys are
+indexed for what may be selected later where a step completes a page, and only then. So does a
+step between two refreshes (`refresh_every`), which attends to the resident sets as they are.
+SGLang keeps graphs of several variants already (for LoRA); ours use its label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import ContractError
 
-DENSE, SPARSE = "tandemkv-dense", "tandemkv-sparse"
+
+class StepKind(StrEnum):
+    """What a decode step does beside the forward pass; the label of its graph."""
+
+    DENSE = "tandemkv-dense"
+    INDEXING = "tandemkv-indexing"
+    SELECTING = "tandemkv-selecting"
+    """Indexes, too."""
 
 
 class PlansApart:
-    """FlashInfer's plans of the two graphs of a batch size, apart.
+    """FlashInfer's plans of the graphs of a batch size, apart.
 
     SGLang keeps one set of decode wrappers for a batch size and makes a new one at each capture:
     the first graph would go on reading plans that nobody writes any more, from memory that was
@@ -28,14 +36,14 @@ class PlansApart:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._wrappers: dict[bool, dict[int, Any]] = {False: {}, True: {}}
+        self._wrappers: dict[StepKind, dict[int, Any]] = {kind: {} for kind in StepKind}
 
-    def use(self, *, selects: bool) -> None:
-        """Let what follows plan for the graph with or without selection."""
-        self._backend.decode_cuda_graph_metadata = self._wrappers[selects]
+    def use(self, kind: StepKind) -> None:
+        """Let what follows plan for the graph of a kind."""
+        self._backend.decode_cuda_graph_metadata = self._wrappers[kind]
 
 
-def capture_both(
+def capture_each(
     original: Callable[..., None],
     runner: Any,
     size: int,
@@ -43,7 +51,7 @@ def capture_both(
     stream_idx: int | None = None,
     variant_label: str | None = None,
 ) -> None:
-    """Capture a batch size twice, once if the policy never selects.
+    """Capture a batch size for each kind of step that the policy has.
 
     Raises
     ------
@@ -56,14 +64,13 @@ def capture_both(
             "label: serve without LoRA"
         )
     backend = runner.attn_backend
-    for label in (SPARSE, DENSE) if backend.selects else (DENSE,):
-        backend.captures_selection = label == SPARSE
-        original(runner, size, forward, stream_idx, label)
+    for kind in backend.kinds:
+        backend.captured_kind = kind
+        original(runner, size, forward, stream_idx, str(kind))
 
 
 def resolve(original: Callable[..., str | None], runner: Any, forward_batch: Any) -> str:
     """Return the variant that a batch needs."""
+    del original
     backend, lengths = runner.attn_backend, forward_batch.seq_lens_cpu
-    if lengths is None:
-        return SPARSE if backend.selects else DENSE
-    return SPARSE if backend.selects_for(lengths) else DENSE
+    return str(backend.kinds[0] if lengths is None else backend.kind_of(lengths))

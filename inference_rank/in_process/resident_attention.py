@@ -11,7 +11,7 @@ import torch
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.step_tables import load_attended, load_ring
 
-from .graph_variants import PlansApart
+from .graph_variants import PlansApart, StepKind
 
 
 class AttendTable:
@@ -102,8 +102,8 @@ class RingTable(AttendTable):
 class ResidentAttention(Protocol):
     """Attends to what an `AttendTable` lists."""
 
-    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, selects: bool) -> None:
-        """Prepare a decode step of the graph that `selects`, or not; the table is loaded."""
+    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: StepKind) -> None:
+        """Prepare a decode step of a kind; the table is loaded."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
@@ -150,7 +150,7 @@ class FlashInferResident:
             ),
         )
 
-    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, selects: bool) -> None:
+    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: StepKind) -> None:
         """See `ResidentAttention.plan`."""
         table, size = self._table, forward_batch.batch_size
         on_host = table.attended_on_host(forward_batch.seq_lens_cpu[:size])
@@ -167,7 +167,7 @@ class FlashInferResident:
             positions=forward_batch.positions,
         )
         if in_graph:
-            self._plans.use(selects=selects)
+            self._plans.use(kind)
             self._backend.init_forward_metadata_out_graph(view, in_capture=in_capture)
         else:
             self._backend.init_forward_metadata(view)
@@ -189,7 +189,7 @@ class PagedResident:
     def __init__(self, table: AttendTable, pool: Any) -> None:
         self._pool, self._table = pool, table
 
-    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, selects: bool) -> None:
+    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: StepKind) -> None:
         """Nothing to plan."""
 
     def attend(

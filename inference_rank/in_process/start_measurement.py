@@ -23,7 +23,6 @@ from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 
-from .graph_variants import DENSE
 from .layer_time import LayerTime, measure_layer, measure_replay
 from .peer_memory import seen_from
 from .start_plan import StartPlan, make_plan
@@ -154,7 +153,8 @@ class StartMeasurement:
         self._has_graph = True  # a later capture would disturb requests
         sizes = sorted(graphs.capture_bs)
         size = next((n for n in sizes if n >= self._selection.batch), sizes[-1])
-        key = graphs._make_graph_key(size, None, DENSE)
+        least = graphs.attn_backend.kinds[-1]
+        key = graphs._make_graph_key(size, None, str(least))
         with graphs.backend.replay_session():
             total = measure_replay(lambda: graphs.backend.replay(key, None), self._device)
         (weights,) = self._agree([total / self._model.num_layers])

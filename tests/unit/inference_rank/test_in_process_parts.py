@@ -16,6 +16,8 @@ from tandemkv.cache_rank.protocol.local import WARM_UP_STEPS, DenseLengths
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.inference_rank.in_process import far_attention, graph_variants
+from tandemkv.inference_rank.in_process.backend import InProcessBackend
+from tandemkv.inference_rank.in_process.graph_variants import StepKind
 from tandemkv.inference_rank.in_process.layer_streams import LayerStreams
 from tandemkv.inference_rank.in_process.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.in_process.resident_home import OwnSet
@@ -189,35 +191,68 @@ def test_a_lane_waits_for_another_one() -> None:
     assert seen.item() == 1
 
 
+def kinds_of(interval: int, *, selects: bool = True) -> tuple[StepKind, ...]:
+    rank = SimpleNamespace(selects=selects, index_interval=interval)
+    backend: Any = SimpleNamespace(_rank=rank)
+    getter: Any = InProcessBackend.kinds
+    kinds: tuple[StepKind, ...] = getter.fget(backend)
+    return kinds
+
+
+def test_kinds_of_steps() -> None:
+    """The last one has the least beside the forward pass."""
+    assert kinds_of(0) == (StepKind.SELECTING, StepKind.DENSE)
+    assert kinds_of(1) == (StepKind.SELECTING, StepKind.INDEXING)
+    assert kinds_of(64) == (StepKind.SELECTING, StepKind.INDEXING, StepKind.DENSE)
+    assert kinds_of(64, selects=False) == (StepKind.DENSE,)
+
+
+@pytest.mark.parametrize("interval", [0, 1, 16])
+@pytest.mark.parametrize(
+    ("lengths", "by_interval"),
+    [
+        ([3, 10], {0: StepKind.DENSE, 1: StepKind.INDEXING, 16: StepKind.DENSE}),
+        ([3, 32], {0: StepKind.DENSE, 1: StepKind.INDEXING, 16: StepKind.INDEXING}),
+        ([32, 41], dict.fromkeys((0, 1, 16), StepKind.SELECTING)),
+    ],
+)
+def test_what_a_step_does(
+    interval: int, lengths: list[int], by_interval: dict[int, StepKind]
+) -> None:
+    rank = SimpleNamespace(selects_in_step=True, index_interval=interval)
+    backend: Any = SimpleNamespace(_rank=rank, _lengths=SimpleNamespace(num_cold=40))
+    kind = InProcessBackend.kind_of(backend, torch.tensor(lengths))
+    assert kind is by_interval[interval]
+    assert kind in kinds_of(interval)
+    rank.selects_in_step = False  # between two refreshes
+    assert InProcessBackend.kind_of(backend, torch.tensor(lengths)) is not StepKind.SELECTING
+
+
 class _Backend:
-    captures_selection = True
-    selects = True
+    captured_kind = StepKind.DENSE
+    kinds: tuple[StepKind, ...] = tuple(reversed(StepKind))
 
-    def selects_for(self, lengths: torch.Tensor) -> bool:
-        return bool((lengths > 10).any())
+    def kind_of(self, lengths: torch.Tensor) -> StepKind:
+        return StepKind.SELECTING if bool((lengths > 10).any()) else StepKind.DENSE
 
 
-def test_each_batch_size_is_captured_with_and_without_selection() -> None:
+def test_each_batch_size_is_captured_for_each_kind_of_step() -> None:
     runner, seen = SimpleNamespace(attn_backend=_Backend()), []
 
     def original(_runner: Any, size: int, *_: Any) -> None:
-        seen.append((size, _[-1], runner.attn_backend.captures_selection))
+        seen.append((size, _[-1], runner.attn_backend.captured_kind))
 
-    graph_variants.capture_both(original, runner, 8, print)
-    assert seen == [(8, graph_variants.SPARSE, True), (8, graph_variants.DENSE, False)]
-    seen.clear()
-    runner.attn_backend.selects = False
-    graph_variants.capture_both(original, runner, 8, print)
-    assert seen == [(8, graph_variants.DENSE, False)]
+    graph_variants.capture_each(original, runner, 8, print)
+    assert seen == [(8, kind.value, kind) for kind in reversed(StepKind)]
     with pytest.raises(ContractError, match="LoRA"):
-        graph_variants.capture_both(original, runner, 8, print, None, "lora")
+        graph_variants.capture_each(original, runner, 8, print, None, "lora")
 
 
 @pytest.mark.parametrize(
     ("lengths", "label"),
-    [([3, 10], graph_variants.DENSE), ([3, 11], graph_variants.SPARSE)],
+    [([3, 10], StepKind.DENSE), ([3, 11], StepKind.SELECTING), (None, StepKind.SELECTING)],
 )
-def test_the_graph_that_a_batch_needs(lengths: list[int], label: str) -> None:
+def test_the_graph_that_a_batch_needs(lengths: list[int] | None, label: str) -> None:
     runner = SimpleNamespace(attn_backend=_Backend())
-    batch = SimpleNamespace(seq_lens_cpu=torch.tensor(lengths))
+    batch = SimpleNamespace(seq_lens_cpu=None if lengths is None else torch.tensor(lengths))
     assert graph_variants.resolve(lambda *_: None, runner, batch) == label

@@ -16,7 +16,7 @@ from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank.in_process import start_measurement
-from tandemkv.inference_rank.in_process.backend import InProcessBackend
+from tandemkv.inference_rank.in_process.graph_variants import StepKind
 from tandemkv.inference_rank.in_process.layer_time import LayerTime, measure_layer
 from tandemkv.inference_rank.in_process.start import check_lag
 from tandemkv.inference_rank.in_process.start_measurement import StartMeasurement
@@ -212,11 +212,14 @@ def test_the_captured_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         FullCudaGraphBackend, "replay", lambda _self, key, _batch: replayed.append(key)
     )
     graphs = SimpleNamespace(
-        backend=backend, capture_bs=[8, 1, 4, 2], _make_graph_key=lambda *key: key
+        backend=backend,
+        capture_bs=[8, 1, 4, 2],
+        attn_backend=SimpleNamespace(kinds=(StepKind.SELECTING, StepKind.INDEXING)),
+        _make_graph_key=lambda *key: key,
     )
     own.after_capture(graphs)
     own.after_capture(graphs)  # a later capture is left alone
-    assert replayed == [(4, None, "tandemkv-dense")]
+    assert replayed == [(4, None, "tandemkv-indexing")]
     # 232 + 12 us beside 182 + 22: 40 us too long, 5 % of 204 us are 10.2.
     assert rank.refresh_every == own.plan.refresh_every == 4
     assert own.plan.exposed_us == pytest.approx(10.0)
@@ -252,13 +255,3 @@ def test_a_longer_lag_is_refused() -> None:
         check_lag(fake_rank(), settings)
     check_lag(fake_rank(selects_for_next_step=False), settings)
     check_lag(fake_rank(), RankSettings())
-
-
-def test_no_step_selects_between_two_refreshes() -> None:
-    rank = fake_rank(selects_in_step=True)
-    backend: Any = SimpleNamespace(_rank=rank, _lengths=SimpleNamespace(num_cold=10))
-    lengths = torch.tensor([3, 11])
-    assert InProcessBackend.selects_for(backend, lengths)
-    assert not InProcessBackend.selects_for(backend, lengths[:1])
-    rank.selects_in_step = False
-    assert not InProcessBackend.selects_for(backend, lengths)
