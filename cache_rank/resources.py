@@ -50,8 +50,8 @@ class Resources:
     CalibrationError
         If the policy needs a calibration that there is not, or that is of another model.
     SettingsError
-        If the host or the GPU has too little memory for the store, or the policy does not run on
-        a GPU.
+        If the host or the GPU has too little memory for the store, or the policy does not run
+        there.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Resources:
         if device.type not in self.capabilities.devices:
             raise SettingsError(
                 f"policy={settings.selection.policy} does not run on {device.type}; use one that "
-                "does, or --device cpu"
+                f"does, or --cache-device {self.capabilities.devices[0]}"
             )
         self._check_memory(self.model, num_slots=settings.cache.capacity_tokens)
         calibrated = resolve_calibration(settings.selection, self.model, self.capabilities.timing)

@@ -18,9 +18,9 @@ from rich.table import Table
 
 from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 
+from .devices import resolve_device
 from .memory import PROCESS_TREE_BYTES, available_bytes, gib
 from .ports import choose_port
-from .preflight import resolve_device
 from .settings import EMBEDDED_MODEL
 
 SUPPORTED_SGLANG = "0.5.17"

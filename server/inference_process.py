@@ -14,8 +14,9 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
+from .devices import as_pair
 from .launch import LaunchError
-from .preflight import ResolvedLaunch, as_pair, resolve_launch
+from .preflight import ResolvedLaunch, resolve_launch
 from .serve import cache_rank_detail
 from .settings import ServeSettings
 from .sglang_command import sglang_argv, sglang_env

@@ -48,9 +48,28 @@ def gib(size: int) -> str:
 
 
 def estimate_memory(
-    settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
+    settings: ServeSettings,
+    spec: ModelSpec,
+    model_dir: Path,
+    *,
+    device: str,
+    starts_cache_rank: bool = True,
 ) -> MemoryEstimate:
-    """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs."""
+    """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs.
+
+    Parameters
+    ----------
+    settings : ServeSettings
+        With `cache_device` decided.
+    spec : ModelSpec
+        Shape and dtype.
+    model_dir : Path
+        Of the weights.
+    device : {"cpu", "cuda"}
+        The inference rank's.
+    starts_cache_rank : bool
+        Whether the cache is this launch's; one that another process has is checked there.
+    """
     item = _ITEM_BYTES.get(spec.dtype, 4)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item
     selection = settings.selection
@@ -59,8 +78,9 @@ def estimate_memory(
     config = read_config(model_dir)
     saved = str(config.get("dtype") or config.get("torch_dtype"))
     on_cpu = device == "cpu"
+    has_cache = starts_cache_rank and (on_cpu or settings.cache_device == "cpu")
     return MemoryEstimate(
-        cache_bytes=settings.cache.capacity_tokens * token_bytes if on_cpu else 0,
+        cache_bytes=settings.cache.capacity_tokens * token_bytes if has_cache else 0,
         resident_bytes=settings.max_running_requests * row_tokens * token_bytes if on_cpu else 0,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,
     )

@@ -61,7 +61,7 @@ RANK_FLAGS: tuple[Flag, ...] = (
     *_flags("Cache rank", "cache", "cache-tokens=capacity_tokens poison-freed-slots"),
     *_flags("Evaluation", "", "evaluation stress-selection"),
 )  # fmt: skip
-ROW_FLAGS = _flags("Server", "", "max-running-requests max-context dtype")
+ROW_FLAGS = _flags("Server", "", "cache-device max-running-requests max-context dtype")
 SERVE_FLAGS: tuple[Flag, ...] = (
     *_flags("Server", "", "host port allow-remote device cache-ranks tp=tensor_parallel"),
     *ROW_FLAGS,

@@ -187,6 +187,12 @@ def _choose(
         return settings.model_copy(update={"cache_ranks": 1})
     selection, num_gpus = settings.selection, torch.cuda.device_count()
     if _needs_own_process(selection):
+        if num_gpus < 2:
+            raise SettingsError(
+                f"policy={selection.policy} with these settings needs a cache rank in a process of "
+                "its own, and that a second GPU; add --cache-device cpu, which keeps K/V in host "
+                "memory"
+            )
         progress(f"cache rank in a process of its own: policy {selection.policy} needs one")
         return settings.model_copy(update={"cache_ranks": 1})
     available = {"in-process-tp1", f"in-process-tp{num_gpus}", "1+1"}

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from tandemkv.cache_rank.protocol.connect import check_transport
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
 
+from .devices import (
+    choose_cache_device,
+    policy_devices,
+    resolve_cache_device,
+    resolve_device,
+    resolve_transport,
+)
 from .memory import available_bytes, estimate_memory, gib
 from .placement_choice import resolve_placement
 from .ports import choose_port
@@ -22,7 +26,7 @@ from .sglang_args import check_sglang_args
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedLaunch:
-    """Settings with every ``auto`` decided."""
+    """Settings with every ``auto`` decided; `device` is the inference rank's."""
 
     settings: ServeSettings
     model_dir: Path
@@ -43,7 +47,7 @@ def resolve_launch(
     progress : callable
         Told what takes a while.
     num_ranks_here : int
-        Processes with a GPU of their own that this launch starts, if there is a cache rank.
+        Ranks that this launch starts, if the cache rank is a process of its own.
 
     Raises
     ------
@@ -52,11 +56,17 @@ def resolve_launch(
     UnsupportedModelError
         If the model cannot be served.
     """
+    check_policy(settings.selection.policy)
     device = resolve_device(
-        settings.device, cache_ranks=settings.cache_ranks, num_ranks_here=num_ranks_here
+        settings.device,
+        cache_ranks=settings.cache_ranks,
+        num_ranks_here=num_ranks_here,
+        cache_device=choose_cache_device(
+            settings.cache_device, settings.device, policy_devices(settings.selection.policy)
+        ),
     )
     check_sglang_args(settings.sglang_args, device=device)
-    check_policy(settings.selection.policy)
+    settings = resolve_cache_device(settings, device, progress)
     port = choose_port(settings.host, settings.port)
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)
@@ -65,7 +75,8 @@ def resolve_launch(
     settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
     settings = resolve_transport(settings, device)
     check_selection(settings, spec)
-    check_memory(settings, spec, model_dir, device=device)
+    starts_cache_rank = num_ranks_here > 1 or settings.rank_settings.exchange.is_in_process
+    check_memory(settings, spec, model_dir, device=device, starts_cache_rank=starts_cache_rank)
     return ResolvedLaunch(
         settings=settings, model_dir=model_dir, spec=spec, device=device, port=port
     )
@@ -90,57 +101,6 @@ def resolve_model(model: str, progress: Callable[[str], None]) -> Path:
         f"model={model}: no such directory; give a directory in Hugging Face layout (nothing is "
         f"downloaded), or {EMBEDDED_MODEL}"
     )
-
-
-def resolve_device(device: str, *, cache_ranks: int | None = None, num_ranks_here: int = 2) -> str:
-    """Decide the device. A cache rank that was asked for needs a GPU of its own.
-
-    Raises
-    ------
-    SettingsError
-        If cuda is asked for and cannot be used.
-    """
-    if device == "cpu":
-        return "cpu"
-    has_cuda = torch.cuda.is_available()
-    num_needed = num_ranks_here if cache_ranks else 1
-    num_gpus = torch.cuda.device_count() if has_cuda else 0
-    if device == "auto":
-        return "cuda" if num_gpus >= num_needed else "cpu"
-    if not has_cuda:
-        raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
-    if num_gpus < num_needed:
-        raise SettingsError(
-            f"device=cuda with cache_ranks={cache_ranks} needs {num_needed} GPUs, {num_gpus} seen "
-            "(CUDA_VISIBLE_DEVICES counts); add --cache-ranks 0, which keeps the cache rank inside "
-            "the inference rank's process"
-        )
-    return "cuda"
-
-
-def as_pair(settings: ServeSettings) -> ServeSettings:
-    """Return the settings of a rank that is started by itself: one of two by default."""
-    if settings.cache_ranks is not None:
-        return settings
-    return settings.model_copy(update={"cache_ranks": 1})
-
-
-def resolve_transport(settings: ServeSettings, device: str) -> ServeSettings:
-    """Decide the data plane between two ranks: as given, else by the device.
-
-    Raises
-    ------
-    SettingsError
-        If the one that was given does not fit the device.
-    """
-    exchange = settings.exchange
-    if not settings.cache_ranks or exchange.is_in_process:
-        return settings
-    if "transport" not in exchange.model_fields_set:
-        update = {"transport": "nccl" if device == "cuda" else "gloo"}
-        return settings.model_copy(update={"exchange": exchange.model_copy(update=update)})
-    check_transport(exchange.transport, torch.device(device))
-    return settings
 
 
 def resolve_dtype(dtype: str, device: str, model_dir: Path) -> str:
@@ -232,15 +192,24 @@ def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, obje
         )
 
 
-def check_memory(settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str) -> None:
-    """Refuse a capacity that this machine's memory cannot hold.
+def check_memory(
+    settings: ServeSettings,
+    spec: ModelSpec,
+    model_dir: Path,
+    *,
+    device: str,
+    starts_cache_rank: bool = True,
+) -> None:
+    """Refuse a capacity that this machine's memory cannot hold; see `estimate_memory`.
 
     Raises
     ------
     SettingsError
         With the numbers, and the capacity that would fit.
     """
-    needed = estimate_memory(settings, spec, model_dir, device=device)
+    needed = estimate_memory(
+        settings, spec, model_dir, device=device, starts_cache_rank=starts_cache_rank
+    )
     available = available_bytes()
     if available is None or needed.total_bytes <= available:
         return

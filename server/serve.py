@@ -16,16 +16,10 @@ from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .child_process import ChildSpec
+from .devices import as_pair, cache_rank_device, resolve_transport
 from .launch import Launcher, LaunchPlan
 from .ports import server_url
-from .preflight import (
-    ResolvedLaunch,
-    as_pair,
-    resolve_device,
-    resolve_launch,
-    resolve_model,
-    resolve_transport,
-)
+from .preflight import ResolvedLaunch, check_policy, resolve_launch, resolve_model
 from .probes import server_state
 from .progress import StartProgress
 from .settings import ServeSettings
@@ -106,7 +100,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
         else ChildSpec(
             name="cache rank",
             argv=cache_rank_argv(run_dir=run_dir.path, config=config),
-            env=cache_rank_env(os.environ, device=device),
+            env=cache_rank_env(os.environ, device=settings.cache_device, inference_device=device),
             log_path=run_dir.path / "cache_rank.log",
         ),
         sglang=ChildSpec(
@@ -202,11 +196,13 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
     )
     logger = logging.getLogger(__name__)
     run_dir = RunDir.create(path)
-    device = resolve_device(settings.device, num_ranks_here=1)
+    check_policy(settings.selection.policy)
+    device = cache_rank_device(settings)
+    pair = as_pair(settings.model_copy(update={"cache_device": device}))
     run_cache_rank(
         run_dir=run_dir.path,
         model_dir=resolve_model(settings.model, logger.info),
-        settings=resolve_transport(as_pair(settings), device).rank_settings,
+        settings=resolve_transport(pair, device).rank_settings,
         max_rows=settings.max_running_requests,
         device=device,
         on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),

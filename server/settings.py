@@ -32,7 +32,12 @@ class ServeSettings(BaseModel):
         min_length=1, description="Model directory in Hugging Face layout, or smollm2 (embedded)."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the ranks; auto is cuda where it can be used, else cpu."
+        "auto", description="Device of the model; auto is cuda where it can be used, else cpu."
+    )
+    cache_device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="Device of the cache rank, which holds all K/V; auto is that of the model, but "
+        "cpu for a policy that runs on no GPU. cpu beside a GPU: K/V in host memory.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Of weights and KV; auto is float32 on cpu, the model's own on cuda."
@@ -119,6 +124,11 @@ class ServeSettings(BaseModel):
             raise ValueError(
                 f"host={self.host} can be reached from other machines and the server asks for no "
                 "password; use 127.0.0.1, or add --allow-remote if that is what you want"
+            )
+        if self.device == "cpu" and self.cache_device == "cuda":
+            raise ValueError(
+                "cache_device=cuda needs a model on a GPU too, and device=cpu; use --cache-device "
+                "cpu, or --device cuda"
             )
         if self.cache_ranks and self.exchange.transport == "local":
             raise ValueError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ CUDA_PAGE_SIZE = 64
 _CUDA_FLAGS = ("--device", "cuda", "--cuda-graph-backend-prefill", "disabled")
 # Each layer waits on the host for its exchange, so no pass can be captured; and a lost cache rank
 # has to end the requests of a pass before its tokens are used, so none may be under way beside it.
-_CUDA_PAIR_FLAGS = (*_CUDA_FLAGS, "--disable-cuda-graph", "--disable-overlap-schedule")
+_CUDA_EXCHANGE_FLAGS = (*_CUDA_FLAGS, "--disable-cuda-graph", "--disable-overlap-schedule")
 _CPU_FLAGS = (
     "--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle",
@@ -45,7 +46,7 @@ def sglang_argv(
     port : int
         Resolved, i.e. not 0.
     """
-    is_pair = is_gpu_pair(settings, device)
+    exchanges = is_gpu_with_cache_process(settings, device)
     argv = [
         sys.executable, "-P", "-m", "sglang.launch_server",
         "--model-path", str(model_dir),
@@ -54,12 +55,12 @@ def sglang_argv(
         "--host", settings.host,
         "--port", str(port),
         "--dtype", dtype,
-        "--page-size", "1" if device == "cpu" or is_pair else str(CUDA_PAGE_SIZE),
+        "--page-size", "1" if device == "cpu" or exchanges else str(CUDA_PAGE_SIZE),
         "--max-running-requests", str(settings.max_running_requests),
         "--max-total-tokens", str(settings.cache.capacity_tokens),
         "--enable-metrics",
     ]  # fmt: skip
-    argv += _CPU_FLAGS if device == "cpu" else _CUDA_PAIR_FLAGS if is_pair else _CUDA_FLAGS
+    argv += _CPU_FLAGS if device == "cpu" else _CUDA_EXCHANGE_FLAGS if exchanges else _CUDA_FLAGS
     if settings.tensor_parallel > 1:
         argv += ["--tp-size", str(settings.tensor_parallel)]
     chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
@@ -85,8 +86,10 @@ def sglang_env(
     )
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
-    if is_gpu_pair(settings, device):
-        env.update(_pair_env(env, 0))
+    if is_gpu_with_cache_process(settings, device):
+        env.update(_gpu_env(env, 0))
+        if settings.transport == "nccl":
+            env.update(NCCL_ENVIRONMENT)
     return env
 
 
@@ -98,22 +101,39 @@ def cache_rank_argv(*, run_dir: Path, config: Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
-    """Return the environment of the cache rank; its settings come from the file alone."""
-    env = _common_env(environ, device=device)
-    return env if device == "cpu" else env | _pair_env(env, 1)
+def cache_rank_env(
+    environ: Mapping[str, str], *, device: str, inference_device: str
+) -> dict[str, str]:
+    """Return the environment of the cache rank; its settings come from the file alone.
+
+    Parameters
+    ----------
+    environ : Mapping[str, str]
+        Of this process.
+    device, inference_device : {"cpu", "cuda"}
+        Of the cache rank and of the inference rank.
+    """
+    env = _common_env(environ, device=inference_device)
+    if device == "cuda":
+        return env | _gpu_env(env, 1) | NCCL_ENVIRONMENT
+    if inference_device == "cuda":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+        # The model computes elsewhere; two cores stay for SGLang's scheduler and the transport.
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 2)))
+    return env
 
 
-def is_gpu_pair(settings: ServeSettings, device: str) -> bool:
-    """Whether the two ranks are processes with a GPU each."""
-    return device == "cuda" and settings.transport == "nccl"
+def is_gpu_with_cache_process(settings: ServeSettings, device: str) -> bool:
+    """Whether the model is on a GPU and a process of its own holds the K/V, wherever that is."""
+    in_process = settings.rank_settings.exchange.is_in_process
+    return device == "cuda" and bool(settings.cache_ranks) and not in_process
 
 
-def _pair_env(env: Mapping[str, str], place: int) -> dict[str, str]:
+def _gpu_env(env: Mapping[str, str], place: int) -> dict[str, str]:
     """Give a rank its GPU: the first that is visible to the inference rank, then the cache rank."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else ["0", "1"]
-    return {"CUDA_VISIBLE_DEVICES": gpus[place].strip(), **NCCL_ENVIRONMENT}
+    return {"CUDA_VISIBLE_DEVICES": gpus[place].strip()}
 
 
 def served_name(settings: ServeSettings) -> str:

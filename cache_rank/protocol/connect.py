@@ -10,6 +10,8 @@ import torch
 from .errors import SettingsError
 from .transport import Transport
 
+_DATA_PLANES = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}
+
 
 def check_transport(transport: str, device: torch.device) -> None:
     """Refuse a data plane that does not move what is on `device`.
@@ -19,11 +21,11 @@ def check_transport(transport: str, device: torch.device) -> None:
     SettingsError
         Saying which one does.
     """
-    fitting = {"cpu": "gloo", "cuda": "nccl"}.get(device.type)
-    if transport != fitting:
+    fitting = _DATA_PLANES.get(device.type, ())
+    if transport not in fitting:
         raise SettingsError(
-            f"exchange.transport={transport} does not move tensors between devices of type "
-            f"{device.type}; use --transport {fitting}"
+            f"exchange.transport={transport} does not move tensors on a device of type "
+            f"{device.type}; use --transport {' or '.join(fitting)}"
         )
 
 
@@ -31,6 +33,8 @@ def connect_transport(
     transport: str, store_path: Path, *, rank: int, timeout_s: float, device: torch.device
 ) -> Transport:
     """Meet the other rank; see `gloo_transport.connect_gloo`, `nccl_transport.connect_nccl`.
+
+    gloo moves host memory: tensors on a GPU pass through `host_staged.HostStagedTransport`.
 
     Raises
     ------
@@ -40,10 +44,15 @@ def connect_transport(
         If the other side does not come.
     """
     check_transport(transport, device)
-    if device.type == "cuda":
+    if transport == "nccl":
         from .nccl_transport import connect_nccl
 
         return connect_nccl(store_path, rank=rank, timeout_s=timeout_s)
     from .gloo_transport import connect_gloo
 
-    return connect_gloo(store_path, rank=rank, timeout_s=timeout_s)
+    gloo = connect_gloo(store_path, rank=rank, timeout_s=timeout_s)
+    if device.type == "cpu":
+        return gloo
+    from .host_staged import HostStagedTransport
+
+    return HostStagedTransport(gloo, device)

@@ -324,8 +324,8 @@ class ExchangeSettings(_Strict):
     heartbeat_misses: int = Field(default=3, ge=1, le=60)
     transport: Literal["gloo", "nccl", "peer", "local"] = Field(
         default="gloo",
-        description="Data plane between the ranks: gloo between CPUs, nccl between two GPUs; "
-        "local: the cache rank is in the same process.",
+        description="Data plane between the ranks: gloo to a cache rank on a CPU, nccl between "
+        "two GPUs; local: the cache rank is in the same process.",
     )
 
     @property

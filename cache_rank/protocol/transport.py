@@ -13,7 +13,7 @@ import torch
 
 
 class Work(Protocol):
-    """A transfer under way."""
+    """A transfer under way. What is received may be read once `wait` has returned True."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until done.

@@ -21,7 +21,8 @@ import msgspec
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.settings import CacheSettings
-from tandemkv.server.preflight import resolve_device, resolve_dtype, resolve_model
+from tandemkv.server.devices import resolve_device
+from tandemkv.server.preflight import resolve_dtype, resolve_model
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import Sourced, load_settings, setting_fields
 
@@ -114,6 +115,8 @@ class Campaign:
         settings = self.settings_of(configuration).model_dump(mode="json")
         for local in ("port", "run_dir", "model", "start_timeout_s", "stop_timeout_s"):
             del settings[local]
+        if settings["cache_device"] == "auto":  # as results were that knew no such setting
+            del settings["cache_device"]
         if configuration.system == "sglang":  # it knows nothing of these
             for group in ("selection", "exchange"):
                 del settings[group]
@@ -162,6 +165,8 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
         budgets,
         num_layers=spec.num_layers,
         device=device,
+        # In one process the cache rank is where the model is.
+        cache_device=device if draft.rank_settings.exchange.is_in_process else draft.cache_device,
         base=draft.selection.model_dump(exclude_defaults=True, exclude={"policy"}),
         with_dense=request.with_dense,
     )

@@ -15,6 +15,7 @@ from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.server.devices import choose_cache_device
 
 DENSE = "dense"
 System = Literal["tandemkv", "sglang", "kvpress"]
@@ -116,6 +117,7 @@ def plan(
     num_layers: int,
     device: str,
     base: Mapping[str, object],
+    cache_device: str = "auto",
     with_dense: bool = True,
 ) -> list[Configuration]:
     """Return dense and every policy at every budget; a policy without budgets comes once.
@@ -130,9 +132,11 @@ def plan(
     num_layers : int
         Of the model.
     device : str
-        ``cpu`` or ``cuda``.
+        ``cpu`` or ``cuda``, of the model.
     base : mapping
         Settings of the group ``selection`` that the user gave.
+    cache_device : str
+        Of the cache rank, as given; with ``auto`` `serve` chooses one on which the policy runs.
     with_dense : bool
         Whether stock SGLang is measured too.
 
@@ -159,7 +163,7 @@ def plan(
         policy, own = _split(text)
         variant = ", ".join(f"{key}={value}" for key, value in own.items())
         merged = {**base, **own}
-        capabilities = _capabilities(policy, device)
+        capabilities = _capabilities(policy, device, cache_device)
         if capabilities.all_exact:
             added = [_exact(policy, num_layers, merged)]
         elif budgets:
@@ -189,15 +193,16 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
     return policy.strip(), own
 
 
-def _capabilities(policy: str, device: str) -> PolicyCapabilities:
+def _capabilities(policy: str, device: str, cache_device: str) -> PolicyCapabilities:
     try:
         capabilities = find_policy(policy).capabilities
     except PolicyError as error:
         raise SettingsError(str(error)) from error
-    if device not in capabilities.devices:
+    place = choose_cache_device(cache_device, device, capabilities.devices)
+    if place not in capabilities.devices:
         raise SettingsError(
-            f"policy={policy} declares devices {', '.join(capabilities.devices)}, not {device}; "
-            "leave it out or choose another --device"
+            f"policy={policy} declares devices {', '.join(capabilities.devices)}, not {place}; "
+            "leave it out or choose another --device or --set cache_device"
         )
     return capabilities
 

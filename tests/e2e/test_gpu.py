@@ -1,77 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """The in-process cache rank on a GPU against stock SGLang with FlashInfer, in bfloat16.
 
-Overlap scheduling and CUDA graphs are on. Two runs of one model in bfloat16 agree to rounding:
-logits between 16 and 32 are multiples of 1/8. So a token may differ where stock SGLang's two best
-lie within `MARGIN`; from there on the texts are different ones and are compared no more.
-``TANDEMKV_TEST_DEVICE=cpu`` runs the same in float32 with the backends for CPU.
+Overlap scheduling and CUDA graphs are on. `stock_agreement` says what agreement is, and how the
+same runs on a CPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from exactness import flush, make_prompts, run
+from exactness import flush, run
 from life_cycle import sglang_used_tokens
-from rank_servers import Server, model_dir
-
-from tandemkv.server.quality.servers import stock_server, tandem_server
-from tandemkv.server.settings import ServeSettings
-
-DEVICE = os.environ.get("TANDEMKV_TEST_DEVICE", "cuda")
-DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
-MARGIN = 0.5 if DEVICE == "cuda" else 1e-3
-MEAN_LOGPROB_DIFFERENCE = 0.05 if DEVICE == "cuda" else 1e-4
-COUNT, LONGEST, NEW_TOKENS = (20, 3500, 64) if DEVICE == "cuda" else (5, 600, 16)
-CAPACITY_TOKENS = 64 * 1024 if DEVICE == "cuda" else 16 * 1024
-_SGLANG_ARGS = (
-    *("--mem-fraction-static", "0.5", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none"),
+from rank_servers import Server
+from stock_agreement import (
+    COUNT,
+    COVERING_TOKENS,
+    DEVICE,
+    NEW_TOKENS,
+    agreement,
+    check,
+    prompts_of,
+    served,
+    stock,
 )
-_DENSE_ARGS = ("--attention-backend", "flashinfer", "--page-size", "1")
+
 _IDLE_S = 30.0
-_BUDGET = 4096 if DEVICE == "cuda" else 1024
 _SPARSE = {"policy": "look_ahead", "budget_tokens": 256, "dense_tokens": 0, "exact_layers": []}
-_COVERING = {"budget_tokens": _BUDGET, "resident_factor": 1.0, "dense_while_fits": False}
+_COVERING = {
+    "budget_tokens": COVERING_TOKENS, "resident_factor": 1.0, "dense_while_fits": False,
+}  # fmt: skip
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 if DEVICE == "cuda":
     pytestmark.append(pytest.mark.gpu)
-
-
-def settings_of(selection: dict[str, Any], transport: str = "local") -> ServeSettings:
-    return ServeSettings.model_validate(
-        {
-            "model": model_dir(),
-            "device": DEVICE,
-            "dtype": DTYPE,
-            "cache_ranks": int(transport == "peer"),
-            "max_running_requests": 8,
-            "cache": {"capacity_tokens": CAPACITY_TOKENS},
-            "exchange": {} if transport == "local" else {"transport": transport},
-            "start_timeout_s": 600.0,
-            "evaluation": True,
-            "sglang_args": _SGLANG_ARGS if DEVICE == "cuda" else (),
-            "selection": selection,
-        }
-    )
-
-
-@contextlib.contextmanager
-def served(selection: dict[str, Any], transport: str = "local") -> Iterator[Server]:
-    with tandem_server(settings_of(selection, transport), threading.Event()) as found:
-        yield Server(found.url, os.getpid(), Path(os.devnull))
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +56,13 @@ def covering() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def prompts(token_ids: list[int]) -> list[list[int]]:
-    return make_prompts(token_ids, count=COUNT, shortest=50, longest=LONGEST)
+    return prompts_of(token_ids)
 
 
 @pytest.fixture(scope="module")
 def reference(prompts: list[list[int]]) -> dict[str, list[dict[str, Any]]]:
     """Stock SGLang's answers alone, again with radix hits and at once: what rounding alone does."""
-    with stock_server(
-        settings_of({"policy": "exact"}),
-        model_dir=Path(model_dir()),
-        device=DEVICE,
-        dtype=DTYPE,
-        stop=threading.Event(),
-        more_args=_DENSE_ARGS if DEVICE == "cuda" else (),
-    ) as found:
-        server = Server(found.url, os.getpid(), Path(os.devnull))
+    with stock() as server:
         alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
         hits = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
         flush(server)
@@ -112,33 +71,6 @@ def reference(prompts: list[list[int]]) -> dict[str, list[dict[str, Any]]]:
             "radix hits, eight at a time": hits,
             "eight at a time": run(server, prompts, new_tokens=NEW_TOKENS, at_once=8),
         }
-
-
-def agreement(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
-    """First differences, stock SGLang's margins there, and differences of logprobs before."""
-    margins, gaps = {}, []
-    for i, (mine, want) in enumerate(zip(ours, theirs, strict=True)):
-        same = [a == b for a, b in zip(mine["ids"], want["ids"], strict=True)]
-        end = same.index(False) if False in same else len(same)
-        if end < len(same):
-            margins[f"prompt {i}, token {end}"] = want["margins"][end]
-        pairs = zip(mine["logprobs"][:end], want["logprobs"][:end], strict=True)
-        gaps += [abs(a - b) for a, b in pairs]
-    return {
-        "tokens_compared": len(gaps),
-        "margins_where_first_different": margins,
-        "mean_logprob_difference": float(np.mean(gaps)),
-        "largest_logprob_difference": float(np.max(gaps)),
-        "cached_tokens": sum(answer["cached"] for answer in ours),
-    }
-
-
-def check(found: dict[str, Any], what: str) -> None:
-    print(what, json.dumps(found))
-    beyond = {k: m for k, m in found["margins_where_first_different"].items() if m > MARGIN}
-    assert not beyond, f"{what}: other tokens where stock SGLang was sure: {beyond}; {found}"
-    assert found["mean_logprob_difference"] <= MEAN_LOGPROB_DIFFERENCE, f"{what}: {found}"
-    assert found["tokens_compared"] >= COUNT * NEW_TOKENS // 3, f"{what}: {found}"
 
 
 def test_stock_agrees_with_itself(reference: dict[str, list[dict[str, Any]]]) -> None:
@@ -172,7 +104,8 @@ def test_two_gpus_give_the_tokens_of_one(prompts: list[list[int]]) -> None:
     """Rows that are fetched over NVLink, and flags, beside rows that are copied on one GPU."""
     alone, together, fetched = {}, {}, {}
     for transport in ("local", "peer"):
-        with served(_SPARSE, transport) as server:
+        exchange = {"transport": "peer"} if transport == "peer" else {}
+        with served(_SPARSE, cache_ranks=len(exchange), exchange=exchange) as server:
             alone[transport] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
             fetched[transport] = server.values()[0]["fetched_rows_total"]
             flush(server)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
@@ -24,6 +25,7 @@ from tandemkv.cache_rank.policies.base import (
 )
 from tandemkv.cache_rank.policies.registry import find_policy, make_policy
 from tandemkv.cache_rank.protocol.fake_transport import fake_pair
+from tandemkv.cache_rank.protocol.host_staged import HostStagedTransport
 from tandemkv.cache_rank.protocol.messages import FreeSlots, RefreshRule, StepBegin
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import (
@@ -33,6 +35,7 @@ from tandemkv.cache_rank.protocol.settings import (
     SelectionSettings,
 )
 from tandemkv.cache_rank.protocol.step_program import StepProgram, TransferKind
+from tandemkv.cache_rank.protocol.transport import Transport
 from tandemkv.cache_rank.session import Session
 from tandemkv.cache_rank.store import KVStore
 from tandemkv.inference_rank.counters import Counters
@@ -92,7 +95,8 @@ class Predictor:
         del positions
         generator = torch.Generator().manual_seed(layer)
         weight = torch.randn(HIDDEN, HEADS * GROUP * DIM, generator=generator)
-        return (hidden @ weight.to(hidden.device)).view(len(hidden), HEADS * GROUP, DIM)
+        weight = weight.to(hidden.device, hidden.dtype)
+        return (hidden @ weight).view(len(hidden), HEADS * GROUP, DIM)
 
 
 @dataclass
@@ -120,35 +124,47 @@ class Client:
 
 @dataclass
 class World:
-    """Two ranks and a scripted model."""
+    """Two ranks and a scripted model.
+
+    Both are on `device`, unless there is a `cache_device`: then what the inference rank exchanges
+    is staged in host memory.
+    """
 
     settings: RankSettings
     delay_s: float | None = None
     device: torch.device = CPU
+    cache_device: torch.device | None = None
+    dtype: torch.dtype = torch.float32
     runtime: Runtime = field(init=False)
     step: DecodeStep = field(init=False)
     errors: list[BaseException] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        ours: Transport
         ours, theirs = fake_pair(delay=self.delay_s)
+        if self.cache_device is not None:
+            ours = HostStagedTransport(ours, self.device)
+        cache_device = self.cache_device or self.device
+        name = str(self.dtype).removeprefix("torch.")
+        model = msgspec.structs.replace(MODEL, dtype=name)
         cache_counters = self.cache_counters = CacheCounters()
         store = KVStore(
-            MODEL,
+            model,
             num_slots=self.settings.cache.capacity_tokens + 1,
             index_dtype=self.settings.selection.index_dtype,
             poison=True,
             counters=cache_counters,
-            device=self.device,
+            device=cache_device,
         )
-        rotary = Rotary((1.0 / 10000 ** (torch.arange(0, DIM, 2) / DIM)).to(self.device))
+        rotary = Rotary((1.0 / 10000 ** (torch.arange(0, DIM, 2) / DIM)).to(cache_device))
         timing = find_policy(self.settings.selection.policy).capabilities.timing
         share = None
         if self.settings.selection.policy != "sync_kv":
-            share = resolve_calibration(self.settings.selection, MODEL, timing).share
+            share = resolve_calibration(self.settings.selection, model, timing).share
         policy = make_policy(
             self.settings.selection.policy,
             PolicyContext(
-                model=MODEL,
+                model=model,
                 selection=self.settings.selection,
                 rotary=rotary,
                 share=share,
@@ -157,7 +173,7 @@ class World:
         )
         self.session = Session(
             epoch=1,
-            model=MODEL,
+            model=model,
             settings=self.settings,
             max_rows=4,
             transport=theirs,
@@ -173,16 +189,16 @@ class World:
             req_generation=torch.ones(5, dtype=torch.int64),
         )
         counters = Counters()
-        resident = ResidentSet(MODEL, self.settings.selection, 4, self.device)
+        resident = ResidentSet(model, self.settings.selection, 4, self.device)
         client = Client(
-            program=StepProgram(MODEL, self.settings, timing, policy.traits),
+            program=StepProgram(model, self.settings, timing, policy.traits),
             transport=ours,
             inbox=inbox,
             all_exact=policy.capabilities.all_exact,
         )
         self.runtime = Runtime(
             settings=self.settings,
-            model=MODEL,
+            model=model,
             client=client,  # type: ignore[arg-type]
             resident=resident,
             counters=counters,
@@ -217,7 +233,7 @@ class World:
         for position in range(start, end):
             generator = torch.Generator().manual_seed((seed * 1000 + position) * 100 + layer)
             parts.append(torch.randn(HEADS * (GROUP + 2) * DIM + HIDDEN, generator=generator))
-        flat = torch.stack(parts).to(self.device)
+        flat = torch.stack(parts).to(self.device, self.dtype)
         q = flat[:, : HEADS * GROUP * DIM].view(-1, HEADS * GROUP, DIM)
         k = flat[:, HEADS * GROUP * DIM :][:, : HEADS * DIM].reshape(-1, HEADS, DIM)
         v = flat[:, HEADS * (GROUP + 1) * DIM :][:, : HEADS * DIM].reshape(-1, HEADS, DIM)

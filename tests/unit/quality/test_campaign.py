@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.quality import campaign
-from tandemkv.server.quality.campaign import Request, prepare
+from tandemkv.server.quality.campaign import Campaign, Request, prepare
 from tandemkv.server.quality.corpus import Corpus
 
 CONFIG = {
@@ -23,6 +25,40 @@ CONFIG = {
 }
 
 
+Prepare = Callable[..., Campaign]
+
+
+@pytest.fixture
+def prepared(
+    tmp_path: Path, corpus: Corpus, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> Prepare:
+    """Prepare a campaign of one policy on a tiny model; a GPU, if asked for, is pretended."""
+    monkeypatch.setattr(campaign, "resolve_device", lambda device: device)
+    monkeypatch.setattr(campaign, "load_tokenizer", lambda folder: tokenizer)
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    text.write_text(next(iter(corpus.texts.values())))
+
+    def prepare_one(device: str, *given: str, policy: str = "look_ahead") -> Campaign:
+        request = Request(
+            model=str(model),
+            policies=[policy],
+            budgets=["160"],
+            tasks=["niah_single"],
+            out=tmp_path / "out",
+            num_samples=1,
+            context_tokens=700,
+            corpus=[text],
+            device=device,
+            dtype="bfloat16" if device == "cuda" else "float32",
+            settings=["selection.num_recent_tokens=16", *given],
+        )
+        return prepare(request, lambda text: None)
+
+    return prepare_one
+
+
 @pytest.mark.parametrize(
     ("device", "given", "expected"),
     [
@@ -32,34 +68,28 @@ CONFIG = {
     ],
 )
 def test_serve_leaves_no_prompt_dense_on_a_gpu(
-    device: str,
-    given: list[str],
-    expected: int | None,
-    tmp_path: Path,
-    corpus: Corpus,
-    tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, given: list[str], expected: int | None, prepared: Prepare
 ) -> None:
     """What `serve` fills in for an open `dense_tokens` would be dense measured against dense."""
-    monkeypatch.setattr(campaign, "resolve_device", lambda device: device)
-    monkeypatch.setattr(campaign, "load_tokenizer", lambda folder: tokenizer)
-    model, text = tmp_path / "model", tmp_path / "text.txt"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(CONFIG))
-    text.write_text(next(iter(corpus.texts.values())))
-    request = Request(
-        model=str(model),
-        policies=["look_ahead"],
-        budgets=["160"],
-        tasks=["niah_single"],
-        out=tmp_path / "out",
-        num_samples=1,
-        context_tokens=700,
-        corpus=[text],
-        device=device,
-        dtype="bfloat16" if device == "cuda" else "float32",
-        settings=["selection.num_recent_tokens=16", *given],
-    )
-    found = prepare(request, lambda text: None)
+    found = prepared(device, *given)
     (sparse,) = (c for c in found.configurations if not c.is_dense)
     assert found.settings_of(sparse).selection.dense_tokens == expected
+
+
+def test_a_policy_for_cpus_is_measured_beside_a_gpu(prepared: Prepare) -> None:
+    host = ("cache_device=cpu", "cache_ranks=1")
+    for given in (host, ()):
+        found = prepared("cuda", *given, policy="lfps")
+        settings = found.settings_of(found.configurations[-1])
+        assert (settings.device, settings.selection.policy) == ("cuda", "lfps")
+    for elsewhere in ("cache_device=cuda", "cache_ranks=0"):
+        with pytest.raises(SettingsError, match="policy=lfps declares devices cpu, not cuda"):
+            prepared("cuda", elsewhere, policy="lfps")
+
+
+def test_where_the_cache_is_counts_in_a_result_s_digest_once_it_is_set(prepared: Prepare) -> None:
+    digests = []
+    for given in ((), ("cache_device=auto",), ("cache_device=cpu",)):
+        found = prepared("cuda", *given)
+        digests.append(found.digest_of(found.configurations[-1], "niah_single"))
+    assert digests[0] == digests[1] != digests[2]

@@ -19,6 +19,7 @@ RANK_OPTIONS = """
     --index-dtype --deterministic --no-deterministic --layers-per-pack --look-ahead-layers --lag
     --scan-ahead
     --refresh-every --exact-layers --deadline-us --cache-tokens --max-running-requests --config
+    --cache-device
 """
 SERVE_OPTIONS = f"""{RANK_OPTIONS}
     --cache-ranks --device --port --host --allow-remote --max-context --chunked-prefill-size
@@ -102,6 +103,7 @@ def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:
         (["serve", "m", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["serve", "m", "--no-such-flag"], 2, "No such option"),
         (["serve", "m", "--cache-ranks", "2"], 2, "not available in this version"),
+        (["serve", "m", "--device", "cpu", "--cache-device", "cuda"], 2, "use --cache-device cpu"),
         (["serve", "m", "--", "--attention-backend", "triton"], 2, "--attention-backend"),
         (["serve", "m", "--port", "0", "--policy", "magic"], 2, "look_ahead"),
         (["cache-rank"], 2, "--run-dir"),

@@ -13,7 +13,7 @@ from tandemkv.cache_rank.protocol.connect import check_transport
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.server.preflight import as_pair, resolve_device, resolve_transport
+from tandemkv.server.devices import as_pair, resolve_device, resolve_transport
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
 
@@ -69,7 +69,7 @@ def test_each_rank_sees_one_gpu(visible: str | None, places: tuple[str, str]) ->
     settings = resolve_transport(as_pair(ServeSettings(model="m")), "cuda")
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     ours = sglang_env(settings, environ, run_dir=Path("/r"), device="cuda")
-    theirs = cache_rank_env(environ, device="cuda")
+    theirs = cache_rank_env(environ, device="cuda", inference_device="cuda")
     for env, place in zip((ours, theirs), places, strict=True):
         assert env["CUDA_VISIBLE_DEVICES"] == place
         assert env["NCCL_SOCKET_IFNAME"] == "lo"

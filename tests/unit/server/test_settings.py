@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.server.devices import resolve_device
 from tandemkv.server.options import RANK_FLAGS, SERVE_FLAGS
-from tandemkv.server.preflight import resolve_device
 from tandemkv.server.settings import ServeSettings, is_loopback
 from tandemkv.server.settings_sources import Sourced, load_settings, setting_fields, to_yaml
 

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model on a GPU and its cache rank on the CPU, in two processes, against stock SGLang.
+
+`stock_agreement` says what agreement is, and how the same runs without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from dead_cache_rank import kill
+from exactness import flush, run
+from rank_servers import Server
+from stock_agreement import (
+    COVERING_TOKENS,
+    DEVICE,
+    NEW_TOKENS,
+    agreement,
+    check,
+    prompts_of,
+    served,
+    stock,
+)
+
+_EVERYTHING = {
+    "budget_tokens": COVERING_TOKENS, "resident_factor": 1.0, "dense_while_fits": False,
+}  # fmt: skip
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="module")
+def prompts(token_ids: list[int]) -> list[list[int]]:
+    return prompts_of(token_ids)
+
+
+@pytest.fixture(scope="module")
+def reference(prompts: list[list[int]]) -> list[dict[str, Any]]:
+    with stock() as server:
+        return run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
+
+
+@pytest.fixture(scope="module", params=["exact", "lfps", "look_ahead"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """What it attends to is everything, and comes through the exchange."""
+    selection = {"policy": request.param, **_EVERYTHING}
+    with served(selection, cache_device="cpu", cache_ranks=1) as found:
+        yield found
+
+
+def test_tokens_are_those_of_stock(
+    server: Server, prompts: list[list[int]], reference: list[dict[str, Any]]
+) -> None:
+    before = server.values()[0]
+    alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
+    check(agreement(alone, reference), "alone")
+    again = agreement(run(server, prompts, new_tokens=NEW_TOKENS, at_once=8), reference)
+    check(again, "radix hits, eight at a time")
+    assert again["cached_tokens"] > sum(map(len, prompts)) // 2, again
+    after = server.values()[0]
+    sparse_or_exact = ("sparse_rows_total", "exact_rows_total")
+    assert sum(after[name] - before[name] for name in sparse_or_exact) > NEW_TOKENS
+
+
+def test_a_killed_cache_rank_is_told_and_comes_back(server: Server, token_ids: list[int]) -> None:
+    flush(server)
+    prompt = token_ids[:300]
+    before = run(server, [prompt], new_tokens=8, at_once=1)[0]["ids"]
+    found = kill(server, token_ids[:400], is_decoding=True)
+    assert set(found["codes"]) == {503}, found
+    assert found["says_why"], found
+    assert found["unready"], found
+    assert run(server, [prompt], new_tokens=8, at_once=1)[0]["ids"] == before
