@@ -24,7 +24,6 @@ _CELL_SIZE = (
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 )
 _RENDEZVOUS = "sglang.srt.distributed.bootstrap.init_distributed_environment"
-_CAPTURE = "sglang.srt.distributed.parallel_state.graph_capture"
 _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 
@@ -68,7 +67,6 @@ def in_process_hooks(backend: str) -> list[Hook]:
     return [
         *(elsewhere if settings.exchange.transport == "peer" else []),
         _support_triton_hook(backend),
-        (_CAPTURE, _capture_first, HookType.AROUND),
         (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_each, HookType.AROUND),
         (f"{_GRAPHS}._resolve_lora_variant", graph_variants.resolve, HookType.AROUND),
         (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
@@ -168,21 +166,6 @@ def _meet_over_a_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         path = runtime_module.run_dir_from_environment().path / f"sglang-store-{owner}"
         kwargs["distributed_init_method"] = f"file://{path}"
     return original(*args, **kwargs)
-
-
-def _capture_first(original: Callable[..., Any], stream: Any = None) -> Any:
-    """Capture the forward pass on a stream that goes before the cache rank's.
-
-    A graph keeps the priorities of the streams that it was captured on, and the default is the
-    lowest one.
-    """
-    import torch
-
-    from .in_process.side_stream import FORWARD_PRIORITY
-
-    if stream is None and torch.cuda.is_available():
-        stream = torch.cuda.Stream(priority=FORWARD_PRIORITY)
-    return original(stream)
 
 
 def _after_capture(_result: Any, graphs: Any, *_: Any, **__: Any) -> None:

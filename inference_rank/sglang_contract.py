@@ -54,7 +54,6 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "world_size",
         "distributed_init_method",
     ),
-    "sglang.srt.distributed.parallel_state.graph_capture": ("stream",),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
     "capture_one_shape": ("size", "forward", "stream_idx", "variant_label"),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."

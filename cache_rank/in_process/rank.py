@@ -333,14 +333,17 @@ class InProcessCacheRank:
         self.batch.let_load_from(device, seen_from)
         self._order.is_kept = True
 
+    def begin_step(self) -> None:
+        """See `LocalCacheRank.begin_step`."""
+        self._num_steps += 1
+        self._counters.begin_step()
+
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
     ) -> None:
         """See `LocalCacheRank.begin_decode`."""
         lag = self._selection.lag_steps if self.selects_for_next_step else 0
-        self._num_steps += 1
         num_layers = len(self._selecting) if self.selects_in_step else 0
-        self._counters.begin_step()
         self.batch.load(rows, lengths, req_to_token, lag=lag, num_layers=num_layers)
 
     def end_step(self) -> None:
@@ -471,7 +474,7 @@ class InProcessCacheRank:
     def counters(self) -> dict[str, float]:
         """See `LocalCacheRank.counters`."""
         return {
-            "steps_total": float(self.batch.step),
+            "steps_total": float(self._num_steps),
             "index_bytes": float(self._index.nbytes),
             **self._counters.read(),
         }

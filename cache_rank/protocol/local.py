@@ -232,10 +232,15 @@ class LocalCacheRank(Protocol):
         too, which pays where the cache rank has a GPU of its own.
         """
 
+    def begin_step(self) -> None:
+        """Count a decode step; not to be captured."""
+
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
     ) -> None:
         """Load the requests of a decode step into the fixed buffers; not to be captured.
+
+        Needed where the step indexes, selects or attends (`attend`).
 
         Parameters
         ----------

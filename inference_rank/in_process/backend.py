@@ -96,7 +96,7 @@ class InProcessBackend(AttentionBackend):
             pool = runner.token_to_kv_pool
             self._far = FarAttention(rank, pool, self._side, self._queries, **sizes)
         self._kind = self.captured_kind = StepKind.DENSE
-        self._indexes = False
+        self._indexes, self.shares_gpu = False, not is_far
         self._is_decode = False
         self._seeds: list[tuple[int, int, int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
@@ -286,8 +286,10 @@ class InProcessBackend(AttentionBackend):
             self._count(on_host)
         self._table.load(rows, lengths, req_to_token)
         self._side.join_all()
-        self._rank.begin_decode(rows, lengths, req_to_token)  # every lane reads what this loads
+        self._rank.begin_step()
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)
+        if in_capture or kind is not StepKind.DENSE or self._far is not None:
+            self._rank.begin_decode(rows, lengths, req_to_token)  # every lane reads what this loads
         self._indexes = self._rank.index_interval > 0 and kind is not StepKind.DENSE
         self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph, kind=kind)
         if self._needs_full:

@@ -108,6 +108,7 @@ class World:
 
     def decode(self, rows: list[int], lengths: list[int]) -> torch.Tensor:
         """Run one step's selections; returns the hidden state ``[B, hidden]``."""
+        self.rank.begin_step()
         self.rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), self.table)
         hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=self.generator)
         for layer in range(LAYERS):
@@ -198,6 +199,7 @@ SHARING = {"anchors": (0, 1, 3), "exact_layers": (0,), "budget_tokens": 24, "fet
 def share(world: World, rows: list[int], lengths: list[int]) -> dict[int, torch.Tensor]:
     """Run one step as the inference rank does; returns the queries of the sources."""
     rank, queries = world.rank, {}
+    rank.begin_step()
     rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), world.table)
     for layer in range(LAYERS):
         named = rank.targets_of(layer) if rank.needs_hidden else (layer,)
@@ -348,6 +350,7 @@ def test_a_scan_ahead_leaves_candidates_to_choose_from() -> None:
     assert {rank.scan_lane_of(4), rank.scan_lane_of(5)} == {2, 3}
     assert rank.num_lanes == 4
     world.prefill(2, 200)
+    rank.begin_step()
     rank.begin_decode(torch.tensor([2]), torch.tensor([201]), world.table)
     early, late = torch.randn((2, 1, QUERY_HEADS * DIM), generator=world.generator)
     rank.scan_ahead(4, early)
@@ -430,6 +433,7 @@ def test_stress_moves_all_it_may() -> None:
     changed = []
     for step in range(1, 6):
         before = world.rank._mirror.positions.clone()
+        world.rank.begin_step()
         world.rank.begin_decode(torch.tensor([1]), torch.tensor([220 + step]), world.table)
         world.rank.choose_ahead(1, hidden)
         world.rank.fetch(1, 1)
@@ -446,6 +450,7 @@ def test_only_every_nth_step_selects() -> None:
         if step == 7:
             rank.refresh_every = 2
         rows, lengths = torch.tensor([1]), torch.tensor([130 + step])
+        rank.begin_step()
         rank.begin_decode(rows, lengths, world.table)
         assert rank.selects_in_step is (step % (3 if step < 7 else 2) == 0)
         if rank.selects_in_step:

@@ -126,6 +126,7 @@ class Twins:
             self.rank.seed_identity(row, self.table[row, : self.selection.num_resident])
         query = self.random(len(rows), QUERY_HEADS, DIM)
         query[[row == 0 for row in rows]] = float("nan")
+        self.rank.begin_step()
         self.rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), self.table)
         if max(lengths) > self.num_cold:
             self.rank.choose(SPARSE, query)

@@ -231,21 +231,39 @@ def test_what_a_step_does(
 class _Backend:
     captured_kind = StepKind.DENSE
     kinds: tuple[StepKind, ...] = tuple(reversed(StepKind))
+    shares_gpu = False
 
     def kind_of(self, lengths: torch.Tensor) -> StepKind:
         return StepKind.SELECTING if bool((lengths > 10).any()) else StepKind.DENSE
 
 
-def test_each_batch_size_is_captured_for_each_kind_of_step() -> None:
-    runner, seen = SimpleNamespace(attn_backend=_Backend()), []
+@pytest.mark.parametrize("shares_gpu", [True, False])
+def test_each_batch_size_is_captured_for_each_kind_of_step(
+    shares_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where both share a GPU, the steps that select on a stream that goes first."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: f"priority {priority}")
+    graphs = SimpleNamespace(_capture_stream="own")
+    runner, seen = SimpleNamespace(attn_backend=_Backend(), backend=graphs), []
+    runner.attn_backend.shares_gpu = shares_gpu
 
     def original(_runner: Any, size: int, *_: Any) -> None:
-        seen.append((size, _[-1], runner.attn_backend.captured_kind))
+        backend = runner.attn_backend
+        seen.append((size, _[-1], backend.captured_kind, graphs._capture_stream))
 
     graph_variants.capture_each(original, runner, 8, print)
-    assert seen == [(8, kind.value, kind) for kind in reversed(StepKind)]
+    assert seen == [
+        (8, "tandemkv-selecting", StepKind.SELECTING, "priority -2" if shares_gpu else "own"),
+        (8, "tandemkv-indexing", StepKind.INDEXING, "own"),
+        (8, "tandemkv-dense", StepKind.DENSE, "own"),
+    ]
+    assert graphs._capture_stream == "own"
     with pytest.raises(ContractError, match="LoRA"):
         graph_variants.capture_each(original, runner, 8, print, None, "lora")
+    if shares_gpu:
+        runner.backend = SimpleNamespace()
+        with pytest.raises(ContractError, match="no stream of its own"):
+            graph_variants.capture_each(original, runner, 8, print)
 
 
 @pytest.mark.parametrize(
