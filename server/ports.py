@@ -4,22 +4,49 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
+from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+
+_OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_DRAWN, _USUAL_FIRST_OUTGOING, _LAST_PORT = 20000, 32768, 65535
+_MAX_DRAWS = 64
 
 
 def choose_port(host: str, port: int) -> int:
     """Return `port` if it can be bound on `host`, or a free one if `port` is 0.
 
     The port is free when this returns; another process may still take it before SGLang does,
-    then SGLang fails to start and its log says so.
+    then SGLang fails to start and its log says so. A free one is drawn from below those that the
+    system gives to outgoing connections, which would take it in the minute that SGLang needs.
 
     Raises
     ------
     SettingsError
         If the port is taken or the address is not one of this machine's.
     """
+    if port:
+        error = _bind_error(host, port)
+        if error is None:
+            return port
+        raise SettingsError(
+            f"port={port} on {host} cannot be used ({error.strerror}); stop the program that "
+            "holds it, choose another --port, or --port 0 for any free one"
+        ) from error
+    last = _first_outgoing()
+    for drawn in random.SystemRandom().sample(range(_FIRST_DRAWN, last), _MAX_DRAWS):
+        if _bind_error(host, drawn) is None:
+            return drawn
+    raise SettingsError(
+        f"port=0: none of {_MAX_DRAWS} ports drawn from {_FIRST_DRAWN} to {last - 1} on {host} is "
+        "free; name one with --port"
+    )
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    """Return why `port` cannot be bound, None if it can."""
     try:
         infos = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
@@ -37,11 +64,17 @@ def choose_port(host: str, port: int) -> int:
                 raise SettingsError(
                     f"host={host} is no address of this machine; use 127.0.0.1"
                 ) from error
-            raise SettingsError(
-                f"port={port} on {host} cannot be used ({error.strerror}); stop the program that "
-                "holds it, choose another --port, or --port 0 for any free one"
-            ) from error
-        return int(probe.getsockname()[1])
+            return error
+    return None
+
+
+def _first_outgoing() -> int:
+    """Return the first port of outgoing connections."""
+    try:
+        first = int(_OUTGOING.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return _USUAL_FIRST_OUTGOING
+    return first if first >= _FIRST_DRAWN + _MAX_DRAWS else _LAST_PORT
 
 
 def server_url(host: str, port: int) -> str:

@@ -76,9 +76,17 @@ def load_settings(
         raise SettingsError(_explain(error, merged)) from None
 
 
+_OPEN_UNLESS_SET = (("exchange", "transport"), ("selection", "index_dtype"))
+"""What the devices decide where nobody has set it; their defaults are those of two CPUs."""
+
+
 def to_yaml(settings: ServeSettings) -> str:
-    """Return the settings as YAML that ``--config`` reads back."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+    """Return the settings as YAML that ``--config`` reads back; what is open stays open."""
+    tree = settings.model_dump(mode="json")
+    for group, name in _OPEN_UNLESS_SET:
+        if name not in getattr(settings, group).model_fields_set:
+            del tree[group][name]
+    return yaml.safe_dump(tree, sort_keys=False)
 
 
 def _from_yaml(path: Path) -> dict[str, Sourced]:

@@ -207,7 +207,9 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
         )
     _check_dense(request, tasks)
     if _CAPACITY not in flags and draft.cache.capacity_tokens == CacheSettings().capacity_tokens:
-        needed = (longest + SPARE_TOKENS) * (request.concurrency + 1)
+        # What one turn leaves in the cache must outlast the first turns of the others.
+        turns = 2 if any(s.mode == "follow_up" for found in samples.values() for s in found) else 1
+        needed = (longest + SPARE_TOKENS) * (turns * request.concurrency + 1)
         flags[_CAPACITY] = Sourced(max(4096, needed), "--concurrency")
     return Campaign(
         request=request,

@@ -131,7 +131,7 @@ def test_exact_layers_attend_on_the_other_gpu(
     prompts: list[list[int]],
     reference: dict[str, list[dict[str, Any]]],
 ) -> None:
-    with served(selection, "peer") as server:
+    with served(selection, cache_ranks=1, exchange={"transport": "peer"}) as server:
         alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
         check(agreement(alone, reference["alone"]), f"{selection['policy']} on two GPUs, alone")
         flush(server)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,17 @@ def prepared(
     (model / "config.json").write_text(json.dumps(CONFIG))
     text.write_text(next(iter(corpus.texts.values())))
 
-    def prepare_one(device: str, *given: str, policy: str = "look_ahead") -> Campaign:
+    def prepare_one(
+        device: str,
+        *given: str,
+        policy: str = "look_ahead",
+        tasks: Sequence[str] = ("niah_single",),
+    ) -> Campaign:
         request = Request(
             model=str(model),
             policies=[policy],
             budgets=["160"],
-            tasks=["niah_single"],
+            tasks=list(tasks),
             out=tmp_path / "out",
             num_samples=1,
             context_tokens=700,
@@ -93,3 +98,11 @@ def test_where_the_cache_is_counts_in_a_result_s_digest_once_it_is_set(prepared:
         found = prepared("cuda", *given)
         digests.append(found.digest_of(found.configurations[-1], "niah_single"))
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_first_turn_outlasts_the_others(prepared: Prepare) -> None:
+    """A later turn finds its context cached, though as many first turns again came in between."""
+    one, two = prepared("cpu"), prepared("cpu", tasks=("niah_single+turn",))
+    longest = max(s.num_tokens for found in two.samples.values() for s in found)
+    assert one.base.cache.capacity_tokens >= 4096
+    assert two.base.cache.capacity_tokens >= 2 * two.request.concurrency * longest

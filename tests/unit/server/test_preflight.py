@@ -14,7 +14,7 @@ from tandemkv.cache_rank.policies.base import LayerShare
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.server import doctor, preflight
+from tandemkv.server import doctor, ports, preflight
 from tandemkv.server.ports import choose_port, server_url
 from tandemkv.server.preflight import ResolvedLaunch, check_policy, resolve_launch
 from tandemkv.server.serve import make_plan
@@ -127,6 +127,22 @@ def test_a_taken_port_is_named(model_dir: Path) -> None:
         with pytest.raises(SettingsError, match=f"port={port} on 127.0.0.1.*--port 0"):
             resolve(model_dir, port=port)
     assert choose_port("127.0.0.1", port) == port
+
+
+def test_a_free_port_is_none_of_an_outgoing_connection_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's connection could take such a port in the minute that SGLang needs to bind it."""
+    file = tmp_path / "range"
+    monkeypatch.setattr(ports, "_OUTGOING", file)
+    for text, first in (("32768\t60999\n", 32768), ("20100 60999", 20100), ("nonsense", 32768)):
+        file.write_text(text)
+        assert all(20000 <= choose_port("127.0.0.1", 0) < first for _ in range(20))
+    file.write_text("1024 65535")  # nothing is left below
+    assert choose_port("127.0.0.1", 0) >= 20000
+    monkeypatch.setattr(ports, "_bind_error", lambda *_: OSError(98, "in use"))
+    with pytest.raises(SettingsError, match=r"none of 64 ports .* --port"):
+        choose_port("127.0.0.1", 0)
 
 
 def test_addresses() -> None:

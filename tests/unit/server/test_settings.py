@@ -77,6 +77,16 @@ def test_what_is_printed_is_read_back_the_same(tmp_path: Path) -> None:
     assert load_settings({}, {}, write(tmp_path, to_yaml(settings))) == settings
 
 
+def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -> None:
+    """A file that says gloo, or native keys, would be taken for somebody's wish on GPUs."""
+    chosen = {"exchange__transport": "nccl", "selection__index_dtype": "int8"}
+    for more in ({}, chosen):
+        read = load_settings({}, {}, write(tmp_path, to_yaml(load_settings(flags(**more), {}))))
+        assert ("transport" in read.exchange.model_fields_set) is bool(more)
+        assert ("index_dtype" in read.selection.model_fields_set) is bool(more)
+        assert read == load_settings(flags(**more), {})
+
+
 @pytest.mark.parametrize(
     ("yaml", "environ", "given", "expected"),
     [

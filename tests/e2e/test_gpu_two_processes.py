@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on a GPU and its cache rank on the CPU, in two processes, against stock SGLang.
+"""A model on a GPU, its cache rank in a process of its own, against stock SGLang.
 
-`stock_agreement` says what agreement is, and how the same runs without a GPU.
+The cache rank is on the CPU, or over NCCL on another GPU. `stock_agreement` says what agreement is,
+and how the former runs without a GPU.
 """
 
 from __future__ import annotations
@@ -44,11 +45,24 @@ def reference(prompts: list[list[int]]) -> list[dict[str, Any]]:
         return run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
 
 
-@pytest.fixture(scope="module", params=["exact", "lfps", "look_ahead"])
+_PAIRS = [
+    *(
+        pytest.param((policy, "cpu"), id=f"{policy}-on-cpu")
+        for policy in ("exact", "lfps", "look_ahead")
+    ),
+    *(
+        pytest.param((policy, "cuda"), marks=pytest.mark.multi_gpu(2), id=f"{policy}-over-nccl")
+        for policy in ("exact", "look_ahead", "sfi")
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=_PAIRS)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """What it attends to is everything, and comes through the exchange."""
-    selection = {"policy": request.param, **_EVERYTHING}
-    with served(selection, cache_device="cpu", cache_ranks=1) as found:
+    policy, cache_device = request.param
+    selection = {"policy": policy, **_EVERYTHING}
+    with served(selection, cache_device=cache_device, cache_ranks=1) as found:
         yield found
 
 
