@@ -21,7 +21,6 @@ from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.step_program import StepProgram
-from tandemkv.cache_rank.seeding import choose_seed
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
@@ -33,6 +32,7 @@ from .device_counters import DeviceCounters
 from .key_index import KeyIndex, make_key_index
 from .query_windows import DeviceQueryWindows
 from .scan_order import ScanOrder
+from .seeder import Seeder
 from .stress import StressSigns
 
 _Chosen = TypeVar("_Chosen")
@@ -141,8 +141,7 @@ class InProcessCacheRank:
             for _ in range(self.num_lanes)
         ]
         self._order = ScanOrder(device)
-        self._all_slots = torch.arange(width, dtype=torch.int32, device=device)
-        self._seeding: list[tuple[torch.Tensor, int, int]] = []
+        self._seeder = Seeder(model, selection, pools, self._mirror, device)
         self.refresh_every = selection.refresh_steps
         self._num_steps = 0
 
@@ -256,7 +255,7 @@ class InProcessCacheRank:
         if self._windows is not None:
             self._windows.begin_prompt(rows, lengths)
         tables = [table.to(self._device) for table in tables]
-        self._seeding = list(zip(tables, prefix_lens, lengths, strict=True))
+        self._seeder.begin_extend(lengths, tables)
         self._index.begin_extend(prefix_lens, lengths, tables)
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
@@ -266,65 +265,16 @@ class InProcessCacheRank:
 
     def seed(self, layer: int, request: int, row: int, queries: torch.Tensor) -> None:
         """See `LocalCacheRank.seed`."""
-        slots, _, length = self._seeding[request]
-        is_indexed = layer in self._place_of
-        keys, k_scale = self._index.keys(layer) if is_indexed else (self._pools.k[layer], None)
-        chosen = choose_seed(
-            queries.to(self._device),
-            keys,
-            k_scale,
-            slots[:: self._pools.page_size] // self._pools.page_size,
-            length=length,
-            selection=self._selection,
-            num_resident=self._mirror.num_resident,
-            scale=self._model.scale,
-            page_size=self._pools.page_size,
-        )
-        if layer in self._book_of:
-            book = self._book_of[layer]
-            self._mirror.seed(book, row, chosen)
-            if self._windows is not None and is_indexed:
-                positions = torch.arange(length - len(queries), length, device=self._device)
-                self._windows.observe_prompt(
-                    self._place_of[layer], row, queries.to(self._device), positions
-                )
-        rows = torch.tensor([row], dtype=torch.int64, device=slots.device)
-        self._copy(layer, rows, slots[None], chosen[None], page_size=1)
+        queries, place = queries.to(self._device), self._place_of.get(layer)
+        keys = (self._pools.k[layer], None) if place is None else self._index.keys(layer)
+        book = self._book_of.get(layer)
+        positions = self._seeder.seed(layer, request, row, queries, keys, book=book)
+        if self._windows is not None and place is not None and book is not None:
+            self._windows.observe_prompt(place, row, queries, positions)
 
     def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:
         """See `LocalCacheRank.seed_identity`."""
-        heads, width = self._model.num_kv_heads, self._mirror.num_resident
-        rows = rows.to(self._device)
-        self._mirror.fill_identity(rows)
-        if tables is None:
-            return
-        tables = tables.to(self._device)
-        positions = self._all_slots.expand(len(rows), heads, width).contiguous()
-        for layer in self._sparse:
-            self._copy(layer, rows, tables, positions, page_size=1)
-
-    def _copy(
-        self,
-        layer: int,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        page_size: int,
-    ) -> None:
-        k_res, v_res = self._resident[layer]
-        targets = torch.where(positions >= 0, self._all_slots, -1)
-        exchange_rows(
-            self._pools.k[layer],
-            self._pools.v[layer],
-            slots,
-            positions,
-            targets,
-            k_res,
-            v_res,
-            rows,
-            page_size=page_size,
-        )
+        self._seeder.seed_identity(self._sparse, rows, tables)
 
     # -- decode --------------------------------------------------------------------------
 

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills the resident sets of requests that decode begins to select for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandemkv.cache_rank.mirror import ResidentMirror
+from tandemkv.cache_rank.protocol.local import LocalPools
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.seeding import choose_seed
+from tandemkv.kernels.exchange import exchange_rows
+
+
+class Seeder:
+    """Writes whole sets: of prompts, chosen by their last queries, and of grown requests.
+
+    Parameters
+    ----------
+    model, selection, pools
+        As of the cache rank.
+    mirror : ResidentMirror
+        Its books; a layer that follows none has none.
+    device : torch.device
+        Of the pools.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        selection: SelectionSettings,
+        pools: LocalPools,
+        mirror: ResidentMirror,
+        device: torch.device,
+    ) -> None:
+        self._model, self._selection, self._pools = model, selection, pools
+        self._mirror, self._device = mirror, device
+        self._all_slots = torch.arange(mirror.num_resident, dtype=torch.int32, device=device)
+        self._prompts: list[tuple[torch.Tensor, int]] = []
+
+    def begin_extend(self, lengths: Sequence[int], tables: Sequence[torch.Tensor]) -> None:
+        """Take note of a prefill step's requests; ``tables`` are their slots ``[length]``."""
+        self._prompts = list(zip(tables, lengths, strict=True))
+
+    def seed(
+        self,
+        layer: int,
+        request: int,
+        row: int,
+        queries: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor | None],
+        *,
+        book: int | None,
+    ) -> torch.Tensor:
+        """Fill the set of a finished prompt.
+
+        Parameters
+        ----------
+        layer, request, row : int
+            The layer, the place of the request in its prefill step, and its row.
+        queries : torch.Tensor
+            ``[W, Hq, D]``, the prompt's last.
+        keys : tuple
+            Keys and scales to score, as `tandemkv.kernels.score.score_keys` takes them.
+        book : int, optional
+            Of the layer.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[W]`` int64, the positions of `queries`.
+        """
+        slots, length = self._prompts[request]
+        chosen = choose_seed(
+            queries,
+            *keys,
+            slots[:: self._pools.page_size] // self._pools.page_size,
+            length=length,
+            selection=self._selection,
+            num_resident=self._mirror.num_resident,
+            scale=self._model.scale,
+            page_size=self._pools.page_size,
+        )
+        if book is not None:
+            self._mirror.seed(book, row, chosen)
+        rows = torch.tensor([row], dtype=torch.int64, device=slots.device)
+        self._copy(layer, rows, slots[None], chosen[None])
+        return torch.arange(length - len(queries), length, device=self._device)
+
+    def seed_identity(
+        self, layers: Sequence[int], rows: torch.Tensor, tables: torch.Tensor | None
+    ) -> None:
+        """Make the first tokens of `rows` ``[n]`` resident; see `LocalCacheRank.seed_identity`."""
+        rows = rows.to(self._device)
+        self._mirror.fill_identity(rows)
+        if tables is None:
+            return
+        tables, shape = tables.to(self._device), (len(rows), self._model.num_kv_heads, -1)
+        positions = self._all_slots.expand(shape).contiguous()
+        for layer in layers:
+            self._copy(layer, rows, tables, positions)
+
+    def _copy(
+        self, layer: int, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        k_res, v_res = self._pools.resident[layer]
+        targets = torch.where(positions >= 0, self._all_slots, -1)
+        exchange_rows(
+            self._pools.k[layer], self._pools.v[layer], slots, positions, targets, k_res, v_res,
+            rows, page_size=1,
+        )  # fmt: skip
