@@ -81,8 +81,7 @@ def _captured_first(runner: Any) -> Iterator[None]:
     """Capture the forward pass on a stream that goes before the cache rank's.
 
     A graph keeps the priorities of the streams that it was captured on, and the default is the
-    lowest one. Where nothing has to give way the default stays: kernels of another priority follow
-    one another 0.4 us later (H200), 5 us a layer.
+    lowest one. Between two GPUs it makes no difference (H200: 7.30 and 7.32 ms a step).
     """
     graphs = runner.backend
     before = getattr(graphs, "_capture_stream", None)
