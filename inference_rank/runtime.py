@@ -183,8 +183,8 @@ def settings_from_environment() -> RankSettings:
     text = os.environ.get(SETTINGS_VARIABLE)
     if not text:
         raise SettingsError(
-            f"{SETTINGS_VARIABLE} is not set; start the server with `tandemkv serve`, or set it to "
-            "the JSON that `tandemkv serve --print-settings` shows"
+            f"{SETTINGS_VARIABLE} is not set; start the server with `tandemkv serve` or `tandemkv "
+            "inference-rank`, which set it"
         )
     try:
         return RankSettings.model_validate_json(text)

@@ -65,6 +65,11 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "replay": ("shape_key", "static_forward_batch"),
     "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
     "replay_session": (),
+    # Both use `_capture_stream`, which is replaced while some steps are captured.
+    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
+    "capture_session": ("stream",),
+    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend."
+    "capture_one": ("shape_key", "forward_fn"),
     # Recognised by their names; without them queries are predicted module by module.
     "sglang.srt.layers.layernorm.RMSNorm": ("hidden_size", "eps", "var_hidden_size"),
     "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding": (

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from tandemkv.cache_rank.protocol.nccl_transport import NCCL_ENVIRONMENT
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
 
+from .cores import usable_cores
 from .settings import ServeSettings
 from .settings_sources import ENVIRONMENT_PREFIX
 
@@ -119,7 +119,7 @@ def cache_rank_env(
     if inference_device == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ""
         # The model computes elsewhere; two cores stay for SGLang's scheduler and the transport.
-        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 2)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 2)))
     return env
 
 

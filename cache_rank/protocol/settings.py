@@ -325,7 +325,7 @@ class ExchangeSettings(_Strict):
     transport: Literal["gloo", "nccl", "peer", "local"] = Field(
         default="gloo",
         description="Data plane between the ranks: gloo to a cache rank on a CPU, nccl between "
-        "two GPUs; local: the cache rank is in the same process.",
+        "two GPUs; peer: one process drives both GPUs; local: and on the same GPU.",
     )
 
     @property

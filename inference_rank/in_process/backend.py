@@ -184,7 +184,7 @@ class InProcessBackend(AttentionBackend):
             out: torch.Tensor = (
                 self._full.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
                 if far is None
-                else far.end(index, size)
+                else far.end(index)
             )
             if indexes:
                 side.defer(lane, lambda: rank.append(index, size))
@@ -307,6 +307,8 @@ class InProcessBackend(AttentionBackend):
         they were left.
         """
         rank = self._rank
+        if not rank.selects:
+            return StepKind.DENSE
         if rank.selects_in_step and bool((lengths > self._lengths.num_cold).any()):
             return StepKind.SELECTING
         every = rank.index_interval

@@ -47,7 +47,7 @@ class FarAttention:
         device: torch.device, cache_device: torch.device,
     ) -> None:  # fmt: skip
         self._rank, self._pool, self._side, self._queries = rank, pool, side, queries
-        self._lane, self._row = lane, row
+        self._lane, self._row, self._size = lane, row, 0
         # One for all layers: a layer's output is used up before the next layer's query is sent.
         self._outputs = torch.zeros((max_batch, width), dtype=dtype, device=device)
         self._outputs_there = seen_from(cache_device, self._outputs)
@@ -63,6 +63,7 @@ class FarAttention:
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
         index, size, side = layer.layer_id, len(query), self._side
+        self._size = size
         if save_kv_cache:
             shape = (-1, layer.tp_k_head_num, layer.head_dim)
             self._pool.set_kv_buffer(
@@ -80,7 +81,7 @@ class FarAttention:
             side.note_done(index, size)
         return there
 
-    def end(self, layer: int, size: int) -> torch.Tensor:
+    def end(self, layer: int) -> torch.Tensor:
         """Wait for the output of `layer`, ``[B, Hq * D]``; valid until the next layer's."""
         self._side.join(layer)
-        return self._outputs[:size]
+        return self._outputs[: self._size]

@@ -21,6 +21,8 @@ from tandemkv.cache_rank.protocol.errors import ContractError
 
 from .side_stream import FORWARD_PRIORITY
 
+_STREAM = "tandemkv_capture_stream"
+
 
 class StepKind(StrEnum):
     """What a decode step does beside the forward pass; the label of its graph."""
@@ -71,7 +73,7 @@ def capture_each(
     backend = runner.attn_backend
     for kind in backend.kinds:
         backend.captured_kind = kind
-        goes_first = kind is StepKind.SELECTING and backend.shares_gpu
+        goes_first = kind is not StepKind.DENSE and backend.shares_gpu
         with _captured_first(runner) if goes_first else nullcontext():
             original(runner, size, forward, stream_idx, str(kind))
 
@@ -90,7 +92,10 @@ def _captured_first(runner: Any) -> Iterator[None]:
             f"SGLang captures decode graphs with {type(graphs).__name__}, which has no stream of "
             "its own; serve with its full CUDA graphs, or --disable-cuda-graph"
         )
-    graphs._capture_stream = torch.cuda.Stream(priority=FORWARD_PRIORITY)
+    # One for all sizes: graphs reuse each other's memory within a stream only.
+    if not hasattr(runner, _STREAM):
+        setattr(runner, _STREAM, torch.cuda.Stream(priority=FORWARD_PRIORITY))
+    graphs._capture_stream = getattr(runner, _STREAM)
     try:
         yield
     finally:

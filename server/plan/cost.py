@@ -179,9 +179,8 @@ def predict_step(
                 exposed_us += own_us / max(1, sparse)
             if load.waits:
                 exposed_us = cost.handover_us + scanned * own_us
-        ring_us = attention_us(shape, batch, load.num_recent_tokens, tp_size, cost)
         far_us = attention_us(shape, batch, load.context_tokens, caches, cost)
-        exact_us = ring_us + cost.handover_us + cost.exchange_us + far_us
+        exact_us = cost.handover_us + cost.exchange_us + far_us
     return StepTime(
         weights_ms=weights_us / 1e3,
         overhead_ms=overhead_us / 1e3,

@@ -184,6 +184,8 @@ def stock_server(
         As `tandem_server`.
     """
     work = Path(tempfile.mkdtemp(prefix="tkv-q-"))
+    if device == "cuda":  # it has no cache rank to wait for: CUDA graphs and overlap stay on
+        settings = settings.model_copy(update={"cache_ranks": 0})
     try:
         port = choose_port(_HOST, 0)
         argv = list(

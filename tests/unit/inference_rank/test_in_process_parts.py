@@ -171,7 +171,7 @@ def test_far_attention_writes_before_it_asks(monkeypatch: pytest.MonkeyPatch) ->
     query = torch.arange(8.0).view(2, 2, 2)
     k, v = torch.ones(2, 2), torch.zeros(2, 2)
     assert torch.equal(far.begin(query, k, v, layer, batch, True), query)
-    assert torch.equal(far.end(1, 2), query.flatten(1) * 2)
+    assert torch.equal(far.end(1), query.flatten(1) * 2)
     assert seen == [(1, [5, 9], [[[1.0, 1.0]]] * 2, [[[0.0, 0.0]]] * 2), (1, query.tolist())]
     far.begin(query, k, v, layer, batch, False)
     assert len(seen) == 3, "K/V of a layer that shares another one's are not written"
@@ -219,13 +219,15 @@ def test_kinds_of_steps() -> None:
 def test_what_a_step_does(
     interval: int, lengths: list[int], by_interval: dict[int, StepKind]
 ) -> None:
-    rank = SimpleNamespace(selects_in_step=True, index_interval=interval)
+    rank = SimpleNamespace(selects=True, selects_in_step=True, index_interval=interval)
     backend: Any = SimpleNamespace(_rank=rank, _lengths=SimpleNamespace(num_cold=40))
     kind = InProcessBackend.kind_of(backend, torch.tensor(lengths))
     assert kind is by_interval[interval]
     assert kind in kinds_of(interval)
     rank.selects_in_step = False  # between two refreshes
     assert InProcessBackend.kind_of(backend, torch.tensor(lengths)) is not StepKind.SELECTING
+    rank.selects = False  # every layer is exact: no other graph is captured
+    assert InProcessBackend.kind_of(backend, torch.tensor(lengths)) is StepKind.DENSE
 
 
 class _Backend:
@@ -241,8 +243,9 @@ class _Backend:
 def test_each_batch_size_is_captured_for_each_kind_of_step(
     shares_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where both share a GPU, the steps that select on a stream that goes first."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: f"priority {priority}")
+    """Where both share a GPU, what has lanes beside it on a stream that goes first."""
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: made.append(priority) or "first")
     graphs = SimpleNamespace(_capture_stream="own")
     runner, seen = SimpleNamespace(attn_backend=_Backend(), backend=graphs), []
     runner.attn_backend.shares_gpu = shares_gpu
@@ -251,13 +254,17 @@ def test_each_batch_size_is_captured_for_each_kind_of_step(
         backend = runner.attn_backend
         seen.append((size, _[-1], backend.captured_kind, graphs._capture_stream))
 
-    graph_variants.capture_each(original, runner, 8, print)
-    assert seen == [
-        (8, "tandemkv-selecting", StepKind.SELECTING, "priority -2" if shares_gpu else "own"),
-        (8, "tandemkv-indexing", StepKind.INDEXING, "own"),
-        (8, "tandemkv-dense", StepKind.DENSE, "own"),
-    ]
+    first = "first" if shares_gpu else "own"
+    for size in (8, 4):
+        seen.clear()
+        graph_variants.capture_each(original, runner, size, print)
+        assert seen == [
+            (size, "tandemkv-selecting", StepKind.SELECTING, first),
+            (size, "tandemkv-indexing", StepKind.INDEXING, first),
+            (size, "tandemkv-dense", StepKind.DENSE, "own"),
+        ]
     assert graphs._capture_stream == "own"
+    assert made == ([-2] if shares_gpu else [])  # graphs share memory within a stream only
     with pytest.raises(ContractError, match="LoRA"):
         graph_variants.capture_each(original, runner, 8, print, None, "lora")
     if shares_gpu:

@@ -75,8 +75,8 @@ STEP_LOGPROB = -0.5
 class FakeServer:
     """Stands for `RunningServer`, with a model that always adds one to the last token.
 
-    `answers` maps prompts to tokens that are generated instead; `forces`, `keeps_turns` and `fails`
-    break it.
+    `answers` maps prompts to tokens that are generated instead; `forces`, `num_kept` (tokens of an
+    earlier prompt) and `fails` break it.
     """
 
     is_stock: bool = False
@@ -84,7 +84,7 @@ class FakeServer:
     forces: bool = True
     fails: bool = False
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    keeps_turns: bool = True
+    num_kept: int = 1 << 30
     slow_rows: int = 0
     num_forgotten: int = 0
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -110,7 +110,7 @@ class FakeServer:
             output.append(forced[i] if i < len(forced) else best[-1])
         pairs = [[STEP_LOGPROB, token, None] for token in output]
         meta: dict[str, Any] = {"output_token_logprobs": pairs}
-        meta["cached_tokens"] = max(known, default=0) if self.keeps_turns else 0
+        meta["cached_tokens"] = min(self.num_kept, max(known, default=0))
         if "top_logprobs_num" in body:
             meta["output_top_logprobs"] = [[[-0.1, token, None]] for token in best]
         if "logprob_start_len" in body:

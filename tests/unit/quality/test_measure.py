@@ -95,9 +95,15 @@ def test_a_later_turn_repeats_the_context(is_stock: bool, fake_server: Any) -> N
     assert "custom_params" not in second["sampling_params"]
 
 
+def test_a_turn_that_was_half_forgotten_is_an_error(fake_server: Any) -> None:
+    server = fake_server(num_kept=60)
+    with pytest.raises(MeasurementError, match=r"of the 100 tokens .* only 60 cached"):
+        ask(server, [asking(mode="follow_up", context_ids=list(range(100)))])
+
+
 def test_a_turn_that_was_forgotten_is_an_error(fake_server: Any) -> None:
     with pytest.raises(MeasurementError, match=r"of the 2 tokens .* only 0 cached"):
-        ask(fake_server(keeps_turns=False), [asking(mode="follow_up")])
+        ask(fake_server(num_kept=0), [asking(mode="follow_up")])
 
 
 def test_forced_tokens_but_the_first_count(fake_server: Any) -> None:

@@ -114,8 +114,8 @@ def test_layers_that_follow_an_anchor_by_hand() -> None:
 def test_an_exact_layer_by_hand() -> None:
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=2)
     step = predict_step(placement, TINY, replace(TINY_LOAD, exact_layers=(0, 1, 2, 3, 4)), UNIT)
-    ring, far = 1 + 3 * 4 * 16, 1 + 3 * 100 * 16 / 2
-    assert step.exact_layers_ms * 1e3 == pytest.approx(ring + UNIT.handover_us + 11 + far)
+    far = 1 + 3 * 100 * 16 / 2
+    assert step.exact_layers_ms * 1e3 == pytest.approx(UNIT.handover_us + 11 + far)
     assert step.attention_ms == step.exposed_selection_ms == 0  # its only layer is exact
 
 
@@ -149,7 +149,7 @@ def test_dense_prediction_is_near_what_was_measured(
     [
         (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 8, 65536, 10.85),
         (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 8, 8192, 7.74),
-        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 1, 65536, 6.71),
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 1, 65536, 6.23),
         (Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), 8, 65536, 6.58),
         (Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), 8, 8192, 5.30),
         (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8, 98304, 9.03),
@@ -163,6 +163,20 @@ def test_selecting_prediction_is_near_what_was_measured(
 ) -> None:
     load = replace(LOAD, concurrency=batch, context_tokens=context, num_resident=4100)
     assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("placement", "measured_ms"),
+    [
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 11.62),
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), 7.00),
+        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8.15),
+    ],
+)
+def test_exact_layers_cost_what_was_measured(placement: Placement, measured_ms: float) -> None:
+    load = replace(LOAD, concurrency=8, context_tokens=65536, num_resident=4100)
+    step = predict_step(placement, QWEN, replace(load, exact_layers=(0, 1)))
+    assert step.tpot_ms == pytest.approx(measured_ms, rel=0.05)
 
 
 @pytest.mark.parametrize(
