@@ -15,7 +15,7 @@ from tandemkv.cache_rank import process
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.server import preflight
+from tandemkv.server import cores, preflight
 from tandemkv.server.child_process import ChildSpec
 from tandemkv.server.devices import (
     as_pair,
@@ -188,9 +188,11 @@ def test_the_devices_of_both_ranks_decide_the_data_plane() -> None:
 def test_the_plan_of_a_launch(
     given: dict[str, Any], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(cores, "_quota", lambda: None)
     launch = launch_of(model_dir, **given)
     assert (launch.device, launch.settings.cache_device, launch.spec.dtype) == (
         "cuda", "cpu", "bfloat16",
@@ -216,16 +218,17 @@ def environment(child: ChildSpec | None) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("gpus")
-@pytest.mark.parametrize(("cores", "given", "threads"), [(2, None, "1"), (8, "3", "3")])
+@pytest.mark.parametrize(("num_cores", "given", "threads"), [(2, None, "1"), (8, "3", "3")])
 def test_the_cache_rank_leaves_cores_and_a_given_number_stays(
-    cores: int,
+    num_cores: int,
     given: str | None,
     threads: str,
     model_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(num_cores))
+    monkeypatch.setattr(cores, "_quota", lambda: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
