@@ -39,8 +39,16 @@ def add_routes(*_: Any, **__: Any) -> None:
     async def ready() -> JSONResponse:
         """200 when both ranks are connected and SGLang has answered a request, else 503."""
         collected = await collect_status(run_dir, is_warm=_is_warm())
-        shown = {key: collected[key] for key in ("ready", "reason") if key in collected}
-        return JSONResponse(shown, status_code=200 if collected["ready"] else 503)
+        return JSONResponse(readiness(collected, run_dir), 200 if collected["ready"] else 503)
+
+
+def readiness(collected: dict[str, Any], run_dir: RunDir) -> dict[str, Any]:
+    """Return what ``/tandemkv/ready`` says: ``ready``, maybe ``reason``, and whose answer it is.
+
+    A launcher whose SGLang could not bind its port would take another server there for its own.
+    """
+    shown = {key: collected[key] for key in ("ready", "reason") if key in collected}
+    return shown | {"instance": run_dir.instance}
 
 
 def _is_warm() -> bool:

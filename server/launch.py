@@ -142,12 +142,18 @@ class Launcher:
         return [self._sglang] if self._cache_rank is None else [self._cache_rank, self._sglang]
 
     def _loading_detail(self) -> str | None:
-        state = self._plan.server_state()
+        state = self._own_state()
         return None if state.reachable else state.detail
 
     def _handshake_detail(self) -> str | None:
-        state = self._plan.server_state()
+        state = self._own_state()
         return None if state.ready else state.detail
+
+    def _own_state(self) -> ServerState:
+        state = self._plan.server_state()
+        if state.is_other:  # SGLang stays alive without its port
+            raise LaunchError(state.detail)
+        return state
 
     def _await(
         self, detail: Callable[[], str | None], deadline: float, waited_for: ChildProcess

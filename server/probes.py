@@ -19,15 +19,22 @@ class StatusUnavailableError(TandemKVError):
 
 
 class ServerState(NamedTuple):
-    """What ``/tandemkv/ready`` says; `detail` is the reason while not ready."""
+    """What ``/tandemkv/ready`` says; `detail` is the reason while not ready.
+
+    `is_other`: another server answers than the one that was asked for.
+    """
 
     reachable: bool
     ready: bool
     detail: str
+    is_other: bool = False
 
 
-def server_state(url: str, timeout_s: float = 2.0) -> ServerState:
-    """Ask whether the server at `url` is ready. Never raises for a server that is not there."""
+def server_state(url: str, timeout_s: float = 2.0, *, instance: str | None = None) -> ServerState:
+    """Ask whether the server at `url` is ready. Never raises for a server that is not there.
+
+    `instance` names the one that is meant (`RunDir.instance`); None: whichever answers.
+    """
     try:
         code, body = _get(f"{url}/tandemkv/ready", timeout_s)
     except (OSError, http.client.HTTPException) as error:
@@ -36,17 +43,28 @@ def server_state(url: str, timeout_s: float = 2.0) -> ServerState:
         return ServerState(
             reachable=True, ready=False, detail="the server runs without the tandemkv plugin"
         )
-    text = _reason_in(body) or " ".join(body.decode("utf-8", errors="replace").split())
+    found = _text_in(body, "instance")
+    # An error may come from SGLang itself, which knows no instance.
+    if instance is not None and found != instance and (found or code == 200):
+        who = "a server of tandemkv" if found else "a server"
+        return ServerState(
+            reachable=True,
+            ready=False,
+            detail=f"{who} that was started elsewhere answers at {url}: the port is taken; stop it "
+            "or choose another --port",
+            is_other=True,
+        )
+    text = _text_in(body, "reason") or " ".join(body.decode("utf-8", errors="replace").split())
     return ServerState(reachable=True, ready=code == 200, detail=text[:300] or f"HTTP {code}")
 
 
-def _reason_in(body: bytes) -> str:
-    """Return the ``reason`` of a reply in JSON, if it has one."""
+def _text_in(body: bytes, key: str) -> str:
+    """Return the value of `key` in a reply in JSON, if it has one."""
     try:
         found = json.loads(body)
     except ValueError:
         return ""
-    return str(found.get("reason", "")) if isinstance(found, dict) else ""
+    return str(found.get(key, "")) if isinstance(found, dict) else ""
 
 
 def fetch_status(url: str, timeout_s: float = 10.0) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
             log_path=run_dir.path / "sglang.log",
         ),
         cache_rank_detail=lambda: cache_rank_detail(run_dir),
-        server_state=lambda: server_state(url),
+        server_state=lambda: server_state(url, instance=run_dir.instance),
         banner=banner(settings, url, run_dir.path),
         start_timeout_s=settings.start_timeout_s,
         stop_timeout_s=settings.stop_timeout_s,

@@ -8,6 +8,7 @@ it: that, not the token, is what keeps other users of the machine out.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import secrets
@@ -121,6 +122,14 @@ class RunDir:
                 )
             self._token = token
         return self._token
+
+    @property
+    def instance(self) -> str:
+        """Name of the server that uses this directory, for whoever may know it.
+
+        Derived from the token, which cannot be found from it.
+        """
+        return hashlib.sha256(b"instance" + self.token).hexdigest()[:16]
 
     def next_epoch(self) -> int:
         """Return a number that no epoch of this directory had, also across restarts.

@@ -16,10 +16,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
+from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.child_process import ChildProcess, ChildSpec
 from tandemkv.server.ports import choose_port
 from tandemkv.server.probes import fetch_status, server_state
@@ -160,7 +162,8 @@ def tandem_server(
         )
         server = RunningServer(f"http://{_HOST}:{port}", is_stock=False, probe_file=probe_file)
         spec = ChildSpec(name="tandemkv serve", argv=argv, env=env, log_path=work / "serve.log")
-        with _running(spec, server, settings.start_timeout_s, stop, _ready):
+        detail = partial(_ready, run_dir=work / "run")
+        with _running(spec, server, settings.start_timeout_s, stop, detail):
             yield server
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -272,8 +275,12 @@ def _end_when_asked(child: ChildProcess, stop: threading.Event) -> None:
             return
 
 
-def _ready(server: RunningServer) -> str | None:
-    state = server_state(server.url)
+def _ready(server: RunningServer, run_dir: Path) -> str | None:
+    try:
+        instance = RunDir.open(run_dir).instance
+    except SettingsError as error:
+        return str(error)  # not made yet
+    state = server_state(server.url, instance=instance)
     return None if state.ready else state.detail
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank import http_routes
 from tandemkv.inference_rank import runtime as runtime_module
 
@@ -34,6 +35,16 @@ def test_a_warm_server_is_as_ready_as_its_ranks(monkeypatch: pytest.MonkeyPatch)
     found = collect(monkeypatch, rank_ready=False, is_warm=True)
     assert found["ready"] is False
     assert "reason" not in found
+
+
+def test_readiness_says_whose_it_is(tmp_path: Path) -> None:
+    one, two = (RunDir.create(tmp_path / name) for name in ("one", "two"))
+    found = http_routes.readiness({"ready": True, "cache_ranks": []}, one)
+    assert found == {"ready": True, "instance": one.instance}
+    assert one.instance == RunDir.open(one.path).instance != two.instance
+    assert one.token.hex() not in one.instance
+    waiting = http_routes.readiness({"ready": False, "reason": "warms up"}, one)
+    assert waiting["reason"] == "warms up"
 
 
 def test_warmth_is_what_sglang_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ def main() -> None:
 
     def state() -> ServerState:
         reason = up("sglang")
+        if (root / "taken").exists():
+            return ServerState(True, False, "another server answers", is_other=True)
         return ServerState(reachable=reason is None, ready=reason is None, detail=reason or "")
 
     def clean_up(keep_logs: bool) -> None:

@@ -144,6 +144,18 @@ def test_a_start_that_takes_too_long_says_why(launch: Callable[..., Launched]) -
     assert_all_gone(launched.pids())
 
 
+def test_another_server_at_the_address_ends_the_start(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """SGLang stays alive without its port, and the other server would be taken for it."""
+    (tmp_path / "taken").touch()
+    launched = launch("serve", "serve")
+    assert launched.wait() == 1
+    assert "LaunchError: another server answers" in launched.text()
+    assert "READY" not in launched.text()
+    assert_all_gone(launched.pids())
+
+
 def test_a_signal_while_starting_ends_the_start(launch: Callable[..., Launched]) -> None:
     launched = launch("serve", "never")
     eventually(lambda: len(launched.pids()) == 2, launched.text)

@@ -24,7 +24,30 @@ def test_replies(
     reply: tuple[int, bytes], want: tuple[bool, bool, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "_get", lambda _address, _timeout_s: reply)
-    assert tuple(probes.server_state("http://127.0.0.1:1")) == want
+    assert tuple(probes.server_state("http://127.0.0.1:1")) == (*want, False)
+
+
+@pytest.mark.parametrize(
+    ("body", "who"),
+    [
+        (b'{"ready": true, "instance": "b"}', "a server of tandemkv that was started elsewhere"),
+        (b'{"ready": true}', "a server that was started elsewhere"),
+        (b"<html>", "a server that was started elsewhere"),
+    ],
+)
+def test_another_server_is_not_taken_for_one_s_own(
+    body: bytes, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_get", lambda _address, _timeout_s: (200, body))
+    found = probes.server_state("http://127.0.0.1:1", instance="a")
+    assert (found.ready, found.is_other) == (False, True)
+    assert found.detail.startswith(who)
+    assert "--port" in found.detail
+    monkeypatch.setattr(probes, "_get", lambda _address, _timeout_s: (500, b"oh"))
+    assert not probes.server_state("http://127.0.0.1:1", instance="a").is_other
+    own = b'{"ready": true, "instance": "a"}'
+    monkeypatch.setattr(probes, "_get", lambda _address, _timeout_s: (200, own))
+    assert probes.server_state("http://127.0.0.1:1", instance="a").ready
 
 
 def test_nobody_there() -> None:
