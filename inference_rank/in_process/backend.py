@@ -96,7 +96,7 @@ class InProcessBackend(AttentionBackend):
             pool = runner.token_to_kv_pool
             self._far = FarAttention(rank, pool, self._side, self._queries, **sizes)
         self._kind = self.captured_kind = StepKind.DENSE
-        self._indexes, self.shares_gpu = False, not is_far
+        self.shares_gpu = not is_far
         self._is_decode = False
         self._seeds: list[tuple[int, int, int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
@@ -166,7 +166,8 @@ class InProcessBackend(AttentionBackend):
         rank, side = self._rank, self._side
         lane, own = rank.lane_of(index), q.view(-1, layer.tp_q_head_num, layer.head_dim)
         selecting, source = self._kind is StepKind.SELECTING, rank.is_source(index)
-        selects, indexes = selecting and source, self._indexes and source
+        selects, does_more = selecting and source, self._kind is not StepKind.DENSE
+        indexes = does_more and source and rank.index_interval > 0
         selects_next = selects and rank.selects_for_next_step
         far = None if self._is_sparse[index] else self._far
         query = None if far is None else far.begin(own, k, v, layer, forward_batch, save_kv_cache)
@@ -290,7 +291,6 @@ class InProcessBackend(AttentionBackend):
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)
         if in_capture or kind is not StepKind.DENSE or self._far is not None:
             self._rank.begin_decode(rows, lengths, req_to_token)  # every lane reads what this loads
-        self._indexes = self._rank.index_interval > 0 and kind is not StepKind.DENSE
         self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph, kind=kind)
         if self._needs_full:
             if in_graph:

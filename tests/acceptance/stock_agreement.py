@@ -30,7 +30,12 @@ MARGIN = 0.5 if DEVICE == "cuda" else 1e-3
 MEAN_LOGPROB_DIFFERENCE = 0.05 if DEVICE == "cuda" else 1e-4
 COUNT, LONGEST, NEW_TOKENS = (20, 3500, 64) if DEVICE == "cuda" else (5, 600, 16)
 CAPACITY_TOKENS = 64 * 1024 if DEVICE == "cuda" else 16 * 1024
-COVERING_TOKENS = 4096 if DEVICE == "cuda" else 1024
+COVERING = {
+    "budget_tokens": 4096 if DEVICE == "cuda" else 1024,
+    "resident_factor": 1.0,
+    "dense_while_fits": False,
+}
+"""Settings under which everything is selected from, and selected."""
 _SGLANG_ARGS = (
     *("--mem-fraction-static", "0.5", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),

@@ -20,7 +20,7 @@ from life_cycle import sglang_used_tokens
 from rank_servers import Server
 from stock_agreement import (
     COUNT,
-    COVERING_TOKENS,
+    COVERING,
     DEVICE,
     NEW_TOKENS,
     agreement,
@@ -32,9 +32,6 @@ from stock_agreement import (
 
 _IDLE_S = 30.0
 _SPARSE = {"policy": "look_ahead", "budget_tokens": 256, "dense_tokens": 0, "exact_layers": []}
-_COVERING = {
-    "budget_tokens": COVERING_TOKENS, "resident_factor": 1.0, "dense_while_fits": False,
-}  # fmt: skip
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 if DEVICE == "cuda":
@@ -50,7 +47,7 @@ def exact() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def covering() -> Iterator[Server]:
     """Selection runs in every step, and its budget holds every prompt."""
-    with served({"policy": "look_ahead", **_COVERING}) as server:
+    with served({"policy": "look_ahead", **COVERING}) as server:
         yield server
 
 
@@ -147,7 +144,7 @@ def test_requests_outgrow_dense_attention_alike(index_dtype: str, token_ids: lis
 @pytest.mark.multi_gpu(2)
 @pytest.mark.parametrize(
     "selection",
-    [{"policy": "exact"}, {**_SPARSE, **_COVERING, "exact_layers": [0, 1]}],
+    [{"policy": "exact"}, {**_SPARSE, **COVERING, "exact_layers": [0, 1]}],
     ids=["every layer", "layers 0 and 1"],
 )
 def test_exact_layers_attend_on_the_other_gpu(

@@ -15,7 +15,7 @@ from dead_cache_rank import kill
 from exactness import flush, run
 from rank_servers import Server
 from stock_agreement import (
-    COVERING_TOKENS,
+    COVERING,
     DEVICE,
     NEW_TOKENS,
     agreement,
@@ -24,10 +24,6 @@ from stock_agreement import (
     served,
     stock,
 )
-
-_EVERYTHING = {
-    "budget_tokens": COVERING_TOKENS, "resident_factor": 1.0, "dense_while_fits": False,
-}  # fmt: skip
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 if DEVICE == "cuda":
@@ -61,7 +57,7 @@ _PAIRS = [
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """What it attends to is everything, and comes through the exchange."""
     policy, cache_device = request.param
-    selection = {"policy": policy, **_EVERYTHING}
+    selection = {"policy": policy, **COVERING}
     with served(selection, cache_device=cache_device, cache_ranks=1) as found:
         yield found
 
