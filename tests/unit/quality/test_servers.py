@@ -74,6 +74,16 @@ def test_stock_differs_by_the_attention_backend_alone(
     assert spec.env["SGLANG_PLUGINS"] == "none"
 
 
+def test_stock_on_a_gpu_keeps_its_graphs_whatever_cache_rank_ours_has(specs: list[Any]) -> None:
+    settings = ServeSettings.model_validate({"model": "m", "cache_ranks": 1})
+    options: dict[str, Any] = {"model_dir": Path("/m"), "device": "cuda", "dtype": "bfloat16"}
+    with servers.stock_server(settings, stop=threading.Event(), **options):
+        pass
+    ((spec, _),) = specs
+    assert "--disable-cuda-graph" not in spec.argv
+    assert "--disable-overlap-schedule" not in spec.argv
+
+
 def child(tmp_path: Path, code: str) -> ChildSpec:
     return ChildSpec(
         name="it",
