@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from tandemkv.kernels.position_pooling import pool_positions
 from tandemkv.kernels.score import score_window
 from tandemkv.kernels.topk import topk_positions
 
@@ -60,5 +61,6 @@ def choose_seed(
             k_scale=k_scale,
             page_size=page_size,
         )
-        chosen[:, num_sink:target] = topk_positions(scores.unsqueeze(0), target - num_sink)[0]
+        pooled = pool_positions(scores.unsqueeze(0), *selection.pooled_positions)
+        chosen[:, num_sink:target] = topk_positions(pooled, target - num_sink)[0]
     return chosen

@@ -11,6 +11,7 @@ import torch
 
 from tandemkv.kernels.check import BOOL, FLOATS, INT8, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.position_pooling import check_reach
 from tandemkv.kernels.score import POOLINGS, ScoreScratch, check_keys, make_score_scratch
 from tandemkv.kernels.topk import make_topk_scratch
 
@@ -83,6 +84,7 @@ def score_topk(
     active: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
+    pooled_positions: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of the `k` highest scores under `q`, and the scores.
 
@@ -97,12 +99,14 @@ def score_topk(
     scan_stream : torch.cuda.Stream, optional
         Where the pass over the keys runs, between the rest: on a stream of lower priority it
         lets the small kernels of others through.
+    pooled_positions : tuple of int, optional
+        Scores are pooled over as many positions before and after first; see `pool_positions`.
 
     Returns
     -------
     positions : torch.Tensor
         ``[num_reqs, num_kv_heads, k]``, int32, distinct, in any order, padded with ``-1`` at
-        the end. Of equal scores the lowest positions are chosen on a GPU, any on CPU.
+        the end. Of equal scores the lowest positions are chosen.
     scores : torch.Tensor
         Likewise, float32: their scores, ``-inf`` for padding.
 
@@ -115,15 +119,18 @@ def score_topk(
     Notes
     -----
     On a GPU asynchronous, without host sync and CUDA-graph safe; four launches for
-    ``softmax_mean``, whose scores are never written to memory, up to five for the others.
+    ``softmax_mean``, whose scores are never written to memory, up to five for the others, seven
+    with `pooled_positions`.
     Exact for any content, as `tandemkv.kernels.topk.topk_positions` is. What stands in the
     scratch afterwards is undefined.
     """
     _check(q, k_pool, slots, lo, hi, k, width, pooling, k_scale, page_size, active, scratch)
+    check_reach(*pooled_positions)
     run = resolve("select", "score_topk", q.device)
     chosen: tuple[torch.Tensor, torch.Tensor] = run(
         q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
         page_size=page_size, active=active, scratch=scratch, scan_stream=scan_stream,
+        pooled_positions=pooled_positions,
     )  # fmt: skip
     return chosen
 

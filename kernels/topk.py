@@ -69,9 +69,8 @@ def topk_positions(
     -------
     torch.Tensor
         ``[num_reqs, num_kv_heads, k]``, int32, distinct, padded with ``-1`` at
-        the end where fewer than `k` scores can be chosen. The set is the same
-        each time; on a GPU the lowest positions of equal scores are chosen, on CPU
-        any of them.
+        the end where fewer than `k` scores can be chosen. Of equal scores the lowest positions
+        are chosen, and come first.
 
     Raises
     ------

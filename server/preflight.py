@@ -132,7 +132,7 @@ def check_policy(policy: str) -> None:
 
 
 def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
-    """Refuse a policy whose calibration or gate does not fit the model or the placement.
+    """Refuse a policy whose calibration, gate or pooling does not fit the model or the placement.
 
     Raises
     ------
@@ -142,7 +142,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
     from tandemkv.cache_rank.gate import check_gate
     from tandemkv.cache_rank.policies.base import PolicyError
-    from tandemkv.cache_rank.policies.registry import find_policy
+    from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
 
     selection = settings.selection
     own = {
@@ -158,6 +158,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     policy = find_policy(selection.policy)
     try:
         check_gate(policy, selection)
+        check_pooling(policy, selection)
     except PolicyError as error:
         raise SettingsError(str(error)) from error
     found = resolve_calibration(selection, spec, policy.capabilities.timing)

@@ -11,7 +11,7 @@ from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.model_adapters.rotary import read_rotary
 from tandemkv.cache_rank.policies.base import Policy, PolicyContext, PolicyError, ScoringPolicy
 from tandemkv.cache_rank.policies.kascade import KascadePolicy
-from tandemkv.cache_rank.policies.registry import find_policy
+from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery
 from tandemkv.cache_rank.protocol.messages import PolicyTraits
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -39,6 +39,7 @@ def create(
     """
     selection = settings.selection
     policy_class = find_policy(selection.policy)
+    check_pooling(policy_class, selection)
     reads_rotary = policy_class.capabilities.wants_query_window and selection.ridge_unrotate
     rotary = read_rotary(model_dir) if reads_rotary and model_dir is not None else None
     share = resolve_calibration(selection, model, policy_class.capabilities.timing).share

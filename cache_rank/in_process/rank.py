@@ -9,6 +9,7 @@ synchronisation: SGLang captures it in its decode graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -357,9 +358,9 @@ class InProcessCacheRank:
             )  # fmt: skip
         else:
             self._order.await_choice()
-            self._chosen[layer] = self._scan(
-                score_topk, layer, query, selection.budget_tokens, lane=lane
-            )
+            pool = partial(score_topk, pooled_positions=selection.pooled_positions)
+            sizes = (selection.budget_tokens,)
+            self._chosen[layer] = self._scan(pool, layer, query, *sizes, lane=lane)
 
     def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
         """See `LocalCacheRank.fetch`."""

@@ -24,6 +24,8 @@ class AsyncSpadePolicy(WindowedPolicy):
       its use (``ridge_unrotate``).
     - Tokens are ranked by the mean of the softmax over the group's query heads, not by pooled
       logits (``pooling``).
+    - A token takes the score of the one before it, if that is higher (``pool_before``, default 1;
+      0 is the paper's): what follows the tokens that were predicted is asked for a step later.
     - What is selected enters a resident set that holds more than one selection (LRU), instead
       of replacing the set.
     - With ``lag`` > 1 the prediction is still that of the next query, used later.

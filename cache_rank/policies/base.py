@@ -19,6 +19,7 @@ from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.kernels.position_pooling import pool_positions
 from tandemkv.kernels.topk import topk_positions
 
 Owner = tuple[int, int]
@@ -232,6 +233,8 @@ class Policy(ABC):
     """
 
     capabilities: ClassVar[PolicyCapabilities]
+    pools_positions: ClassVar[bool] = False
+    """Whether it ranks tokens by `pooled` scores; else ``pool_before`` is refused."""
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
@@ -247,7 +250,13 @@ class Policy(ABC):
 
     def seed_scores(self, request: SeedInput) -> torch.Tensor:
         """Score a prompt's tokens ``[H, width]`` float32 for the first resident set."""
-        return request.score(request.queries, request.positions)
+        return self.pooled(request.score(request.queries, request.positions))
+
+    def pooled(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores ``[..., H, width]`` pooled over positions, as the settings say."""
+        whole = scores.view(-1, *scores.shape[-2:])
+        pooled = pool_positions(whole, *self.context.selection.pooled_positions)
+        return pooled.view(scores.shape)
 
     @abstractmethod
     def select(self, request: SelectionInput) -> Selection:
@@ -276,9 +285,13 @@ class Policy(ABC):
 class ScoringPolicy(Policy):
     """A policy that scores every candidate with one query per head, and takes the best.
 
+    With ``pool_before`` a candidate counts as much as the best of those just before it.
+
     `scored` keeps, for each layer, whom the latest selection was for and with which queries
     ``[S, Hq, D]`` (`SelectionSettings.gate_cosine` compares the true ones with them).
     """
+
+    pools_positions: ClassVar[bool] = True
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -293,7 +306,7 @@ class ScoringPolicy(Policy):
         query = self.query_for(request)
         if self.context.selection.gate_cosine:
             self.scored[request.layer] = (request.owners, query)
-        scores = request.score(query)
+        scores = self.pooled(request.score(query))
         return Selection(topk_positions(scores, request.budget))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+
 from .base import Policy, PolicyContext, PolicyError
 
 _HERE = "tandemkv.cache_rank.policies"
@@ -48,6 +50,23 @@ def find_policy(name: str) -> type[Policy]:
     if not hasattr(found, "capabilities"):
         raise PolicyError(f"policy={name!r} declares no `capabilities`")
     return found
+
+
+def check_pooling(policy: type[Policy], selection: SelectionSettings) -> None:
+    """Refuse ``pool_before`` and ``pool_after`` where a policy does not rank tokens by scores.
+
+    Raises
+    ------
+    PolicyError
+        Saying which do.
+    """
+    before, after = selection.pooled_positions
+    if (before or after) and not policy.pools_positions:
+        raise PolicyError(
+            f"pool_before={before}, pool_after={after}: policy={selection.policy} does not rank "
+            "tokens by their scores; leave them out, or use async_spade, look_ahead, kascade, sfi "
+            "or sync_kv"
+        )
 
 
 def make_policy(name: str, context: PolicyContext) -> Policy:

@@ -56,6 +56,8 @@ class SFIPolicy(Policy):
     - J ends where the recent window of the step that uses the selection begins.
     - What is selected enters a resident set that holds ``resident_factor`` selections (LRU): with
       the default 2, tokens of the selection before are attended to as well; 1 is the paper's.
+    - With ``pool_before``, which the paper does not have, log-scores are pooled over
+      positions last of all, after Soft-NMS has told neighbours apart.
     - Selections are shipped whole (``fetch_cap`` = K), after the slow step, with lag 1.
 
     References
@@ -67,6 +69,7 @@ class SFIPolicy(Policy):
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.EXACT_STEP, refresh=RefreshRule.BOUNDARY
     )
+    pools_positions: ClassVar[bool] = True
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -80,7 +83,7 @@ class SFIPolicy(Policy):
         """See `Policy.select`: W = 1, the evidence is the distribution itself."""
         scores = request.score(request.query)  # [S, H, width]
         z = self.log_scores(scores.unsqueeze(0), _norms(request.stored, scores.shape[-1]))
-        return Selection(topk_positions(z, request.budget))
+        return Selection(topk_positions(self.pooled(z), request.budget))
 
     def seed_scores(self, request: SeedInput) -> torch.Tensor:
         """See `Policy.seed_scores`: the last ``sfi_window`` prompt queries are the evidence."""
@@ -90,7 +93,7 @@ class SFIPolicy(Policy):
             for i in range(len(request.queries) - window, len(request.queries))
         ]
         norms = _norms(request.stored, request.hi)[0]
-        return self.log_scores(torch.stack(rows), norms)
+        return self.pooled(self.log_scores(torch.stack(rows), norms))
 
     def log_scores(self, probs: torch.Tensor, key_norms: torch.Tensor) -> torch.Tensor:
         """Run the Selector up to its top-k.

@@ -51,6 +51,7 @@ class SyncKVPolicy(Policy):
       which are attended to anyway, are no candidates.
     - The first sparse step of a request is an anticipation, whatever the stride. If the request
       became sparse while decoding, its static set is chosen there.
+    - With ``pool_before``, which the paper does not have, they are pooled over positions.
     - Scores of a group are the mean of the softmaxes of its query heads (``pooling``).
     - What is selected enters a resident set that holds ``resident_factor`` selections (LRU); the
       static part is in every selection, so it is never evicted. 1 is the paper's.
@@ -64,6 +65,7 @@ class SyncKVPolicy(Policy):
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.EXACT_STEP, refresh=RefreshRule.PERIOD
     )
+    pools_positions: ClassVar[bool] = True
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -88,7 +90,7 @@ class SyncKVPolicy(Policy):
 
     def select(self, request: SelectionInput) -> Selection:
         """See `Policy.select`; `request` is about the representative heads alone."""
-        scores = request.score(request.query)  # [S, N_r, width]
+        scores = self.pooled(request.score(request.query))  # [S, N_r, width]
         num_static, num_dynamic = self._split(request.budget, scores.shape[1])
         chosen = []
         for owner, own in zip(request.owners, scores, strict=True):
@@ -103,7 +105,8 @@ class SyncKVPolicy(Policy):
 
     def seed_scores(self, request: SeedInput) -> torch.Tensor:
         """See `Policy.seed_scores`: by the representative head's last prompt query (Eq. 3)."""
-        scores = request.score(request.queries[-1:], request.positions[-1:])  # [H, width]
+        own = request.score(request.queries[-1:], request.positions[-1:])
+        scores = self.pooled(own)  # [H, width]
         slow = self._slow_heads[request.layer]
         looking = scores[list(slow)]
         num_static, _ = self._split(request.budget, len(slow))

@@ -26,6 +26,10 @@ KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
 """Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""
 
 
+_POOL_BEFORE = {"async_spade": 1}
+"""Default of `pool_before`: a step late, what follows the best tokens is what is asked for."""
+
+
 def _sign(value: Any) -> Any:
     """Let a sign come as text, as it does from a command line; pydantic compares literals."""
     return {"1": 1, "+1": 1, "-1": -1}.get(value, value) if isinstance(value, str) else value
@@ -116,6 +120,16 @@ class SelectionSettings(_Strict):
     )
     pooling: Literal["softmax_mean", "max_logit", "mean_logit"] = Field(
         default="softmax_mean", description="How the query heads of a group are pooled."
+    )
+    pool_before: int | None = Field(
+        default=None,
+        ge=0,
+        le=31,
+        description="A token takes the best score of as many tokens before it, too: what follows "
+        "is asked for next. Default 1 with async_spade, else 0.",
+    )
+    pool_after: int = Field(
+        default=0, ge=0, le=31, description="And of as many tokens after it; SnapKV: 3 and 3."
     )
     quest_page_tokens: int = Field(
         default=16, ge=1, le=1024, description="quest: tokens of a page, which is taken whole."
@@ -239,6 +253,13 @@ class SelectionSettings(_Strict):
         return self.refresh_every or 1
 
     @property
+    def pooled_positions(self) -> tuple[int, int]:
+        """`pool_before`, or what it is where it is left open, and `pool_after`."""
+        if self.pool_before is not None:
+            return self.pool_before, self.pool_after
+        return _POOL_BEFORE.get(self.policy, 0), self.pool_after
+
+    @property
     def num_shortlisted(self) -> int:
         """Tokens that `scan_ahead` leaves to choose from, per KV head."""
         return int(self.shortlist_factor * self.budget_tokens)
@@ -274,6 +295,11 @@ class SelectionSettings(_Strict):
             )
         if self.scan_ahead and (self.share_layers or self.gate_cosine):
             raise ValueError("scan_ahead goes with neither share_layers nor gate_cosine; drop it")
+        if self.scan_ahead and any(self.pooled_positions):
+            raise ValueError(
+                "scan_ahead ranks tokens by their own scores; drop it, or pool_before and "
+                "pool_after"
+            )
         if self.scan_ahead and self.num_shortlisted > MOST_SHORTLISTED:
             raise ValueError(
                 f"shortlist_factor={self.shortlist_factor} times budget_tokens="

@@ -19,7 +19,7 @@ from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 from tandemkv.kernels.flags import raise_flags
 
 from .far_attention import FarAttention
-from .graph_variants import PlansApart, StepKind
+from .graph_variants import PlanFence, PlansApart, StepKind
 from .layer_streams import LayerStreams
 from .peer_flags import Signal
 from .peer_memory import seen_from
@@ -53,6 +53,7 @@ class InProcessBackend(AttentionBackend):
         super().__init__()
         self._full, self._rank = full, rank
         self._full_plans = PlansApart(full)
+        self._fence = PlanFence(home.table.slots.device)
         self._home, self._table = home, home.table
         self._runtime = runtime
         self._seed_window, self._num_resident = seed_window, num_resident
@@ -291,12 +292,12 @@ class InProcessBackend(AttentionBackend):
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)
         if in_capture or kind is not StepKind.DENSE or self._far is not None:
             self._rank.begin_decode(rows, lengths, req_to_token)  # every lane reads what this loads
-        self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph, kind=kind)
-        if self._needs_full:
-            if in_graph:
+        with self._fence.planning():
+            self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph, kind=kind)
+            if self._needs_full and in_graph:
                 self._full_plans.use(kind)
                 self._full.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-            else:
+            elif self._needs_full:
                 self._full.init_forward_metadata(forward_batch)
 
     def kind_of(self, lengths: torch.Tensor) -> StepKind:

@@ -50,6 +50,30 @@ class PlansApart:
         self._backend.decode_cuda_graph_metadata = self._wrappers[kind]
 
 
+class PlanFence:
+    """Keeps the host from writing a plan while the GPU still has to read the one before.
+
+    FlashInfer writes the plans of a wrapper into one pinned buffer and copies it in the stream.
+    With SGLang's overlap scheduler the host plans a step while the one before it runs, whose copy
+    lies behind it already; where the GPU serves other processes, too, it may be given to one of
+    them just before that copy (decision record 14). Waiting for it costs nothing otherwise.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._read = torch.cuda.Event() if device.type == "cuda" else None
+        self._device = device
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Plan in the body, outside a capture."""
+        if self._read is None:
+            yield
+            return
+        self._read.synchronize()
+        yield
+        self._read.record(torch.cuda.current_stream(self._device))
+
+
 def capture_each(
     original: Callable[..., None],
     runner: Any,

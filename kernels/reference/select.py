@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tandemkv.kernels.position_pooling import pool_positions
 from tandemkv.kernels.reference.score import score_keys
 from tandemkv.kernels.reference.topk import topk_positions
 from tandemkv.kernels.select import SelectScratch
@@ -26,6 +27,7 @@ def score_topk(
     active: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
+    pooled_positions: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose positions; see `tandemkv.kernels.select.score_topk`."""
     del scratch, scan_stream  # only the GPU version keeps something between its passes
@@ -33,6 +35,7 @@ def score_topk(
         q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
         page_size=page_size, active=active,
     )  # fmt: skip
+    scores = pool_positions(scores, *pooled_positions)
     out_scores = torch.empty((*scores.shape[:2], k), device=q.device)
     return topk_positions(scores, k, sort=False, out_scores=out_scores), out_scores
 

@@ -11,6 +11,9 @@ For ``softmax_mean`` the scan leaves relative logits, from which three more laun
 
 For `list_best` the list itself is what is wanted, and 3 only looks whether its length will do.
 
+With `pooled_positions` scores are written, pooled, and chosen from: their neighbours count, so
+none can be dropped by its own.
+
 If the sample misled, 3 writes the head's scores over its logits and searches in memory: slower,
 and exact as well. The other poolings need no second pass; their scores stand in the scratch
 where logits would.
@@ -25,7 +28,8 @@ import triton
 from tandemkv.kernels.score import padded_group
 from tandemkv.kernels.select import SelectScratch, make_select_scratch
 from tandemkv.kernels.triton_ops import topk
-from tandemkv.kernels.triton_ops.score import scan
+from tandemkv.kernels.triton_ops.position_pooling import pool_positions
+from tandemkv.kernels.triton_ops.score import scan, score_keys
 from tandemkv.kernels.triton_ops.select_kernels import (
     bound_kernel,
     filter_kernel,
@@ -59,6 +63,7 @@ def score_topk(
     active: torch.Tensor | None = None,
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
+    pooled_positions: tuple[int, int] = (0, 0),
     list_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose positions; see `tandemkv.kernels.select.score_topk`.
@@ -77,6 +82,18 @@ def score_topk(
         return out.fill_(-1), out_scores.fill_(float("-inf"))
     if scratch is None:
         scratch = make_select_scratch(num_reqs, num_qo_heads, heads, width, size, q.device)
+    if any(pooled_positions):
+        with on_stream(scan_stream):
+            own = score_keys(
+                q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling,
+                k_scale=k_scale, page_size=page_size, active=active, scratch=scratch.score,
+            )  # fmt: skip
+        pooled = pool_positions(own, *pooled_positions)
+        ends = hi if active is None else torch.where(active != 0, hi, 0)
+        chosen = topk.topk_positions(
+            pooled, k, lo=lo, hi=ends, sort=False, scratch=scratch.lists, out_scores=out_scores
+        )
+        return chosen, out_scores
     buffers, lists = scratch.score, scratch.lists
     capacity = size if is_listing else topk.capacity_of(k)
     if lists.shape[1] < 2 + (0 if is_listing else 2 * capacity):

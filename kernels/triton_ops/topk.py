@@ -93,6 +93,7 @@ def _filter_kernel(
     scores, lo, hi, scratch, num_heads, width,
     stride_b, stride_h, stride_n, scratch_stride,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+    IN_FOURS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
@@ -102,17 +103,18 @@ def _filter_kernel(
         bound = tl.load(row + 1)
         base = scores + req * stride_b + head * stride_h
         # Shares begin and end at multiples of 4 scores, whatever the bounds are: whole 16-byte
-        # loads, which never leave the memory that the first score of the four is in.
+        # loads, where there is memory behind the last score of the last row.
         end = begin + num
         share = tl.cdiv(tl.cdiv(end - begin // 4 * 4, 4), tl.num_programs(1)) * 4
         left = begin // 4 * 4 + tl.program_id(1) * share
         right = tl.minimum(left + share, tl.cdiv(end, 4) * 4)
+        readable = tl.multiple_of(right, 4) if IN_FOURS else tl.minimum(right, end)
         start = left
         while start < right:
             place = tl.multiple_of(start, 4) + tl.arange(0, BLOCK)
             score = tl.load(
                 base + place.to(tl.int64) * stride_n,
-                mask=place < tl.multiple_of(right, 4), other=float("-inf"),
+                mask=place < readable, other=float("-inf"),
             )  # fmt: skip
             key = score_key(score)
             keep = (key >= bound) & (place >= begin) & (place < end)
@@ -289,7 +291,7 @@ def topk_positions(
         parts = min(triton.cdiv(width, _BLOCK), max(1, _FILTER_PROGRAMS // num_rows))
         _filter_kernel[(num_rows, parts)](
             scores, *bounds, scratch, num_heads, width, *scores.stride(), scratch.stride(0),
-            **flags, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            **flags, BLOCK=_BLOCK, IN_FOURS=_ends_in_fours(scores), num_warps=_NUM_WARPS,
         )  # fmt: skip
     _select_kernel[(num_rows,)](
         scores, *bounds, scratch, out, out if chosen_scores is None else chosen_scores,
@@ -300,6 +302,14 @@ def topk_positions(
     if sort and chosen_scores is not None:
         return _sorted(out, chosen_scores)
     return out
+
+
+def _ends_in_fours(scores: torch.Tensor) -> bool:
+    """Whether the last row may be read to a multiple of 4 scores without leaving its memory."""
+    behind = -scores.shape[2] % 4
+    last = sum((n - 1) * stride for n, stride in zip(scores.shape, scores.stride(), strict=True))
+    room = scores.untyped_storage().nbytes() // scores.element_size() - scores.storage_offset()
+    return last + behind * scores.stride(2) < room
 
 
 def _sorted(positions: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,26 @@ def test_chooses_the_best(kind: str, pooling: str) -> None:
     assert bool((scores[2] == -torch.inf).all())
 
 
+def test_pools_over_positions() -> None:
+    torch.manual_seed(4)
+    keys = make_keys("float32", num_reqs=1, heads=2, group=2, dim=16, page_size=16, num_pages=10)
+    positions, scores = score_topk(
+        keys.q, keys.k_pool, keys.table, torch.tensor([4]), torch.tensor([150]), 15, width=160,
+        scale=0.25, page_size=16, pooled_positions=(3, 1),
+    )  # fmt: skip
+    want = expected(keys, 0, 4, 150, "softmax_mean", 0.25)
+    for head in range(2):
+        best = int(want[head].argmax())
+        near = range(max(4, best + 3), min(150, best + 8))  # `want` begins at position 4
+        assert set(near) <= set(positions[0, head].tolist())
+        assert float(scores[0, head].max()) == pytest.approx(float(want[head].max()), rel=1e-4)
+    with pytest.raises(ValueError, match="after=32"):
+        score_topk(
+            keys.q, keys.k_pool, keys.table, torch.tensor([4]), torch.tensor([150]), 15, width=160,
+            scale=0.25, page_size=16, pooled_positions=(0, 32),
+        )  # fmt: skip
+
+
 def test_lists_half_way_between() -> None:
     torch.manual_seed(5)
     keys = make_keys("float32", num_reqs=2, heads=2, group=2, dim=16, page_size=16, num_pages=20)

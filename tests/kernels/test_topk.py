@@ -64,6 +64,12 @@ def test_only_scores_inside_the_bounds_count(
         assert result[req, 0, len(best) :].tolist() == [-1] * (k - len(best))
 
 
+def test_of_equal_scores_the_lowest_positions() -> None:
+    scores = torch.tensor([0.0, 2.0, 1.0, -0.0, 2.0, 1.0, 0.0, 1.0]).view(1, 1, -1)
+    for k, want in ((1, [1]), (3, [1, 4, 2]), (6, [1, 4, 2, 5, 7, 0]), (7, [1, 4, 2, 5, 7, 0, 3])):
+        assert topk_positions(scores, k)[0, 0].tolist() == want
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="k=-1"):
         topk_positions(torch.zeros(1, 1, 1), -1)

@@ -8,6 +8,7 @@ import torch
 import triton_score_cases  # lets the interpreter loop to loaded bounds
 from score_inputs import make_keys
 
+from tandemkv.kernels.position_pooling import pool_positions
 from tandemkv.kernels.reference.select import score_topk as reference
 from tandemkv.kernels.score import POOLINGS, make_score_scratch
 from tandemkv.kernels.select import SelectScratch, make_select_scratch
@@ -82,6 +83,29 @@ def test_equals_scores_and_choice(pooling: str, kind: str, group: int, k: int) -
         assert torch.equal(far_scores == -torch.inf, near_scores == -torch.inf)
         gap = torch.where(far_scores > -torch.inf, near_scores - far_scores, 0.0).abs()
         assert float(gap.max()) <= 2e-2 * float(far_scores.abs()[far_scores > -torch.inf].max())
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_chooses_neighbourhoods(pooling: str) -> None:
+    """Of equal scores, which neighbours have, the lowest positions count."""
+    torch.manual_seed(6)
+    keys = make_keys(
+        "bfloat16", num_reqs=3, heads=2, group=3, dim=64, page_size=16, num_pages=75, device=DEVICE
+    )  # fmt: skip
+    lo, hi = tensor([4, 0, 9]), tensor([391, 30, 400])
+    active = torch.tensor([True, True, False], device=DEVICE)
+    options = {"width": 400, "scale": 0.2, "pooling": pooling, "page_size": 16, "active": active}
+    arguments = (keys.q, keys.k_pool, keys.table, lo, hi)
+    scores = pool_positions(triton_score.score_keys(*arguments, **options), 3, 2)
+    scratch = filled_scratch(3, 3, 2, 400, 33)
+    got, got_scores = triton_select.score_topk(
+        *arguments, 33, **options, scratch=scratch, pooled_positions=(3, 2)
+    )
+    found = scores.gather(-1, got.clamp(min=0).long()).where(got >= 0, -torch.inf)
+    assert torch.equal(got_scores, found)
+    order = scores.sort(dim=-1, descending=True, stable=True)
+    want = torch.where(order.values > -torch.inf, order.indices, -1)[..., :33]
+    assert torch.equal(got.sort(-1).values, want.sort(-1).values.int())
 
 
 @pytest.mark.parametrize("kind", ["equal", "two_values"])

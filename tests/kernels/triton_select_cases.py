@@ -8,9 +8,11 @@ import torch
 
 from tandemkv.kernels.mirror import make_mirror_scratch
 from tandemkv.kernels.reference import exchange, mirror, pack
+from tandemkv.kernels.reference import position_pooling as reference_pooling
 from tandemkv.kernels.triton_ops import exchange as triton_exchange
 from tandemkv.kernels.triton_ops import mirror as triton_mirror
 from tandemkv.kernels.triton_ops import pack as triton_pack
+from tandemkv.kernels.triton_ops import position_pooling as triton_pooling
 from tandemkv.kernels.triton_ops import topk as triton_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,11 +67,26 @@ def test_topk_in_registers(width: int, k: int) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("k", [1, 20])
-def test_topk_by_sample_and_filter(k: int) -> None:
-    scores = torch.randn(2, 1, 403, device=DEVICE)
+@pytest.mark.parametrize("memory", [403, 404])
+def test_topk_by_sample_and_filter(k: int, memory: int) -> None:
+    """What is read in fours needs memory up to a multiple of 4: a sanitizer sees what does not."""
+    scores = torch.randn(2, 1, memory, device=DEVICE)[..., :403]
+    assert triton_topk._ends_in_fours(scores) == (memory == 404)
     scores[..., :3] = math.nan  # what stands outside the bounds may be anything
     scores[0, :, 390:] = math.inf
     check_topk(scores, k, [3, 130], [390, 460])
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 2), (3, 3), (31, 31)])
+def test_pooling_over_positions(before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_pooling, "_BLOCK", 64)
+    scores = torch.randn(2, 3, 210, device=DEVICE)[..., :203]
+    scores[..., :9] = -math.inf
+    scores[0, 1, 50:53] = torch.tensor([math.nan, -math.inf, math.inf])
+    scores[1, :, 120:] = -math.inf
+    want = reference_pooling.pool_positions(scores, before, after)
+    assert torch.equal(triton_pooling.pool_positions(scores, before, after), want)
+    assert (float(want[0, 1, 53]) == math.inf) == (before > 0)
 
 
 @pytest.mark.usefixtures("small_blocks")

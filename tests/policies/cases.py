@@ -17,6 +17,10 @@ POLICY_CASES = [
     ("mean_query", {"ridge_unrotate": False}),
     ("async_spade", {}),
     ("async_spade", {"ridge_window": 1}),
+    ("async_spade", {"pool_before": 3}),
+    ("kascade", {"anchors": (0,), "pool_before": 1, "pool_after": 1}),
+    ("sfi", {"pool_before": 1, "pool_after": 1}),
+    ("sync_kv", {"pool_before": 1, "pool_after": 1}),
     ("async_spade", {"ridge_sign": -1, "ridge_unrotate": False}),
     ("async_spade", {"ridge_normalise": "none", "ridge_eps": 0.0}),
 ]

@@ -12,8 +12,14 @@ from tandemkv.cache_rank.policies.base import (
     ScoringPolicy,
     Selection,
 )
-from tandemkv.cache_rank.policies.registry import POLICIES, find_policy, make_policy
+from tandemkv.cache_rank.policies.registry import (
+    POLICIES,
+    check_pooling,
+    find_policy,
+    make_policy,
+)
 from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 
 class OwnPolicy(ScoringPolicy):
@@ -87,7 +93,8 @@ def test_release_forgets(make_bench, queries, case):
 
 def test_agrees_with_the_oracle_when_the_query_does_not_change(make_bench, queries, case):
     name, changes = case
-    if changes.get("ridge_normalise") == "none" or name in ("look_ahead", "quest", "sfi"):
+    refines = name in ("look_ahead", "quest", "sfi") or "pool_before" in changes
+    if refines or changes.get("ridge_normalise") == "none":
         pytest.skip(
             "its query is scaled, or predicted outside; or it takes whole pages, or refines scores"
         )
@@ -96,6 +103,30 @@ def test_agrees_with_the_oracle_when_the_query_does_not_change(make_bench, queri
     oracle = make_bench("oracle").select([queries[0]])
     for ours, theirs in zip(same.flatten(0, 1), oracle.flatten(0, 1), strict=True):
         assert len(set(ours.tolist()) & set(theirs.tolist())) >= 23
+
+
+def test_the_best_token_brings_its_neighbours(make_bench, queries):
+    for name, more in (("async_spade", {}), ("oracle", {}), ("sync_kv", {"sync_static": 0.0})):
+        own = make_bench(name, **more).select(queries)
+        pooled = make_bench(name, pool_before=1, pool_after=2, **more).select(queries)
+        for best, found, length in zip(own[..., 0], pooled, (70, 100), strict=True):
+            for middle, positions in zip(best.tolist(), found, strict=True):
+                around = range(max(4, middle - 2), min(length - 8, middle + 2))
+                assert set(around) <= set(positions.tolist())
+
+
+def test_only_what_ranks_tokens_pools_them():
+    for name in ("quest", "lfps", "streaming", "exact"):
+        check_pooling(find_policy(name), SelectionSettings(policy=name))
+        selection = SelectionSettings(policy=name, pool_before=7)
+        with pytest.raises(PolicyError, match="pool_before=7, pool_after=0: policy=" + name):
+            check_pooling(find_policy(name), selection)
+    for name in ("async_spade", "look_ahead", "kascade", "sfi", "sync_kv"):
+        check_pooling(find_policy(name), SelectionSettings(policy=name, pool_after=7))
+    assert SelectionSettings(policy="async_spade", pool_after=2).pooled_positions[0] > 0
+    assert SelectionSettings(policy="async_spade", pool_before=0).pooled_positions == (0, 0)
+    with pytest.raises(ValueError, match="scan_ahead"):
+        SelectionSettings(pool_after=3, scan_ahead=True)
 
 
 def test_unselective_policies_do_not_select(make_bench, queries, unselective):
