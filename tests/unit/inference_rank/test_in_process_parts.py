@@ -207,6 +207,28 @@ def test_kinds_of_steps() -> None:
     assert kinds_of(64, selects=False) == (StepKind.DENSE,)
 
 
+def test_a_plan_waits_until_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            done.append("read")
+
+        def record(self, stream: str) -> None:
+            done.append(f"queued on {stream}")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"{device}'s")
+    fence = graph_variants.PlanFence(torch.device("cuda", 1))
+    for _ in range(2):
+        with fence.planning():
+            done.append("written")
+    assert done == ["read", "written", "queued on cuda:1's"] * 2
+    with graph_variants.PlanFence(CPU).planning():
+        done.clear()
+    assert done == []
+
+
 @pytest.mark.parametrize("interval", [0, 1, 16])
 @pytest.mark.parametrize(
     ("lengths", "by_interval"),
