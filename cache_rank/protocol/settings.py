@@ -26,10 +26,6 @@ KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
 """Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""
 
 
-_POOL_BEFORE = {"async_spade": 1}
-"""Default of `pool_before`: a step late, what follows the best tokens is what is asked for."""
-
-
 def _sign(value: Any) -> Any:
     """Let a sign come as text, as it does from a command line; pydantic compares literals."""
     return {"1": 1, "+1": 1, "-1": -1}.get(value, value) if isinstance(value, str) else value
@@ -121,12 +117,12 @@ class SelectionSettings(_Strict):
     pooling: Literal["softmax_mean", "max_logit", "mean_logit"] = Field(
         default="softmax_mean", description="How the query heads of a group are pooled."
     )
-    pool_before: int | None = Field(
-        default=None,
+    pool_before: int = Field(
+        default=0,
         ge=0,
         le=31,
-        description="A token takes the best score of as many tokens before it, too: what follows "
-        "is asked for next. Default 1 with async_spade, else 0.",
+        description="A token takes the best score of as many tokens before it, too; 1 where a "
+        "selection is used a step later: what follows is asked for next.",
     )
     pool_after: int = Field(
         default=0, ge=0, le=31, description="And of as many tokens after it; SnapKV: 3 and 3."
@@ -254,10 +250,8 @@ class SelectionSettings(_Strict):
 
     @property
     def pooled_positions(self) -> tuple[int, int]:
-        """`pool_before`, or what it is where it is left open, and `pool_after`."""
-        if self.pool_before is not None:
-            return self.pool_before, self.pool_after
-        return _POOL_BEFORE.get(self.policy, 0), self.pool_after
+        """Positions before and after a token whose scores it takes, too."""
+        return self.pool_before, self.pool_after
 
     @property
     def num_shortlisted(self) -> int:

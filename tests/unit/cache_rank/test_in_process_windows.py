@@ -176,7 +176,7 @@ class Twins:
     "options",
     [
         {"policy": "async_spade"},
-        {"policy": "async_spade", "pool_before": 0},
+        {"policy": "async_spade", "pool_before": 1},
         {"policy": "async_spade", "lag": 3, "ridge_window": 5},
         {"policy": "async_spade", "ridge_unrotate": False, "ridge_sign": -1},
         {"policy": "async_spade", "ridge_normalise": "none", "ridge_window": 3},
