@@ -119,8 +119,9 @@ def score_topk(
     Notes
     -----
     On a GPU asynchronous, without host sync and CUDA-graph safe; four launches for
-    ``softmax_mean``, whose scores are never written to memory, up to five for the others, seven
-    with `pooled_positions`.
+    ``softmax_mean``, whose scores are never written to memory, up to six for the others. With
+    `pooled_positions` up to nine, and scores are written twice, ``[num_reqs, num_kv_heads, width]``
+    float32 each.
     Exact for any content, as `tandemkv.kernels.topk.topk_positions` is. What stands in the
     scratch afterwards is undefined.
     """

@@ -70,7 +70,7 @@ def topk_positions(
     torch.Tensor
         ``[num_reqs, num_kv_heads, k]``, int32, distinct, padded with ``-1`` at
         the end where fewer than `k` scores can be chosen. Of equal scores the lowest positions
-        are chosen, and come first.
+        are chosen, and with `sort` come first.
 
     Raises
     ------

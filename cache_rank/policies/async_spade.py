@@ -24,10 +24,10 @@ class AsyncSpadePolicy(WindowedPolicy):
       its use (``ridge_unrotate``).
     - Tokens are ranked by the mean of the softmax over the group's query heads, not by pooled
       logits (``pooling``).
-    - With ``pool_before``, which the paper does not have, a token takes the score of those before
-      it: what follows the tokens that were predicted is asked for a step later. It helps with
-      ``ridge_window`` = 1, where the prediction is the last query; the mean over windows of many
-      sizes is too smooth for it (docs/quality.md).
+    - With ``pool_before``, which the paper does not have, a token counts at least as much as
+      those before it: what follows the tokens that were predicted is asked for a step later. It
+      helps with ``ridge_window`` = 1, where the prediction is the last query; the mean over
+      windows of many sizes is too smooth for it (docs/quality.md).
     - What is selected enters a resident set that holds more than one selection (LRU), instead
       of replacing the set.
     - With ``lag`` > 1 the prediction is still that of the next query, used later.

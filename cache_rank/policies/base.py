@@ -234,7 +234,8 @@ class Policy(ABC):
 
     capabilities: ClassVar[PolicyCapabilities]
     pools_positions: ClassVar[bool] = False
-    """Whether it ranks tokens by `pooled` scores; else ``pool_before`` is refused."""
+    """Whether it ranks tokens by `pooled` scores; else ``pool_before`` and ``pool_after`` are
+    refused. A class with a `select` of its own says so itself."""
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
@@ -253,10 +254,9 @@ class Policy(ABC):
         return self.pooled(request.score(request.queries, request.positions))
 
     def pooled(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores ``[..., H, width]`` pooled over positions, as the settings say."""
-        whole = scores.view(-1, *scores.shape[-2:])
-        pooled = pool_positions(whole, *self.context.selection.pooled_positions)
-        return pooled.view(scores.shape)
+        """Return scores ``[H, width]`` or ``[S, H, width]`` pooled as the settings say."""
+        whole = scores if scores.dim() == 3 else scores[None]
+        return pool_positions(whole, *self.context.selection.pooled_positions).view(scores.shape)
 
     @abstractmethod
     def select(self, request: SelectionInput) -> Selection:
@@ -285,7 +285,7 @@ class Policy(ABC):
 class ScoringPolicy(Policy):
     """A policy that scores every candidate with one query per head, and takes the best.
 
-    With ``pool_before`` a candidate counts as much as the best of those just before it.
+    With ``pool_before`` and ``pool_after`` a candidate counts at least as much as its neighbours.
 
     `scored` keeps, for each layer, whom the latest selection was for and with which queries
     ``[S, Hq, D]`` (`SelectionSettings.gate_cosine` compares the true ones with them).

@@ -54,6 +54,7 @@ class KascadePolicy(ScoringPolicy):
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.SAME_STEP_QUERY)
+    pools_positions: ClassVar[bool] = True
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
-from .base import Policy, PolicyContext, PolicyError
+from .base import Policy, PolicyContext, PolicyError, ScoringPolicy
 
 _HERE = "tandemkv.cache_rank.policies"
 POLICIES = {
@@ -61,12 +61,17 @@ def check_pooling(policy: type[Policy], selection: SelectionSettings) -> None:
         Saying which do.
     """
     before, after = selection.pooled_positions
-    if (before or after) and not policy.pools_positions:
+    if (before or after) and not _pools(policy):
+        known = ", ".join(name for name in sorted(POLICIES) if _pools(find_policy(name)))
         raise PolicyError(
             f"pool_before={before}, pool_after={after}: policy={selection.policy} does not rank "
-            "tokens by their scores; leave them out, or use async_spade, look_ahead, kascade, sfi "
-            "or sync_kv"
+            f"tokens by pooled scores; leave them out, or use one of {known}"
         )
+
+
+def _pools(policy: type[Policy]) -> bool:
+    is_own = getattr(policy, "select", None) is not ScoringPolicy.select
+    return policy.pools_positions and (not is_own or "pools_positions" in vars(policy))
 
 
 def make_policy(name: str, context: PolicyContext) -> Policy:

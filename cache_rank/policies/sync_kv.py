@@ -51,8 +51,8 @@ class SyncKVPolicy(Policy):
       which are attended to anyway, are no candidates.
     - The first sparse step of a request is an anticipation, whatever the stride. If the request
       became sparse while decoding, its static set is chosen there.
-    - With ``pool_before``, which the paper does not have, they are pooled over positions.
-    - Scores of a group are the mean of the softmaxes of its query heads (``pooling``).
+    - Scores of a group are the mean of the softmaxes of its query heads (``pooling``). With
+      ``pool_before``, which the paper does not have, these are pooled over positions.
     - What is selected enters a resident set that holds ``resident_factor`` selections (LRU); the
       static part is in every selection, so it is never evicted. 1 is the paper's.
 

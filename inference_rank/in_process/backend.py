@@ -132,7 +132,8 @@ class InProcessBackend(AttentionBackend):
         if self._is_decode:
             self._begin_decode(forward_batch, in_capture=False, in_graph=False)
         else:
-            self._full.init_forward_metadata(forward_batch)
+            with self._fence.planning():
+                self._full.init_forward_metadata(forward_batch)
             self._begin_extend(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:

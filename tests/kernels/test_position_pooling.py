@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from tandemkv.kernels.position_pooling import MAX_REACH, pool_positions
 
 SCORES = st.sampled_from([-math.inf, math.nan, -2.5, -0.0, 0.5, 3e38, math.inf])
-
-
 REACH = st.sampled_from([0, 1, 2, 5, MAX_REACH])
 
 

@@ -20,12 +20,21 @@ from tandemkv.cache_rank.policies.registry import (
 )
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.seeding import choose_seed
+from tandemkv.kernels.position_pooling import MAX_REACH
 
 
 class OwnPolicy(ScoringPolicy):
     """A user's policy."""
 
     capabilities = PolicyCapabilities(timing=Timing.SAME_STEP_QUERY)
+
+
+class OwnSelect(OwnPolicy):
+    """Ranks by something of its own."""
+
+    def select(self, request):
+        raise NotImplementedError
 
 
 class NoCapabilities(Policy):
@@ -62,6 +71,12 @@ def test_a_request_without_candidates_selects_nothing(make_bench, queries, case)
     chosen = bench.select(queries)
     assert (chosen[0] == -1).all()
     assert (chosen[1] >= 0).all()
+
+
+def test_a_step_without_any_candidate(make_bench, queries, case):
+    name, changes = case
+    bench = make_bench(name, lengths=(5, 8), **changes)
+    assert (bench.select(queries) == -1).all()
 
 
 def test_deterministic_and_independent_of_the_batch(make_bench, queries, case):
@@ -116,16 +131,37 @@ def test_the_best_token_brings_its_neighbours(make_bench, queries):
 
 
 def test_only_what_ranks_tokens_pools_them():
-    for name in ("quest", "lfps", "streaming", "exact"):
+    for name in ("quest", "lfps", "streaming", "exact", f"{__name__}:OwnSelect"):
         check_pooling(find_policy(name), SelectionSettings(policy=name))
         selection = SelectionSettings(policy=name, pool_before=7)
         with pytest.raises(PolicyError, match="pool_before=7, pool_after=0: policy=" + name):
             check_pooling(find_policy(name), selection)
-    for name in ("async_spade", "look_ahead", "kascade", "sfi", "sync_kv"):
+    own = f"{__name__}:OwnPolicy"
+    for name in ("async_spade", "look_ahead", "kascade", "sfi", "sync_kv", own):
         check_pooling(find_policy(name), SelectionSettings(policy=name, pool_after=7))
     assert SelectionSettings(pool_before=1, pool_after=2).pooled_positions == (1, 2)
+    for name in ("pool_before", "pool_after"):
+        with pytest.raises(ValueError, match=name):
+            SelectionSettings(**{name: MAX_REACH + 1})
     with pytest.raises(ValueError, match="scan_ahead"):
         SelectionSettings(pool_after=3, scan_ahead=True)
+
+
+def test_a_prompt_is_seeded_with_neighbours():
+    keys, queries = torch.zeros(60, 2, 8), torch.zeros(4, 6, 8)
+    keys[30], queries[..., 0] = 0.0, 1.0
+    keys[30, :, 0] = 40.0
+    for before in (0, 3):
+        selection = SelectionSettings(
+            budget_tokens=12, num_recent_tokens=8, num_sink_tokens=4, pool_before=before
+        )
+        arguments = (queries, keys, None, torch.arange(60, dtype=torch.int32))
+        chosen = choose_seed(
+            *arguments, length=60, selection=selection, num_resident=8, scale=1.0
+        ).tolist()
+        for head in chosen:
+            assert head[:5] == [0, 1, 2, 3, 30]
+            assert ({31, 32, 33} <= set(head)) == (before > 0)
 
 
 def test_unselective_policies_do_not_select(make_bench, queries, unselective):

@@ -99,6 +99,8 @@ def test_refuses_what_has_no_calibration_or_nothing_to_gate(model_dir: Path) -> 
         )
     with pytest.raises(SettingsError, match="gate_cosine"):
         resolve(model_dir, selection={"policy": "streaming", "gate_cosine": 0.5})
+    with pytest.raises(SettingsError, match=r"pool_before=1, .*policy=quest .* last_query"):
+        resolve(model_dir, selection={"policy": "quest", "pool_before": 1})
 
 
 def test_head_maps_do_not_cross_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
