@@ -166,6 +166,9 @@ def test_the_prefill_tail_is_a_window(make_bench, queries):
     want = torch.log(mu / mu.sum(-1, keepdim=True) + 1e-8)
     torch.testing.assert_close(got[:, 4:].double(), want, rtol=1e-5, atol=1e-5)
     assert got[:, :4].isneginf().all()
+    pooling = make_bench("sfi", pool_before=2, **neutral)
+    pooled = pooling.policy.seed_scores(request)
+    assert torch.equal(pooled[:, 6:], got.unfold(1, 3, 1).amax(-1)[:, 4:])
 
 
 def test_what_it_declares(make_bench):

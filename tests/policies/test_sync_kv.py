@@ -123,6 +123,8 @@ def test_the_prompt_sets_the_static_half_by_its_last_query(make):
     assert asked == [(1, [4])]
     assert seeds.tolist() == [FIRST[1], FIRST[0], FIRST[1]]
     assert ask(policy, LATER)[0] == [5, 4, 0, 1]
+    pooled = make(pool_before=1).seed_scores(request)
+    assert pooled.tolist() == [FIRST[1], [6, 6, 5, 4, 3, 2], FIRST[1]]
 
 
 def test_without_clusters_it_says_what_to_do(make_bench):
