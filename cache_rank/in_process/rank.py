@@ -9,7 +9,6 @@ synchronisation: SGLang captures it in its decode graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -358,9 +357,10 @@ class InProcessCacheRank:
             )  # fmt: skip
         else:
             self._order.await_choice()
-            pool = partial(score_topk, pooled_positions=selection.pooled_positions)
-            sizes = (selection.budget_tokens,)
-            self._chosen[layer] = self._scan(pool, layer, query, *sizes, lane=lane)
+            self._chosen[layer] = self._scan(
+                score_topk, layer, query, selection.budget_tokens, lane=lane,
+                pooled_positions=selection.pooled_positions,
+            )  # fmt: skip
 
     def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
         """See `LocalCacheRank.fetch`."""
@@ -401,6 +401,7 @@ class InProcessCacheRank:
         query: torch.Tensor,
         *sizes: int,
         lane: int,
+        **options: tuple[int, int],
     ) -> _Chosen:
         """Scan all candidates, and `choose` as many of them."""
         size, batch = len(query), self.batch
@@ -420,6 +421,7 @@ class InProcessCacheRank:
             active=batch.active[:size],
             scratch=self._scratch[lane],
             scan_stream=self._scan_streams[lane],
+            **options,
         )
 
     def counters(self) -> dict[str, float]:

@@ -89,11 +89,7 @@ def score_topk(
                 k_scale=k_scale, page_size=page_size, active=active, scratch=scratch.score,
             )  # fmt: skip
         pooled = pool_positions(own, *pooled_positions)
-        ends = hi if active is None else torch.where(active != 0, hi, 0)
-        chosen = topk.topk_positions(
-            pooled, k, lo=lo, hi=ends, sort=False, scratch=scratch.lists, out_scores=out_scores
-        )
-        return chosen, out_scores
+        return _best_of(pooled, size, lo, hi, active, scratch.lists, out_scores)
     buffers, lists = scratch.score, scratch.lists
     capacity = size if is_listing else topk.capacity_of(k)
     if lists.shape[1] < 2 + (0 if is_listing else 2 * capacity):
@@ -108,12 +104,7 @@ def score_topk(
             k_scale=k_scale, page_size=page_size, active=active, out=scores, scratch=buffers,
         )  # fmt: skip
     if pooling != "softmax_mean":
-        ends = hi if active is None else torch.where(active != 0, hi, 0)
-        chosen = topk.topk_positions(
-            scores[..., :width], size, lo=lo, hi=ends, sort=False, scratch=lists,
-            out_scores=out_scores,
-        )  # fmt: skip
-        return chosen, out_scores
+        return _best_of(scores[..., :width], size, lo, hi, active, lists, out_scores)
     num_rows = num_reqs * heads
     ranges = (lo, hi, lo if active is None else active.view(torch.int8))
     sizes = (heads, buffers.logits.shape[2], buffers.tile_max.shape[2])
@@ -152,6 +143,23 @@ def score_topk(
             maxnreg=_SELECT_REGISTERS if capacity <= _SHORT_LIST else None,
         )  # fmt: skip
     return out, out_scores
+
+
+def _best_of(
+    scores: torch.Tensor,
+    k: int,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    active: torch.Tensor | None,
+    lists: torch.Tensor,
+    out_scores: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose among scores that are in memory."""
+    ends = hi if active is None else torch.where(active != 0, hi, 0)
+    chosen = topk.topk_positions(
+        scores, k, lo=lo, hi=ends, sort=False, scratch=lists, out_scores=out_scores
+    )
+    return chosen, out_scores
 
 
 def list_best(*arguments: Any, **options: Any) -> torch.Tensor:
