@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from tandemkv.kernels.streams import shared_stream
+
 _MOST_RUNS = 7
 
 
@@ -58,8 +60,9 @@ def _on_gpu(
     prepare: Callable[[], object],
     budget_s: float,
 ) -> float:
+    stream = shared_stream(device)
+    assert stream is not None
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled here
@@ -68,7 +71,7 @@ def _on_gpu(
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process (status, metrics) must not break the capture.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             run()
         samples: list[float] = []
         end = time.perf_counter() + budget_s

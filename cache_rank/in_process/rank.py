@@ -26,6 +26,7 @@ from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.select import list_best, make_select_scratch, score_topk
 from tandemkv.kernels.shortlist import choose_listed, make_shortlist_scratch
+from tandemkv.kernels.streams import shared_stream
 
 from .batch import DecodeBatch
 from .device_counters import DeviceCounters
@@ -135,11 +136,9 @@ class InProcessCacheRank:
         # Read in another lane than they are made in: kept until their layer's next.
         self._listed: dict[int, torch.Tensor] = {}
         # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
-        # a few programs each, would wait for all of it.
-        self._scan_streams = [
-            torch.cuda.Stream(device=device) if device.type == "cuda" else None
-            for _ in range(self.num_lanes)
-        ]
+        # a few programs each, would wait for all of it. One for all lanes: two scans at once take
+        # as long as one after the other.
+        self._scan_stream = shared_stream(device)
         self._order = ScanOrder(device)
         self._seeder = Seeder(model, selection, pools, self._mirror, device)
         self.refresh_every = selection.refresh_steps
@@ -420,7 +419,7 @@ class InProcessCacheRank:
             page_size=self._pools.page_size,
             active=batch.active[:size],
             scratch=self._scratch[lane],
-            scan_stream=self._scan_streams[lane],
+            scan_stream=self._scan_stream,
             **options,
         )
 

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-
-from .side_stream import FORWARD_PRIORITY
-
-_STREAM = "tandemkv_capture_stream"
+from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
 
 
 class StepKind(StrEnum):
@@ -95,9 +92,10 @@ def capture_each(
             "label: serve without LoRA"
         )
     backend = runner.attn_backend
+    # Those without anything beside them as well: a stream less that the process has used.
+    goes_first = backend.shares_gpu and backend.kinds != (StepKind.DENSE,)
     for kind in backend.kinds:
         backend.captured_kind = kind
-        goes_first = kind is not StepKind.DENSE and backend.shares_gpu
         with _captured_first(runner) if goes_first else nullcontext():
             original(runner, size, forward, stream_idx, str(kind))
 
@@ -117,9 +115,7 @@ def _captured_first(runner: Any) -> Iterator[None]:
             "its own; serve with its full CUDA graphs, or --disable-cuda-graph"
         )
     # One for all sizes: graphs reuse each other's memory within a stream only.
-    if not hasattr(runner, _STREAM):
-        setattr(runner, _STREAM, torch.cuda.Stream(priority=FORWARD_PRIORITY))
-    graphs._capture_stream = getattr(runner, _STREAM)
+    graphs._capture_stream = shared_stream(before.device, FORWARD_PRIORITY)
     try:
         yield
     finally:

@@ -9,12 +9,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from tandemkv.kernels.flags import wait_flags
+from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
 from .peer_flags import PeerFlags, Signal
 
 _MOST_DEFERRED = 4
-FORWARD_PRIORITY, LANE_PRIORITY = -2, -1
-"""The forward pass goes before the lanes, and these before scans (0, the lowest)."""
 
 
 class SideStream:
@@ -53,10 +52,8 @@ class SideStream:
     ) -> None:
         is_cuda = cache_device.type == "cuda"
         self._device = device
-        self._lanes = [
-            torch.cuda.Stream(device=cache_device, priority=LANE_PRIORITY)
-            for _ in range(num_lanes if is_cuda else 0)
-        ]
+        lanes = (shared_stream(cache_device, LANE_PRIORITY, n) for n in range(num_lanes))
+        self._lanes = [lane for lane in lanes if lane is not None]
         # A graph's private pool belongs to the forward pass's GPU; on another one, what a
         # captured kernel wrote to must not be handed out again either.
         self._pool = self._flags = None

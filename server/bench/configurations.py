@@ -161,7 +161,10 @@ BUILT_IN: Mapping[str, Configuration] = {
         for name, more in _VARIANTS.items()
     },
     **{
-        f"1+1-peer{name}": _own(1, cache_ranks=1, **{"exchange.transport": "peer"}, **more)
+        f"{size}+{size}-peer{name}": _own(
+            size, cache_ranks=1, **{"exchange.transport": "peer"}, **more
+        )
+        for size in (1, 2, 4)
         for name, more in _VARIANTS.items()
     },
 }

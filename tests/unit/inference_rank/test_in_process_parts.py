@@ -23,6 +23,7 @@ from tandemkv.inference_rank.in_process.resident_attention import AttendTable, R
 from tandemkv.inference_rank.in_process.resident_home import OwnSet
 from tandemkv.inference_rank.in_process.side_stream import SideStream
 from tandemkv.inference_rank.resident_set import ResidentSet
+from tandemkv.kernels import streams
 
 CPU = torch.device("cpu")
 ROWS1, CONTEXT, NUM_SLOTS = 4, 64, 400
@@ -265,10 +266,12 @@ class _Backend:
 def test_each_batch_size_is_captured_for_each_kind_of_step(
     shares_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where both share a GPU, what has lanes beside it on a stream that goes first."""
-    made: list[int] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: made.append(priority) or "first")
-    graphs = SimpleNamespace(_capture_stream="own")
+    """Where both share a GPU, on a stream that goes first."""
+    made: list[tuple[int, ...]] = []
+    first = SimpleNamespace(device=torch.device("cuda", 1))
+    own = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(streams, "_stream", lambda *a: made.append(a) or first)
+    graphs = SimpleNamespace(_capture_stream=own)
     runner, seen = SimpleNamespace(attn_backend=_Backend(), backend=graphs), []
     runner.attn_backend.shares_gpu = shares_gpu
 
@@ -276,17 +279,22 @@ def test_each_batch_size_is_captured_for_each_kind_of_step(
         backend = runner.attn_backend
         seen.append((size, _[-1], backend.captured_kind, graphs._capture_stream))
 
-    first = "first" if shares_gpu else "own"
+    used = first if shares_gpu else own
     for size in (8, 4):
         seen.clear()
         graph_variants.capture_each(original, runner, size, print)
         assert seen == [
-            (size, "tandemkv-selecting", StepKind.SELECTING, first),
-            (size, "tandemkv-indexing", StepKind.INDEXING, first),
-            (size, "tandemkv-dense", StepKind.DENSE, "own"),
+            (size, "tandemkv-selecting", StepKind.SELECTING, used),
+            (size, "tandemkv-indexing", StepKind.INDEXING, used),
+            (size, "tandemkv-dense", StepKind.DENSE, used),
         ]
-    assert graphs._capture_stream == "own"
-    assert made == ([-2] if shares_gpu else [])  # graphs share memory within a stream only
+    assert graphs._capture_stream is own
+    assert set(made) == ({(1, -2, 0)} if shares_gpu else set())
+    runner.attn_backend.kinds = (StepKind.DENSE,)  # nothing goes on beside it
+    seen.clear()
+    graph_variants.capture_each(original, runner, 8, print)
+    assert seen == [(8, "tandemkv-dense", StepKind.DENSE, own)]
+    runner.attn_backend.kinds = _Backend.kinds
     with pytest.raises(ContractError, match="LoRA"):
         graph_variants.capture_each(original, runner, 8, print, None, "lora")
     if shares_gpu:
