@@ -4,31 +4,10 @@
 Gather and scatter in one, for both ranks on one GPU: no pack is written.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from tandemkv.kernels.check import FLOATS, INT8, INT32, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
-
-
-class RowCopy(NamedTuple):
-    """Where `exchange_rows` copies from and to; see there."""
-
-    k_pool: torch.Tensor
-    v_pool: torch.Tensor
-    slots: torch.Tensor
-    k_res: torch.Tensor
-    v_res: torch.Tensor
-    rows: torch.Tensor
-    page_size: int
-    flag: torch.Tensor
-    num_done: torch.Tensor
-
-    def check(self, dims: Dims) -> None:
-        """Raise ValueError where a shape, dtype or device is wrong."""
-        _check_pools(dims, *self[:6], page_size=self.page_size)
-        _check_words(dims, self.flag, self.num_done)
 
 
 def exchange_rows(
@@ -87,13 +66,26 @@ def exchange_rows(
     -----
     On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
     """
+    check_int("page_size", page_size, minimum=1)
     dims = Dims()
-    _check_pools(dims, k_pool, v_pool, slots, k_res, v_res, rows, page_size=page_size)
+    pool, res = "num_pool_slots num_kv_heads head_dim", "num_rows num_slots num_kv_heads head_dim"
+    dims.check("k_pool", k_pool, pool, FLOATS + INT8)
+    dims.check("v_pool", v_pool, pool, FLOATS + INT8)
+    dims.check("slots", slots, "num_reqs max_pages", INTS)
     dims.check("fetch_pos", fetch_pos, "num_reqs num_kv_heads cap", INT32)
     dims.check("fetch_slot", fetch_slot, "num_reqs num_kv_heads cap", INT32)
+    dims.check("k_res", k_res, res, (k_pool.dtype,))
+    dims.check("v_res", v_res, res, (v_pool.dtype,))
+    dims.check("rows", rows, "num_reqs", INTS)
     if pos_res is not None:
         dims.check("pos_res", pos_res, "num_rows num_kv_heads num_slots", INT32)
-    _check_words(dims, flag, num_done)
+    if (flag is None) != (num_done is None):
+        fail("num_done", num_done, "given with `flag`, and only with it")
+    for name, word in (("flag", flag), ("num_done", num_done)):
+        if word is not None:
+            dims.check(name, word, "one", INT32)
+            if len(word) != 1:
+                fail(f"{name}.shape", tuple(word.shape), "(1,)")
     run = resolve("exchange", "exchange_rows", k_pool.device)
     run(
         k_pool,
@@ -109,34 +101,3 @@ def exchange_rows(
         flag=flag,
         num_done=num_done,
     )
-
-
-def _check_pools(
-    dims: Dims,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    slots: torch.Tensor,
-    k_res: torch.Tensor,
-    v_res: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    page_size: int,
-) -> None:
-    check_int("page_size", page_size, minimum=1)
-    pool, res = "num_pool_slots num_kv_heads head_dim", "num_rows num_slots num_kv_heads head_dim"
-    dims.check("k_pool", k_pool, pool, FLOATS + INT8)
-    dims.check("v_pool", v_pool, pool, FLOATS + INT8)
-    dims.check("slots", slots, "num_reqs max_pages", INTS)
-    dims.check("k_res", k_res, res, (k_pool.dtype,))
-    dims.check("v_res", v_res, res, (v_pool.dtype,))
-    dims.check("rows", rows, "num_reqs", INTS)
-
-
-def _check_words(dims: Dims, flag: torch.Tensor | None, num_done: torch.Tensor | None) -> None:
-    if (flag is None) != (num_done is None):
-        fail("num_done", num_done, "given with `flag`, and only with it")
-    for name, word in (("flag", flag), ("num_done", num_done)):
-        if word is not None:
-            dims.check(name, word, "one", INT32)
-            if len(word) != 1:
-                fail(f"{name}.shape", tuple(word.shape), "(1,)")

@@ -9,7 +9,6 @@ import torch
 
 from tandemkv.kernels.check import BOOL, FLOAT32, INT8, INT32, INT64, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
-from tandemkv.kernels.exchange import RowCopy
 
 _NUM_COUNTERS = 3
 
@@ -53,7 +52,6 @@ def mirror_diff(
     rows: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
-    copy: RowCopy | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decide what to fetch into which resident slots, and update the mirror.
 
@@ -109,8 +107,6 @@ def mirror_diff(
     scratch : torch.Tensor, optional
         From `make_mirror_scratch`, at least as large as the call. Required on a
         GPU, not looked at on CPU. Calls that share it must be on one stream.
-    copy : RowCopy, optional
-        Then what is to be fetched is copied, too, as `exchange_rows` does, in the same launch.
 
     Returns
     -------
@@ -167,8 +163,6 @@ def mirror_diff(
             fail("scratch.shape", tuple(scratch.shape), f"at least {tuple(selected.shape[:2])}")
         if scratch.stride(-1) != 1:
             fail("scratch.stride(-1)", scratch.stride(-1), "1")
-    if copy is not None:
-        copy.check(dims)
     run = resolve("mirror", "mirror_diff", selected.device)
     fetch: tuple[torch.Tensor, torch.Tensor] = run(
         selected,
@@ -185,6 +179,5 @@ def mirror_diff(
         rows=rows,
         counters=counters,
         scratch=scratch,
-        copy=copy,
     )
     return fetch

@@ -22,7 +22,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.step_program import StepProgram
 from tandemkv.kernels.attention import attend_paged
-from tandemkv.kernels.exchange import RowCopy, exchange_rows
+from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.select import list_best, make_select_scratch, score_topk
 from tandemkv.kernels.shortlist import choose_listed, make_shortlist_scratch
@@ -360,7 +360,6 @@ class InProcessCacheRank:
                 score_topk, layer, query, selection.budget_tokens, lane=lane,
                 pooled_positions=selection.pooled_positions,
             )  # fmt: skip
-            self._order.note_choice()
 
     def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
         """See `LocalCacheRank.fetch`."""
@@ -370,13 +369,6 @@ class InProcessCacheRank:
         head_map = self._head_maps.get(layer)
         if head_map is not None:
             chosen, chosen_scores = (x.index_select(1, head_map) for x in (chosen, chosen_scores))
-        pools, size = self._pools, self._pools.page_size
-        k, v, k_res, v_res = pools.k[layer], pools.v[layer], *self._resident[layer]
-        copy = None
-        if flag is not None:
-            # In one launch: a scan may begin beside it, and would take the room of a second one.
-            done = self._num_done[lane]
-            copy = RowCopy(k, v, pages, k_res, v_res, rows, size, flag, done)
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
             self._mirror.positions[book],
@@ -392,10 +384,14 @@ class InProcessCacheRank:
             rows=rows,
             counters=self._counters.totals,
             scratch=self._mirror_scratch[lane],
-            copy=copy,
         )
-        if copy is None:
-            exchange_rows(k, v, pages, fetch_pos, fetch_slot, k_res, v_res, rows, page_size=size)
+        self._order.note_choice()
+        k_res, v_res = self._resident[layer]
+        exchange_rows(
+            self._pools.k[layer], self._pools.v[layer], pages, fetch_pos, fetch_slot,
+            k_res, v_res, rows, page_size=self._pools.page_size, flag=flag,
+            num_done=None if flag is None else self._num_done[lane],
+        )  # fmt: skip
 
     def _scan(
         self,

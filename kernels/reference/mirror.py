@@ -3,9 +3,6 @@
 
 import torch
 
-from tandemkv.kernels.exchange import RowCopy
-from tandemkv.kernels.reference.exchange import exchange_rows
-
 _INT64 = torch.iinfo(torch.int64)
 
 
@@ -71,20 +68,8 @@ def mirror_diff(
     rows: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
-    copy: RowCopy | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
-    if copy is not None:
-        fetch_pos, fetch_slot = mirror_diff(
-            selected, resident_pos, last_used, step=step, num_protected=num_protected,
-            num_target=num_target, hi=hi, lo=lo, fetch_cap=fetch_cap,
-            selected_scores=selected_scores, active=active, rows=rows, counters=counters,
-        )  # fmt: skip
-        exchange_rows(
-            copy.k_pool, copy.v_pool, copy.slots, fetch_pos, fetch_slot, copy.k_res, copy.v_res,
-            copy.rows, page_size=copy.page_size, flag=copy.flag, num_done=copy.num_done,
-        )  # fmt: skip
-        return fetch_pos, fetch_slot
     is_sorted = selected_scores is not None
     if selected_scores is not None:
         selected = _best_first(selected, selected_scores)

@@ -19,54 +19,15 @@ _FAR_ROWS, _FAR_WARPS, _FAR_PROGRAMS = 128, 8, 64
 
 
 @triton.jit
-def copy_rows(
-    k_pool, v_pool, slots, k_res, v_res, rows, position, to, is_copied, req, head, head_dim,
-    k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
-    slots_stride_b, slots_stride_n,
-    kr_stride_r, kr_stride_s, kr_stride_h, kr_stride_d,
-    vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d, rows_stride,
-    PAGE_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Copy the rows at `position` ``[n]`` of a head to the slots `to`, where `is_copied`."""
-    position, to = position.to(tl.int64), to.to(tl.int64)
-    row = tl.load(rows + req * rows_stride).to(tl.int64)
-    page = tl.load(
-        slots + req * slots_stride_b + position // PAGE_SIZE * slots_stride_n,
-        mask=is_copied, other=0,
-    ).to(tl.int64)  # fmt: skip
-    source = (page * PAGE_SIZE + position % PAGE_SIZE)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    mask = is_copied[:, None] & (dim < head_dim)
-    k = tl.load(k_pool + source * k_stride_s + head * k_stride_h + dim * k_stride_d, mask=mask)
-    v = tl.load(v_pool + source * v_stride_s + head * v_stride_h + dim * v_stride_d, mask=mask)
-    to = to[:, None]
-    k_target = k_res + row * kr_stride_r + to * kr_stride_s + head * kr_stride_h
-    v_target = v_res + row * vr_stride_r + to * vr_stride_s + head * vr_stride_h
-    tl.store(k_target + dim * kr_stride_d, k, mask=mask)
-    tl.store(v_target + dim * vr_stride_d, v, mask=mask)
-
-
-@triton.jit
-def raise_when_all_are_done(flag, num_done, num_programs):
-    """Raise the flag if this is the last program to come here."""
-    # What each program wrote is released to the last one, and by it to whoever waits.
-    tl.debug_barrier()
-    before = tl.atomic_add(num_done, 1, sem="release", scope="gpu")
-    if before == num_programs - 1:
-        tl.atomic_xchg(num_done, 0, sem="acquire", scope="gpu")
-        tl.atomic_xchg(flag, 1, sem="release", scope="sys")
-
-
-@triton.jit
 def _exchange_kernel(
     k_pool, v_pool, slots, fetch_pos, fetch_slot, k_res, v_res, rows, pos_res, flag, num_done,
     num_heads, cap, head_dim,
-    fp_stride_b, fp_stride_h, fp_stride_c, fs_stride_b, fs_stride_h, fs_stride_c,
-    pr_stride_r, pr_stride_h, pr_stride_s,
     k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
-    slots_stride_b, slots_stride_n,
+    slots_stride_b, slots_stride_n, fp_stride_b, fp_stride_h, fp_stride_c,
+    fs_stride_b, fs_stride_h, fs_stride_c,
     kr_stride_r, kr_stride_s, kr_stride_h, kr_stride_d,
-    vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d, rows_stride,
+    vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d,
+    rows_stride, pr_stride_r, pr_stride_h, pr_stride_s,
     HAS_POS: tl.constexpr, HAS_FLAG: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -76,25 +37,37 @@ def _exchange_kernel(
     position = tl.load(
         fetch_pos + req * fp_stride_b + head * fp_stride_h + place * fp_stride_c,
         mask=place < cap, other=-1,
-    )  # fmt: skip
+    ).to(tl.int64)  # fmt: skip
     to = tl.load(
         fetch_slot + req * fs_stride_b + head * fs_stride_h + place * fs_stride_c,
         mask=place < cap, other=-1,
-    )  # fmt: skip
+    ).to(tl.int64)  # fmt: skip
+    row = tl.load(rows + req * rows_stride).to(tl.int64)
     is_copied = (position >= 0) & (to >= 0)
+    page = tl.load(
+        slots + req * slots_stride_b + position // PAGE_SIZE * slots_stride_n,
+        mask=is_copied, other=0,
+    ).to(tl.int64)  # fmt: skip
+    source = (page * PAGE_SIZE + position % PAGE_SIZE)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    mask = is_copied[:, None] & (dim < head_dim)
+    k = tl.load(k_pool + source * k_stride_s + head * k_stride_h + dim * k_stride_d, mask=mask)
+    v = tl.load(v_pool + source * v_stride_s + head * v_stride_h + dim * v_stride_d, mask=mask)
     if HAS_POS:
-        row = tl.load(rows + req * rows_stride).to(tl.int64)
-        target = pos_res + row * pr_stride_r + head * pr_stride_h + to.to(tl.int64) * pr_stride_s
-        tl.store(target, position, mask=is_copied)
-    copy_rows(
-        k_pool, v_pool, slots, k_res, v_res, rows, position, to, is_copied, req, head, head_dim,
-        k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
-        slots_stride_b, slots_stride_n,
-        kr_stride_r, kr_stride_s, kr_stride_h, kr_stride_d,
-        vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d, rows_stride, PAGE_SIZE, BLOCK_D,
-    )  # fmt: skip
+        target = pos_res + row * pr_stride_r + head * pr_stride_h + to * pr_stride_s
+        tl.store(target, position.to(tl.int32), mask=is_copied)
+    to = to[:, None]
+    k_target = k_res + row * kr_stride_r + to * kr_stride_s + head * kr_stride_h
+    v_target = v_res + row * vr_stride_r + to * vr_stride_s + head * vr_stride_h
+    tl.store(k_target + dim * kr_stride_d, k, mask=mask)
+    tl.store(v_target + dim * vr_stride_d, v, mask=mask)
     if HAS_FLAG:
-        raise_when_all_are_done(flag, num_done, tl.num_programs(0) * tl.num_programs(1))
+        # What each program wrote is released to the last one, and by it to whoever waits.
+        tl.debug_barrier()
+        before = tl.atomic_add(num_done, 1, sem="release", scope="gpu")
+        if before == tl.num_programs(0) * tl.num_programs(1) - 1:
+            tl.atomic_xchg(num_done, 0, sem="acquire", scope="gpu")
+            tl.atomic_xchg(flag, 1, sem="release", scope="sys")
 
 
 def exchange_rows(
@@ -129,9 +102,10 @@ def exchange_rows(
         as_bits(k_pool), as_bits(v_pool), slots, fetch_pos, fetch_slot, as_bits(k_res),
         as_bits(v_res), rows, positions, fetch_pos if flag is None else flag,
         fetch_pos if num_done is None else num_done,
-        num_heads, cap, head_dim, *fetch_pos.stride(), *fetch_slot.stride(), *positions.stride(),
-        *k_pool.stride(), *v_pool.stride(), *slots.stride(), *k_res.stride(), *v_res.stride(),
-        *rows.stride(),
+        num_heads, cap, head_dim,
+        *k_pool.stride(), *v_pool.stride(), *slots.stride(), *fetch_pos.stride(),
+        *fetch_slot.stride(), *k_res.stride(), *v_res.stride(), *rows.stride(),
+        *positions.stride(),
         HAS_POS=pos_res is not None, HAS_FLAG=flag is not None, PAGE_SIZE=page_size,
         BLOCK_ROWS=block, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=warps,
     )  # fmt: skip

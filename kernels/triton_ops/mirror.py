@@ -11,10 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tandemkv.kernels.exchange import RowCopy
-from tandemkv.kernels.triton_ops.bits import as_bits
-from tandemkv.kernels.triton_ops.exchange import copy_rows, raise_when_all_are_done
-from tandemkv.kernels.triton_ops.flags import raise_flags
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
@@ -22,7 +18,6 @@ _NUM_WARPS = 8
 # Fewer registers fit in sooner beside a scan of all keys, see `shortlist`; larger blocks need all.
 _REGISTERS, _LARGEST_LIMITED = 168, 4096
 _MIN_BLOCK, _MAX_HEAD = 16, 256
-_COPY_ROWS = 64  # at once; twice as many of 256 bytes each take all registers
 _NO_PLACE = tl.constexpr(2**31 - 1)
 _LAST = tl.constexpr(2**31 - 1)
 
@@ -108,12 +103,6 @@ def _mirror_kernel(
     sel_stride_b, sel_stride_h, sel_stride_n, score_stride_b, score_stride_h, score_stride_n,
     pos_stride_b, pos_stride_h, pos_stride_n, used_stride_b, used_stride_h, used_stride_n,
     step_stride, map_stride_b, map_stride_h,
-    k_pool, v_pool, slots, k_res, v_res, copy_to, flag, num_done, head_dim,
-    k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
-    slots_stride_b, slots_stride_n,
-    kr_stride_r, kr_stride_s, kr_stride_h, kr_stride_d,
-    vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d, copy_to_stride,
-    HAS_COPY: tl.constexpr, PAGE_SIZE: tl.constexpr, COPY_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SCORES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     HAS_COUNTERS: tl.constexpr, IS_TENSOR: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_CAP: tl.constexpr,
@@ -265,25 +254,6 @@ def _mirror_kernel(
         tl.atomic_add(counters, num_hits.to(tl.int64), mask=is_active, sem="relaxed")
         tl.atomic_add(counters + 1, num_missing.to(tl.int64), mask=is_active, sem="relaxed")
         tl.atomic_add(counters + 2, num_fetched.to(tl.int64), mask=is_active, sem="relaxed")
-    if HAS_COPY:
-        tl.debug_barrier()
-        start = tl.zeros([], tl.int32)
-        while start < num_fetched:
-            at = start + tl.arange(0, COPY_ROWS)
-            is_copied = at < num_fetched
-            copy_rows(
-                k_pool, v_pool, slots, k_res, v_res, copy_to,
-                tl.load(out_pos + at, mask=is_copied, other=0),
-                tl.load(out_slot + at, mask=is_copied, other=0),
-                is_copied, req, head, head_dim,
-                k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
-                slots_stride_b, slots_stride_n,
-                kr_stride_r, kr_stride_s, kr_stride_h, kr_stride_d,
-                vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d, copy_to_stride,
-                PAGE_SIZE, BLOCK_D,
-            )  # fmt: skip
-            start += COPY_ROWS
-        raise_when_all_are_done(flag, num_done, tl.num_programs(0))
 
 
 def mirror_diff(
@@ -302,7 +272,6 @@ def mirror_diff(
     rows: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
-    copy: RowCopy | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
     num_reqs, num_heads, num_resident = len(selected), *resident_pos.shape[1:]
@@ -319,8 +288,6 @@ def mirror_diff(
     block_k = max(16, triton.next_power_of_2(selected.shape[-1]))
     hits = torch.empty((*shape[:2], block_k), dtype=torch.int8, device=selected.device)
     if not num_reqs * num_heads:
-        if copy is not None:
-            raise_flags(copy.flag)
         return fetch_pos, fetch_slot
     block_r = max(16, triton.next_power_of_2(num_resident))
     num_first = num_resident - block_r // 2
@@ -338,10 +305,6 @@ def mirror_diff(
         fetch_cap, scratch.shape[-1],
         *selected.stride(), *scores.stride(), *resident_pos.stride(), *last_used.stride(),
         step.stride(0) if per_req and isinstance(step, torch.Tensor) else 0, *scratch.stride()[:2],
-        *_copy_arguments(copy, fetch_pos),
-        HAS_COPY=copy is not None, PAGE_SIZE=1 if copy is None else copy.page_size,
-        COPY_ROWS=min(_COPY_ROWS, block_cap),
-        BLOCK_D=1 if copy is None else triton.next_power_of_2(copy.k_pool.shape[-1]),
         HAS_SCORES=selected_scores is not None, HAS_ROWS=rows is not None,
         HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None, IS_TENSOR=is_tensor,
         BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_HEAD=block_head, BLOCK_CAP=block_cap,
@@ -350,13 +313,3 @@ def mirror_diff(
         maxnreg=_REGISTERS if max(block_k, block_r) <= _LARGEST_LIMITED else None,
     )  # fmt: skip
     return fetch_pos, fetch_slot
-
-
-def _copy_arguments(copy: RowCopy | None, unused: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
-    """Return tensors and strides in the kernel's order; `unused` stands in for tensors."""
-    if copy is None:
-        return (*[unused] * 8, 0, *[0] * 17)
-    pools = as_bits(copy.k_pool), as_bits(copy.v_pool), copy.slots
-    sets = as_bits(copy.k_res), as_bits(copy.v_res), copy.rows
-    strides = (stride for tensor in (*pools, *sets) for stride in tensor.stride())
-    return (*pools, *sets, copy.flag, copy.num_done, copy.k_pool.shape[-1], *strides)

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from tandemkv.kernels.exchange import RowCopy
 from tandemkv.kernels.mirror import make_mirror_scratch
 from tandemkv.kernels.reference import exchange, mirror, pack
 from tandemkv.kernels.reference import position_pooling as reference_pooling
@@ -193,41 +192,6 @@ def test_mirror_over_many_steps(dtype: torch.dtype, cap: int, holes: bool) -> No
             assert torch.equal(got_pos, want_pos)
             assert torch.equal(got_used, want_used)
             assert torch.equal(counts[0], counts[1])
-
-
-@pytest.mark.parametrize(("cap", "page_size", "dim"), [(3, 1, 8), (80, 4, 16), (130, 8, 5)])
-def test_mirror_copies_what_it_fetches(cap: int, page_size: int, dim: int) -> None:
-    """In one launch, and raises the flag behind the last row: as the two calls one by one."""
-    generator = torch.Generator().manual_seed(cap)
-    heads, num_resident, context, num_rows = 2, 140, 320, 5
-    pages = context // page_size
-    pools = random_bits(2, 2 * pages * page_size, heads, dim, dtype=torch.bfloat16)
-    table = torch.stack([torch.randperm(2 * pages)[:pages] for _ in range(3)]).int().to(DEVICE)
-    rows = torch.tensor([3, 1, 4], device=DEVICE)
-    want_sets = random_bits(2, num_rows, num_resident + 3, heads, dim, dtype=torch.bfloat16)
-    got_sets, words = want_sets.clone(), torch.zeros((2, 2, 1), dtype=torch.int32, device=DEVICE)
-    shape = (num_rows, heads, num_resident)
-    want_pos = torch.full(shape, -1, dtype=torch.int32, device=DEVICE)
-    want_used = want_pos.clone()
-    got_pos, got_used = want_pos.clone(), want_used.clone()
-    scratch = make_mirror_scratch(3, heads, context, DEVICE)
-    for step in range(1, 6):
-        words[:, 0] = 0  # whoever waits takes it down
-        call = mirror_call(generator, (3, heads, 150, num_resident, context), step)
-        selected = call.pop("selected")
-        common = {**call, "fetch_cap": cap, "rows": rows}
-        want = mirror.mirror_diff(
-            selected, want_pos, want_used, **common,
-            copy=RowCopy(*pools, table, *want_sets, rows, page_size, *words[0]),
-        )  # fmt: skip
-        got = triton_mirror.mirror_diff(
-            selected, got_pos, got_used, scratch=scratch, **common,
-            copy=RowCopy(*pools, table, *got_sets, rows, page_size, *words[1]),
-        )  # fmt: skip
-        for one, other in zip((*want, want_pos), (*got, got_pos), strict=True):
-            assert torch.equal(one, other)
-        assert same_bits(got_sets, want_sets)
-        assert words.flatten().tolist() == [1, 0, 1, 0]
 
 
 def test_mirror_needs_scratch_and_few_slots() -> None:
