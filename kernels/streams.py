@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few CUDA streams that work beside the forward pass is spread over, shared by their users.
+"""CUDA streams beside the forward pass, shared by their users.
 
-A process that has used four streams more runs every kernel of every captured graph 0.3 us later
-after the one before it (H200, decision record 14). So a stream is asked for by what it is for, and
-one that somebody uses already serves as well, where being ordered behind the others does no harm.
+A stream is asked for by what it is for, and made once in a process. Once a process has used a few
+more streams, every kernel of a captured graph begins 0.3 us later (H200, decision record 14).
 """
 
 from __future__ import annotations

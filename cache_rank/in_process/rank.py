@@ -136,9 +136,8 @@ class InProcessCacheRank:
         # Read in another lane than they are made in: kept until their layer's next.
         self._listed: dict[int, torch.Tensor] = {}
         # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
-        # a few programs each, would wait for all of it. One for all lanes: two scans at once take
-        # as long as one after the other.
-        self._scan_stream = shared_stream(device)
+        # a few programs each, would wait for all of it.
+        self._scan_streams = [shared_stream(device, number=n) for n in range(self.num_lanes)]
         self._order = ScanOrder(device)
         self._seeder = Seeder(model, selection, pools, self._mirror, device)
         self.refresh_every = selection.refresh_steps
@@ -419,7 +418,7 @@ class InProcessCacheRank:
             page_size=self._pools.page_size,
             active=batch.active[:size],
             scratch=self._scratch[lane],
-            scan_stream=self._scan_stream,
+            scan_stream=self._scan_streams[lane],
             **options,
         )
 

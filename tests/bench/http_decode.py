@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time per token of one request at a time, over HTTP, of two servers that are asked in turns.
+
+    python tests/bench/http_decode.py stock=http://127.0.0.1:31000 ours=http://127.0.0.1:31001 \
+        --contexts 2048,8192 --out batch1_http.json
+
+Both may share a GPU, where an idle server takes none of it: figures of two GPUs of one machine
+differ by 2 %. A figure is what 416 tokens take longer than 32, so prefill and HTTP are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+SHORT, LONG = 32, 416
+
+
+def seconds(url: str, num_prompt: int, num_new: int) -> float:
+    """How long a request of random tokens takes."""
+    rng = random.Random(7 * num_prompt + num_new)
+    body = {
+        "input_ids": [rng.randrange(1000, 40000) for _ in range(num_prompt)],
+        "sampling_params": {"max_new_tokens": num_new, "temperature": 0, "ignore_eos": True},
+    }
+    request = urllib.request.Request(
+        f"{url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    begin = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        found: dict[str, Any] = json.load(reply)
+    end = time.perf_counter()
+    if found["meta_info"]["completion_tokens"] != num_new:
+        raise SystemExit(f"{url} gave {found['meta_info']['completion_tokens']} tokens")
+    return end - begin
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("servers", nargs=2, metavar="NAME=URL", help="the second over the first")
+    parser.add_argument("--contexts", default="2048,8192", help="tokens of the prompts")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    servers = dict(server.split("=", 1) for server in args.servers)
+    rows: list[dict[str, Any]] = []
+    for context in map(int, args.contexts.split(",")):
+        for url in servers.values():
+            seconds(url, context, SHORT)  # compiles what is new
+        found: dict[str, list[float]] = {name: [] for name in servers}
+        for _ in range(args.turns):
+            for name, url in servers.items():
+                extra = seconds(url, context, LONG) - seconds(url, context, SHORT)
+                found[name].append(1e3 * extra / (LONG - SHORT))
+        medians = [statistics.median(values) for values in found.values()]
+        for name, values in found.items():
+            spread = {"p10": min(values), "p90": max(values), "n": len(values)}
+            value = statistics.median(values)
+            figure = f"http_ms_per_token_{name}_1x{context}"
+            rows.append({"figure": figure, "value": value, "unit": "ms", **spread})
+        ratio = medians[1] / medians[0]
+        rows.append({"figure": f"http_ratio_1x{context}", "value": ratio, "unit": ""})
+        print(*(json.dumps(row) for row in rows[-3:]), sep="\n")
+        args.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
