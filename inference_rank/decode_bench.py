@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
     parser.add_argument(
         "--extra-streams", type=int, default=0,
-        help="CUDA streams that are used once before anything is measured (decision record 14)",
+        help="CUDA streams, 32 at most, that are used once before the measurement: decision 14",
     )  # fmt: skip
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of three steps a point")
     ServerArgs.add_cli_args(parser)

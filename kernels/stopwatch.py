@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from tandemkv.kernels.streams import shared_stream
+from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
 _MOST_RUNS = 7
 
@@ -60,7 +60,7 @@ def _on_gpu(
     prepare: Callable[[], object],
     budget_s: float,
 ) -> float:
-    stream = shared_stream(device)
+    stream = shared_stream(device, LANE_PRIORITY)  # a lane of selection: scans fork from it
     assert stream is not None
     with torch.cuda.device(device):
         stream.wait_stream(torch.cuda.current_stream())

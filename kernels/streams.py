@@ -20,6 +20,8 @@ def shared_stream(
 ) -> torch.cuda.Stream | None:
     """Return this process's stream of a GPU, priority and number; None on a CPU.
 
+    To be asked for at start, by one thread.
+
     Parameters
     ----------
     device : torch.device

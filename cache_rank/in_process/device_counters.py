@@ -35,7 +35,7 @@ class DeviceCounters:
         """Keep what a copy under way has brought, and start the next one; not to be captured.
 
         Behind what the current stream of the totals' device has, and not on it: no step waits for a
-        copy to the host, which takes 15 us of a stream (H200).
+        copy to the host, which takes 15 us of a stream (H200); outside graphs a scan may.
         """
         if self._copied is None or self._stream is None:
             self._last = self.read()

@@ -92,7 +92,7 @@ def capture_each(
             "label: serve without LoRA"
         )
     backend = runner.attn_backend
-    # Those without anything beside them as well: a stream less that the process has used.
+    # Those that have nothing beside them as well, so that all are captured on one stream.
     goes_first = backend.shares_gpu and backend.kinds != (StepKind.DENSE,)
     for kind in backend.kinds:
         backend.captured_kind = kind

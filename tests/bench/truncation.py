@@ -3,7 +3,7 @@
 
     tandemkv quality smollm2 --samples-only --tasks niah_single+late --samples 300 --out DIR
     python tests/bench/truncation.py late MODEL_DIR DIR/samples/niah_single_late.jsonl \
-        --names 177,183 --modes dense,own,own+rest,before
+        --names 177,183 --modes dense,own,own+rest,predicted,predicted+sample128
     python tests/bench/truncation.py perplexity MODEL_DIR DIR/samples/perplexity.jsonl --tokens 100
 
 Prefill is dense, each later token is decoded by itself: per KV head sink, recent and the best K
@@ -29,6 +29,7 @@ import copy
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ import torch
 import torch.nn.functional as F
 
 NUM_EXACT = 2  # layers
+_MODE = re.compile(r"dense|(own|predicted|before)(\+rest|\+sample[1-9]\d*)?")
 
 
 class Decoding:
@@ -177,6 +179,9 @@ def main() -> None:
     parser.add_argument("--recent", type=int, default=64)
     parser.add_argument("--out", type=Path, help="JSON lines, written as they come")
     args = parser.parse_args()
+    for mode in args.modes.split(","):
+        if not _MODE.fullmatch(mode):
+            parser.error(f"--modes {mode}: there is no such mode, see above")
     from transformers import AutoTokenizer
 
     decode = AutoTokenizer.from_pretrained(args.model).decode

@@ -267,10 +267,15 @@ def test_each_batch_size_is_captured_for_each_kind_of_step(
     shares_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where both share a GPU, on a stream that goes first."""
-    made: list[tuple[int, ...]] = []
-    first = SimpleNamespace(device=torch.device("cuda", 1))
+    made: list[Any] = []
     own = SimpleNamespace(device=torch.device("cuda", 1))
-    monkeypatch.setattr(streams, "_stream", lambda *a: made.append(a) or first)
+
+    def stream(**wanted: Any) -> Any:
+        made.append(SimpleNamespace(**wanted))
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    streams._stream.cache_clear()
     graphs = SimpleNamespace(_capture_stream=own)
     runner, seen = SimpleNamespace(attn_backend=_Backend(), backend=graphs), []
     runner.attn_backend.shares_gpu = shares_gpu
@@ -279,17 +284,19 @@ def test_each_batch_size_is_captured_for_each_kind_of_step(
         backend = runner.attn_backend
         seen.append((size, _[-1], backend.captured_kind, graphs._capture_stream))
 
-    used = first if shares_gpu else own
     for size in (8, 4):
         seen.clear()
         graph_variants.capture_each(original, runner, size, print)
+        used = made[0] if shares_gpu else own
         assert seen == [
             (size, "tandemkv-selecting", StepKind.SELECTING, used),
             (size, "tandemkv-indexing", StepKind.INDEXING, used),
             (size, "tandemkv-dense", StepKind.DENSE, used),
         ]
     assert graphs._capture_stream is own
-    assert set(made) == ({(1, -2, 0)} if shares_gpu else set())
+    # One for all: graphs share memory within a stream only.
+    assert [(x.device, x.priority) for x in made] == [(own.device, -2)] * shares_gpu
+    streams._stream.cache_clear()
     runner.attn_backend.kinds = (StepKind.DENSE,)  # nothing goes on beside it
     seen.clear()
     graph_variants.capture_each(original, runner, 8, print)
