@@ -108,6 +108,7 @@ class SparseRows:
         else:
             views.fetch_pos.fill_(-1)
             views.fetch_slot.fill_(-1)
+            views.log_weight.fill_(float("nan"))
             epoch.counters.withheld_packs_total += 1
         return buffer
 
@@ -133,6 +134,7 @@ class SparseRows:
             hi=self._hi,
             lo=0,
             fetch_cap=views.fetch_pos.shape[-1],
+            log_weight=views.log_weight[index] if views.log_weight.numel() else None,
             scratch=epoch.scratch.mirror if epoch.scratch is not None else None,
         )
         epoch.mirror.commit(layer, self._rows, resident, last_used)

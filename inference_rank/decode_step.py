@@ -47,6 +47,8 @@ class DecodeStep:
         self._ring_only = resident.visible_ring(lengths)
         self._sparse = self._indices(sparse_rows(self._steps))
         self._num_packed = len(self._program.packed_rows(self._steps))
+        self._sample_moves = resident.sample_moves(lengths)
+        self._sampled = self._sampled_rows() if resident.samples is not None else None
         self._exact = [self._indices(exact_rows(self._steps, flag)) for flag in (False, True)]
         self._slow_heads = [self._query_heads(n) for n in range(runtime.model.num_layers)]
         self._pack_of = {layers[-1]: layers for layers in self._program.packs()}
@@ -92,6 +94,24 @@ class DecodeStep:
             return None
         size = model.gqa_group_size
         return place([head * size + i for head in heads for i in range(size)], self._device)
+
+    def _sampled_rows(self) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None:
+        """Return slots of samples, and ``[B]`` bool whose: of sparse rows with, without slow ones.
+
+        None if there are no such rows.
+        """
+        samples = self._runtime.resident.samples
+        wanted = [
+            bool(s.flags & RowFlag.SPARSE and not s.flags & RowFlag.EXACT) for s in self._steps
+        ]
+        if samples is None or not any(wanted):
+            return None
+        at_rest = [
+            w and not s.flags & RowFlag.SLOW for w, s in zip(wanted, self._steps, strict=True)
+        ]
+        both = (place(x, self._device, torch.bool) for x in (wanted, at_rest))
+        first, second = both
+        return samples.slots(self._rows), (first, second)
 
     def _indices(self, steps: Sequence[RowStep]) -> torch.Tensor:
         wanted = {s.row for s in steps}
@@ -139,7 +159,10 @@ class DecodeStep:
             ``[B, num_kv_heads, head_dim]``, the new token of each request.
         """
         runtime, resident = self._runtime, self._runtime.resident
-        resident.append(layer, self._rows, self._slots, k, v)
+        moves = None
+        if resident.samples is not None and self._sample_moves is not None:
+            moves = resident.samples.moves(layer, *self._sample_moves)
+        resident.append(layer, self._rows, self._slots, k, v, moves=moves)
         if self._transfers.wants(TransferKind.QUERY, (layer,)):
             self._transfers.send(TransferKind.QUERY, (layer,), q[self._sparse])
             self._expect_packs(layer)
@@ -160,6 +183,13 @@ class DecodeStep:
         out, lse = attend_resident(
             q, resident.k[layer], resident.v[layer], self._rows, visible, scale=runtime.model.scale
         )
+        if resident.samples is not None and self._sampled is not None and not is_exact_layer:
+            # What the cache rank attends to as a whole leaves nothing to stand for.
+            slots, active = self._sampled
+            is_whole = heads is None and not is_gated
+            resident.samples.attend(
+                layer, q, slots, self._rows, active[is_whole], out, lse, scale=runtime.model.scale
+            )
         if len(exact) and is_gated:
             out[exact] = self._merge_gated(layer, q, exact, out[exact]).to(out.dtype)
         elif len(exact):

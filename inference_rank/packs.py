@@ -117,7 +117,9 @@ class PackQueue:
             self._counters.stale_pack_rows_total += live.count(False)
             keep = place(live, slots.device, torch.bool).view(1, -1, 1, 1)
             slots = torch.where(keep, slots, torch.full_like(slots, -1))
-        row_index = views.rows.to(torch.int64)
+        row_index, log_weight = views.rows.to(torch.int64), views.log_weight
+        if log_weight.numel() and not all(live):
+            log_weight = torch.where(keep, log_weight, float("nan"))
         for i, layer in enumerate(pending.receive.transfer.layers):
             scatter_pack(
                 self._resident.k[layer],
@@ -129,6 +131,8 @@ class PackQueue:
                 pos_res=self._resident.positions[layer],
                 fetch_pos=views.fetch_pos[i],
             )
+            if self._resident.samples is not None:
+                self._resident.samples.weigh(layer, row_index, log_weight[i])
         self._counters.packs_total += 1
         self._tally.add("scattered_rows_total", (slots >= 0).sum())
         self._tally.flush()

@@ -14,8 +14,11 @@ import torch
 
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.kernels.append import append_tokens
+from tandemkv.kernels.append import SampleMoves, append_tokens
 from tandemkv.kernels.placing import place
+from tandemkv.kernels.samples import newest_sample
+
+from .sample_set import SampleSet
 
 
 class ResidentSet:
@@ -28,6 +31,8 @@ class ResidentSet:
     positions : torch.Tensor
         ``[num_layers, max_rows + 1, num_kv_heads, R + ring]`` int32, logical position in each
         resident slot, -1 where empty and in the ring; for probes and status only.
+    samples : SampleSet or None
+        What stands for the rest, if the settings ask for it.
     """
 
     def __init__(
@@ -55,6 +60,9 @@ class ResidentSet:
             device=device,
         )
         self._slots = torch.arange(self.num_slots, device=device)
+        self.samples: SampleSet | None = None
+        if selection.num_samples:
+            self.samples = SampleSet(model, selection, max_rows, device)
 
     @property
     def device(self) -> torch.device:
@@ -63,8 +71,9 @@ class ResidentSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V."""
-        return self.k.nbytes + self.v.nbytes
+        """Bytes of K and V, and of the samples."""
+        samples = self.samples.nbytes if self.samples is not None else 0
+        return self.k.nbytes + self.v.nbytes + samples
 
     def is_dense(self, length: int) -> bool:
         """Whether a request of `length` tokens is wholly resident without any selection."""
@@ -76,10 +85,27 @@ class ResidentSet:
 
     def write_slot(self, length: int) -> int:
         """Slot of the newest token of a request of `length` tokens."""
-        position = length - 1
+        return self._slot(length - 1, length)
+
+    def _slot(self, position: int, length: int) -> int:
+        """Slot of one of the latest tokens of a request, or of any if it is dense."""
         if self.is_dense(length) and position < self.num_resident:
             return position
         return self.ring_slot(position)
+
+    def sample_moves(self, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return which samples tokens become that leave the ring, -1 for none, and their slots.
+
+        Each is ``[len(lengths)]`` int64; None if there are no samples. Valid before the newest
+        token of each request is appended.
+        """
+        if self.samples is None:
+            return None
+        counts = [self.samples.num_candidates(n) for n in lengths]
+        moved = [newest_sample(n, self.samples.num_samples) if n else -1 for n in counts]
+        sources = [self._slot(max(0, n - self.ring - 1), n) for n in lengths]
+        device = self._slots.device
+        return place(moved, device), place(sources, device)
 
     def visible(self, lengths: list[int]) -> torch.Tensor:
         """Slots that a decode step attends to, ``[len(lengths), R + ring]`` bool."""
@@ -94,10 +120,13 @@ class ResidentSet:
         return (self._slots < ends) | self.visible_ring(in_ring)
 
     def num_visible(self, length: int) -> int:
-        """Slots that a decode step of a request attends to."""
+        """Tokens that a decode step of a request attends to, at most."""
         if self.is_dense(length):
             return length
-        return min(self.num_resident, max(0, length - self.ring)) + min(length, self.ring)
+        candidates = max(0, length - self.ring)
+        filled = min(self.num_resident, candidates)
+        samples = self.samples.num_samples if self.samples is not None else 0
+        return filled + min(length, self.ring) + min(samples, candidates - filled)
 
     def visible_ring(self, lengths: list[int]) -> torch.Tensor:
         """Slots of the ring, ``[len(lengths), R + ring]`` bool: the exact step's local part."""
@@ -107,8 +136,9 @@ class ResidentSet:
         return (self._slots >= self.num_resident) & (place_in_ring < ends)
 
     def append(
-        self, layer: int, rows: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
+        self, layer: int, rows: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        *, moves: SampleMoves | None = None,
+    ) -> None:  # fmt: skip
         """Write the newest token of each row.
 
         Parameters
@@ -119,8 +149,10 @@ class ResidentSet:
             ``[B]`` int64.
         k, v : torch.Tensor
             ``[B, num_kv_heads, head_dim]``.
+        moves : SampleMoves, optional
+            What becomes a sample, before it is overwritten.
         """
-        append_tokens(k, v, rows, slots, self.k[layer], self.v[layer])
+        append_tokens(k, v, rows, slots, self.k[layer], self.v[layer], moves=moves)
 
     def fill_from_prompt(self, layer: int, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy a finished prompt's tokens that need no selection.
@@ -153,6 +185,8 @@ class ResidentSet:
             slots = self.num_resident + (recent - self.num_resident) % self.ring
             self.k[layer, row, slots] = k[start:]
             self.v[layer, row, slots] = v[start:]
+        if self.samples is not None:
+            self.samples.fill(layer, row, k, v)
 
     def seed(
         self, layer: int, row: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -1,10 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing the newest token of each request into resident sets."""
 
+from dataclasses import dataclass
+
 import torch
 
-from tandemkv.kernels.check import FLOATS, INTS, Dims
+from tandemkv.kernels.check import FLOATS, INT64, INTS, Dims
 from tandemkv.kernels.dispatch import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleMoves:
+    """Tokens of resident sets that become samples; see `tandemkv.kernels.samples`.
+
+    Attributes
+    ----------
+    k, v : torch.Tensor
+        ``[num_rows, num_samples, num_kv_heads, head_dim]``. Written.
+    samples, sources : torch.Tensor
+        ``[num_reqs]``, int64. Sample that each request's token becomes, -1 for none, and its slot.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    samples: torch.Tensor
+    sources: torch.Tensor
 
 
 def append_tokens(
@@ -14,8 +34,12 @@ def append_tokens(
     slots: torch.Tensor,
     k_res: torch.Tensor,
     v_res: torch.Tensor,
+    *,
+    moves: SampleMoves | None = None,
 ) -> None:
     """Write one token per request, keys and values, bit by bit.
+
+    What becomes a sample is copied before, maybe from where the token is written.
 
     Parameters
     ----------
@@ -26,6 +50,8 @@ def append_tokens(
         ranges are not checked. Of requests with equal row and slot (padding) any one wins.
     k_res, v_res : torch.Tensor
         ``[num_rows, num_slots, num_kv_heads, head_dim]``, dtype of `k` and `v`. Written.
+    moves : SampleMoves, optional
+        Which tokens of the resident sets become samples.
 
     Raises
     ------
@@ -46,4 +72,10 @@ def append_tokens(
     dims.check("slots", slots, "num_reqs", INTS)
     dims.check("k_res", k_res, res, (k.dtype,))
     dims.check("v_res", v_res, res, (v.dtype,))
-    resolve("append", "append_tokens", k.device)(k, v, rows, slots, k_res, v_res)
+    if moves is not None:
+        samples = "num_rows num_samples num_kv_heads head_dim"
+        dims.check("moves.k", moves.k, samples, (k.dtype,))
+        dims.check("moves.v", moves.v, samples, (v.dtype,))
+        dims.check("moves.samples", moves.samples, "num_reqs", INT64)
+        dims.check("moves.sources", moves.sources, "num_reqs", INT64)
+    resolve("append", "append_tokens", k.device)(k, v, rows, slots, k_res, v_res, moves=moves)

@@ -9,6 +9,7 @@ import torch
 
 from tandemkv.kernels.check import BOOL, FLOAT32, INT8, INT32, INT64, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.samples import check_num_samples
 
 _NUM_COUNTERS = 3
 
@@ -51,6 +52,7 @@ def mirror_diff(
     active: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
+    log_weight: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decide what to fetch into which resident slots, and update the mirror.
@@ -104,6 +106,13 @@ def mirror_diff(
     counters : torch.Tensor, optional
         ``[>= 3]``, int64, contiguous. The call adds: selected positions that were resident,
         selected positions that were missing, slots written.
+    log_weight : torch.Tensor, optional
+        ``[num_reqs, num_kv_heads, num_samples]``, float32, with `rows` ``[num_rows, ...]``,
+        dense in the last dimension; may be another GPU's memory. Written for active requests: with
+        how much weight samples of the candidates ``[num_protected, hi)`` count
+        (`tandemkv.kernels.samples`).
+        What is not resident is shared out, by their spans, to the samples that are not either;
+        the others have ``-inf``.
     scratch : torch.Tensor, optional
         From `make_mirror_scratch`, at least as large as the call. Required on a
         GPU, not looked at on CPU. Calls that share it must be on one stream.
@@ -151,6 +160,11 @@ def mirror_diff(
             fail("step.shape", tuple(step.shape), "[] or [num_reqs]")
         dims.check("step", step, "num_reqs" if step.dim() else "", INTS)
     check_int("num_protected", num_protected, minimum=0)
+    if log_weight is not None:
+        dims.check("log_weight", log_weight, f"{book} num_kv_heads num_samples", FLOAT32)
+        check_num_samples(log_weight.shape[-1])
+        if log_weight.stride(-1) != 1:
+            fail("log_weight.stride(-1)", log_weight.stride(-1), "1")
     check_int("lo", lo, minimum=0)
     check_int("fetch_cap", fetch_cap, minimum=0)
     if selected_scores is not None:
@@ -178,6 +192,7 @@ def mirror_diff(
         active=active,
         rows=rows,
         counters=counters,
+        log_weight=log_weight,
         scratch=scratch,
     )
     return fetch

@@ -73,7 +73,6 @@ def estimate_memory(
     item = _ITEM_BYTES.get(spec.dtype, 4)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item
     selection = settings.selection
-    row_tokens = selection.num_resident + selection.num_recent_tokens
     files = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     config = read_config(model_dir)
     saved = str(config.get("dtype") or config.get("torch_dtype"))
@@ -81,7 +80,9 @@ def estimate_memory(
     has_cache = starts_cache_rank and (on_cpu or settings.cache_device == "cpu")
     return MemoryEstimate(
         cache_bytes=settings.cache.capacity_tokens * token_bytes if has_cache else 0,
-        resident_bytes=settings.max_running_requests * row_tokens * token_bytes if on_cpu else 0,
+        resident_bytes=settings.max_running_requests * selection.row_tokens * token_bytes
+        if on_cpu
+        else 0,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,
     )
 

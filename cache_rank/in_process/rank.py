@@ -78,7 +78,7 @@ class InProcessCacheRank:
         self._place_of = {layer: i for i, layer in enumerate(self._sources)}
         self._head_maps = _head_maps_of(policy, self._selecting, device)
         self._sparse = [x for x in layers if not all_exact and x not in selection.exact_layers]
-        self._resident = pools.resident
+        self._resident, self._log_weight = pools.resident, pools.log_weight
         self._mirror = ResidentMirror(
             num_layers=len(self._selecting),
             max_rows=pools.num_rows - 1,
@@ -382,6 +382,7 @@ class InProcessCacheRank:
             active=batch.active[:batch_size],
             rows=rows,
             counters=self._counters.totals,
+            log_weight=None if self._log_weight is None else self._log_weight[layer],
             scratch=self._mirror_scratch[lane],
         )
         self._order.note_choice()

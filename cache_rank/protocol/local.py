@@ -74,12 +74,16 @@ class LocalPools:
         cache rank's (row 0 is padding). They may lie in another GPU's memory.
     page_size : int
         Tokens that lie in consecutive slots.
+    log_weight : torch.Tensor, optional
+        ``[L, rows, H, num_samples]`` float32: with how much weight samples count
+        (`tandemkv.kernels.samples`). It may lie in another GPU's memory.
     """
 
     k: Sequence[torch.Tensor]
     v: Sequence[torch.Tensor]
     resident: Sequence[tuple[torch.Tensor, torch.Tensor]]
     page_size: int
+    log_weight: torch.Tensor | None = None
 
     @property
     def num_slots(self) -> int:

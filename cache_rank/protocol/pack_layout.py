@@ -41,6 +41,7 @@ class PackViews(NamedTuple):
     fetch_slot: torch.Tensor  # [L, S, H, C] int32, resident slots
     k: torch.Tensor  # [L, S, H, C, D]
     v: torch.Tensor  # [L, S, H, C, D]
+    log_weight: torch.Tensor  # [L, S, H, num_samples] float32; NaN leaves what was sent before
 
 
 class PackHead(NamedTuple):
@@ -61,6 +62,7 @@ class PackLayout:
     fetch_cap: int
     head_dim: int
     dtype: str
+    num_samples: int = 0
 
     def _parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         entries = (self.num_layers, self.num_rows, self.num_kv_heads, self.fetch_cap)
@@ -73,6 +75,7 @@ class PackLayout:
             (torch.int32, entries),
             (kv, (*entries, self.head_dim)),
             (kv, (*entries, self.head_dim)),
+            (torch.float32, (*entries[:3], self.num_samples)),
         ]
 
     @property

@@ -51,6 +51,13 @@ class SelectionSettings(_Strict):
         default=4, ge=0, le=1024, description="First tokens, always resident."
     )
     num_recent_tokens: int = Field(default=64, ge=2, le=16384, description="Latest tokens, a ring.")
+    sample_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=1024,
+        description="Evenly spaced tokens attended to besides, which count for all that is not "
+        "resident; even.",
+    )
     fetch_cap: int | None = Field(
         default=None,
         ge=1,
@@ -239,6 +246,16 @@ class SelectionSettings(_Strict):
         return self.num_sink_tokens + int(self.resident_factor * self.budget_tokens)
 
     @property
+    def num_samples(self) -> int:
+        """Tokens per KV head that stand for what is not resident."""
+        return self.sample_tokens or 0
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a request has on the inference rank, and attends to at most."""
+        return self.num_resident + self.num_recent_tokens + self.num_samples
+
+    @property
     def lag_steps(self) -> int:
         """`lag`, or what it is where it is left open."""
         return self.lag or 1
@@ -281,6 +298,13 @@ class SelectionSettings(_Strict):
                     f"budget_tokens={self.budget_tokens} is smaller than num_sink_tokens + "
                     f"num_recent_tokens = {floor}; raise --budget-tokens or lower the other two"
                 )
+        if self.num_samples % 2:
+            raise ValueError(f"sample_tokens={self.sample_tokens} must be even")
+        if self.num_samples and self.policy in KEEPS_SINK_ONLY:
+            raise ValueError(
+                f"policy={self.policy} selects nothing that samples could stand beside; use "
+                "--sample-tokens 0"
+            )
         is_every_step = self.refresh_steps == 1 and self.lag_steps == 1
         if self.scan_ahead and self.policy != "look_ahead":
             raise ValueError(

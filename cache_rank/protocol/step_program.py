@@ -168,6 +168,7 @@ class StepProgram:
             fetch_cap=self.settings.selection.fetch_cap_tokens,
             head_dim=self.model.head_dim,
             dtype=self.model.dtype,
+            num_samples=self.settings.selection.num_samples,
         )
 
     def transfers(self, step: StepBegin) -> list[Transfer]:

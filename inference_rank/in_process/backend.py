@@ -61,9 +61,9 @@ class InProcessBackend(AttentionBackend):
         self._pool = runner.req_to_token_pool
         is_cuda = cache_device.type == "cuda"
         self._sparse: FlashInferResident | PagedResident = (
-            FlashInferResident(runner, home.table, home.pool)
+            FlashInferResident(runner, home.table, home.pool, home.samples)
             if is_cuda
-            else PagedResident(home.table, home.pool)
+            else PagedResident(home.table, home.pool, home.samples)
         )
         self._num_layers = int(runner.model_config.num_hidden_layers)
         layers = range(self._num_layers)
@@ -193,7 +193,11 @@ class InProcessBackend(AttentionBackend):
                 side.defer(lane, lambda: rank.append(index, size))
             return self._after(index, out)
         side.join(index)
-        out = self._sparse.attend(q, k, v, layer, forward_batch, save_kv_cache)
+        out = self._sparse.attend(
+            q, k, v, layer, forward_batch, save_kv_cache,
+            # Where nothing is selected for the step, requests are attended to as a whole.
+            with_samples=selecting or rank.selects_for_next_step or rank.refresh_every > 1,
+        )  # fmt: skip
         # After this layer's attention: what is selected is for a later step, which begins when
         # everything beside this one was joined.
         if selects_next or (rank.keeps_queries and indexes):
@@ -288,6 +292,8 @@ class InProcessBackend(AttentionBackend):
             self._make_sparse(rows, on_host, req_to_token)
             self._count(on_host)
         self._table.load(rows, lengths, req_to_token)
+        if self._home.samples is not None:
+            self._home.samples.load(rows, lengths, req_to_token)
         self._side.join_all()
         self._rank.begin_step()
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)
@@ -365,7 +371,10 @@ class InProcessBackend(AttentionBackend):
         counters.decode_steps_total += 1
         counters.sparse_rows_total += num_sparse
         counters.dense_rows_total += len(lengths) - num_sparse
-        counters.attended_tokens_total += int(self._table.attended_on_host(lengths).sum())
+        attended = self._table.attended_on_host(lengths)
+        if self._home.samples is not None:
+            attended = attended + (lengths - attended).clamp(max=self._home.samples.num_samples)
+        counters.attended_tokens_total += int(attended.sum())
         counters.context_tokens_total += int(lengths.sum())
 
     def _on_layer_input(

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.step_tables import load_attended, load_ring
 
 from .graph_variants import PlansApart, StepKind
+from .samples import LOG2_UNIT, StepSamples
 
 
 class AttendTable:
@@ -107,9 +109,12 @@ class ResidentAttention(Protocol):
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
-        save_kv_cache: bool,
+        save_kv_cache: bool, *, with_samples: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Write k, v at the step's slots, and return ``[B, Hq * D]``."""
+        """Write k, v at the step's slots, and return ``[B, Hq * D]``.
+
+        Samples, if there are any, are left out unless `with_samples`.
+        """
 
 
 class FlashInferResident:
@@ -120,10 +125,12 @@ class FlashInferResident:
     SGLang's.
     """
 
-    def __init__(self, runner: Any, table: AttendTable, pool: Any) -> None:
+    def __init__(
+        self, runner: Any, table: AttendTable, pool: Any, samples: StepSamples | None = None
+    ) -> None:
         from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-        self._table = table
+        self._table, self._samples, self._pool = table, samples, pool
         max_batch = len(table.slots)
         self._backend = FlashInferAttnBackend(
             runner,
@@ -174,31 +181,46 @@ class FlashInferResident:
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
-        save_kv_cache: bool,
+        save_kv_cache: bool, *, with_samples: bool,
     ) -> torch.Tensor:  # fmt: skip
         """See `ResidentAttention.attend`."""
-        out: torch.Tensor = self._backend.forward_decode(
-            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache
+        if self._samples is None or not with_samples:
+            found: torch.Tensor = self._backend.forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache
+            )
+            return found
+        # As SGLang does it, but for the log-sum-exp.
+        backend, query = self._backend, q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim)
+        if save_kv_cache:
+            location = KVWriteLoc(forward_batch.out_cache_loc, None)
+            scales = backend._kv_write_scales(layer)
+            self._pool.set_kv_buffer(layer, location, k, v, *scales)
+        wrapper = backend.forward_metadata.decode_wrappers[backend._get_wrapper_idx(layer)]
+        out, lse = wrapper.forward_return_lse(
+            query, self._pool.get_kv_buffer(layer.layer_id), sm_scale=layer.scaling,
+            logits_soft_cap=layer.logit_cap, k_scale=layer.k_scale_float,
+            v_scale=layer.v_scale_float,
+        )  # fmt: skip
+        self._samples.attend(
+            layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=LOG2_UNIT
         )
-        return out
+        return out.view(len(query), -1)
 
 
 class PagedResident:
     """The same without FlashInfer, for devices that have none."""
 
-    def __init__(self, table: AttendTable, pool: Any) -> None:
-        self._pool, self._table = pool, table
+    def __init__(self, table: AttendTable, pool: Any, samples: StepSamples | None = None) -> None:
+        self._pool, self._table, self._samples = pool, table, samples
 
     def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: StepKind) -> None:
         """Nothing to plan."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
-        save_kv_cache: bool,
+        save_kv_cache: bool, *, with_samples: bool,
     ) -> torch.Tensor:  # fmt: skip
         """See `ResidentAttention.attend`."""
-        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
         if save_kv_cache:
             shape = (-1, layer.tp_k_head_num, layer.head_dim)
             self._pool.set_kv_buffer(
@@ -207,8 +229,10 @@ class PagedResident:
         keys, values = self._pool.get_kv_buffer(layer.layer_id)
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         size = len(query)
-        out, _ = attend_paged(
+        out, lse = attend_paged(
             query, keys, values, self._table.slots[:size], self._table.attended[:size],
             scale=layer.scaling,
         )  # fmt: skip
+        if self._samples is not None and with_samples:
+            self._samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=1.0)
         return out.to(q.dtype).view(size, -1)

@@ -11,6 +11,7 @@ import torch
 from tandemkv.inference_rank.resident_set import ResidentSet
 
 from .resident_attention import AttendTable, RingTable
+from .samples import OwnSamples, StepSamples
 
 
 class ResidentHome(Protocol):
@@ -24,6 +25,8 @@ class ResidentHome(Protocol):
         SGLang's pool interface on them: ``get_kv_buffer``, ``set_kv_buffer``.
     sets : Sequence[tuple[torch.Tensor, torch.Tensor]]
         Per layer K and V ``[rows, slots, H, D]``; the first R slots are the cache rank's.
+    samples : StepSamples or None
+        What stands for the rest, if the settings ask for it.
     """
 
     @property
@@ -36,6 +39,10 @@ class ResidentHome(Protocol):
 
     @property
     def sets(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """See above."""
+
+    @property
+    def samples(self) -> StepSamples | None:
         """See above."""
 
     @property
@@ -56,8 +63,10 @@ class PoolTail:
         pool: Any,
         table: AttendTable,
         sets: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        samples: StepSamples | None = None,
     ) -> None:
         self.pool, self.table, self.sets = pool, table, sets
+        self.samples: StepSamples | None = samples
 
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
         """Nothing to copy."""
@@ -72,10 +81,13 @@ class OwnSet:
 
     holds_dense = True
 
-    def __init__(self, pool: Any, table: RingTable, resident: ResidentSet) -> None:
-        self._pool, self._resident = pool, resident
+    def __init__(
+        self, pool: Any, table: RingTable, resident: ResidentSet, samples: OwnSamples | None = None
+    ) -> None:
+        self._pool, self._resident, self._samples = pool, resident, samples
         self.table: RingTable = table
-        self.pool = _WritesBoth(pool, table, resident)
+        self.samples: StepSamples | None = samples
+        self.pool = _WritesBoth(pool, table, resident, samples)
         self.sets = list(zip(resident.k, resident.v, strict=True))
 
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
@@ -91,13 +103,18 @@ class OwnSet:
         index = slots[start:].long()
         for own, far in zip(self.sets[layer], self._pool.get_kv_buffer(layer), strict=True):
             own[row].index_copy_(0, targets, far.index_select(0, index))
+        if self._samples is not None:
+            self._samples.fill(layer, row, slots, self._pool.get_kv_buffer(layer))
 
 
 class _WritesBoth:
     """SGLang's pool interface: reads are of the resident sets, writes go to pool and ring."""
 
-    def __init__(self, pool: Any, table: RingTable, resident: ResidentSet) -> None:
+    def __init__(
+        self, pool: Any, table: RingTable, resident: ResidentSet, samples: OwnSamples | None
+    ) -> None:
         self._pool, self._table, self._resident = pool, table, resident
+        self._samples = samples
         self._buffers = [
             (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(resident.k, resident.v, strict=True)
         ]
@@ -114,5 +131,6 @@ class _WritesBoth:
         table, size, index = self._table, len(k), layer.layer_id
         shape = (size, *self._resident.k.shape[-2:])
         self._resident.append(
-            index, table.rows[:size], table.write_slots[:size], k.view(shape), v.view(shape)
-        )
+            index, table.rows[:size], table.write_slots[:size], k.view(shape), v.view(shape),
+            moves=None if self._samples is None else self._samples.moves(index, size),
+        )  # fmt: skip

@@ -24,6 +24,7 @@ from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.resident_set import ResidentSet
+from tandemkv.inference_rank.sample_set import make_log_weights
 
 from .backend import InProcessBackend
 from .peer_memory import seen_from, with_index
@@ -31,6 +32,7 @@ from .pool import token_slots
 from .query_predictor import LiveQueryPredictor
 from .resident_attention import AttendTable, RingTable
 from .resident_home import OwnSet, PoolTail, ResidentHome
+from .samples import OwnSamples, PoolSamples
 from .start_measurement import StartMeasurement, agree_over_ranks
 
 
@@ -99,7 +101,10 @@ def create_backend(runner: Any) -> InProcessBackend:
     num_slots = token_slots(pool)
     keys, values = getattr(pool, "cache_k", pool.k_buffer), getattr(pool, "cache_v", pool.v_buffer)
     sets = home.sets
+    log_weight = None if home.samples is None else home.samples.log_weight
     if cache_device != device:
+        if log_weight is not None:
+            log_weight = seen_from(cache_device, log_weight)
         sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
     predictor = LiveQueryPredictor(
         runner.model,
@@ -115,6 +120,7 @@ def create_backend(runner: Any) -> InProcessBackend:
             v=[t[:num_slots] for t in values],
             resident=sets,
             page_size=int(runner.page_size),
+            log_weight=log_weight,
         ),
         max_batch=len(home.table.slots),
         predict_query=predictor,
@@ -178,15 +184,18 @@ def make_home(
     rows1 = int(runner.req_to_token_pool.req_to_token.shape[0])
     width, num_slots = selection.num_resident, token_slots(pool)
     sizes: dict[str, Any] = {
-        "num_resident": width,
         "num_recent": selection.num_recent_tokens,
         "num_dense": DenseLengths.of(selection, width).num_dense,
         "max_batch": rows1 - 1,
-        "device": device,
     }
+    sample_sizes = {**sizes, "num_sink": selection.num_sink_tokens}
+    sizes |= {"num_resident": width, "device": device}
     if settings.exchange.transport == "peer":
         resident = ResidentSet(model, selection, rows1 - 1, device)
-        return OwnSet(pool, RingTable(**sizes), resident)
+        own = None
+        if resident.samples is not None:
+            own = OwnSamples(resident.samples, num_resident=width, **sample_sizes)
+        return OwnSet(pool, RingTable(**sizes), resident, own)
     needed = num_slots + rows1 * width
     if pool.k_buffer[0].shape[0] < needed:
         raise ContractError(
@@ -198,7 +207,11 @@ def make_home(
         (k[num_slots:needed].view(shape), v[num_slots:needed].view(shape))
         for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)
     ]
-    return PoolTail(pool, AttendTable(**sizes, first_slot=num_slots), sets)
+    samples = None
+    if selection.num_samples:
+        log_weight = make_log_weights(model, selection, rows1 - 1, device)
+        samples = PoolSamples(pool, log_weight, **sample_sizes)
+    return PoolTail(pool, AttendTable(**sizes, first_slot=num_slots), sets, samples)
 
 
 def full_backend(runner: Any) -> Any:

@@ -3,6 +3,8 @@
 
 import torch
 
+from tandemkv.kernels.append import SampleMoves
+
 
 def append_tokens(
     k: torch.Tensor,
@@ -11,7 +13,13 @@ def append_tokens(
     slots: torch.Tensor,
     k_res: torch.Tensor,
     v_res: torch.Tensor,
+    *,
+    moves: SampleMoves | None,
 ) -> None:
     """Write; see `tandemkv.kernels.append.append_tokens`."""
+    if moves is not None:
+        chosen = (moves.samples >= 0).nonzero()[:, 0]
+        own, index, source = rows[chosen].long(), moves.samples[chosen], moves.sources[chosen]
+        moves.k[own, index], moves.v[own, index] = k_res[own, source], v_res[own, source]
     k_res[rows.long(), slots.long()] = k
     v_res[rows.long(), slots.long()] = v

@@ -3,6 +3,8 @@
 
 import torch
 
+from .samples import sample_weights
+
 _INT64 = torch.iinfo(torch.int64)
 
 
@@ -67,6 +69,7 @@ def mirror_diff(
     active: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
+    log_weight: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
@@ -75,10 +78,13 @@ def mirror_diff(
         selected = _best_first(selected, selected_scores)
     now = torch.as_tensor(step, device=last_used.device).to(last_used.dtype).reshape(-1, 1, 1)
     if active is None and rows is None:
-        return _diff(
+        fetch = _diff(
             selected, resident_pos, last_used, now, num_protected, num_target, hi, lo, fetch_cap,
             counters, is_sorted,
         )  # fmt: skip
+        if log_weight is not None:
+            log_weight.copy_(sample_weights(resident_pos, hi, num_protected, log_weight.shape[-1]))
+        return fetch
     chosen = torch.arange(len(selected), device=selected.device)
     if active is not None:
         chosen = active.nonzero().view(-1)
@@ -90,6 +96,9 @@ def mirror_diff(
         lo, fetch_cap, counters, is_sorted,
     )  # fmt: skip
     resident_pos[books], last_used[books] = some_pos, some_used
+    if log_weight is not None:
+        num_samples = log_weight.shape[-1]
+        log_weight[books] = sample_weights(some_pos, hi[chosen], num_protected, num_samples)
     fetch_pos, fetch_slot = (
         part.new_full((*selected.shape[:2], fetch_cap), -1).index_copy_(0, chosen, part)
         for part in fetch

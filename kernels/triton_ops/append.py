@@ -5,17 +5,20 @@ import torch
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.append import SampleMoves
 from tandemkv.kernels.triton_ops.bits import as_bits
 
 
 @triton.jit
 def _append_kernel(
-    k, v, rows, slots, k_res, v_res, head_dim,
+    k, v, rows, slots, k_res, v_res, k_smp, v_smp, samples, sources, head_dim,
     k_stride_b, k_stride_h, k_stride_d, v_stride_b, v_stride_h, v_stride_d,
     rows_stride, slots_stride,
     kr_stride_r, kr_stride_s, kr_stride_h, kr_stride_d,
     vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d,
-    BLOCK_D: tl.constexpr,
+    ks_stride_r, ks_stride_s, ks_stride_h, ks_stride_d,
+    vs_stride_r, vs_stride_s, vs_stride_h, vs_stride_d, samples_stride, sources_stride,
+    HAS_SAMPLES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     req, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = tl.load(rows + req * rows_stride).to(tl.int64)
@@ -24,6 +27,18 @@ def _append_kernel(
     mask = dim < head_dim
     key = tl.load(k + req * k_stride_b + head * k_stride_h + dim * k_stride_d, mask=mask)
     value = tl.load(v + req * v_stride_b + head * v_stride_h + dim * v_stride_d, mask=mask)
+    if HAS_SAMPLES:
+        sample = tl.load(samples + req * samples_stride)
+        source = tl.load(sources + req * sources_stride)
+        moved = mask & (sample >= 0)
+        k_from = k_res + row * kr_stride_r + source * kr_stride_s + head * kr_stride_h
+        v_from = v_res + row * vr_stride_r + source * vr_stride_s + head * vr_stride_h
+        old_key = tl.load(k_from + dim * kr_stride_d, mask=moved)
+        old_value = tl.load(v_from + dim * vr_stride_d, mask=moved)
+        k_smp += row * ks_stride_r + sample * ks_stride_s + head * ks_stride_h
+        v_smp += row * vs_stride_r + sample * vs_stride_s + head * vs_stride_h
+        tl.store(k_smp + dim * ks_stride_d, old_key, mask=moved)
+        tl.store(v_smp + dim * vs_stride_d, old_value, mask=moved)
     k_to = k_res + row * kr_stride_r + slot * kr_stride_s + head * kr_stride_h
     v_to = v_res + row * vr_stride_r + slot * vr_stride_s + head * vr_stride_h
     tl.store(k_to + dim * kr_stride_d, key, mask=mask)
@@ -37,13 +52,20 @@ def append_tokens(
     slots: torch.Tensor,
     k_res: torch.Tensor,
     v_res: torch.Tensor,
+    *,
+    moves: SampleMoves | None,
 ) -> None:
     """Write; see `tandemkv.kernels.append.append_tokens`."""
     num_reqs, num_heads, head_dim = k.shape
     if not k.numel():
         return
+    k_smp, v_smp = (k_res, v_res) if moves is None else (moves.k, moves.v)
+    samples, sources = (rows, rows) if moves is None else (moves.samples, moves.sources)
     _append_kernel[(num_reqs, num_heads)](
-        as_bits(k), as_bits(v), rows, slots, as_bits(k_res), as_bits(v_res), head_dim,
+        as_bits(k), as_bits(v), rows, slots, as_bits(k_res), as_bits(v_res),
+        as_bits(k_smp), as_bits(v_smp), samples, sources, head_dim,
         *k.stride(), *v.stride(), *rows.stride(), *slots.stride(),
-        *k_res.stride(), *v_res.stride(), BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
+        *k_res.stride(), *v_res.stride(), *k_smp.stride(), *v_smp.stride(),
+        *samples.stride(), *sources.stride(), HAS_SAMPLES=moves is not None,
+        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.triton_ops.samples import offsets_of
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
@@ -98,15 +99,15 @@ def _take_fillers(
 )
 def _mirror_kernel(
     selected, selected_scores, resident_pos, last_used, rows, step, num_target, hi, active,
-    counters, place_of, hits, fetch_pos, fetch_slot,
+    counters, place_of, hits, fetch_pos, fetch_slot, log_weight,
     num_heads, num_selected, num_resident, num_protected, lo, cap, max_context,
     sel_stride_b, sel_stride_h, sel_stride_n, score_stride_b, score_stride_h, score_stride_n,
     pos_stride_b, pos_stride_h, pos_stride_n, used_stride_b, used_stride_h, used_stride_n,
-    step_stride, map_stride_b, map_stride_h,
+    step_stride, map_stride_b, map_stride_h, weight_stride_b, weight_stride_h,
     HAS_SCORES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     HAS_COUNTERS: tl.constexpr, IS_TENSOR: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_CAP: tl.constexpr,
-    BLOCK_FILL: tl.constexpr,
+    BLOCK_FILL: tl.constexpr, NUM_SAMPLES: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
@@ -249,6 +250,30 @@ def _mirror_kernel(
     padding = (column >= num_fetched) & (column < cap)
     tl.store(out_pos + column, -1, mask=padding)
     tl.store(out_slot + column, -1, mask=padding)
+    if NUM_SAMPLES:
+        # Samples that are resident count once, as they are. The map's entries are true that name a
+        # slot which holds the position now; the slots of other positions need not be in it.
+        sample = tl.arange(0, BLOCK_S)
+        end = tl.load(hi + req).to(tl.int32)
+        offset, span, stride = offsets_of(sample, end - num_protected, NUM_SAMPLES)
+        near = is_filled & (((position - num_protected) & (stride - 1)) == 0)
+        tl.store(place_of + position, num_selected + slot, mask=near)
+        if BLOCK_HEAD:
+            tl.store(place_of + first_position, num_selected + first_slot, mask=first_position >= 0)
+        tl.debug_barrier()
+        tl.store(place_of + to_fetch, num_selected + to_slot, mask=is_fetched)
+        tl.debug_barrier()
+        exists = (sample < NUM_SAMPLES) & (offset < end - num_protected) & is_active
+        at = tl.load(place_of + num_protected + offset, mask=exists, other=-1) - num_selected
+        is_slot = exists & (at >= 0) & (at < num_resident)
+        there = tl.load(positions + at * pos_stride_n, mask=is_slot, other=-1)
+        is_free = exists & (there != num_protected + offset)
+        share = tl.where(is_free, span, 0).to(tl.float32)
+        left_out = tl.maximum(end - (num_filled + num_fetched - num_victims), 0).to(tl.float32)
+        times = share * (left_out / tl.maximum(tl.sum(share, 0), 1.0))
+        weight = tl.where(times > 0, tl.log(tl.where(times > 0, times, 1.0)), float("-inf"))
+        weights = log_weight + book * weight_stride_b + head * weight_stride_h
+        tl.store(weights + sample, weight, mask=(sample < NUM_SAMPLES) & is_active)
     if HAS_COUNTERS:
         num_hits = tl.sum(hit.to(tl.int32), 0)
         tl.atomic_add(counters, num_hits.to(tl.int64), mask=is_active, sem="relaxed")
@@ -271,6 +296,7 @@ def mirror_diff(
     active: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
+    log_weight: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
@@ -298,17 +324,21 @@ def mirror_diff(
     per_req = isinstance(step, torch.Tensor) and step.dim() > 0 and step.numel() > 1
     scores = selected if selected_scores is None else selected_scores
     flags = num_target if active is None else active.view(torch.int8)
+    num_samples = 0 if log_weight is None else log_weight.shape[-1]
     _mirror_kernel[(num_reqs * num_heads,)](
         selected, scores, resident_pos, last_used, num_target if rows is None else rows,
         step, num_target, hi, flags, hits if counters is None else counters, scratch, hits,
-        fetch_pos, fetch_slot, num_heads, selected.shape[-1], num_resident, num_protected, lo,
+        fetch_pos, fetch_slot, scores if log_weight is None else log_weight,
+        num_heads, selected.shape[-1], num_resident, num_protected, lo,
         fetch_cap, scratch.shape[-1],
         *selected.stride(), *scores.stride(), *resident_pos.stride(), *last_used.stride(),
         step.stride(0) if per_req and isinstance(step, torch.Tensor) else 0, *scratch.stride()[:2],
+        *((0, 0) if log_weight is None else log_weight.stride()[:2]),
         HAS_SCORES=selected_scores is not None, HAS_ROWS=rows is not None,
         HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None, IS_TENSOR=is_tensor,
         BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_HEAD=block_head, BLOCK_CAP=block_cap,
-        BLOCK_FILL=1024,
+        BLOCK_FILL=1024, NUM_SAMPLES=num_samples,
+        BLOCK_S=max(16, triton.next_power_of_2(max(1, num_samples))),
         num_warps=_NUM_WARPS,
         maxnreg=_REGISTERS if max(block_k, block_r) <= _LARGEST_LIMITED else None,
     )  # fmt: skip

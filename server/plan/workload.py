@@ -34,6 +34,7 @@ class Workload:
     concurrency: int
     num_resident: int
     num_recent_tokens: int = 64
+    num_samples: int = 0
     fetch_cap_tokens: int = 64
     exact_layers: tuple[int, ...] = (0, 1)
     selects: bool = True
@@ -83,6 +84,7 @@ class Workload:
             concurrency=concurrency,
             num_resident=selection.num_resident,
             num_recent_tokens=selection.num_recent_tokens,
+            num_samples=selection.num_samples,
             fetch_cap_tokens=selection.fetch_cap_tokens,
             selects=selection.num_resident > selection.num_sink_tokens,
             index_dtype=index_dtype or selection.index_dtype,
@@ -112,8 +114,8 @@ class Workload:
 
     @property
     def row_tokens(self) -> int:
-        """Slots of one request's resident set and ring."""
-        return self.num_resident + self.num_recent_tokens
+        """Slots of one request's resident set, ring and samples."""
+        return self.num_resident + self.num_recent_tokens + self.num_samples
 
     @property
     def attended_tokens(self) -> int:
@@ -123,7 +125,7 @@ class Workload:
     @property
     def is_sparse(self) -> bool:
         """Whether the context is longer than what is resident."""
-        return self.context_tokens > self.row_tokens
+        return self.context_tokens > self.num_resident + self.num_recent_tokens
 
     def index_head_token_bytes(self, shape: ModelShape) -> float:
         """Bytes that one token's key takes in the index of one KV head, scales included.

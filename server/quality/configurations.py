@@ -230,19 +230,22 @@ def _sparse(
 ) -> Configuration:
     """Find the settings whose attended tokens come closest to the budget from below.
 
-    What is attended to is resident: sink + c * K + ring. A policy that attends on the cache rank
-    has sink and ring resident, and K there. One that selects nothing gets the whole budget as its
-    ring.
+    What is attended to is resident: sink + c * K + ring + samples. A policy that attends on the
+    cache rank has sink and ring resident, and K there. One that selects nothing gets the whole
+    budget as its ring.
     """
     defaults = {key: field.default for key, field in SelectionSettings.model_fields.items()}
     sink = int(str(base.get("num_sink_tokens", defaults["num_sink_tokens"])))
     recent = int(str(base.get("num_recent_tokens", defaults["num_recent_tokens"])))
     factor = float(str(base.get("resident_factor", defaults["resident_factor"])))
+    samples = _settings(policy, base).num_samples
     is_remote = capabilities.timing is Timing.SAME_STEP_ATTENTION
     if is_remote:
         factor = 1.0
     if capabilities.selects:
-        added: dict[str, object] = {"budget_tokens": int((budget.tokens - sink - recent) / factor)}
+        added: dict[str, object] = {
+            "budget_tokens": int((budget.tokens - sink - recent - samples) / factor)
+        }
     else:
         added = {"num_recent_tokens": budget.tokens - sink}
     try:
@@ -250,11 +253,12 @@ def _sparse(
     except SettingsError as error:
         raise SettingsError(
             f"budget={budget.text} ({budget.tokens} tokens) is not possible for policy={policy} "
-            f"with num_sink_tokens={sink}, num_recent_tokens={recent}, resident_factor={factor:g}: "
+            f"with num_sink_tokens={sink}, num_recent_tokens={recent}, sample_tokens={samples}, "
+            f"resident_factor={factor:g}: "
             f"{error}; where it is too small, --set selection.num_recent_tokens=16 makes room"
         ) from error
     remote = settings.budget_tokens if is_remote else 0
-    attended = settings.num_resident + settings.num_recent_tokens + remote
+    attended = settings.row_tokens + remote
     if attended > budget.tokens:
         raise SettingsError(
             f"policy={policy} attends to {attended} tokens with budget={budget.text}; its budget "

@@ -21,7 +21,10 @@ from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.pack import gather_pack
 from tandemkv.kernels.reference.mirror import mirror_diff as mirror_reference
+from tandemkv.kernels.reference.samples import attend_samples as samples_reference
+from tandemkv.kernels.samples import attend_samples
 from tandemkv.kernels.scatter import scatter_pack
+from tandemkv.kernels.testing import TOLERANCES, assert_close
 from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
 DEVICE = "cuda"
@@ -129,9 +132,14 @@ def mirrors(sizes: Sizes, length: int, missing: int) -> Iterator[tuple[torch.Ten
         yield selected, torch.randn(selected.shape, device=DEVICE), resident, used
 
 
-def bench_mirror(sizes: Sizes, length: int, missing: int) -> Iterator[dict[str, object]]:
+def bench_mirror(
+    sizes: Sizes, length: int, missing: int, num_samples: int = 0
+) -> Iterator[dict[str, object]]:
     scratch = make_mirror_scratch(sizes.num_reqs, sizes.heads, length, DEVICE)
     layers = list(mirrors(sizes, length, missing))
+    weights = None
+    if num_samples:
+        weights = torch.zeros(sizes.num_reqs, sizes.heads, num_samples, device=DEVICE)
     keywords = {
         "step": torch.tensor([1000], dtype=torch.int32, device=DEVICE).expand(sizes.num_reqs),
         "num_protected": NUM_SINK,
@@ -139,13 +147,17 @@ def bench_mirror(sizes: Sizes, length: int, missing: int) -> Iterator[dict[str, 
         "hi": torch.full((sizes.num_reqs,), length, device=DEVICE),
         "lo": 0,
         "fetch_cap": sizes.cap,
+        "log_weight": weights,
     }
     selected, scores, resident, used = layers[0]
     ours = [resident.clone(), used.clone()]
     theirs = [resident.clone(), used.clone()]
     got = mirror_diff(selected, *ours, **keywords, selected_scores=scores, scratch=scratch)
+    found = None if weights is None else weights.clone()
     want = mirror_reference(selected, *theirs, **keywords, selected_scores=scores)
     assert all(map(torch.equal, (*got, *ours), (*want, *theirs)))
+    if weights is not None and found is not None:
+        assert_close(found, weights.double())
     state = [(resident.clone(), used.clone()) for _, _, resident, used in layers]
 
     def restore(layer: int) -> None:
@@ -164,7 +176,38 @@ def bench_mirror(sizes: Sizes, length: int, missing: int) -> Iterator[dict[str, 
     steps: list[Callable[[], object]] = [lambda i=i: step(i) for i in range(sizes.layers)]  # type: ignore[misc]
     overhead = statistics.median(microseconds(restores, sizes.repeats))
     times = [time - overhead for time in microseconds(steps, sizes.repeats)]
-    yield from rows_of(f"mirror_diff, {missing} missing, {length // 1024}K", times, 0)
+    besides = f", weights of {num_samples} samples" if num_samples else ""
+    yield from rows_of(f"mirror_diff, {missing} missing, {length // 1024}K{besides}", times, 0)
+
+
+def bench_samples(sizes: Sizes, num_samples: int) -> Iterator[dict[str, object]]:
+    """Time attention over samples that lie anywhere in a pool, four query heads a KV head."""
+    num_slots, layers = 8 * 65536, 6  # 6 GB of pools
+    query_heads = 4 * sizes.heads
+    pools = torch.randn(layers, 2, num_slots, sizes.heads, sizes.dim, device=DEVICE).bfloat16()
+    q = torch.randn(sizes.num_reqs, query_heads, sizes.dim, device=DEVICE).bfloat16()
+    lse = torch.randn(sizes.num_reqs, query_heads, device=DEVICE)
+    slots = torch.randint(0, num_slots, (sizes.num_reqs, num_samples), device=DEVICE).int()
+    weight = torch.randn(layers, sizes.num_reqs, sizes.heads, num_samples, device=DEVICE) + 4
+    weight[torch.rand(weight.shape, device=DEVICE) < 0.1] = float("-inf")
+    rows = torch.arange(sizes.num_reqs, device=DEVICE)
+    active = torch.ones(sizes.num_reqs, dtype=torch.bool, device=DEVICE)
+    before = torch.randn(q.shape, device=DEVICE).bfloat16()
+    out, want = before.clone(), before.clone()
+    scale = sizes.dim**-0.5
+
+    def call(layer: int) -> None:
+        attend_samples(q, *pools[layer], slots, rows, weight[layer], active, out, lse, scale=scale)
+
+    call(0)
+    samples_reference(
+        q, *pools[0], slots, rows, weight[0], active, want, lse, scale=scale, lse_unit=1.0
+    )
+    assert_close(out, want.double(), TOLERANCES[torch.bfloat16])
+    calls: list[Callable[[], object]] = [lambda i=i: call(i) for i in list(range(layers)) * 6]  # type: ignore[misc]
+    num_bytes = 2 * sizes.num_reqs * num_samples * sizes.heads * sizes.dim * 2
+    times = microseconds(calls, sizes.repeats)
+    yield from rows_of(f"attend_samples, {num_samples} a head", times, num_bytes)
 
 
 def bench_rows(sizes: Sizes) -> Iterator[dict[str, object]]:
@@ -218,7 +261,13 @@ def bench_rows(sizes: Sizes) -> Iterator[dict[str, object]]:
         yield from rows_of(figure, microseconds(calls, sizes.repeats), num_bytes)
 
 
-def figures(sizes: Sizes, lengths: list[int]) -> Iterator[dict[str, object]]:
+def figures(sizes: Sizes, lengths: list[int], *, only_samples: bool) -> Iterator[dict[str, object]]:
+    for num_samples in (0, 128, 256, 512):
+        yield from bench_mirror(sizes, 65536, 128, num_samples)
+    for num_samples in (128, 256, 512):
+        yield from bench_samples(sizes, num_samples)
+    if only_samples:
+        return
     for length in lengths:
         yield from bench_topk(sizes, length, length)
     yield from bench_topk(sizes, 65536, 262144)
@@ -237,15 +286,17 @@ def main() -> None:
         ("cap", 128), ("dim", 128), ("page-size", 64), ("repeats", 30),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only-samples", action="store_true", help="what samples cost, no more")
     parser.add_argument("--output", type=Path)
     arguments = vars(parser.parse_args())
     lengths = [int(length) for length in arguments.pop("lengths").split(",")]
     output: Path | None = arguments.pop("output")
+    only_samples: bool = arguments.pop("only_samples")
     if not torch.cuda.is_available():
         parser.error("no GPU: the kernels that are timed here run on one only")
     torch.manual_seed(0)
     lines = []
-    for row in figures(Sizes(**arguments), lengths):
+    for row in figures(Sizes(**arguments), lengths, only_samples=only_samples):
         print(json.dumps(row), flush=True)
         lines.append(json.dumps({**row, **arguments, "gpu": torch.cuda.get_device_name()}))
     if output is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -138,6 +139,8 @@ class World:
     runtime: Runtime = field(init=False)
     step: DecodeStep = field(init=False)
     errors: list[BaseException] = field(default_factory=list)
+    watch: Callable[[int, list[int], list[int], torch.Tensor], None] | None = None
+    """Gets layer, rows, lengths and output ``[B, Hq, D]`` of every attention of a decode step."""
 
     def __post_init__(self) -> None:
         ours: Transport
@@ -290,6 +293,8 @@ class World:
             if step.wants_layer_input:
                 step.on_layer_input(layer, hidden)
             out = step.attend(layer, q, k, v)
+            if self.watch is not None:
+                self.watch(layer, rows, lengths, out)
             want = torch.cat([self.dense(layer, *s) for s in spans])
             worst = max(worst, float((out.double() - want).abs().max()))
         step.finish()

@@ -9,6 +9,7 @@ import torch
 from tandemkv.kernels.mirror import make_mirror_scratch
 from tandemkv.kernels.reference import exchange, mirror, pack
 from tandemkv.kernels.reference import position_pooling as reference_pooling
+from tandemkv.kernels.testing import assert_close
 from tandemkv.kernels.triton_ops import exchange as triton_exchange
 from tandemkv.kernels.triton_ops import mirror as triton_mirror
 from tandemkv.kernels.triton_ops import pack as triton_pack
@@ -175,18 +176,21 @@ def test_mirror_over_many_steps(dtype: torch.dtype, cap: int, holes: bool) -> No
                 book[rows] = part
             want_pos, want_used = books
             got_pos, got_used = want_pos.clone(), want_used.clone()
+        weights = torch.full((2, len(want_pos), 2, 6), 7.0, device=DEVICE)
         # What other calls left: places and slots, valid ones too, and anything else.
         scratch = make_mirror_scratch(3, 2, 60, DEVICE).random_(-3, 50)
         for step in range(1, 6):
             call = mirror_call(generator, sizes, step)
             selected = call.pop("selected")
             want = mirror.mirror_diff(
-                selected, want_pos, want_used, fetch_cap=cap, rows=rows, counters=counts[0], **call
-            )
+                selected, want_pos, want_used, fetch_cap=cap, rows=rows, counters=counts[0],
+                log_weight=weights[0], **call,
+            )  # fmt: skip
             got = triton_mirror.mirror_diff(
                 selected, got_pos, got_used, fetch_cap=cap, rows=rows, counters=counts[1],
-                scratch=scratch, **call,
+                log_weight=weights[1], scratch=scratch, **call,
             )  # fmt: skip
+            assert_close(weights[1], weights[0].double())
             assert torch.equal(got[0], want[0])
             assert torch.equal(got[1], want[1])
             assert torch.equal(got_pos, want_pos)

@@ -26,6 +26,7 @@ from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.kernels.reference.samples import sample_weights
 
 LAYERS, HEADS, QUERY_HEADS, DIM, ROWS1, CONTEXT = 6, 2, 4, 16, 4, 256
 MODEL = ModelSpec(
@@ -75,6 +76,11 @@ class World:
             v=[pool[:num_slots] for pool in pools[LAYERS:]],
             resident=list(zip(resident[:LAYERS], resident[LAYERS:], strict=True)),
             page_size=page_size,
+            log_weight=torch.full(
+                (LAYERS, ROWS1, HEADS, self.settings.selection.num_samples), float("nan")
+            )
+            if self.settings.selection.num_samples
+            else None,
         )
         num_pages = CONTEXT // page_size
         order = torch.randperm(num_slots // page_size - 1, generator=generator) + 1
@@ -191,6 +197,32 @@ def test_a_step_may_be_loaded_from_another_device(monkeypatch: pytest.MonkeyPatc
         (own,) = [tensor for view, tensor in views if view is getattr(found[3], name)]
         if name != "selections":
             assert own.data_ptr() == getattr(world.rank.batch, name).data_ptr()
+
+
+@pytest.mark.parametrize("policy", ["look_ahead", "kascade"])
+def test_samples_are_weighed_with_every_selection(policy: str) -> None:
+    """By what is resident after it; a row that is filled anew has weights of nothing."""
+    more = SHARING if policy == "kascade" else {}
+    world = World(policy=policy, sample_tokens=8, **more)
+    weights = world.pools.log_weight
+    assert weights is not None
+    world.prefill(2, 200)
+    world.prefill(1, 120)
+    sparse = [x for x in range(LAYERS) if world.rank.is_sparse_layer(x)]
+    assert bool(weights[sparse][:, 1:3].isneginf().all())
+    for step in range(1, 6):
+        share(world, [2, 1], [200 + step, 120 + step])
+        for layer in sparse:
+            for row, length in ((2, 200 + step), (1, 120 + step)):
+                _, positions = world.resident(layer, row)
+                hi = torch.tensor([length - 16])
+                want = sample_weights(positions[None], hi, 4, 8)[0]
+                torch.testing.assert_close(weights[layer, row], want)
+                assert bool(want.isfinite().any())
+    assert bool(weights[:, 3].isnan().all()), "of others nothing is written"
+    world.rank.seed_identity(torch.tensor([1]), world.table[1:2, : world.width])
+    assert bool(weights[sparse][:, 1].isneginf().all())
+    assert bool(weights[sparse][:, 2].isfinite().any())
 
 
 SHARING = {"anchors": (0, 1, 3), "exact_layers": (0,), "budget_tokens": 24, "fetch_cap": 24}

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inference rank's own copies of the tokens that stand for what is not resident.
+
+Which tokens these are follows from a request's length (`tandemkv.kernels.samples`), and their K/V
+pass by here anyway, in the prompt and when they leave the ring: nothing has to be sent. How much
+each of them counts the cache rank says with every selection.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.kernels.append import SampleMoves
+from tandemkv.kernels.samples import attend_samples, sample_offsets
+
+
+def make_log_weights(
+    model: ModelSpec, selection: SelectionSettings, max_rows: int, device: torch.device
+) -> torch.Tensor:
+    """Return weights of samples that do not count: ``[L, max_rows + 1, H, num_samples]``."""
+    shape = (model.num_layers, max_rows + 1, model.num_kv_heads, selection.num_samples)
+    return torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
+
+
+class SampleSet:
+    """Samples of all rows.
+
+    Attributes
+    ----------
+    k, v : torch.Tensor
+        ``[num_layers, max_rows + 1, num_samples, num_kv_heads, head_dim]``.
+    log_weight : torch.Tensor
+        ``[num_layers, max_rows + 1, num_kv_heads, num_samples]`` float32, ``-inf`` until something
+        is selected for a row.
+    """
+
+    def __init__(
+        self, model: ModelSpec, selection: SelectionSettings, max_rows: int, device: torch.device
+    ) -> None:
+        self.num_samples = selection.num_samples
+        self._num_sink, self._num_recent = selection.num_sink_tokens, selection.num_recent_tokens
+        shape = (
+            model.num_layers,
+            max_rows + 1,
+            self.num_samples,
+            model.num_kv_heads,
+            model.head_dim,
+        )
+        dtype = getattr(torch, model.dtype)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.log_weight = make_log_weights(model, selection, max_rows, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all three."""
+        return self.k.nbytes + self.v.nbytes + self.log_weight.nbytes
+
+    def num_candidates(self, length: int) -> int:
+        """Tokens of a request that are neither sink nor recent."""
+        return max(0, length - self._num_recent - self._num_sink)
+
+    def positions(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return samples and positions, ``[n]`` int64 on the host, of a request that has so many.
+
+        Fewer than `num_samples` where there are fewer candidates.
+        """
+        offsets, _ = sample_offsets(torch.tensor(self.num_candidates(length)), self.num_samples)
+        (index,) = (offsets >= 0).nonzero(as_tuple=True)
+        return index, offsets[index] + self._num_sink
+
+    def fill(self, layer: int, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Take over the samples of a finished prompt, which do not count yet.
+
+        Parameters
+        ----------
+        layer, row : int
+            Where to write.
+        k, v : torch.Tensor
+            ``[length, num_kv_heads, head_dim]``, the whole prompt.
+        """
+        index, positions = (x.to(k.device) for x in self.positions(len(k)))
+        self.k[layer, row, index], self.v[layer, row, index] = k[positions], v[positions]
+        self.log_weight[layer, row] = float("-inf")
+
+    def moves(self, layer: int, samples: torch.Tensor, sources: torch.Tensor) -> SampleMoves:
+        """Return what `append_tokens` has to copy: slots `sources` become `samples`, -1 none."""
+        return SampleMoves(k=self.k[layer], v=self.v[layer], samples=samples, sources=sources)
+
+    def slots(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return where the samples of `rows` ``[B]`` are: ``[B, num_samples]`` int64."""
+        index = torch.arange(self.num_samples, device=rows.device)
+        return rows.long()[:, None] * self.num_samples + index
+
+    def attend(
+        self, layer: int, q: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor,
+        active: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, scale: float,
+        lse_unit: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Merge the samples into `out`; see `tandemkv.kernels.samples.attend_samples`."""
+        attend_samples(
+            q, self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1), slots, rows,
+            self.log_weight[layer], active, out, lse, scale=scale, lse_unit=lse_unit,
+        )  # fmt: skip
+
+    def weigh(self, layer: int, rows: torch.Tensor, log_weight: torch.Tensor) -> None:
+        """Enter what the cache rank says, ``[S, H, num_samples]``; NaN leaves things as they are.
+
+        `rows` is ``[S]`` int64; of a row that is named twice any one counts.
+        """
+        weights = self.log_weight[layer]
+        weights[rows] = torch.where(log_weight.isnan(), weights[rows], log_weight)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evenly spaced tokens that stand for what is not resident.
+
+A softmax over the best tokens alone gives them the weight of all others, too. A few tokens of
+regular distance, whatever they score, attended to beside the best ones and each counted as often
+as there are tokens that it stands for, make up for that (decision record 15; MagicPIG,
+arXiv:2410.16179, names the bias, vAttention, arXiv:2510.05688, samples what top-k leaves out).
+
+Which tokens these are follows from the number of candidates alone, so both ranks know without a
+word: `sample_offsets`. Of n candidates and S samples, with s the largest power of two such that
+``S * s < n``, they are the multiples of s below ``S * s``, of which the odd ones, one after the
+other, give their place to the multiples of 2 s from there on. So one sample moves every 2 s tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tandemkv.kernels.check import BOOL, FLOAT32, FLOATS, INT32, INT64, INTS, Dims, check_int, fail
+from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.reference.samples import sample_offsets
+
+__all__ = [
+    "attend_samples",
+    "check_num_samples",
+    "load_sample_moves",
+    "load_sample_slots",
+    "newest_sample",
+    "sample_offsets",
+]
+
+MOST_SAMPLES = 1024
+
+
+def check_num_samples(num_samples: int) -> None:
+    """Refuse what cannot be spaced evenly.
+
+    Raises
+    ------
+    ValueError
+        If `num_samples` is odd or out of ``[2, MOST_SAMPLES]``.
+    """
+    if num_samples % 2 or not 2 <= num_samples <= MOST_SAMPLES:
+        fail("num_samples", num_samples, f"even, 2 to {MOST_SAMPLES}")
+
+
+def newest_sample(num_candidates: int, num_samples: int) -> int:
+    """Return which sample the newest candidate, ``num_candidates - 1``, is; -1 if none."""
+    offset, stride = num_candidates - 1, 1
+    while num_samples * stride * 2 < num_candidates:
+        stride *= 2
+    if offset >= num_samples and offset % (2 * stride):
+        return -1
+    while offset >= num_samples:
+        while num_samples * stride > offset:
+            stride //= 2
+        offset -= (num_samples - 1) * stride
+    return offset
+
+
+def load_sample_slots(
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    num_sink: int,
+    num_recent: int,
+) -> None:
+    """List where the samples of each request are in a pool.
+
+    Candidates are ``[num_sink, length - num_recent)``.
+
+    Parameters
+    ----------
+    rows, lengths : torch.Tensor
+        ``[num_reqs]``, int32 or int64. Row of each request, and its tokens. On a GPU ranges
+        are not checked.
+    req_to_token : torch.Tensor
+        ``[num_rows, context]``, int32 or int64. Slot of each position.
+    slots : torch.Tensor
+        ``[max_batch, num_samples]``, int32. The first `num_reqs` rows are written; 0 where there
+        are fewer candidates.
+    num_sink, num_recent : int
+        See above.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype, device or number differs from the above.
+
+    Notes
+    -----
+    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
+    """
+    dims = Dims()
+    dims.check("rows", rows, "num_reqs", INTS)
+    dims.check("lengths", lengths, "num_reqs", INTS)
+    dims.check("req_to_token", req_to_token, "num_rows context", INTS)
+    dims.check("slots", slots, "max_batch num_samples", INT32)
+    if len(rows) > len(slots):
+        fail("len(rows)", len(rows), f"<= max_batch={len(slots)}")
+    check_num_samples(dims["num_samples"])
+    check_int("num_sink", num_sink, minimum=0)
+    check_int("num_recent", num_recent, minimum=1)
+    resolve("samples", "load_sample_slots", rows.device)(
+        rows, lengths, req_to_token, slots, num_sink=num_sink, num_recent=num_recent
+    )
+
+
+def load_sample_moves(
+    lengths: torch.Tensor,
+    moves: torch.Tensor,
+    sources: torch.Tensor,
+    *,
+    num_samples: int,
+    num_sink: int,
+    num_resident: int,
+    num_recent: int,
+    num_dense: int,
+) -> None:
+    """Say which sample the token becomes that has just left the latest ones, and where it is.
+
+    For resident sets that are tensors of their own; slots are those of
+    `tandemkv.kernels.step_tables.load_ring`, before the step's token is written.
+
+    Parameters
+    ----------
+    lengths : torch.Tensor
+        ``[num_reqs]``, int32 or int64.
+    moves, sources : torch.Tensor
+        ``[max_batch]``, int64. Sample, -1 if it becomes none, and its slot in the resident set; the
+        first `num_reqs` are written.
+    num_samples, num_sink, num_resident, num_recent, num_dense : int
+        See `load_sample_slots` and `tandemkv.kernels.step_tables.load_attended`.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype, device or number differs from the above.
+
+    Notes
+    -----
+    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
+    """
+    dims = Dims()
+    dims.check("lengths", lengths, "num_reqs", INTS)
+    dims.check("moves", moves, "max_batch", INT64)
+    dims.check("sources", sources, "max_batch", INT64)
+    if len(lengths) > len(moves):
+        fail("len(lengths)", len(lengths), f"<= max_batch={len(moves)}")
+    check_num_samples(num_samples)
+    for name, value in (
+        ("num_sink", num_sink),
+        ("num_resident", num_resident),
+        ("num_dense", num_dense),
+    ):
+        check_int(name, value, minimum=0)
+    check_int("num_recent", num_recent, minimum=1)
+    resolve("samples", "load_sample_moves", lengths.device)(
+        lengths, moves, sources, num_samples=num_samples, num_sink=num_sink,
+        num_resident=num_resident, num_recent=num_recent, num_dense=num_dense,
+    )  # fmt: skip
+
+
+def attend_samples(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    log_weight: torch.Tensor,
+    active: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    lse_unit: float = 1.0,
+) -> None:
+    """Attend to weighted samples, and merge that into attention over other tokens, in place.
+
+    With l a sample's scaled logit and w its log weight, it enters the softmax as ``l + w``.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``[num_reqs, num_qo_heads, head_dim]``, float.
+    k_pool, v_pool : torch.Tensor
+        ``[num_slots, num_kv_heads, head_dim]``, float.
+    slots : torch.Tensor
+        ``[num_reqs, num_samples]``, int32 or int64. Slot of each sample in the pools.
+    rows : torch.Tensor
+        ``[num_reqs]``, int32 or int64. Row of each request in `log_weight`.
+    log_weight : torch.Tensor
+        ``[num_rows, num_kv_heads, num_samples]``, float32, as `mirror_diff` writes it. A sample of
+        ``-inf`` has no influence, whatever is in its slot.
+    active : torch.Tensor
+        ``[num_reqs]``, bool. What others have in `out` stays as it is.
+    out : torch.Tensor
+        ``[num_reqs, num_qo_heads, head_dim]``, float, contiguous. Attention over the others, and
+        over all afterwards.
+    lse : torch.Tensor
+        ``[num_reqs, num_qo_heads]``, float32. Log-sum-exp of the scaled logits of the others; not
+        written.
+    scale : float
+        Factor of the logits, usually ``head_dim ** -0.5``.
+    lse_unit : float
+        What `lse` is to be multiplied with to be a natural logarithm: ``ln 2`` for FlashInfer's.
+
+    Raises
+    ------
+    ValueError
+        If a shape, dtype or device differs from the above.
+
+    Notes
+    -----
+    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
+    """
+    dims = Dims()
+    dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
+    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS)
+    dims.check("v_pool", v_pool, "num_slots num_kv_heads head_dim", FLOATS)
+    dims.check_groups("num_qo_heads", "num_kv_heads")
+    dims.check("slots", slots, "num_reqs num_samples", INTS)
+    dims.check("rows", rows, "num_reqs", INTS)
+    dims.check("log_weight", log_weight, "num_rows num_kv_heads num_samples", FLOAT32)
+    dims.check("active", active, "num_reqs", BOOL)
+    dims.check("out", out, "num_reqs num_qo_heads head_dim", FLOATS)
+    dims.check("lse", lse, "num_reqs num_qo_heads", FLOAT32)
+    if not out.is_contiguous():
+        fail("out.stride()", out.stride(), "contiguous")
+    resolve("samples", "attend_samples", q.device)(
+        q, k_pool, v_pool, slots, rows, log_weight, active, out, lse, scale=scale,
+        lse_unit=lse_unit,
+    )  # fmt: skip

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton version of `tandemkv.kernels.samples`."""
+
+import torch
+import triton
+import triton.language as tl
+
+_MIN_DOT = 16  # the smallest extent that tensor cores multiply
+_BLOCK_N, _WARPS = 128, 8  # with four warps registers are spilled
+
+
+@triton.jit
+def offsets_of(index, count, NUM_SAMPLES: tl.constexpr):
+    """Return offset and span of the samples `index` of `count` candidates; see `sample_offsets`.
+
+    Offsets from `count` on do not exist. The third result is the finest stride there is.
+    """
+    offset, stride = index, tl.full([], 1, tl.int32)
+    top = stride
+    while NUM_SAMPLES * stride < count:
+        later = offset + (NUM_SAMPLES - 1) * stride
+        offset = tl.where(((offset & stride) != 0) & (later < count), later, offset)
+        top = stride
+        stride *= 2
+    first = NUM_SAMPLES * top
+    is_even = (offset & top) == 0
+    is_wide = is_even & ((offset + first < count) | (offset >= first))
+    span = tl.where(is_wide & (count > NUM_SAMPLES), 2 * top, top)
+    return offset, span, top
+
+
+@triton.jit
+def _slots_kernel(
+    rows, lengths, req_to_token, slots, num_sink, num_recent,
+    rows_stride, lengths_stride, table_stride_r, table_stride_c, slots_stride_b, slots_stride_c,
+    NUM_SAMPLES: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    req, index = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_S)
+    row = tl.load(rows + req * rows_stride).to(tl.int64)
+    count = tl.load(lengths + req * lengths_stride).to(tl.int32) - num_recent - num_sink
+    offset, _, _ = offsets_of(index, count, NUM_SAMPLES)
+    found = tl.load(
+        req_to_token + row * table_stride_r + (num_sink + offset).to(tl.int64) * table_stride_c,
+        mask=(index < NUM_SAMPLES) & (offset < count), other=0,
+    )  # fmt: skip
+    to = slots + req * slots_stride_b + index * slots_stride_c
+    tl.store(to, found.to(tl.int32), mask=index < NUM_SAMPLES)
+
+
+@triton.jit
+def _moves_kernel(
+    lengths, moves, sources, num_sink, num_resident, num_recent, num_dense,
+    lengths_stride, moves_stride, sources_stride,
+    NUM_SAMPLES: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    req, index = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_S)
+    length = tl.load(lengths + req * lengths_stride).to(tl.int32)
+    position = length - num_recent - 1
+    count = tl.maximum(position + 1 - num_sink, 0)
+    offset, _, _ = offsets_of(index, count, NUM_SAMPLES)
+    is_newest = (index < NUM_SAMPLES) & (offset == count - 1)
+    rest = (position - num_resident) % num_recent
+    in_ring = num_resident + tl.where(rest < 0, rest + num_recent, rest)
+    is_first = (length <= num_dense) & (position < num_resident)
+    source = tl.where(is_first, tl.maximum(position, 0), in_ring)
+    move = tl.max(tl.where(is_newest, index, -1), 0)
+    tl.store(moves + req * moves_stride, move.to(tl.int64))
+    tl.store(sources + req * sources_stride, source.to(tl.int64))
+
+
+@triton.jit
+def _attend_kernel(
+    q, k_pool, v_pool, slots, rows, log_weight, active, out, lse, scale, lse_unit, head_dim,
+    q_stride_b, q_stride_h, q_stride_d, k_stride_s, k_stride_h, k_stride_d,
+    v_stride_s, v_stride_h, v_stride_d, slots_stride_b, slots_stride_n, rows_stride,
+    weight_stride_r, weight_stride_h, weight_stride_n, active_stride, lse_stride_b, lse_stride_h,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_SAMPLES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    req, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(active + req * active_stride) == 0:
+        return
+    member, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    q_head = head * GROUP + member
+    in_query = (member < GROUP)[:, None] & (dim < head_dim)[None, :]
+    query = tl.load(
+        q + req * q_stride_b + q_head[:, None] * q_stride_h + dim[None, :] * q_stride_d,
+        mask=in_query, other=0.0,
+    )  # fmt: skip
+    row = tl.load(rows + req * rows_stride).to(tl.int64)
+    weights = log_weight + row * weight_stride_r + head * weight_stride_h
+    keys, values = k_pool + head * k_stride_h, v_pool + head * v_stride_h
+    # The softmax starts with what was attended to before.
+    rest = tl.load(
+        lse + req * lse_stride_b + q_head * lse_stride_h, mask=member < GROUP, other=float("-inf")
+    ) * lse_unit  # fmt: skip
+    to = out + (req * tl.num_programs(1) * GROUP + q_head)[:, None] * head_dim + dim[None, :]
+    acc = tl.load(to, mask=in_query & (rest > float("-inf"))[:, None], other=0.0).to(tl.float32)
+    largest, total = rest, tl.where(rest > float("-inf"), 1.0, 0.0)
+    for start in range(0, NUM_SAMPLES, BLOCK_N):
+        sample = start + tl.arange(0, BLOCK_N)
+        weight = tl.load(
+            weights + sample * weight_stride_n, mask=sample < NUM_SAMPLES, other=float("-inf")
+        )
+        is_counted = weight > float("-inf")
+        slot = tl.load(
+            slots + req * slots_stride_b + sample * slots_stride_n, mask=is_counted, other=0
+        ).to(tl.int64)[:, None]  # fmt: skip
+        mask = is_counted[:, None] & (dim < head_dim)[None, :]
+        k = tl.load(keys + slot * k_stride_s + dim[None, :] * k_stride_d, mask=mask, other=0.0)
+        v = tl.load(values + slot * v_stride_s + dim[None, :] * v_stride_d, mask=mask, other=0.0)
+        logits = tl.dot(query, tl.trans(k).to(query.dtype), input_precision=PRECISION) * scale
+        logits = tl.where(is_counted[None, :], logits + weight[None, :], float("-inf"))
+        peak = tl.maximum(largest, tl.max(logits, 1))
+        shift = tl.where(peak == float("-inf"), 0.0, peak)
+        decay = tl.exp(largest - shift)
+        probs = tl.exp(logits - shift[:, None])
+        total = total * decay + tl.sum(probs, 1)
+        acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
+        largest = peak
+    norm = tl.where(total > 0, total, 1.0)
+    tl.store(to, (acc / norm[:, None]).to(out.dtype.element_ty), mask=in_query)
+
+
+def load_sample_slots(
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    num_sink: int,
+    num_recent: int,
+) -> None:
+    """Fill; see `tandemkv.kernels.samples.load_sample_slots`."""
+    if not len(rows):
+        return
+    num_samples = slots.shape[1]
+    _slots_kernel[(len(rows),)](
+        rows, lengths, req_to_token, slots, num_sink, num_recent,
+        rows.stride(0), lengths.stride(0), *req_to_token.stride(), *slots.stride(),
+        NUM_SAMPLES=num_samples, BLOCK_S=triton.next_power_of_2(num_samples), num_warps=4,
+    )  # fmt: skip
+
+
+def load_sample_moves(
+    lengths: torch.Tensor,
+    moves: torch.Tensor,
+    sources: torch.Tensor,
+    *,
+    num_samples: int,
+    num_sink: int,
+    num_resident: int,
+    num_recent: int,
+    num_dense: int,
+) -> None:
+    """Fill; see `tandemkv.kernels.samples.load_sample_moves`."""
+    if not len(lengths):
+        return
+    _moves_kernel[(len(lengths),)](
+        lengths, moves, sources, num_sink, num_resident, num_recent, num_dense,
+        lengths.stride(0), moves.stride(0), sources.stride(0),
+        NUM_SAMPLES=num_samples, BLOCK_S=triton.next_power_of_2(num_samples), num_warps=4,
+    )  # fmt: skip
+
+
+def attend_samples(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    log_weight: torch.Tensor,
+    active: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    lse_unit: float,
+) -> None:
+    """Attend and merge; see `tandemkv.kernels.samples.attend_samples`."""
+    num_reqs, num_qo_heads, head_dim = q.shape
+    num_kv_heads, num_samples = log_weight.shape[1:]
+    if not out.numel():
+        return
+    group, is_full = num_qo_heads // num_kv_heads, q.dtype == torch.float32
+    block_n = max(_MIN_DOT, triton.next_power_of_2(num_samples))
+    _attend_kernel[(num_reqs, num_kv_heads)](
+        q, k_pool, v_pool, slots, rows, log_weight, active.view(torch.uint8), out, lse,
+        scale, lse_unit, head_dim,
+        *q.stride(), *k_pool.stride(), *v_pool.stride(), *slots.stride(), rows.stride(0),
+        *log_weight.stride(), active.stride(0), *lse.stride(),
+        GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)),
+        BLOCK_N=min(_BLOCK_N // 2 if is_full else _BLOCK_N, block_n),
+        BLOCK_D=max(_MIN_DOT, triton.next_power_of_2(head_dim)), NUM_SAMPLES=num_samples,
+        PRECISION="ieee" if is_full else "tf32", num_warps=_WARPS,
+    )  # fmt: skip
