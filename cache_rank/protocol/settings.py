@@ -22,6 +22,12 @@ DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
 MOST_SHORTLISTED = 8192
 """Tokens of a shortlist: one program of a kernel keeps their scores in registers."""
 
+DEFAULT_SAMPLES = 128
+"""Tokens that stand for the rest, where nothing else is asked for and K is not less."""
+
+SAMPLED = ("look_ahead", "oracle")
+"""Policies that have them by default: those whose selection is for the very step's query."""
+
 KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
 """Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""
 
@@ -56,7 +62,7 @@ class SelectionSettings(_Strict):
         ge=0,
         le=1024,
         description="Evenly spaced tokens attended to besides, which count for all that is not "
-        "resident; even.",
+        "resident; even. Default 128 for look_ahead and oracle, if K is not less; else 0.",
     )
     fetch_cap: int | None = Field(
         default=None,
@@ -248,7 +254,10 @@ class SelectionSettings(_Strict):
     @property
     def num_samples(self) -> int:
         """Tokens per KV head that stand for what is not resident."""
-        return self.sample_tokens or 0
+        if self.sample_tokens is not None:
+            return self.sample_tokens
+        is_sampled = self.policy in SAMPLED and self.budget_tokens >= DEFAULT_SAMPLES
+        return DEFAULT_SAMPLES if is_sampled else 0
 
     @property
     def row_tokens(self) -> int:

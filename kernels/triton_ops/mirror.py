@@ -86,6 +86,14 @@ def _take_fillers(
     return num_found
 
 
+@triton.jit
+def _bins_of(offset, shift, NUM_BINS: tl.constexpr):
+    """Count, for each multiple of ``1 << shift``, how often it is in `offset`."""
+    multiple = offset >> shift
+    is_one = (offset >= 0) & ((multiple << shift) == offset) & (multiple < NUM_BINS)
+    return tl.histogram(tl.where(is_one, multiple, 0), NUM_BINS, mask=is_one)
+
+
 @triton.jit(
     do_not_specialize=[
         "step",
@@ -108,6 +116,7 @@ def _mirror_kernel(
     HAS_COUNTERS: tl.constexpr, IS_TENSOR: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_CAP: tl.constexpr,
     BLOCK_FILL: tl.constexpr, NUM_SAMPLES: tl.constexpr, BLOCK_S: tl.constexpr,
+    NUM_BINS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
@@ -251,23 +260,18 @@ def _mirror_kernel(
     tl.store(out_pos + column, -1, mask=padding)
     tl.store(out_slot + column, -1, mask=padding)
     if NUM_SAMPLES:
-        # Samples that are resident count once, as they are. The map's entries are true that name a
-        # slot which holds the position now; the slots of other positions need not be in it.
-        sample = tl.arange(0, BLOCK_S)
-        end = tl.load(hi + req).to(tl.int32)
-        offset, span, stride = offsets_of(sample, end - num_protected, NUM_SAMPLES)
-        near = is_filled & (((position - num_protected) & (stride - 1)) == 0)
-        tl.store(place_of + position, num_selected + slot, mask=near)
+        # Samples that are resident count once, as they are: which are, a bin for each multiple of
+        # the finest stride tells.
+        sample, end = tl.arange(0, BLOCK_S), tl.load(hi + req).to(tl.int32)
+        offset, span, shift = offsets_of(sample, end - num_protected, NUM_SAMPLES)
+        tl.debug_barrier()  # what is fetched is in the books
+        held = tl.load(positions + slot * pos_stride_n, mask=in_set, other=-1)
+        bins = _bins_of(held - num_protected, shift, NUM_BINS)
         if BLOCK_HEAD:
-            tl.store(place_of + first_position, num_selected + first_slot, mask=first_position >= 0)
-        tl.debug_barrier()
-        tl.store(place_of + to_fetch, num_selected + to_slot, mask=is_fetched)
-        tl.debug_barrier()
+            held = tl.load(positions + first_slot * pos_stride_n, mask=in_first, other=-1)
+            bins += _bins_of(held - num_protected, shift, NUM_BINS)
         exists = (sample < NUM_SAMPLES) & (offset < end - num_protected) & is_active
-        at = tl.load(place_of + num_protected + offset, mask=exists, other=-1) - num_selected
-        is_slot = exists & (at >= 0) & (at < num_resident)
-        there = tl.load(positions + at * pos_stride_n, mask=is_slot, other=-1)
-        is_free = exists & (there != num_protected + offset)
+        is_free = exists & (tl.gather(bins, tl.where(exists, offset >> shift, 0), 0) == 0)
         share = tl.where(is_free, span, 0).to(tl.float32)
         left_out = tl.maximum(end - (num_filled + num_fetched - num_victims), 0).to(tl.float32)
         times = share * (left_out / tl.maximum(tl.sum(share, 0), 1.0))
@@ -339,6 +343,7 @@ def mirror_diff(
         BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_HEAD=block_head, BLOCK_CAP=block_cap,
         BLOCK_FILL=1024, NUM_SAMPLES=num_samples,
         BLOCK_S=max(16, triton.next_power_of_2(max(1, num_samples))),
+        NUM_BINS=max(16, triton.next_power_of_2(2 * max(1, num_samples))),
         num_warps=_NUM_WARPS,
         maxnreg=_REGISTERS if max(block_k, block_r) <= _LARGEST_LIMITED else None,
     )  # fmt: skip

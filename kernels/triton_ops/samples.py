@@ -13,20 +13,23 @@ _BLOCK_N, _WARPS = 128, 8  # with four warps registers are spilled
 def offsets_of(index, count, NUM_SAMPLES: tl.constexpr):
     """Return offset and span of the samples `index` of `count` candidates; see `sample_offsets`.
 
-    Offsets from `count` on do not exist. The third result is the finest stride there is.
+    Offsets from `count` on do not exist. The third result is the logarithm of the finest stride.
     """
-    offset, stride = index, tl.full([], 1, tl.int32)
-    top = stride
-    while NUM_SAMPLES * stride < count:
-        later = offset + (NUM_SAMPLES - 1) * stride
-        offset = tl.where(((offset & stride) != 0) & (later < count), later, offset)
-        top = stride
-        stride *= 2
-    first = NUM_SAMPLES * top
-    is_even = (offset & top) == 0
+    # What depends on the stride is made of the counter: Triton does not carry a name through a
+    # loop that began as another's value.
+    offset, shift = index, tl.full([], 0, tl.int32)
+    while (NUM_SAMPLES << shift) < count:
+        later = offset + ((NUM_SAMPLES - 1) << shift)
+        is_odd = ((offset >> shift) & 1) != 0
+        offset = tl.where(is_odd & (later < count), later, offset)
+        shift += 1
+    shift = tl.maximum(shift - 1, 0)
+    first = NUM_SAMPLES << shift
+    is_even = ((offset >> shift) & 1) == 0
     is_wide = is_even & ((offset + first < count) | (offset >= first))
-    span = tl.where(is_wide & (count > NUM_SAMPLES), 2 * top, top)
-    return offset, span, top
+    one = tl.full([], 1, tl.int32)
+    span = tl.where(is_wide & (count > NUM_SAMPLES), (one << shift) * 2, one << shift)
+    return offset, span, shift
 
 
 @triton.jit
@@ -78,8 +81,6 @@ def _attend_kernel(
     NUM_SAMPLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     req, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if tl.load(active + req * active_stride) == 0:
-        return
     member, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     q_head = head * GROUP + member
     in_query = (member < GROUP)[:, None] & (dim < head_dim)[None, :]
@@ -87,6 +88,9 @@ def _attend_kernel(
         q + req * q_stride_b + q_head[:, None] * q_stride_h + dim[None, :] * q_stride_d,
         mask=in_query, other=0.0,
     )  # fmt: skip
+    # Nothing waits for a load that it could go beside: keys and values are read of samples without
+    # weight, too.
+    is_active = tl.load(active + req * active_stride) != 0
     row = tl.load(rows + req * rows_stride).to(tl.int64)
     weights = log_weight + row * weight_stride_r + head * weight_stride_h
     keys, values = k_pool + head * k_stride_h, v_pool + head * v_stride_h
@@ -99,16 +103,16 @@ def _attend_kernel(
     largest, total = rest, tl.where(rest > float("-inf"), 1.0, 0.0)
     for start in range(0, NUM_SAMPLES, BLOCK_N):
         sample = start + tl.arange(0, BLOCK_N)
-        weight = tl.load(
-            weights + sample * weight_stride_n, mask=sample < NUM_SAMPLES, other=float("-inf")
-        )
-        is_counted = weight > float("-inf")
+        exists = sample < NUM_SAMPLES
         slot = tl.load(
-            slots + req * slots_stride_b + sample * slots_stride_n, mask=is_counted, other=0
+            slots + req * slots_stride_b + sample * slots_stride_n, mask=exists, other=0
         ).to(tl.int64)[:, None]  # fmt: skip
-        mask = is_counted[:, None] & (dim < head_dim)[None, :]
+        weight = tl.load(weights + sample * weight_stride_n, mask=exists, other=float("-inf"))
+        is_counted = (weight > float("-inf")) & is_active
+        mask = exists[:, None] & (dim < head_dim)[None, :]
         k = tl.load(keys + slot * k_stride_s + dim[None, :] * k_stride_d, mask=mask, other=0.0)
         v = tl.load(values + slot * v_stride_s + dim[None, :] * v_stride_d, mask=mask, other=0.0)
+        v = tl.where(is_counted[:, None], v, 0.0)
         logits = tl.dot(query, tl.trans(k).to(query.dtype), input_precision=PRECISION) * scale
         logits = tl.where(is_counted[None, :], logits + weight[None, :], float("-inf"))
         peak = tl.maximum(largest, tl.max(logits, 1))
@@ -119,7 +123,7 @@ def _attend_kernel(
         acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
         largest = peak
     norm = tl.where(total > 0, total, 1.0)
-    tl.store(to, (acc / norm[:, None]).to(out.dtype.element_ty), mask=in_query)
+    tl.store(to, (acc / norm[:, None]).to(out.dtype.element_ty), mask=in_query & is_active)
 
 
 def load_sample_slots(

@@ -138,6 +138,7 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "-exact01": {"selection.exact_layers": [0, 1]},
     "-int8": {"selection.index_dtype": "int8"},
     "-async-spade": {"selection.policy": "async_spade"},
+    "-no-samples": {"selection.sample_tokens": 0},
     # Dummy weights give queries that hardly move; here every step fetches all it may.
     "-stress": {"stress_selection": True},
     "-no-selection": {

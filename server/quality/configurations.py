@@ -14,7 +14,7 @@ from tandemkv.cache_rank.policies.base import PolicyCapabilities, PolicyError
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings import DEFAULT_SAMPLES, SAMPLED, SelectionSettings
 from tandemkv.server.devices import choose_cache_device
 
 DENSE = "dense"
@@ -238,24 +238,21 @@ def _sparse(
     sink = int(str(base.get("num_sink_tokens", defaults["num_sink_tokens"])))
     recent = int(str(base.get("num_recent_tokens", defaults["num_recent_tokens"])))
     factor = float(str(base.get("resident_factor", defaults["resident_factor"])))
-    samples = _settings(policy, base).num_samples
     is_remote = capabilities.timing is Timing.SAME_STEP_ATTENTION
     if is_remote:
         factor = 1.0
+    added: dict[str, object] = {"num_recent_tokens": budget.tokens - sink}
+    samples = 0
     if capabilities.selects:
-        added: dict[str, object] = {
-            "budget_tokens": int((budget.tokens - sink - recent - samples) / factor)
-        }
-    else:
-        added = {"num_recent_tokens": budget.tokens - sink}
+        added, samples = _divide(policy, budget.tokens - sink - recent, factor, base)
     try:
         settings = _settings(policy, {**base, **added})
     except SettingsError as error:
         raise SettingsError(
             f"budget={budget.text} ({budget.tokens} tokens) is not possible for policy={policy} "
             f"with num_sink_tokens={sink}, num_recent_tokens={recent}, sample_tokens={samples}, "
-            f"resident_factor={factor:g}: "
-            f"{error}; where it is too small, --set selection.num_recent_tokens=16 makes room"
+            f"resident_factor={factor:g}: {error}; where it is too small, --set "
+            "selection.num_recent_tokens=16 makes room"
         ) from error
     remote = settings.budget_tokens if is_remote else 0
     attended = settings.row_tokens + remote
@@ -277,6 +274,25 @@ def _sparse(
         if capabilities.selects
         else "no: by position, whatever is asked",
     )
+
+
+def _divide(
+    policy: str, tokens: int, factor: float, base: Mapping[str, object]
+) -> tuple[dict[str, object], int]:
+    """Divide `tokens` between c * K and samples; return what to set, and the samples.
+
+    Where nothing else is asked for there are as many samples as by default, if that leaves K as
+    large as the default asks for, and none otherwise.
+    """
+    if base.get("sample_tokens") is not None:
+        samples = int(str(base["sample_tokens"]))
+        return {"budget_tokens": int((tokens - samples) / factor)}, samples
+    if policy not in SAMPLED:
+        return {"budget_tokens": int(tokens / factor)}, 0
+    selected, samples = int((tokens - DEFAULT_SAMPLES) / factor), DEFAULT_SAMPLES
+    if selected < DEFAULT_SAMPLES:
+        selected, samples = int(tokens / factor), 0
+    return {"budget_tokens": selected, "sample_tokens": samples}, samples
 
 
 def _settings(policy: str, values: Mapping[str, object]) -> SelectionSettings:

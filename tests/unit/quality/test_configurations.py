@@ -32,13 +32,38 @@ def test_dense_comes_first_then_every_policy_at_every_budget() -> None:
     assert make(["dense"], []) == found[:1]
 
 
-@pytest.mark.parametrize("policy", ["look_ahead", "async_spade", "last_query", "oracle"])
-def test_attended_tokens_are_the_budget_and_what_the_settings_say(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "samples"),
+    [("look_ahead", 128), ("oracle", 128), ("async_spade", 0), ("last_query", 0)],
+)
+def test_attended_tokens_are_the_budget_and_what_the_settings_say(
+    policy: str, samples: int
+) -> None:
     _, one = make([policy], ["1092"])
     settings = SelectionSettings.model_validate(one.selection)
-    assert (settings.policy, settings.budget_tokens) == (policy, 512)
-    assert settings.num_resident + settings.num_recent_tokens == one.attended_tokens == 1092
+    assert (settings.policy, settings.num_samples) == (policy, samples)
+    assert settings.budget_tokens == (1024 - samples) // 2
+    assert settings.row_tokens == one.attended_tokens == 1092
     assert one.exact_layers == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "base", "selected", "samples"),
+    [
+        ("324", {}, 128, 0),  # with 128 samples K would be 64
+        ("452", {}, 128, 128),
+        ("1092", {"sample_tokens": 64}, 480, 64),
+        ("1092", {"sample_tokens": 0}, 512, 0),
+        ("512", {"resident_factor": 1.0}, 316, 128),
+    ],
+)
+def test_samples_are_in_the_budget(
+    budget: str, base: dict[str, object], selected: int, samples: int
+) -> None:
+    _, one = make(["look_ahead"], [budget], base=base)
+    assert (one.selection["budget_tokens"], one.selection["sample_tokens"]) == (selected, samples)
+    assert SelectionSettings.model_validate(one.selection).num_samples == samples
+    assert one.attended_tokens == int(budget)
 
 
 def test_streaming_gets_the_whole_budget_as_its_ring() -> None:
@@ -108,7 +133,7 @@ def test_settings_of_one_policy_follow_it() -> None:
     assert plain.slug == "tandemkv-look-ahead-12.5pc"
     assert own.slug == "tandemkv-look-ahead-resident-factor-1-fetch-cap-111-12.5pc"
     assert own.variant == "resident_factor=1, fetch_cap=111"
-    assert (own.policy, own.selection["budget_tokens"]) == ("look_ahead", 444)
+    assert (own.policy, own.selection["budget_tokens"]) == ("look_ahead", 316)
     assert own.selection["fetch_cap"] == 111
     assert plain.attended_tokens == own.attended_tokens == 512
 
