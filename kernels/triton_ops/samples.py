@@ -81,6 +81,8 @@ def _attend_kernel(
     NUM_SAMPLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     req, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(active + req * active_stride) == 0:
+        return
     member, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     q_head = head * GROUP + member
     in_query = (member < GROUP)[:, None] & (dim < head_dim)[None, :]
@@ -88,9 +90,6 @@ def _attend_kernel(
         q + req * q_stride_b + q_head[:, None] * q_stride_h + dim[None, :] * q_stride_d,
         mask=in_query, other=0.0,
     )  # fmt: skip
-    # Nothing waits for a load that it could go beside: keys and values are read of samples without
-    # weight, too.
-    is_active = tl.load(active + req * active_stride) != 0
     row = tl.load(rows + req * rows_stride).to(tl.int64)
     weights = log_weight + row * weight_stride_r + head * weight_stride_h
     keys, values = k_pool + head * k_stride_h, v_pool + head * v_stride_h
@@ -103,16 +102,16 @@ def _attend_kernel(
     largest, total = rest, tl.where(rest > float("-inf"), 1.0, 0.0)
     for start in range(0, NUM_SAMPLES, BLOCK_N):
         sample = start + tl.arange(0, BLOCK_N)
-        exists = sample < NUM_SAMPLES
+        weight = tl.load(
+            weights + sample * weight_stride_n, mask=sample < NUM_SAMPLES, other=float("-inf")
+        )
+        is_counted = weight > float("-inf")
         slot = tl.load(
-            slots + req * slots_stride_b + sample * slots_stride_n, mask=exists, other=0
+            slots + req * slots_stride_b + sample * slots_stride_n, mask=is_counted, other=0
         ).to(tl.int64)[:, None]  # fmt: skip
-        weight = tl.load(weights + sample * weight_stride_n, mask=exists, other=float("-inf"))
-        is_counted = (weight > float("-inf")) & is_active
-        mask = exists[:, None] & (dim < head_dim)[None, :]
+        mask = is_counted[:, None] & (dim < head_dim)[None, :]
         k = tl.load(keys + slot * k_stride_s + dim[None, :] * k_stride_d, mask=mask, other=0.0)
         v = tl.load(values + slot * v_stride_s + dim[None, :] * v_stride_d, mask=mask, other=0.0)
-        v = tl.where(is_counted[:, None], v, 0.0)
         logits = tl.dot(query, tl.trans(k).to(query.dtype), input_precision=PRECISION) * scale
         logits = tl.where(is_counted[None, :], logits + weight[None, :], float("-inf"))
         peak = tl.maximum(largest, tl.max(logits, 1))
@@ -123,7 +122,7 @@ def _attend_kernel(
         acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
         largest = peak
     norm = tl.where(total > 0, total, 1.0)
-    tl.store(to, (acc / norm[:, None]).to(out.dtype.element_ty), mask=in_query & is_active)
+    tl.store(to, (acc / norm[:, None]).to(out.dtype.element_ty), mask=in_query)
 
 
 def load_sample_slots(

@@ -51,6 +51,7 @@ def small() -> Iterator[Server]:
         "fetch_cap": 8,
         "exact_layers": [],
         "scan_ahead": True,
+        "sample_tokens": 16,
     }
     with ours({"cache_ranks": 0, "selection": selection, "evaluation": True}) as server:
         yield server
@@ -93,7 +94,7 @@ def test_attends_to_a_bounded_set(small: Server, token_ids: list[int]) -> None:
     after, _ = small.values()
     attended = after["attended_tokens_total"] - before["attended_tokens_total"]
     steps = after["decode_steps_total"] - before["decode_steps_total"]
-    assert attended == steps * (4 + 96 + 16)
+    assert attended == steps * (4 + 96 + 16 + 16)
     assert after["fetched_rows_total"] > before["fetched_rows_total"]
 
 
