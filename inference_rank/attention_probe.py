@@ -5,6 +5,7 @@ With ``evaluation`` on and ``TANDEMKV_PROBE_FILE`` set, the probe keeps its own 
 keys of every request and, every `PROBE_EVERY` decode steps, compares in float64: the softmax
 mass over all tokens that falls on the attended ones, and on the same number of tokens chosen
 by the true query (the oracle); recall is the share of the oracle's tokens that are attended to.
+A sample is one token of these, however much it stands for.
 One JSON line per probed (step, layer). ``TANDEMKV_PROBE_DETAIL=1`` probes every step and
 adds the sets of attended positions.
 """
@@ -99,20 +100,24 @@ class AttentionProbe:
         positions = resident.positions[layer, row, :, :filled].to(torch.int64)
         if bool((positions < 0).any()) or bool((positions >= ring_start).any()):
             raise AssertionError(f"resident set of layer {layer} row {row} has a hole")
-        ring_mass = mass[:, ring_start:].sum(-1)
-        got = mass.gather(1, positions).sum(-1) + ring_mass
-        count = min(length, filled + length - ring_start)
-        top = mass.topk(count, dim=-1)
         is_attended = torch.zeros_like(mass, dtype=torch.bool)
         is_attended[:, ring_start:] = True
         is_attended.scatter_(1, positions, True)
+        samples = resident.samples
+        if samples is not None:
+            index, places = samples.positions(length)
+            is_counted = samples.log_weight[layer, row][:, index] > float("-inf")
+            is_attended[:, places] |= is_counted
+        got = (mass * is_attended).sum(-1)
+        count = min(length, resident.num_visible(length))
+        top = mass.topk(count, dim=-1)
         recall = is_attended.gather(1, top.indices).double().mean(-1)
         line = {
             "decode_step": runtime.decode_step,
             "row": row,
             "layer": layer,
             "length": length,
-            "attended": filled + length - ring_start,
+            "attended": count,
             "mass": got.tolist(),
             "oracle_mass": top.values.sum(-1).tolist(),
             "recall": recall.tolist(),

@@ -8,6 +8,7 @@ resident set; for exact rows and layers, merge the cache rank's part by log-sum-
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,18 @@ from tandemkv.kernels.placing import place
 
 from .packs import PackQueue
 from .runtime import Runtime
+
+
+class _SampledRows(NamedTuple):
+    """Who attends to samples, of the B requests of a step.
+
+    `slots`, ``[B, num_samples]`` int64, are where the samples of each are; `selected` and `fast`,
+    ``[B]`` bool, say who is selected for, and who of them is not slow in this step.
+    """
+
+    slots: torch.Tensor
+    selected: torch.Tensor
+    fast: torch.Tensor
 
 
 class DecodeStep:
@@ -95,23 +108,21 @@ class DecodeStep:
         size = model.gqa_group_size
         return place([head * size + i for head in heads for i in range(size)], self._device)
 
-    def _sampled_rows(self) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None:
-        """Return slots of samples, and ``[B]`` bool whose: of sparse rows with, without slow ones.
-
-        None if there are no such rows.
-        """
+    def _sampled_rows(self) -> _SampledRows | None:
+        """Return who attends to samples; None if nobody does."""
         samples = self._runtime.resident.samples
-        wanted = [
-            bool(s.flags & RowFlag.SPARSE and not s.flags & RowFlag.EXACT) for s in self._steps
-        ]
-        if samples is None or not any(wanted):
+        selected = [s.flags & RowFlag.SPARSE and not s.flags & RowFlag.EXACT for s in self._steps]
+        if samples is None or not any(selected):
             return None
-        at_rest = [
-            w and not s.flags & RowFlag.SLOW for w, s in zip(wanted, self._steps, strict=True)
+        fast = [
+            bool(is_selected) and not s.flags & RowFlag.SLOW
+            for is_selected, s in zip(selected, self._steps, strict=True)
         ]
-        both = (place(x, self._device, torch.bool) for x in (wanted, at_rest))
-        first, second = both
-        return samples.slots(self._rows), (first, second)
+        return _SampledRows(
+            slots=samples.slots(self._rows),
+            selected=place([bool(x) for x in selected], self._device, torch.bool),
+            fast=place(fast, self._device, torch.bool),
+        )
 
     def _indices(self, steps: Sequence[RowStep]) -> torch.Tensor:
         wanted = {s.row for s in steps}
@@ -185,10 +196,10 @@ class DecodeStep:
         )
         if resident.samples is not None and self._sampled is not None and not is_exact_layer:
             # What the cache rank attends to as a whole leaves nothing to stand for.
-            slots, active = self._sampled
-            is_whole = heads is None and not is_gated
+            sampled = self._sampled
+            active = sampled.fast if heads is None and not is_gated else sampled.selected
             resident.samples.attend(
-                layer, q, slots, self._rows, active[is_whole], out, lse, scale=runtime.model.scale
+                layer, q, sampled.slots, self._rows, active, out, lse, scale=runtime.model.scale
             )
         if len(exact) and is_gated:
             out[exact] = self._merge_gated(layer, q, exact, out[exact]).to(out.dtype)

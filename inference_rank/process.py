@@ -95,6 +95,7 @@ def status() -> StatusReply:
         info={
             "policy": selection.policy,
             "budget_tokens": str(selection.budget_tokens),
+            "sample_tokens": str(selection.num_samples),
             "exact_layers": ",".join(map(str, selection.exact_layers)) or "none",
             "deterministic": str(runtime.settings.exchange.deterministic),
             "model": runtime.model.architecture,

@@ -13,7 +13,11 @@ import torch
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.append import SampleMoves
+from tandemkv.kernels.placing import place
 from tandemkv.kernels.samples import attend_samples, sample_offsets
+
+_MOST_LENGTHS = 256
+"""Lengths of prompts whose samples are remembered; a prefill step has fewer prompts."""
 
 
 def make_log_weights(
@@ -52,6 +56,7 @@ class SampleSet:
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.log_weight = make_log_weights(model, selection, max_rows, device)
+        self._positions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -63,13 +68,22 @@ class SampleSet:
         return max(0, length - self._num_recent - self._num_sink)
 
     def positions(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return samples and positions, ``[n]`` int64 on the host, of a request that has so many.
+        """Return samples and positions, ``[n]`` int64 on the device, of a request of `length`.
 
-        Fewer than `num_samples` where there are fewer candidates.
+        Fewer than `num_samples` where there are fewer candidates. Every layer of a prompt asks for
+        the same: they are found once, and brought to the device without waiting for it.
         """
-        offsets, _ = sample_offsets(torch.tensor(self.num_candidates(length)), self.num_samples)
-        (index,) = (offsets >= 0).nonzero(as_tuple=True)
-        return index, offsets[index] + self._num_sink
+        found = self._positions.get(length)
+        if found is None:
+            count = torch.tensor(self.num_candidates(length))
+            offsets, _ = sample_offsets(count, self.num_samples)
+            (index,) = (offsets >= 0).nonzero(as_tuple=True)
+            positions = (offsets[index] + self._num_sink).tolist()
+            found = place(index.tolist(), self.k.device), place(positions, self.k.device)
+            if len(self._positions) >= _MOST_LENGTHS:
+                self._positions.clear()
+            self._positions[length] = found
+        return found
 
     def fill(self, layer: int, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Take over the samples of a finished prompt, which do not count yet.
@@ -81,12 +95,15 @@ class SampleSet:
         k, v : torch.Tensor
             ``[length, num_kv_heads, head_dim]``, the whole prompt.
         """
-        index, positions = (x.to(k.device) for x in self.positions(len(k)))
+        index, positions = self.positions(len(k))
         self.k[layer, row, index], self.v[layer, row, index] = k[positions], v[positions]
         self.log_weight[layer, row] = float("-inf")
 
     def moves(self, layer: int, samples: torch.Tensor, sources: torch.Tensor) -> SampleMoves:
-        """Return what `append_tokens` has to copy: slots `sources` become `samples`, -1 none."""
+        """Return what `append_tokens` has to copy: slots `sources` become `samples`, -1 none.
+
+        Both are ``[B]`` int64.
+        """
         return SampleMoves(k=self.k[layer], v=self.v[layer], samples=samples, sources=sources)
 
     def slots(self, rows: torch.Tensor) -> torch.Tensor:
@@ -99,14 +116,17 @@ class SampleSet:
         active: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, scale: float,
         lse_unit: float = 1.0,
     ) -> None:  # fmt: skip
-        """Merge the samples into `out`; see `tandemkv.kernels.samples.attend_samples`."""
+        """Merge the samples into ``out [B, Hq, D]``, ``lse [B, Hq]`` being that of the rest.
+
+        See `tandemkv.kernels.samples.attend_samples`; ``slots [B, num_samples]`` as `slots` gives.
+        """
         attend_samples(
             q, self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1), slots, rows,
             self.log_weight[layer], active, out, lse, scale=scale, lse_unit=lse_unit,
         )  # fmt: skip
 
     def weigh(self, layer: int, rows: torch.Tensor, log_weight: torch.Tensor) -> None:
-        """Enter what the cache rank says, ``[S, H, num_samples]``; NaN leaves things as they are.
+        """Enter the weights of a pack, ``[S, H, num_samples]``; NaN leaves what was before.
 
         `rows` is ``[S]`` int64; of a row that is named twice any one counts.
         """

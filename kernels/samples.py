@@ -198,7 +198,7 @@ def attend_samples(
         ``[num_reqs]``, bool. What others have in `out` stays as it is.
     out : torch.Tensor
         ``[num_reqs, num_qo_heads, head_dim]``, float, contiguous. Attention over the others, and
-        over all afterwards.
+        over all afterwards; where `lse` is ``-inf`` it is taken for 0.
     lse : torch.Tensor
         ``[num_reqs, num_qo_heads]``, float32. Log-sum-exp of the scaled logits of the others; not
         written.

@@ -74,7 +74,14 @@ def measure(
         return torch.randn(size, generator=generator, device=device, dtype=dtype)
 
     keys = random(slots, *shape[2:])
-    pools = LocalPools(k=[keys], v=[keys], resident=[make_sets(shape)], page_size=page_size)
+    weights = torch.zeros((1, shape[0], shape[2], selection.num_samples), device=device)
+    pools = LocalPools(
+        k=[keys],
+        v=[keys],
+        resident=[make_sets(shape)],
+        page_size=page_size,
+        log_weight=weights if selection.num_samples else None,
+    )
     own = settings.model_copy(
         update={
             "selection": selection.model_copy(

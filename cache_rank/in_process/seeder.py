@@ -87,7 +87,8 @@ class Seeder:
         if book is not None:
             self._mirror.seed(book, row, chosen)
         rows = torch.tensor([row], dtype=torch.int64, device=slots.device)
-        self._forget_weights((layer,), row)
+        if self._pools.log_weight is not None:  # samples count once something is selected
+            self._pools.log_weight[layer, row] = float("-inf")
         self._copy(layer, rows, slots[None], chosen[None])
         return torch.arange(length - len(queries), length, device=self._device)
 
@@ -97,19 +98,14 @@ class Seeder:
         """Make the first tokens of `rows` ``[n]`` resident; see `LocalCacheRank.seed_identity`."""
         rows = rows.to(self._device)
         self._mirror.fill_identity(rows)
-        self._forget_weights(layers, rows)
+        if self._pools.log_weight is not None:
+            self._pools.log_weight[:, rows] = float("-inf")
         if tables is None:
             return
         tables, shape = tables.to(self._device), (len(rows), self._model.num_kv_heads, -1)
         positions = self._all_slots.expand(shape).contiguous()
         for layer in layers:
             self._copy(layer, rows, tables, positions)
-
-    def _forget_weights(self, layers: Sequence[int], rows: int | torch.Tensor) -> None:
-        """Let samples count for nothing until something is selected."""
-        if self._pools.log_weight is not None:
-            for layer in layers:
-                self._pools.log_weight[layer][rows] = float("-inf")
 
     def _copy(
         self, layer: int, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor

@@ -26,7 +26,7 @@ DEFAULT_SAMPLES = 128
 """Tokens that stand for the rest, where nothing else is asked for and K is not less."""
 
 SAMPLED = ("look_ahead", "oracle")
-"""Policies that have them by default: those whose selection is for the very step's query."""
+"""Policies that have them by default: who was measured to gain by them (docs/quality.md)."""
 
 KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
 """Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""

@@ -46,6 +46,10 @@ class ResidentHome(Protocol):
         """See above."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of sets and samples that are nobody else's."""
+
+    @property
     def holds_dense(self) -> bool:
         """Whether tokens of requests that need no selection are copied here too."""
 
@@ -68,6 +72,12 @@ class PoolTail:
         self.pool, self.table, self.sets = pool, table, sets
         self.samples: StepSamples | None = samples
 
+    @property
+    def nbytes(self) -> int:
+        """See `ResidentHome`."""
+        weights = 0 if self.samples is None else self.samples.log_weight.nbytes
+        return sum(k.nbytes + v.nbytes for k, v in self.sets) + weights
+
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
         """Nothing to copy."""
 
@@ -89,6 +99,11 @@ class OwnSet:
         self.samples: StepSamples | None = samples
         self.pool = _WritesBoth(pool, table, resident, samples)
         self.sets = list(zip(resident.k, resident.v, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """See `ResidentHome`."""
+        return self._resident.nbytes
 
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
         """See `ResidentHome.fill`: all of a dense prompt, the latest tokens of a sparse one."""

@@ -132,7 +132,7 @@ class OwnSamples:
 
     def fill(self, layer: int, row: int, slots: torch.Tensor, pool: Sequence[torch.Tensor]) -> None:
         """Take over the samples of a finished prompt, at `slots` ``[length]`` of K and V."""
-        index, positions = (x.to(slots.device) for x in self._set.positions(len(slots)))
+        index, positions = self._set.positions(len(slots))
         chosen = slots[positions].long()
         for own, far in zip((self._set.k, self._set.v), pool, strict=True):
             own[layer, row].index_copy_(0, index, far.index_select(0, chosen))

@@ -72,6 +72,7 @@ class LocalRuntime:
             info={
                 "policy": selection.policy,
                 "budget_tokens": str(selection.budget_tokens),
+                "sample_tokens": str(selection.num_samples),
                 "exact_layers": ",".join(map(str, selection.exact_layers)) or "none",
                 "transport": self.settings.exchange.transport,
                 "index_dtype": selection.index_dtype,
@@ -138,7 +139,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         model=model,
         rank=rank,
         counters=Counters(),
-        resident_bytes=sum(k.nbytes + v.nbytes for k, v in home.sets),
+        resident_bytes=home.nbytes,
         measurement=measurement,
     )
     runtime_module.set_current_local(local)

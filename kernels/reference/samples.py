@@ -138,7 +138,7 @@ def attend_samples(
         rest = (lse[req] * lse_unit).view(num_heads, -1, 1)
         joint = torch.cat([rest, logits], dim=-1)
         probs = (joint - joint.logsumexp(-1, keepdim=True)).exp()
-        before = out[req].float().view_as(grouped)
+        before = out[req].float().view_as(grouped).masked_fill(rest.isneginf(), 0.0)
         merged = probs[..., :1] * before + torch.bmm(probs[..., 1:], v)
         is_any = is_counted.any(-1)[:, None, None]
         out[req] = torch.where(is_any, merged, before).view_as(out[req]).to(out.dtype)

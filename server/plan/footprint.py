@@ -93,7 +93,9 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     }
     if placement.kind is PlacementKind.DENSE:
         return PlacementMemory(inference=Footprint(kv=_shard(kv, tp_size), **model))
-    rows = (load.concurrency + 1) * load.row_tokens
+    # In one process samples stay where the pool has them.
+    is_own = placement.kind is not PlacementKind.IN_PROCESS
+    rows = (load.concurrency + 1) * (load.row_tokens if is_own else load.set_tokens)
     resident = _shard(rows * shape.kv_token_bytes, tp_size)
     index = index_bytes(shape, load)
     if placement.kind is PlacementKind.IN_PROCESS:

@@ -113,9 +113,14 @@ class Workload:
         return len({sources[x] for x in range(num_layers) if x not in self.exact_layers})
 
     @property
+    def set_tokens(self) -> int:
+        """Slots of one request's resident set and ring."""
+        return self.num_resident + self.num_recent_tokens
+
+    @property
     def row_tokens(self) -> int:
-        """Slots of one request's resident set, ring and samples."""
-        return self.num_resident + self.num_recent_tokens + self.num_samples
+        """Tokens of one request that sparse layers attend to: set, ring and samples."""
+        return self.set_tokens + self.num_samples
 
     @property
     def attended_tokens(self) -> int:
@@ -125,7 +130,7 @@ class Workload:
     @property
     def is_sparse(self) -> bool:
         """Whether the context is longer than what is resident."""
-        return self.context_tokens > self.num_resident + self.num_recent_tokens
+        return self.context_tokens > self.set_tokens
 
     def index_head_token_bytes(self, shape: ModelShape) -> float:
         """Bytes that one token's key takes in the index of one KV head, scales included.

@@ -25,8 +25,10 @@ _spec.loader.exec_module(quality)
 EXACT_LAYERS = "0,1"
 ATTENDED_512 = 4 + 2 * 512 + 64
 ATTENDED_1024 = 4 + 2 * 1024 + 64
-SPARSE_512 = {"budget_tokens": 512, "resident_factor": 2.0, "num_recent_tokens": 64}
-SPARSE_1024 = {"budget_tokens": 1024, "resident_factor": 2.0, "num_recent_tokens": 64}
+# Without samples: what is recorded is of as many tokens for every policy.
+_SPARSE = {"resident_factor": 2.0, "num_recent_tokens": 64, "sample_tokens": 0}
+SPARSE_512 = {"budget_tokens": 512, **_SPARSE}
+SPARSE_1024 = {"budget_tokens": 1024, **_SPARSE}
 # Streaming attends to as many tokens as the others.
 STREAMING_512 = {"policy": "streaming", "num_recent_tokens": ATTENDED_512 - 4}
 STREAMING_1024 = {"policy": "streaming", "num_recent_tokens": ATTENDED_1024 - 4}

@@ -140,3 +140,23 @@ def test_late_packs_leave_weights_as_they_were() -> None:
     samples.weigh(2, torch.tensor([1, 2]), said)
     assert torch.equal(samples.log_weight[2, 1], before[1])
     assert bool((samples.log_weight[2, 2] == 0.5).all())
+
+
+@pytest.mark.timeout(60)
+def test_weights_for_a_former_request_are_dropped() -> None:
+    """They were on the way when its row got another tenant."""
+    settings = make_settings(
+        policy="last_query", budget_tokens=12, resident_factor=1.0, sample_tokens=SAMPLES
+    )
+    world = World(settings)
+    samples = world.runtime.resident.samples
+    assert samples is not None
+    world.extend([1, 2], [0, 0], [90, 80], last=True)
+    world.decode([1, 2], [91, 81])  # its packs are for the next step
+    assert bool(samples.log_weight[:, 1:3].isneginf().all())
+    world.runtime.req_to_token_pool.req_generation[2] += 1
+    world.decode([1], [92])
+    assert world.runtime.counters.stale_pack_rows_total > 0
+    assert bool(samples.log_weight[2, 1].isfinite().any())
+    assert bool(samples.log_weight[:, 2].isneginf().all())
+    assert not world.errors

@@ -352,6 +352,7 @@ class ScriptedRank:
         header = read_header(views)
         assert header == (self.welcome.epoch, self.step_id, self.num_packs)
         self.applied_seq = header.seq
+        self.log_weight = views.log_weight.clone()
         assert views.rows.tolist() == [r.row for r in requests]
         assert views.generations.tolist() == [r.generation for r in requests]
         lag = self.settings.selection.lag_steps if transfer.kind is TransferKind.DELTA else 0

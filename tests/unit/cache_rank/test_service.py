@@ -342,19 +342,23 @@ def test_a_stale_read_is_counted(serve):
 
 
 def test_packs_are_withheld_until_they_are_acknowledged(serve, settings_of):
-    served = serve(settings_of(policy="oracle"))
+    served = serve(settings_of(policy="oracle", sample_tokens=4))
     rank = served.connect()
     request = rank.new_request(1, 100)
     rank.extend(request)
+    rank.decode(request)
+    assert bool(rank.log_weight.isfinite().any())
     rank.acknowledge = False
     for _ in range(5):  # the books stay right: the scripted rank applies what came
         rank.decode(request)
     rank.settle()
-    assert served.counters.withheld_packs_total == 3 * 3  # lag + 1 go out per layer
+    assert served.counters.withheld_packs_total == 4 * 3  # lag + 1 go out per layer
+    assert bool(rank.log_weight.isnan().all()), "weights stay what they were, too"
     rank.acknowledge = True
     rank.decode(request)
     rank.settle()
-    assert served.counters.withheld_packs_total == 3 * 3
+    assert not bool(rank.log_weight.isnan().any())
+    assert served.counters.withheld_packs_total == 4 * 3
 
 
 def test_a_new_hello_ends_the_old_epoch(serve):

@@ -124,6 +124,7 @@ def test_a_request_attends_to_its_set_and_samples(own: bool, prompt: int) -> Non
         want = torch.einsum("hn,nhd->hd", probs, values).flatten()
         torch.testing.assert_close(out[0].double(), want, rtol=1e-4, atol=1e-5)
         plain = attention.attend(q, k, v, layer, batch, False, with_samples=False)
+        assert torch.equal(plain[1], out[1]), "padding has no samples, whatever its weights say"
         if not is_sparse:
             assert torch.equal(plain, out)
         elif bool(is_free.any()):
