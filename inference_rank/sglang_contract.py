@@ -25,6 +25,14 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata": (
         "forward_batch",
     ),
+    # With samples FlashInfer's wrapper is asked for its log-sum-exp, past `forward_decode`.
+    "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend._get_wrapper_idx": (
+        "layer",
+    ),
+    "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend._kv_write_scales": (
+        "layer",
+    ),
+    "sglang.srt.mem_cache.memory_pool.KVWriteLoc": (),
     "sglang.srt.utils.common.support_triton": ("backend",),
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool": (
         "max_total_num_tokens",

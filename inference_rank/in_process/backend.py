@@ -194,10 +194,8 @@ class InProcessBackend(AttentionBackend):
             return self._after(index, out)
         side.join(index)
         out = self._sparse.attend(
-            q, k, v, layer, forward_batch, save_kv_cache,
-            # Where nothing is selected for the step, requests are attended to as a whole.
-            with_samples=selecting or rank.selects_for_next_step or rank.refresh_every > 1,
-        )  # fmt: skip
+            q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse
+        )
         # After this layer's attention: what is selected is for a later step, which begins when
         # everything beside this one was joined.
         if selects_next or (rank.keeps_queries and indexes):
@@ -322,6 +320,16 @@ class InProcessBackend(AttentionBackend):
         every = rank.index_interval
         indexes = every > 0 and bool((lengths % every == 0).any())
         return StepKind.INDEXING if indexes else StepKind.DENSE
+
+    @property
+    def _may_be_sparse(self) -> bool:
+        """Whether a step of this kind may have requests that are not attended to as a whole.
+
+        Not if nothing is selected for it, unless what it attends to was selected before.
+        """
+        rank = self._rank
+        was_before = rank.selects_for_next_step or rank.refresh_every > 1
+        return self._kind is StepKind.SELECTING or was_before
 
     @property
     def kinds(self) -> tuple[StepKind, ...]:

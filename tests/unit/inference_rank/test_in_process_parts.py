@@ -208,6 +208,25 @@ def test_kinds_of_steps() -> None:
     assert kinds_of(64, selects=False) == (StepKind.DENSE,)
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_late", "refresh_every", "may_be_sparse"),
+    [
+        (StepKind.SELECTING, False, 1, True),
+        (StepKind.INDEXING, False, 1, False),
+        (StepKind.DENSE, False, 1, False),
+        (StepKind.DENSE, True, 1, True),  # selected for in the step before
+        (StepKind.DENSE, False, 4, True),  # in one of the last four
+    ],
+)
+def test_steps_that_attend_to_samples(
+    kind: StepKind, is_late: bool, refresh_every: int, may_be_sparse: bool
+) -> None:
+    backend: Any = InProcessBackend.__new__(InProcessBackend)
+    backend._kind = kind
+    backend._rank = SimpleNamespace(selects_for_next_step=is_late, refresh_every=refresh_every)
+    assert backend._may_be_sparse is may_be_sparse
+
+
 def test_a_plan_waits_until_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
