@@ -308,7 +308,7 @@ class SelectionSettings(_Strict):
                     f"num_recent_tokens = {floor}; raise --budget-tokens or lower the other two"
                 )
         if self.num_samples % 2:
-            raise ValueError(f"sample_tokens={self.sample_tokens} must be even")
+            raise ValueError(f"sample_tokens={self.sample_tokens} must be even, or 0 for none")
         if self.num_samples and self.policy in KEEPS_SINK_ONLY:
             raise ValueError(
                 f"policy={self.policy} selects nothing that samples could stand beside; use "

@@ -44,6 +44,23 @@ class StepSamples(Protocol):
         """Merge the samples into ``out [B, Hq, D]``; see `kernels.samples.attend_samples`."""
 
 
+class _StepRows:
+    """Who the requests of a step are, in buffers whose addresses never change.
+
+    `rows` and `active`, ``[max_batch]`` int64 and bool: their rows, and whether they are sparse.
+    """
+
+    def __init__(self, num_dense: int, max_batch: int, device: torch.device) -> None:
+        self._num_dense = num_dense
+        self.rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.active = torch.zeros(max_batch, dtype=torch.bool, device=device)
+
+    def load(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Take over the requests of a step."""
+        self.rows[: len(rows)] = rows
+        torch.gt(lengths, self._num_dense, out=self.active[: len(rows)])
+
+
 class PoolSamples:
     """Samples where SGLang's pool has them: nothing is copied."""
 
@@ -53,11 +70,9 @@ class PoolSamples:
     ) -> None:  # fmt: skip
         self._pool, self.log_weight = pool, log_weight
         self._num_sink, self._num_recent = num_sink, num_recent
-        self._num_dense, device = num_dense, log_weight.device
         shape = (max_batch, log_weight.shape[-1])
-        self._slots = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self._active = torch.zeros(max_batch, dtype=torch.bool, device=device)
+        self._slots = torch.zeros(shape, dtype=torch.int32, device=log_weight.device)
+        self._step = _StepRows(num_dense, max_batch, log_weight.device)
 
     @property
     def num_samples(self) -> int:
@@ -66,9 +81,7 @@ class PoolSamples:
 
     def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
         """See `StepSamples.load`."""
-        size = len(rows)
-        self._rows[:size] = rows
-        torch.gt(lengths, self._num_dense, out=self._active[:size])
+        self._step.load(rows, lengths)
         load_sample_slots(
             rows, lengths, req_to_token, self._slots, num_sink=self._num_sink,
             num_recent=self._num_recent,
@@ -81,8 +94,8 @@ class PoolSamples:
         """See `StepSamples.attend`."""
         size, (k, v) = len(q), self._pool.get_kv_buffer(layer)
         attend_samples(
-            q, k, v, self._slots[:size], self._rows[:size], self.log_weight[layer],
-            self._active[:size], out, lse, scale=scale, lse_unit=lse_unit,
+            q, k, v, self._slots[:size], self._step.rows[:size], self.log_weight[layer],
+            self._step.active[:size], out, lse, scale=scale, lse_unit=lse_unit,
         )  # fmt: skip
 
 
@@ -101,10 +114,9 @@ class OwnSamples:
             "num_recent": num_recent,
             "num_dense": num_dense,
         }
-        self._num_dense = num_dense
-        self._rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self._slots = samples.slots(self._rows)
-        self._active = torch.zeros(max_batch, dtype=torch.bool, device=device)
+        self._step = _StepRows(num_dense, max_batch, device)
+        self._slots_of = samples.slots(torch.arange(samples.k.shape[1], device=device))
+        self._slots = samples.slots(self._step.rows)
         self._moved = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
         self._sources = torch.zeros(max_batch, dtype=torch.int64, device=device)
 
@@ -121,9 +133,8 @@ class OwnSamples:
     def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
         """See `StepSamples.load`; `req_to_token` is not needed."""
         size = len(rows)
-        self._rows[:size] = rows
-        self._slots[:size] = self._set.slots(self._rows[:size])
-        torch.gt(lengths, self._num_dense, out=self._active[:size])
+        self._step.load(rows, lengths)
+        torch.index_select(self._slots_of, 0, self._step.rows[:size], out=self._slots[:size])
         load_sample_moves(lengths, self._moved, self._sources, **self._sizes)
 
     def moves(self, layer: int, size: int) -> SampleMoves:
@@ -144,6 +155,6 @@ class OwnSamples:
         """See `StepSamples.attend`."""
         size = len(q)
         self._set.attend(
-            layer, q, self._slots[:size], self._rows[:size], self._active[:size], out, lse,
-            scale=scale, lse_unit=lse_unit,
+            layer, q, self._slots[:size], self._step.rows[:size], self._step.active[:size], out,
+            lse, scale=scale, lse_unit=lse_unit,
         )  # fmt: skip

@@ -82,6 +82,7 @@ def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -
         "generated": f"{len(new)} tokens",
         "K": str(selection.budget_tokens),
         "resident": f"{selection.num_resident} + {selection.num_recent_tokens} recent",
+        "samples": str(selection.num_samples),
         "exact layers (not shown)": exact,
         "mean mass": json.dumps(_mean(recording.mass)),
     }

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples among the settings: how many there are, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+
+
+@pytest.mark.parametrize(
+    ("given", "samples"),
+    [
+        ({}, 128),
+        ({"policy": "oracle"}, 128),
+        ({"policy": "async_spade"}, 0),
+        ({"policy": "streaming"}, 0),
+        ({"budget_tokens": 128}, 128),
+        ({"budget_tokens": 127}, 0),
+        ({"budget_tokens": 72, "sample_tokens": 16}, 16),
+        ({"policy": "async_spade", "sample_tokens": 64}, 64),
+        ({"sample_tokens": 0}, 0),
+    ],
+)
+def test_samples_by_default_and_on_demand(given: dict[str, object], samples: int) -> None:
+    settings = SelectionSettings.model_validate(given)
+    assert settings.num_samples == samples
+    most = settings.num_resident + settings.num_recent_tokens + samples
+    assert settings.row_tokens == most
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sample_tokens": 3}, "sample_tokens=3 must be even, or 0 for none"),
+        ({"sample_tokens": 1026}, "less than or equal to 1024"),
+        ({"sample_tokens": -2}, "greater than or equal to 0"),
+        ({"policy": "streaming", "sample_tokens": 16}, "use --sample-tokens 0"),
+        ({"policy": "lfps", "sample_tokens": 16}, "use --sample-tokens 0"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SelectionSettings.model_validate(given)
