@@ -24,6 +24,7 @@ layouts = st.builds(
     fetch_cap=st.integers(1, 7),
     head_dim=st.sampled_from([1, 3, 8, 64]),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    num_samples=st.sampled_from([0, 2, 6]),
 )
 
 
@@ -46,6 +47,8 @@ def test_parts_are_aligned_disjoint_and_inside(layout: PackLayout) -> None:
     assert views.fetch_pos.shape == views.fetch_slot.shape == entries
     assert views.k.shape == views.v.shape == (*entries, layout.head_dim)
     assert views.k.dtype == getattr(torch, layout.dtype)
+    assert views.log_weight.shape == (*entries[:3], layout.num_samples)
+    assert views.log_weight.dtype == torch.float32
 
 
 @given(layouts, st.integers(0, 1000))
