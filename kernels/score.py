@@ -40,7 +40,8 @@ class ScoreScratch:
     ----------
     logits : torch.Tensor
         ``[num_reqs, num_kv_heads, padded_width, padded_group]``, float16:
-        logits in base 2, relative to their tile's maximum.
+        logits in base 2, relative to their tile's maximum; or, for the choice among int4 keys,
+        codes of a byte of their exponentials (`tandemkv.kernels.select`).
     tile_max : torch.Tensor
         ``[num_reqs, num_kv_heads, padded_width // MIN_TILE, padded_group]``, float32.
     zero_dot : torch.Tensor

@@ -122,8 +122,11 @@ def score_topk(
     ``softmax_mean``, whose scores are never written to memory, up to six for the others. With
     `pooled_positions` up to nine, and scores are written twice, ``[num_reqs, num_kv_heads, width]``
     float32 each.
-    Exact for any content, as `tandemkv.kernels.topk.topk_positions` is. What stands in the
-    scratch afterwards is undefined.
+    Exact for any content, as `tandemkv.kernels.topk.topk_positions` is, and of int4 keys for
+    groups of three heads and more among scores from codes: between the two passes a head's
+    softmax, relative to the largest of at most 64 tokens, is a byte, five bits of exponent and
+    three of mantissa. Such a score is within a sixteenth of what `score_keys` gives; a share below
+    2**-18 of the largest counts as none. What stands in the scratch afterwards is undefined.
     """
     _check(q, k_pool, slots, lo, hi, k, width, pooling, k_scale, page_size, active, scratch)
     check_reach(*pooled_positions)

@@ -104,10 +104,25 @@ def score_keys(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scanned:
-    """Tokens of a tile and programs per head of a scan: how its results lie in the scratch."""
+    """How a scan's results lie in the scratch.
+
+    Attributes
+    ----------
+    block_n, num_splits : int
+        Tokens of a tile, and programs per head.
+    logits : torch.Tensor
+        The scratch's logits, or uint8 where codes of what they stand for (`encode_share`) are
+        there instead; those of a head begin at the same element.
+    """
 
     block_n: int
     num_splits: int
+    logits: torch.Tensor
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether codes were left."""
+        return self.logits.dtype == torch.uint8
 
 
 def scan(
@@ -125,34 +140,42 @@ def scan(
     active: torch.Tensor | None,
     out: torch.Tensor,
     scratch: ScoreScratch,
+    may_code: bool = False,
 ) -> Scanned:
-    """Launch the pass over the keys; `out` is not written for ``softmax_mean``."""
+    """Launch the pass over the keys; `out` is not written for ``softmax_mean``.
+
+    With `may_code` codes (`encode_share`) are left instead of logits for int4 keys: they lose
+    less than the keys have lost already, and half of the bytes are written and read again.
+    """
     num_reqs, num_qo_heads, head_dim = q.shape
     num_kv_heads = k_pool.shape[1]
     kind, group = _kind(k_pool), num_qo_heads // num_kv_heads
-    tuning = TUNING[kind]
-    block_n = min(tuning.block_n, page_size) if kind == "int4" else tuning.block_n
-    rounded = torch.float16 if kind != "native" else k_pool.dtype
-    # The interpreter multiplies bfloat16 as if its bits were integers.
-    multiplied = torch.float32 if _INTERPRETED else rounded
-    dim = head_dim // 2 if kind == "int4" else head_dim
     pad_g = scratch.logits.shape[3]
+    # Where the choice searches in memory, a token's codes make room for its score.
+    is_coded = may_code and kind == "int4" and pooling == "softmax_mean" and pad_g >= 4
+    tuning = TUNING[kind]
+    logits = scratch.logits.view(torch.uint8) if is_coded else scratch.logits
     # A small batch has as many programs as the largest one that the scratch is for.
     num_programs = math.prod(scratch.split_lse.shape[:3]) * tuning.programs // PROGRAMS_PER_SM
     num_splits = max(1, min(MAX_SPLITS, num_programs // (num_reqs * num_kv_heads)))
     scratch_width, scratch_tiles = scratch.logits.shape[2], scratch.tile_max.shape[2]
-    is_softmax = pooling == "softmax_mean"
+    factor = scale * (math.log2(math.e) if pooling == "softmax_mean" else 1.0)
     scales = q if k_scale is None else k_scale  # stands in for a pointer that is not read
     # Copies of a pool would be made in silence, and in every captured layer.
     if k_pool.stride(-1) != 1 or slots.stride(1) != 1:
         fail("strides of k_pool, slots", (k_pool.stride(), slots.stride()), "1 in the last place")
     if kind == "int4" and scales.stride()[2:] != (head_dim, 1):
         fail("k_scale.stride()", scales.stride(), f"{(head_dim, 1)} in the last two places")
+    ranges = (lo, hi, lo if active is None else active.view(torch.int8))
+    block_n = min(tuning.block_n, page_size) if kind == "int4" else tuning.block_n
+    rounded = torch.float16 if kind != "native" else k_pool.dtype
+    # The interpreter multiplies bfloat16 as if its bits were integers.
+    multiplied = torch.float32 if _INTERPRETED else rounded
+    dim = head_dim // 2 if kind == "int4" else head_dim
     scan_kernel[(num_reqs * num_splits * num_kv_heads,)](
-        q, k_pool, scales, slots, lo, hi, lo if active is None else active.view(torch.int8), out,
-        scratch.logits, scratch.tile_max, scratch.split_lse, scratch.zero_dot,
-        scale * (math.log2(math.e) if is_softmax else 1.0),
-        width, num_kv_heads, num_splits, out.shape[2], scratch_width, scratch_tiles,
+        q, k_pool, scales, slots, *ranges, out,
+        logits, scratch.tile_max, scratch.split_lse, scratch.zero_dot,
+        factor, width, num_kv_heads, num_splits, out.shape[2], scratch_width, scratch_tiles,
         *q.stride(), *k_pool.stride()[:3], *scales.stride()[:2],
         slots.stride(0), lo.stride(0), hi.stride(0),
         KIND=kind, POOLING=pooling, HAS_ACTIVE=active is not None, GROUP=group, PAD_G=pad_g,
@@ -160,6 +183,6 @@ def scan(
         DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), STAGES=tuning.stages,
         ROUND=_TRITON_DTYPE[rounded], DOT=_TRITON_DTYPE[multiplied],
         USE_ASM=not _INTERPRETED, PRECISION="ieee" if rounded == torch.float32 else "tf32",
-        num_warps=tuning.warps, maxnreg=tuning.registers,
+        CODED=is_coded, num_warps=tuning.warps, maxnreg=tuning.registers,
     )  # fmt: skip
-    return Scanned(block_n=block_n, num_splits=num_splits)
+    return Scanned(block_n=block_n, num_splits=num_splits, logits=logits)

@@ -37,6 +37,19 @@ _ASM_INT8: tl.constexpr = tl.constexpr("""{
 }""")
 
 
+# Four floats -> four codes of `encode_share`, two a register on the way.
+_ASM_SHARE: tl.constexpr = tl.constexpr("""{
+    .reg .b32 a, b;
+    cvt.rn.f16x2.f32 a, $2, $1;
+    cvt.rn.f16x2.f32 b, $4, $3;
+    add.u32 a, a, 0x00400040;
+    add.u32 b, b, 0x00400040;
+    shr.u32 a, a, 7;
+    shr.u32 b, b, 7;
+    prmt.b32 $0, a, b, 0x6420;
+}""")
+
+
 @triton.jit
 def _swap(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, USE_ASM: tl.constexpr):
     """Bring rows, dimensions, into the order that `_widen_int4` has them in."""
@@ -69,6 +82,28 @@ def _widen_int8(x, USE_ASM: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
+def encode_share(share, USE_ASM: tl.constexpr):
+    """Return codes of a byte of what is in [0, 1]: the upper half of a float16 without its sign.
+
+    Five bits of exponent and three of mantissa: within a sixteenth of what is coded, down to
+    2**-14; from 2**-18 on it is zero, as is NaN.
+    """
+    if USE_ASM:
+        return tl.inline_asm_elementwise(
+            _ASM_SHARE, "=r,r,r,r,r", [share], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    else:
+        bits = share.to(tl.float16).to(tl.uint16, bitcast=True)
+        return ((bits + 64) >> 7).to(tl.uint8)
+
+
+@triton.jit
+def decode_share(code):
+    """Undo `encode_share`, in float32; what is no code may be NaN."""
+    return (code.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE: tl.constexpr):
     """Return begin and end of a request's candidates; without candidates the end is 0."""
     begin = tl.maximum(tl.load(lo + req * lo_stride), 0).to(tl.int32)
@@ -82,19 +117,19 @@ def bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE: tl.c
 def scan_kernel(
     q, k_pool, k_scale, slots, lo, hi, active, out, logits, tile_max, split_lse, zero_dot,
     factor, width, num_heads, num_splits, out_width, scratch_width, scratch_tiles,
-    q_stride_b, q_stride_h, q_stride_d, k_stride_s, k_stride_h, k_stride_n,
-    scale_stride_s, scale_stride_h, slots_stride_b, lo_stride, hi_stride,
+    q_stride_b, q_stride_h, q_stride_d, k_stride_s: tl.constexpr, k_stride_h,
+    k_stride_n: tl.constexpr, scale_stride_s, scale_stride_h, slots_stride_b, lo_stride, hi_stride,
     KIND: tl.constexpr, POOLING: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_G: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr, ROUND: tl.constexpr, DOT: tl.constexpr, USE_ASM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Score one part of one KV head's candidates.
 
-    ``max_logit`` and ``mean_logit`` go to `out`; ``softmax_mean`` leaves relative logits and
-    the sums that the second pass turns into scores. BLOCK_D covers a key, or half of an int4
-    one, and DIM is how much of it there is.
+    ``max_logit`` and ``mean_logit`` go to `out`; ``softmax_mean`` leaves relative logits, or
+    codes of their exponentials, and the sums that the second pass turns into scores. BLOCK_D
+    covers a key, or half of an int4 one, and DIM is how much of it there is.
     """
     # Heads run fastest: keys of one token are neighbours in memory.
     head = tl.program_id(0) % num_heads
@@ -206,9 +241,13 @@ def scan_kernel(
             top = tl.max(x, 0)
             top = tl.where(top == float("-inf"), 0.0, top)
             x = x - top[None, :]
+            share = tl.exp2(x)
+            kept = x.to(tl.float16)
+            if CODED:
+                kept = encode_share(share, USE_ASM)
             tile_logits = logits + (base * scratch_width + start) * PAD_G
             tl.store(
-                tile_logits + (row[:, None] * PAD_G + member[None, :]), x.to(tl.float16),
+                tile_logits + (row[:, None] * PAD_G + member[None, :]), kept,
                 mask=(member < PAD_G)[None, :],
             )  # fmt: skip
             tl.store(
@@ -216,7 +255,7 @@ def scan_kernel(
                 mask=member < PAD_G,
             )  # fmt: skip
             peak = tl.maximum(largest, top)
-            total = total * tl.exp2(largest - peak) + tl.sum(tl.exp2(x), 0) * tl.exp2(top - peak)
+            total = total * tl.exp2(largest - peak) + tl.sum(share, 0) * tl.exp2(top - peak)
             largest = peak
         else:
             if POOLING == "max_logit":

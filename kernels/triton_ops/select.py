@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton version of `tandemkv.kernels.select`: scores that are never written.
 
-For ``softmax_mean`` the scan leaves relative logits, from which three more launches choose:
+For ``softmax_mean`` the scan leaves relative logits, or for int4 keys codes of a byte of what
+they stand for, from which three more launches choose:
 
 1. One program per head adds up the sums of the scan's programs, takes a stratified random
    sample of the candidates, and derives a bound that more than k scores, and fewer than fit
@@ -38,6 +39,7 @@ from tandemkv.kernels.triton_ops.select_kernels import (
 )
 from tandemkv.kernels.triton_ops.streams import on_stream
 
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _BLOCK = 1024  # tokens that a program takes at a time
 _BOUND_WARPS, _FILTER_WARPS, _SELECT_WARPS = 8, 4, 8
 # Fewer fit in sooner beside a scan of all keys, see `shortlist`; longer lists need them all.
@@ -102,6 +104,7 @@ def score_topk(
         scanned = scan(
             q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling,
             k_scale=k_scale, page_size=page_size, active=active, out=scores, scratch=buffers,
+            may_code=True,
         )  # fmt: skip
     if pooling != "softmax_mean":
         return _best_of(scores[..., :width], size, lo, hi, active, lists, out_scores)
@@ -111,25 +114,27 @@ def score_topk(
     strides = (lists.stride(0), lo.stride(0), hi.stride(0))
     flags = {
         "HAS_ACTIVE": active is not None, "GROUP": group, "PAD_G": pad_g,
-        "BLOCK_N": scanned.block_n,
+        "BLOCK_N": scanned.block_n, "CODED": scanned.is_coded,
     }  # fmt: skip
     listing = {"CAPACITY": capacity, "LISTING": is_listing}
     sample = topk.sample_of(width)
     bound_kernel[(num_rows,)](
-        *ranges, buffers.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists, out,
+        *ranges, scanned.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists, out,
         width, k, heads, scanned.num_splits, *sizes[1:], *strides,
         **flags, **listing, BLOCK_S=triton.next_power_of_2(scanned.num_splits), SAMPLE=sample,
         BLOCK_PAD=_BLOCK, num_warps=_BOUND_WARPS if sample < topk.MAX_SAMPLE else 16,
     )  # fmt: skip
-    found = (buffers.logits, buffers.tile_max, scratch.head_lse, lists, out)
+    found = (scanned.logits, buffers.tile_max, scratch.head_lse, lists, out)
     if width > capacity:
         block = max(scanned.block_n, _BLOCK)
         columns = max(_COLUMNS, block // 8)  # at most eight members, of four bits each
+        run = min(block // columns, max(2, 16 // (pad_g * scanned.logits.element_size())))
         parts = min(triton.cdiv(width, block), max(1, _FILTER_PROGRAMS // num_rows))
         filter_kernel[(num_rows, parts)](
             *ranges, *found, width, *sizes, *strides, **flags, **listing,
-            BLOCK_T=block // scanned.block_n, ROWS=block // (2 * columns), COLUMNS=columns,
-            num_warps=_FILTER_WARPS, maxnreg=_FILTER_REGISTERS if pad_g <= 8 else None,
+            BLOCK_T=block // scanned.block_n, ROWS=block // (run * columns), COLUMNS=columns,
+            RUN=run, USE_ASM=not _INTERPRETED, num_warps=_FILTER_WARPS,
+            maxnreg=_FILTER_REGISTERS if pad_g <= 8 else None,
         )  # fmt: skip
     if is_listing:
         relist_kernel[(num_rows,)](
