@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeds, and what happens to tests that need GPUs: skipped, or required with --require-gpus N."""
 
+import contextlib
 import random
 
 import numpy as np
@@ -21,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    with contextlib.suppress(ImportError):  # GPU hosts run tests that do without it
+        import hypothesis
+
+        # An example's time says something of the machine beside it, nothing of the code.
+        hypothesis.settings.register_profile("tandemkv", deadline=None)
+        hypothesis.settings.load_profile("tandemkv")
     required, present = config.getoption("--require-gpus"), torch.cuda.device_count()
     if required > present:
         raise pytest.UsageError(

@@ -94,8 +94,13 @@ def run_decode(
         for batch, points in batches:
             progress(f"{name}: {', '.join(point.label for point in points)}")
             output = _run_child(run, name, configuration, batch, points, model_dir)
+            # Said at once: an interrupted run has no report.
             for item in output.measured:
                 measured[name, item.point] = item
+                spread = item.queued or item.waited
+                progress(f"  {item.point.label}: {spread.median_ms:.2f} ms a step")
+            for failure in output.failures:
+                progress(f"  {failure.figure}: {failure.reason}")
             failures += output.failures
             traces[name] = traces.get(name, ()) + output.traces
     rows = decode_rows(measured) + ratio_rows(measured, run.configurations, headline=headline)

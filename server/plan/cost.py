@@ -33,8 +33,8 @@ class CostConstants:
     - `scan_fixed_us`, `scan_bandwidth_*`: lines through `bench kernels`, score_keys: native 151 and
       293 us at 8 x 32K and 8 x 64K, int8 95 and 181 (docs/benchmarks/kernels.json); int4 89 us at
       8 x 64K since.
-    - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice, 31, 41 and 51 us at 8 x 32K, 64K
-      and 96K.
+    - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice of int4 keys, 26, 34 and 37 to 43
+      us at 8 x 32K, 64K and 96K (docs/benchmarks/codes.json). Of other keys 5 to 10 us more.
     - `exchange_us`: what the rows of a layer take longer over NVLink than on one GPU.
     - `handover_us`: what a layer of the model takes longer for sending its residual stream to a
       second GPU, and for waiting for a flag that is up.
@@ -42,6 +42,9 @@ class CostConstants:
       and the overlaps, to decode with one, two and 1 + 1 GPUs at 8K to 96K (docs/performance.md),
       which they meet within 4 %.
     - `gather_us`: mirror_diff 22 us and exchange_rows 4 us, every head fetching its cap.
+    - `sample_weights_us`, `samples_fixed_us`, `samples_bandwidth`: what the mirror takes longer for
+      weights of samples, and attention over 128, 256 and 512 of them, 4.6, 9.0 and 15.8 us at batch
+      8 (docs/benchmarks/samples.json).
     - `scan_overlap`, `in_process_overlap`: shares of the scan and of the rest of a selection that
       hide behind the model when both use one GPU. The scan needs the memory bandwidth that the
       weights need; the rest is a few programs, and latency.
@@ -57,12 +60,15 @@ class CostConstants:
     scan_bandwidth_native: float = 3.78e12
     scan_bandwidth_int8: float = 3.24e12
     scan_bandwidth_int4: float = 3.87e12
-    topk_fixed_us: float = 21.0
-    topk_bandwidth: float = 0.84e12
+    topk_fixed_us: float = 17.0
+    topk_bandwidth: float = 1.0e12
     exchange_us: float = 13.0
     handover_us: float = 14.0
     selection_fixed_us: float = 10.0
     gather_us: float = 26.0
+    sample_weights_us: float = 4.3
+    samples_fixed_us: float = 1.0
+    samples_bandwidth: float = 1.15e12
     scan_overlap: float = 0.0
     in_process_overlap: float = 0.8
 
@@ -150,11 +156,13 @@ def predict_step(
         )
     exact = min(len(load.exact_layers), layers)
     sparse = layers - exact
-    resident_us = attention_us(shape, batch, load.attended_tokens, tp_size, cost)
+    set_tokens = min(load.context_tokens, load.set_tokens)
+    resident_us = attention_us(shape, batch, set_tokens, tp_size, cost)
+    resident_us += samples_us(shape, load, tp_size, cost)
     model_us = (weights_us + overhead_us) / layers + resident_us
     # What follows an anchor takes its rows and no more.
     scanned = min(1.0, load.num_scanned(layers) / max(1, sparse))
-    rest_us = (1 - scanned) * cost.gather_us
+    rest_us = (1 - scanned) * gather_us(load, cost)
     if placement.kind is PlacementKind.IN_PROCESS:
         select_us = scanned_us = 0.0
         if load.selects:
@@ -205,8 +213,21 @@ def selection_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostC
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
     scan = scan_us(shape, load, num_shards, cost)
     topk = keys * 4 / cost.topk_bandwidth
-    fixed = cost.selection_fixed_us + cost.topk_fixed_us + cost.gather_us
+    fixed = cost.selection_fixed_us + cost.topk_fixed_us + gather_us(load, cost)
     return (predictor + topk) * 1e6 + scan + fixed
+
+
+def samples_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:
+    """Return the time of one layer's attention over samples, merged into the other."""
+    if not load.num_samples:
+        return 0.0
+    size = load.concurrency * load.num_samples * shape.kv_layer_token_bytes / num_shards
+    return cost.samples_fixed_us + size / cost.samples_bandwidth * 1e6
+
+
+def gather_us(load: Workload, cost: CostConstants) -> float:
+    """Return the time to compare a layer's choice with its mirror and to copy what is missing."""
+    return cost.gather_us + (cost.sample_weights_us if load.num_samples else 0.0)
 
 
 def scan_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:

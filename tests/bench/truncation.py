@@ -37,14 +37,15 @@ import torch
 import torch.nn.functional as F
 
 NUM_EXACT = 2  # layers
+PAGE = 64  # tokens that share scales, and a largest share
 _MODE = re.compile(r"dense|(own|predicted|before)(\+rest|\+sample[1-9]\d*)?")
 
 
 class Decoding:
     """The attention of decode steps in one mode; registered with transformers under ``sim``."""
 
-    def __init__(self, budget: int, sink: int, recent: int) -> None:
-        self.budget, self.sink, self.recent = budget, sink, recent
+    def __init__(self, budget: int, sink: int, recent: int, index: str = "native") -> None:
+        self.budget, self.sink, self.recent, self.index = budget, sink, recent, index
         self.mode = "dense"
         self.hidden: dict[int, torch.Tensor] = {}
         self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -71,12 +72,15 @@ class Decoding:
         query = q[0, :, 0].view(k.shape[1], group, -1)
         logits = torch.einsum("hgd,hnd->hgn", query, k[0]) * scaling
         chooses = logits
-        if kind == "predicted":
-            chooses = torch.einsum("hgd,hnd->hgn", self._predict(module, query), k[0]) * scaling
+        if kind == "predicted" or self.index != "native":
+            asks = self._predict(module, query) if kind == "predicted" else query
+            keys = k[0] if self.index == "native" else in_int4(k[0])
+            chooses = torch.einsum("hgd,hnd->hgn", asks, keys) * scaling
         is_candidate = torch.zeros(k.shape[2], dtype=torch.bool)
         is_candidate[self.sink : k.shape[2] - self.recent] = True
         chooses = chooses.masked_fill(~is_candidate, -math.inf)
-        scores = chooses.softmax(-1).mean(1)
+        shares = coded_softmax(chooses) if self.index == "codes" else chooses.softmax(-1)
+        scores = shares.mean(1)
         if kind == "before":
             scores = self._of_step_before(module.layer_idx, scores)
         num_samples = int(rest.removeprefix("sample") if rest.startswith("sample") else 0)
@@ -115,6 +119,28 @@ class Decoding:
         half = query.shape[-1] // 2
         turned = torch.cat([-query[:, half:], query[:, :half]], -1)
         return (query * cos + turned * sin).view_as(like)
+
+
+def in_int4(keys: torch.Tensor) -> torch.Tensor:
+    """Return keys ``[H, N, D]`` as an int4 index has them; those of a page not yet full stay."""
+    full = keys.shape[1] // PAGE * PAGE
+    pages = keys[:, :full].unflatten(1, (-1, PAGE))
+    zero = pages.amin(2, keepdim=True)
+    scale = (pages.amax(2, keepdim=True) - zero) / 15
+    scale, zero = scale.half().float(), zero.half().float()
+    codes = ((pages - zero) / scale.clamp(min=1e-12)).round().clamp(0, 15)
+    return torch.cat([(codes * scale + zero).flatten(1, 2), keys[:, full:]], 1)
+
+
+def coded_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the softmax over the last dimension, from a byte of each share of a page's largest."""
+    length = logits.shape[-1]
+    pages = F.pad(logits, (0, -length % PAGE), value=-math.inf).unflatten(-1, (-1, PAGE))
+    top = pages.amax(-1, keepdim=True).clamp(min=-1e30)
+    bits = (pages - top).exp().half().view(torch.int16)
+    shares = ((bits + 64) >> 7 << 7).view(torch.float16).float()
+    found = shares * (top - logits.logsumexp(-1)[..., None, None]).exp()
+    return found.flatten(-2)[..., :length]
 
 
 def load(directory: str, decoding: Decoding) -> Any:
@@ -177,6 +203,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=444, help="K")
     parser.add_argument("--sink", type=int, default=4)
     parser.add_argument("--recent", type=int, default=64)
+    parser.add_argument("--index", default="native", choices=("native", "int4", "codes"))
     parser.add_argument("--out", type=Path, help="JSON lines, written as they come")
     args = parser.parse_args()
     for mode in args.modes.split(","):
@@ -185,7 +212,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     decode = AutoTokenizer.from_pretrained(args.model).decode
-    decoding = Decoding(args.budget, args.sink, args.recent)
+    decoding = Decoding(args.budget, args.sink, args.recent, args.index)
     model = load(args.model, decoding)
     rows = [json.loads(line) for line in args.samples.read_text(encoding="utf-8").splitlines()]
     with torch.no_grad():
@@ -202,7 +229,7 @@ def main() -> None:
                     if args.task == "late"
                     else likelihood(model, own, sample, args.tokens)
                 )
-                line = json.dumps({"sample": name, "mode": mode, **found})
+                line = json.dumps({"sample": name, "mode": mode, "index": args.index, **found})
                 print(line, flush=True)
                 if args.out:
                     with args.out.open("a", encoding="utf-8") as file:

@@ -102,8 +102,10 @@ def test_rows_and_ratios(run: DecodeRun) -> None:
     assert rows["tpot_ratio_vs_tp1_8x64k"].value == pytest.approx(0.25)
     assert rows["tpot_ratio_ours_vs_dense-tp1_1x8k"].value == pytest.approx(0.25)
     assert len(rows) == 3 * 3 * 2 + 3 * 2 * 2
-    assert told[0] == "dense-tp2: 1x8k"
-    assert told[1] == "dense-tp2: 8x8k, 8x64k"  # one child per batch size
+    # One child per batch size; what it measured is said when it ends.
+    assert told[:2] == ["dense-tp2: 1x8k", "  1x8k: 4.00 ms a step"]
+    assert told[2] == "dense-tp2: 8x8k, 8x64k"
+    assert told[4] == "  8x64k: 4.00 ms a step"
 
 
 def test_missing_points_are_failures_with_the_reason(run: DecodeRun) -> None:
@@ -112,8 +114,10 @@ def test_missing_points_are_failures_with_the_reason(run: DecodeRun) -> None:
         "dense-tp2": fake(0.004, is_reference=True, FAKE_SKIP_AT="65536"),
         "ours": fake(0.001),
     }
-    result = run_decode(replace_run(run, configurations=configurations), lambda _: None)
+    told: list[str] = []
+    result = run_decode(replace_run(run, configurations=configurations), told.append)
     reasons = {failure.figure: failure.reason for failure in result.failures}
+    assert "  tpot_ms_dense-tp2_8x64k: max batch size limit" in told
     assert reasons["tpot_ms_dense-tp2_8x64k"] == "max batch size limit"
     assert "exit code 1" in reasons["tpot_ms_dense-tp1_8x64k"]
     assert "CUDA out of memory" in reasons["tpot_ms_dense-tp1_8x64k"]
