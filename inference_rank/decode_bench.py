@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.benchmark import one_batch
+from sglang.srt.model_loader import loader
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -80,9 +81,9 @@ def run_rank(
 ) -> None:
     """Measure every point on one rank; rank 0 writes the file after each."""
     load_plugins()
+    fill_norms()
     bench, _ = one_batch.load_model(server_args, port_args, tp_rank, tp_rank)
     runner = bench.torch_runner
-    fill_norms(runner.model)
     fill_pool(runner)
     for stream in [torch.cuda.Stream() for _ in range(extra_streams)]:
         with torch.cuda.stream(stream):
@@ -101,16 +102,23 @@ def run_rank(
             out.write_text(json.dumps(found, indent=1))
 
 
-def fill_norms(model: torch.nn.Module) -> None:
-    """Give norms the weight one.
+def fill_norms() -> None:
+    """Let the norms of models with dummy weights have the weight one, from now on.
 
     Dummy weights are within a thousandth of zero. Queries would be as small, and all logits so
-    nearly equal that what is selected were a question of their last bits.
+    nearly equal that what is selected were a question of their last bits. It has to be done as the
+    model is loaded: a cache rank on another GPU keeps copies.
     """
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("norm.weight"):
-                weight.fill_(1)
+    stock = loader.initialize_dummy_weights
+
+    def initialize(model: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        stock(model, *arguments, **options)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    weight.fill_(1)
+
+    loader.initialize_dummy_weights = initialize
 
 
 def fill_pool(runner: Any) -> None:
