@@ -121,6 +121,11 @@ class StepTime:
         """Name of the largest part."""
         return max(self.parts, key=lambda part: part[1])[0]
 
+    def describe(self) -> str:
+        """Return the parts in ms, largest first."""
+        parts = sorted(self.parts, key=lambda part: -part[1])
+        return " + ".join(f"{name} {time:.2f}" for name, time in parts if time)
+
 
 def predict_step(
     placement: Placement, shape: ModelShape, load: Workload, cost: CostConstants = H200

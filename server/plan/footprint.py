@@ -18,6 +18,8 @@ CACHE_RUNTIME_BYTES = 1 * GIB
 """The same on a GPU that runs no model: CUDA context, transport, workspace of one layer."""
 USABLE_FRACTION = 0.95
 """Part of a GPU's memory that is planned with; the rest is the allocator's fragmentation."""
+NUM_LANES = 2
+"""Selections at once, each with a scratch of its own (`InProcessCacheRank`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class Footprint:
     kv: int = 0
     key_index: int = 0
     resident_set: int = 0
+    selection_scratch: int = 0
     staging: int = 0
     activations: int = 0
     runtime: int = 0
@@ -97,13 +100,14 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     is_own = placement.kind is not PlacementKind.IN_PROCESS
     rows = (load.concurrency + 1) * (load.row_tokens if is_own else load.set_tokens)
     resident = _shard(rows * shape.kv_token_bytes, tp_size)
-    index = index_bytes(shape, load)
+    index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
     if placement.kind is PlacementKind.IN_PROCESS:
         return PlacementMemory(
             inference=Footprint(
                 kv=_shard(kv, tp_size),
                 key_index=_shard(index, tp_size),
                 resident_set=resident,
+                selection_scratch=_shard(scratch, tp_size),
                 **model,
             )
         )
@@ -119,6 +123,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
             weights=_shard(shape.predictor_bytes, caches),
             kv=_shard(kv, caches),
             key_index=_shard(index, caches),
+            selection_scratch=_shard(scratch, caches),
             staging=_shard(mailboxes, caches),
             runtime=CACHE_RUNTIME_BYTES,
         ),
@@ -134,6 +139,20 @@ def index_bytes(shape: ModelShape, load: Workload) -> int:
         layers = load.num_scanned(layers)
     heads = layers * shape.num_kv_heads
     return math.ceil(load.total_tokens * heads * load.index_head_token_bytes(shape))
+
+
+def scratch_bytes(shape: ModelShape, load: Workload) -> int:
+    """Bytes that stand between a scan and its choice, unsharded; none if nothing is selected.
+
+    For each token and KV head: a float16 for each query head of the group, padded to a power of
+    two, a maximum and a constant of 16 tokens each, float32, and the mirror's map, int32
+    (`make_select_scratch`, `make_mirror_scratch`).
+    """
+    if not load.selects:
+        return 0
+    group = max(2, 1 << (shape.num_qo_heads // shape.num_kv_heads - 1).bit_length())
+    tokens = load.concurrency * load.context_tokens * shape.num_kv_heads
+    return NUM_LANES * tokens * (2 * group + 2 * 4 * group // 16 + 4)
 
 
 def staging_bytes(shape: ModelShape, load: Workload) -> int:

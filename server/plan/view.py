@@ -17,10 +17,6 @@ from .footprint import GIB, USABLE_FRACTION
 from .shape import ModelShape
 from .workload import Workload
 
-_COLUMNS = (
-    "weights", "kv", "key_index", "resident_set", "staging", "activations", "runtime",
-)  # fmt: skip
-
 
 def plan_view(
     choice: Choice, shape: ModelShape, load: Workload, gpu_bytes: int
@@ -34,31 +30,28 @@ def plan_view(
     )
     memory.add_column("placement", style="bold")
     memory.add_column("GPU")
-    for name in (*_COLUMNS, "total"):
-        memory.add_column(name.replace("_", " "), justify="right")
+    memory.add_column("total", justify="right")
+    memory.add_column("of which")
     for plan in choice.plans:
         for index, (role, footprint) in enumerate(plan.memory.roles):
             colour = "green" if footprint.total / GIB <= usable else "red"
-            sizes = asdict(footprint)
             memory.add_row(
                 plan.placement.title if index == 0 else "",
                 role,
-                *(f"{sizes[name] / GIB:.1f}" if sizes[name] else "" for name in _COLUMNS),
                 f"[{colour}]{footprint.total / GIB:.1f}[/]",
+                footprint.describe(),
                 end_section=index == len(plan.memory.roles) - 1,
             )
     yield memory
-    step = Table(title="predicted decode step, ms (not a measurement)", title_justify="left")
+    step = Table(
+        title="predicted decode step, ms (not a measurement)", title_justify="left", show_lines=True
+    )
     step.add_column("placement", style="bold")
-    for name, _ in choice.plans[0].step.parts:
-        step.add_column(name, justify="right")
     step.add_column("TPOT", justify="right", style="bold")
-    step.add_column("limited by")
+    step.add_column("of which; the first limits")
     for plan in choice.plans:
         fits = "" if plan.fits else " [red](does not fit)[/]"
-        times = (f"{time:.2f}" if time else "" for _, time in plan.step.parts)
-        row = (*times, f"{plan.step.tpot_ms:.2f}", plan.step.limit)
-        step.add_row(plan.placement.title + fits, *row)
+        step.add_row(plan.placement.title + fits, f"{plan.step.tpot_ms:.2f}", plan.step.describe())
     yield step
     if choice.chosen is None:
         yield Text(f"nothing to recommend: {choice.reason}", style="red")

@@ -129,6 +129,17 @@ def test_command_prints_tables(runner: CliRunner) -> None:
         assert part in result.output
 
 
+def test_tables_lose_nothing_on_a_narrow_terminal(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--gpus", "4"])
+    assert "…" not in result.output
+    words = " ".join(result.output.replace("│", " ").split())
+    for part in ("selection scratch", "key index", "collectives", "resident set"):
+        assert part.split()[0] in words, result.output
+
+
 def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
     arguments = ["plan", "--model", "qwen3-8b", "--gpus", "2", "--index-dtype", "int4", "--json"]
     result = runner.invoke(app, [*arguments, "--budget-tokens", "512", "--exact-layers", "none"])
