@@ -84,6 +84,8 @@ def run_rank(
     fill_norms()
     bench, _ = one_batch.load_model(server_args, port_args, tp_rank, tp_rank)
     runner = bench.torch_runner
+    if server_args.load_format == "dummy":
+        require_norms(runner.model)
     fill_pool(runner)
     for stream in [torch.cuda.Stream() for _ in range(extra_streams)]:
         with torch.cuda.stream(stream):
@@ -119,6 +121,14 @@ def fill_norms() -> None:
                     weight.fill_(1)
 
     loader.initialize_dummy_weights = initialize
+
+
+def require_norms(model: torch.nn.Module) -> None:
+    """Stop where a norm has another weight than `fill_norms` gives."""
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight") and not bool((weight == 1).all()):
+            message = f"{name} is not one: this SGLang does not load dummy weights by fill_norms"
+            raise RuntimeError(message)
 
 
 def fill_pool(runner: Any) -> None:

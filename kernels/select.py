@@ -122,11 +122,12 @@ def score_topk(
     ``softmax_mean``, whose scores are never written to memory, up to six for the others. With
     `pooled_positions` up to nine, and scores are written twice, ``[num_reqs, num_kv_heads, width]``
     float32 each.
-    Exact for any content, as `tandemkv.kernels.topk.topk_positions` is, and of int4 keys for
-    groups of three heads and more among scores from codes: between the two passes a head's
-    softmax, relative to the largest of at most 64 tokens, is a byte, five bits of exponent and
-    three of mantissa. Such a score is within a sixteenth of what `score_keys` gives; a share below
-    2**-18 of the largest counts as none. What stands in the scratch afterwards is undefined.
+    Exact for any content, as `tandemkv.kernels.topk.topk_positions` is. Of int4 keys, for groups
+    of three heads and more and without `pooled_positions`, exact among coded scores: between the
+    two passes a head's softmax, relative to the largest of at most 64 tokens, is a byte, five bits
+    of exponent and three of mantissa. A share of 2**-14 and more is within a sixteenth, one below
+    may be off by 2**-18, and below 2**-18 it counts as none. What stands in the scratch afterwards
+    is undefined.
     """
     _check(q, k_pool, slots, lo, hi, k, width, pooling, k_scale, page_size, active, scratch)
     check_reach(*pooled_positions)
@@ -177,7 +178,8 @@ def list_best(
         ``[num_reqs, num_kv_heads, size]``, int32, contiguous: distinct positions in any order,
         padded with ``-1`` at the end. What scores more than one on the list is on it. All
         candidates where there are no more than `size`; else half way between `k` and `size`
-        on CPU, on a GPU any number between. Scores of zero may be left out.
+        on CPU, on a GPU any number between. Scores of zero may be left out. Where scores are coded
+        (`score_topk`) all this is said of the coded ones.
 
     Raises
     ------

@@ -144,8 +144,8 @@ def scan(
 ) -> Scanned:
     """Launch the pass over the keys; `out` is not written for ``softmax_mean``.
 
-    With `may_code` codes (`encode_share`) are left instead of logits for int4 keys: they lose
-    less than the keys have lost already, and half of the bytes are written and read again.
+    With `may_code` codes (`encode_share`) are left instead of logits for int4 keys: what they
+    lose does not show beside what the keys have lost, and half of the bytes go both ways.
     """
     num_reqs, num_qo_heads, head_dim = q.shape
     num_kv_heads = k_pool.shape[1]

@@ -86,7 +86,7 @@ def encode_share(share, USE_ASM: tl.constexpr):
     """Return codes of a byte of what is in [0, 1]: the upper half of a float16 without its sign.
 
     Five bits of exponent and three of mantissa: within a sixteenth of what is coded, down to
-    2**-14; from 2**-18 on it is zero, as is NaN.
+    2**-14; less is off by up to 2**-18, and zero below that. NaN becomes zero or stays NaN.
     """
     if USE_ASM:
         return tl.inline_asm_elementwise(

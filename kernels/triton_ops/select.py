@@ -15,9 +15,9 @@ For `list_best` the list itself is what is wanted, and 3 only looks whether its 
 With `pooled_positions` scores are written, pooled, and chosen from: their neighbours count, so
 none can be dropped by its own.
 
-If the sample misled, 3 writes the head's scores over its logits and searches in memory: slower,
-and exact as well. The other poolings need no second pass; their scores stand in the scratch
-where logits would.
+If the sample misled, 3 writes the head's scores over its logits or codes and searches in
+memory: slower, and exact as well. The other poolings need no second pass; their scores stand in
+the scratch where logits would.
 """
 
 import math
@@ -44,8 +44,8 @@ _BLOCK = 1024  # tokens that a program takes at a time
 _BOUND_WARPS, _FILTER_WARPS, _SELECT_WARPS = 8, 4, 8
 # Fewer fit in sooner beside a scan of all keys, see `shortlist`; longer lists need them all.
 _SELECT_REGISTERS, _SHORT_LIST = 128, 4096
-_COLUMNS = 128  # as many as threads; a block is a multiple of twice as many
-# Measured on an H200, 8 x 64K: 19.0 us; 22.6 with as many registers as it takes by itself.
+_COLUMNS = 128  # as many as threads; a block is a multiple of it
+# Measured on an H200, 8 x 64K, with logits: 19.0 us; 22.6 with as many registers as it takes.
 _FILTER_PROGRAMS, _FILTER_REGISTERS = 2048, 64
 
 

@@ -62,7 +62,7 @@ def _search_memory(
     GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr, CODED: tl.constexpr,
     HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose among all candidates of a head; return how many. Its logits are lost."""
+    """Choose among all candidates of a head; return how many. Its logits or codes are lost."""
     # A token's logits, two at least, or four codes make room for its score.
     scores = (logits + base * scratch_width * PAD_G).to(tl.pointer_type(tl.float32))
     stride: tl.constexpr = PAD_G // (4 if CODED else 2)

@@ -33,8 +33,8 @@ class CostConstants:
     - `scan_fixed_us`, `scan_bandwidth_*`: lines through `bench kernels`, score_keys: native 151 and
       293 us at 8 x 32K and 8 x 64K, int8 95 and 181 (docs/benchmarks/kernels.json); int4 89 us at
       8 x 64K since.
-    - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice of int4 keys, 26, 34 and 37 to 43
-      us at 8 x 32K, 64K and 96K (docs/benchmarks/codes.json). Of other keys 5 to 10 us more.
+    - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice of int4 keys, 25, 33 to 38 and 37
+      to 42 us at 8 x 32K, 64K and 96K (docs/benchmarks/codes.json). Of other keys 5 to 14 more.
     - `exchange_us`: what the rows of a layer take longer over NVLink than on one GPU.
     - `handover_us`: what a layer of the model takes longer for sending its residual stream to a
       second GPU, and for waiting for a flag that is up.

@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 import triton_score_cases  # lets the interpreter loop to loaded bounds
 from score_inputs import make_keys
 
@@ -15,8 +17,14 @@ from tandemkv.kernels.select import SelectScratch, make_select_scratch
 from tandemkv.kernels.triton_ops import score as triton_score
 from tandemkv.kernels.triton_ops import select as triton_select
 from tandemkv.kernels.triton_ops import topk as triton_topk
+from tandemkv.kernels.triton_ops.score_scan import decode_share, encode_share
 
 DEVICE = triton_score_cases.DEVICE
+AS_ON_GPUS = {
+    triton_topk: ("MIN_CAPACITY", "MIN_SAMPLE"),
+    triton_select: ("_BLOCK", "_COLUMNS", "_FILTER_PROGRAMS"),
+}
+AS_ON_GPUS = {of: {name: getattr(of, name) for name in names} for of, names in AS_ON_GPUS.items()}
 CODED = 1 / 16  # the relative error of a code; what is as good as zero beside it apart
 tensor = triton_score_cases.tensor
 
@@ -88,14 +96,52 @@ def test_equals_scores_and_choice(pooling: str, kind: str, group: int, k: int) -
         assert float(gap.max()) <= limit * float(far_scores.abs()[far_scores > -torch.inf].max())
 
 
-@pytest.mark.parametrize("k", [7, 40, 300])
-@pytest.mark.parametrize("group", [3, 4, 7])
-def test_codes_of_whole_numbers_are_exact(group: int, k: int) -> None:
+@triton.jit
+def _code_kernel(share, codes, decoded, SIZE: tl.constexpr, USE_ASM: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    code = encode_share(tl.load(share + at), USE_ASM)
+    tl.store(codes + at, code)
+    tl.store(decoded + at, decode_share(code))
+
+
+def test_codes_of_all_shares() -> None:
+    """Every float16 in [0, 1], and NaN."""
+    bits = torch.arange(1 << 14, dtype=torch.int32, device=DEVICE)
+    share = bits.clamp(max=0x3C01).to(torch.int16).view(torch.float16).float()
+    share[share > 1] = torch.nan
+    codes = torch.zeros_like(share, dtype=torch.uint8)
+    decoded = torch.full_like(share, torch.nan)
+    _code_kernel[(1,)](share, codes, decoded, SIZE=len(share), USE_ASM=DEVICE == "cuda")
+    is_number = ~share.isnan()
+    assert torch.equal(codes.int()[is_number], ((bits + 64) >> 7)[is_number])
+    assert not bool((decoded[~is_number].abs() > 0).any())  # zero or NaN: of no weight
+    error = (decoded - share).abs()[is_number]
+    share = share[is_number]
+    assert bool((error <= torch.where(share >= 2**-14, share / 16, 2**-18)).all())
+    assert bool((decoded[is_number][share < 2**-18] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("group", "k", "page_size", "length"),
+    [
+        *((group, k, 16, 480) for group, k in ((3, 7), (4, 40), (7, 40), (4, 300))),
+        (4, 300, 64, 4800),
+        (7, 300, 64, 4800),
+    ],
+)
+def test_codes_of_whole_numbers_are_exact(
+    group: int, k: int, page_size: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Powers of two have codes of their own: what is chosen is what the reference chooses."""
+    if page_size == 64:  # blocks and lists of the size that GPUs have
+        for of, values in AS_ON_GPUS.items():
+            for name, value in values.items():
+                monkeypatch.setattr(of, name, value)
     torch.manual_seed(k)
     keys = make_keys(
-        "int4", num_reqs=2, heads=2, group=group, dim=64, page_size=16, num_pages=60, device=DEVICE
-    )
+        "int4", num_reqs=2, heads=2, group=group, dim=64, page_size=page_size,
+        num_pages=2 * length // page_size, device=DEVICE,
+    )  # fmt: skip
     # In base 2 a token's logits are the code of channel 0; each page has a 0 and a 15.
     keys.k_scale.zero_()
     keys.k_scale[:, :, 0, 0] = 1
@@ -105,17 +151,18 @@ def test_codes_of_whole_numbers_are_exact(group: int, k: int) -> None:
     keys.k_pool[..., 0] = numbers.to(torch.uint8)
     keys.q.fill_(1.0)
     keys.q[:, ::group] = 0
-    lo, hi = tensor([0, 16]), tensor([480, 464])
-    options = {"width": 480, "scale": math.log(2), "k_scale": keys.k_scale, "page_size": 16}
+    lo, hi = tensor([0, page_size]), tensor([length, length - page_size])
+    options = {"width": length, "scale": math.log(2), "k_scale": keys.k_scale}
+    options["page_size"] = page_size
     arguments = (keys.q, keys.k_pool, keys.table, lo, hi, k)
-    scratch = filled_scratch(2, group, 2, 480, k)
+    scratch = filled_scratch(2, group, 2, length, k)
     got, got_scores = triton_select.score_topk(*arguments, **options, scratch=scratch)
     _, want_scores = reference(*arguments, **options)
     close = {"rtol": 1e-5, "atol": 0}
     torch.testing.assert_close(got_scores.sort(-1).values, want_scores.sort(-1).values, **close)
-    page = keys.table.long().gather(1, (got[0:2].flatten(1) // 16).long()).view_as(got)
+    page = keys.table.long().gather(1, (got.flatten(1) // page_size).long()).view_as(got)
     heads = torch.arange(2, device=DEVICE)[None, :, None]
-    of_got = numbers[page, heads, (got % 16).long()]
+    of_got = numbers[page, heads, (got % page_size).long()]
     # Of equal scores the lowest positions count.
     worst = of_got.min(-1, keepdim=True).values
     for req, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -123,6 +170,22 @@ def test_codes_of_whole_numbers_are_exact(group: int, k: int) -> None:
         ties = [p for p in range(int(lo[req]), int(hi[req])) if int(row[p]) == least]
         chosen = sorted(p for p in got[req, head].tolist() if int(row[p]) == least)
         assert chosen == ties[: len(chosen)]
+
+
+@pytest.mark.parametrize("group", [3, 7])
+def test_equal_codes_do_not_fit_a_list(group: int) -> None:
+    """All candidates reach the bound: scores take the room of their codes, and are searched."""
+    keys = make_keys(
+        "int4", num_reqs=1, heads=2, group=group, dim=64, page_size=16, num_pages=20, device=DEVICE
+    )
+    keys.k_scale.zero_()
+    scratch = filled_scratch(1, group, 2, 320, 20)
+    got, scores = triton_select.score_topk(
+        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 20, width=320, scale=1.0,
+        k_scale=keys.k_scale, page_size=16, scratch=scratch,
+    )  # fmt: skip
+    assert got.sort(-1).values.tolist() == [[list(range(2, 22))] * 2]
+    torch.testing.assert_close(scores, torch.full_like(scores, 1 / 299), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

@@ -162,6 +162,7 @@ def test_dense_prediction_is_near_what_was_measured(
 def test_selecting_prediction_is_near_what_was_measured(
     placement: Placement, batch: int, context: int, measured_ms: float
 ) -> None:
+    """All but the first with logits between scan and choice, which hardly shows there."""
     load = replace(LOAD, concurrency=batch, context_tokens=context, num_resident=4100)
     assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.05)
 
