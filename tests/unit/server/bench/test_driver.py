@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+import sglang
 import torch
 
 from tandemkv.server.bench.one_batch import write_driver
@@ -39,6 +40,8 @@ def run_driver(monkeypatch: pytest.MonkeyPatch, folder: Path, chunk: int) -> typ
     benchmark.one_batch = stand_in  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sglang.benchmark", benchmark)
     monkeypatch.setitem(sys.modules, "sglang.benchmark.one_batch", stand_in)
+    # Where the real one has been imported before, the package's attribute is what is found.
+    monkeypatch.setattr(sglang, "benchmark", benchmark, raising=False)
     monkeypatch.setenv("BENCH_LOAD_PLUGINS", "0")
     monkeypatch.setenv("BENCH_PREFILL_CHUNK", str(chunk))
     write_driver(folder)
