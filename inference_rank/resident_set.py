@@ -137,7 +137,7 @@ class ResidentSet:
 
     def append(
         self, layer: int, rows: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        *, moves: SampleMoves | None = None,
+        *, moves: SampleMoves | None = None, awaited: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write the newest token of each row.
 
@@ -151,8 +151,10 @@ class ResidentSet:
             ``[B, num_kv_heads, head_dim]``.
         moves : SampleMoves, optional
             What becomes a sample, before it is overwritten.
+        awaited : torch.Tensor, optional
+            ``[n]`` int32 flags that what is queued next waits for.
         """
-        append_tokens(k, v, rows, slots, self.k[layer], self.v[layer], moves=moves)
+        append_tokens(k, v, rows, slots, self.k[layer], self.v[layer], moves=moves, awaited=awaited)
 
     def fill_from_prompt(self, layer: int, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy a finished prompt's tokens that need no selection.

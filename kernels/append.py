@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import FLOATS, INT64, INTS, Dims
+from tandemkv.kernels.check import FLOATS, INT32, INT64, INTS, Dims
 from tandemkv.kernels.dispatch import resolve
 
 
@@ -36,6 +36,7 @@ def append_tokens(
     v_res: torch.Tensor,
     *,
     moves: SampleMoves | None = None,
+    awaited: torch.Tensor | None = None,
 ) -> None:
     """Write one token per request, keys and values, bit by bit.
 
@@ -52,6 +53,10 @@ def append_tokens(
         ``[num_rows, num_slots, num_kv_heads, head_dim]``, dtype of `k` and `v`. Written.
     moves : SampleMoves, optional
         Which tokens of the resident sets become samples.
+    awaited : torch.Tensor, optional
+        ``[n]`` int32 flags. As `tandemkv.kernels.flags.wait_flags` on them, after the writes and
+        in the same launch: what is queued next is held back until all are up, and they are taken
+        down.
 
     Raises
     ------
@@ -59,6 +64,8 @@ def append_tokens(
         If a shape, dtype or device differs from the above.
     IndexError
         On CPU, if a row or slot is out of range.
+    RuntimeError
+        On CPU, if one of `awaited` is down.
 
     Notes
     -----
@@ -78,4 +85,8 @@ def append_tokens(
         dims.check("moves.v", moves.v, samples, (v.dtype,))
         dims.check("moves.samples", moves.samples, "num_reqs", INT64)
         dims.check("moves.sources", moves.sources, "num_reqs", INT64)
-    resolve("append", "append_tokens", k.device)(k, v, rows, slots, k_res, v_res, moves=moves)
+    if awaited is not None:
+        dims.check("awaited", awaited, "n", INT32)
+    resolve("append", "append_tokens", k.device)(
+        k, v, rows, slots, k_res, v_res, moves=moves, awaited=awaited
+    )

@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalCacheRank
 from tandemkv.inference_rank.residual_hooks import install_residual_hooks
-from tandemkv.kernels.flags import raise_flags
+from tandemkv.kernels.flags import raise_flags, wait_flags
 
 from .far_attention import FarAttention
 from .graph_variants import PlanFence, PlansApart, StepKind
@@ -192,7 +192,11 @@ class InProcessBackend(AttentionBackend):
             if indexes:
                 side.defer(lane, lambda: rank.append(index, size))
             return self._after(index, out)
-        side.join(index)
+        awaited = side.join_by_flags(index)
+        if awaited is not None and save_kv_cache:
+            self._home.await_in_write(awaited)  # a launch less than waiting for itself
+        elif awaited is not None:
+            wait_flags(awaited)
         out = self._sparse.attend(
             q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse
         )

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.resident_set import ResidentSet
+from tandemkv.kernels.flags import wait_flags
 
 from .resident_attention import AttendTable, RingTable
 from .samples import OwnSamples, StepSamples
@@ -56,6 +58,9 @@ class ResidentHome(Protocol):
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
         """Take over the tokens of a finished prompt, at `slots` ``[length]`` of the pool."""
 
+    def await_in_write(self, flags: torch.Tensor) -> None:
+        """Let the next write of a step's tokens wait for `flags` ``[n]`` int32, once it is done."""
+
 
 class PoolTail:
     """Behind the tokens in SGLang's pool: nothing has to be copied for dense requests."""
@@ -80,6 +85,10 @@ class PoolTail:
 
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
         """Nothing to copy."""
+
+    def await_in_write(self, flags: torch.Tensor) -> None:
+        """See `ResidentHome.await_in_write`: SGLang writes, so here that is a launch of its own."""
+        wait_flags(flags)
 
 
 class OwnSet:
@@ -121,6 +130,10 @@ class OwnSet:
         if self._samples is not None:
             self._samples.fill(layer, row, slots, self._pool.get_kv_buffer(layer))
 
+    def await_in_write(self, flags: torch.Tensor) -> None:
+        """See `ResidentHome.await_in_write`."""
+        self.pool.await_in_write(flags)
+
 
 class _WritesBoth:
     """SGLang's pool interface: reads are of the resident sets, writes go to pool and ring."""
@@ -133,6 +146,13 @@ class _WritesBoth:
         self._buffers = [
             (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(resident.k, resident.v, strict=True)
         ]
+        self._awaited: torch.Tensor | None = None
+
+    def await_in_write(self, flags: torch.Tensor) -> None:
+        """See `ResidentHome.await_in_write`."""
+        if self._awaited is not None:
+            raise ContractError("SGLang left out the write of a layer's tokens; report it")
+        self._awaited = flags
 
     def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of every row's set, ``[rows * slots, H, D]``."""
@@ -145,7 +165,9 @@ class _WritesBoth:
         self._pool.set_kv_buffer(layer, location, k, v, *scales)
         table, size, index = self._table, len(k), layer.layer_id
         shape = (size, *self._resident.k.shape[-2:])
+        awaited, self._awaited = self._awaited, None
         self._resident.append(
             index, table.rows[:size], table.write_slots[:size], k.view(shape), v.view(shape),
             moves=None if self._samples is None else self._samples.moves(index, size),
+            awaited=awaited,
         )  # fmt: skip

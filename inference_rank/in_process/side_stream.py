@@ -163,14 +163,20 @@ class SideStream:
 
     def join(self, layer: int) -> None:
         """Let the forward pass wait for what was queued for `layer`."""
+        awaited = self.join_by_flags(layer)
+        if awaited is not None:
+            wait_flags(awaited)
+
+    def join_by_flags(self, layer: int) -> torch.Tensor | None:
+        """Like `join`, but leave it to the caller to wait for flags: those returned, if any."""
         event = self._done[layer]
         size = self._pending.pop(layer, 0)
         if event is None or not size:
-            return
+            return None
         if self._flags is not None and torch.cuda.is_current_stream_capturing():
-            wait_flags(self._flags.to_main(layer, size).waited)
-        else:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            return self._flags.to_main(layer, size).waited
+        torch.cuda.current_stream(self._device).wait_event(event)
+        return None
 
     def join_all(self) -> None:
         """Let the forward pass wait for everything; a step ends with this."""

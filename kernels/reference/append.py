@@ -4,6 +4,8 @@
 import torch
 
 from tandemkv.kernels.append import SampleMoves
+from tandemkv.kernels.flags import TIMEOUT_S
+from tandemkv.kernels.reference.flags import wait_flags
 
 
 def append_tokens(
@@ -15,6 +17,7 @@ def append_tokens(
     v_res: torch.Tensor,
     *,
     moves: SampleMoves | None,
+    awaited: torch.Tensor | None = None,
 ) -> None:
     """Write; see `tandemkv.kernels.append.append_tokens`."""
     if moves is not None:
@@ -23,3 +26,5 @@ def append_tokens(
         moves.k[own, index], moves.v[own, index] = k_res[own, source], v_res[own, source]
     k_res[rows.long(), slots.long()] = k
     v_res[rows.long(), slots.long()] = v
+    if awaited is not None:
+        wait_flags(awaited, timeout_s=TIMEOUT_S)

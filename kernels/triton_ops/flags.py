@@ -67,7 +67,8 @@ def _raise_kernel(flags, num_flags, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _wait_kernel(flags, num_flags, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr):
+def await_up(flags, num_flags, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr):
+    """Poll until all flags are up, and take them down; for one program of a kernel."""
     at = tl.arange(0, BLOCK)
     mask = at < num_flags
     end = _nanoseconds(USE_ASM) + timeout_ns
@@ -86,6 +87,11 @@ def _wait_kernel(flags, num_flags, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.
     else:
         tl.device_assert(num_up == BLOCK, "flags are down, and nobody would raise them")
     tl.store(flags + at, tl.zeros([BLOCK], tl.int32), mask=mask)
+
+
+@triton.jit
+def _wait_kernel(flags, num_flags, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr):
+    await_up(flags, num_flags, timeout_ns, BLOCK, USE_ASM)
 
 
 def send_rows(
