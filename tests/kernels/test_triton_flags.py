@@ -4,11 +4,13 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tandemkv.kernels.append import append_tokens
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.flags import raise_flags, send_rows, wait_flags
 
@@ -49,6 +51,37 @@ def test_bad_arguments_of_flags() -> None:
         send_rows(torch.ones(2, 3), None, torch.ones(2, 4), up)
 
 
+def test_an_append_waits_on_a_cpu() -> None:
+    token, at = torch.ones(1, 1, 2), torch.zeros(1, dtype=torch.int64)
+    resident, up = torch.zeros(2, 1, 1, 1, 2), torch.ones(2, dtype=torch.int32)
+    append_tokens(token, token, at, at, *resident, awaited=up)
+    assert resident.tolist() == [[[[[1.0, 1.0]]]]] * 2
+    assert up.tolist() == [0, 0]
+    with pytest.raises(RuntimeError, match="nobody would raise them"):
+        append_tokens(token, token, at, at, *resident, awaited=up)
+    with pytest.raises(ValueError, match="awaited"):
+        append_tokens(token, token, at, at, *resident, awaited=up.long())
+
+
+@pytest.mark.gpu
+def test_an_append_is_not_done_before_the_flags_are_up() -> None:
+    device = torch.device("cuda", 0)
+    token, at = torch.ones(1, 1, 2, device=device), torch.zeros(1, device=device).long()
+    resident, up = torch.zeros(2, 1, 1, 1, 2, device=device), torch.ones(1, device=device).int()
+    append_tokens(token, token, at, at, *resident, awaited=up)
+    torch.cuda.synchronize()
+    assert not up.any()
+    other, done = torch.cuda.Stream(), torch.cuda.Event()
+    append_tokens(token, token, at, at, *resident, awaited=up)
+    done.record()
+    time.sleep(0.05)
+    assert not done.query()
+    with torch.cuda.stream(other):
+        raise_flags(up)
+    done.synchronize()
+    assert not up.any()
+
+
 @pytest.mark.multi_gpu(2)
 def test_two_gpus_take_turns_in_one_graph() -> None:
     """Rows travel there and back by flags, over many replays of one captured graph."""
@@ -85,7 +118,7 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
                 side.await_branch(layer)
                 sums = (there[layer] * 2 + ahead[layer])[:, None]
                 target = back_from_there[layer][:, None, None]
-                flag = side.done_flag(layer)
+                flag = side.done_flags(layer)
                 exchange_rows(
                     sums, sums, rows[:, None], first, first, target, target, rows, flag=flag,
                     num_done=None if flag is None else num_done[layer],

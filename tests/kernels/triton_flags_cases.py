@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags and appends in Triton; run by `test_triton_flags` in its own process."""
 
-import time
-
 import pytest
 import torch
 
@@ -68,20 +66,3 @@ def test_an_append_waits_for_flags(num_flags: int, num_reqs: int) -> None:
     assert up.tolist() == [0] * num_flags + [1]
     assert torch.equal(resident[0, rows, rows], k)
     assert torch.equal(resident[1, rows, rows], v)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs two streams")
-def test_an_append_is_not_done_before_the_flags_are_up() -> None:
-    k, v = torch.randn(2, 1, 2, 10, device=DEVICE)
-    row, up = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(1, device=DEVICE).int()
-    resident = torch.zeros(2, 1, 7, 2, 10, device=DEVICE)
-    triton_append.append_tokens(k, v, row, row, *resident, moves=None)  # compiled by now
-    other, done = torch.cuda.Stream(), torch.cuda.Event()
-    triton_append.append_tokens(k, v, row, row, *resident, moves=None, awaited=up)
-    done.record()
-    time.sleep(0.05)
-    assert not done.query()
-    with torch.cuda.stream(other):
-        triton_flags.raise_flags(up)
-    done.synchronize()
-    assert not up.any()

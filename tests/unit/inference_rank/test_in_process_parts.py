@@ -111,6 +111,25 @@ def test_own_set_holds_what_the_table_lists(prompt: int, steps: int) -> None:
         assert sorted(held[:, 0, 0].tolist()) == sorted(slots[row, list(expected)].tolist())
 
 
+def test_a_write_waits_for_flags() -> None:
+    resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
+    far = SimpleNamespace(set_kv_buffer=lambda *_, **__: None)
+    sizes = {"num_resident": NUM_RESIDENT, "num_recent": NUM_RECENT, "num_dense": 0}
+    home = OwnSet(far, RingTable(max_batch=3, device=CPU, **sizes), resident)
+    layer, token = SimpleNamespace(layer_id=0), torch.ones(1, 1, 4)
+    flags = torch.ones(2, dtype=torch.int32)
+    home.await_in_write(flags)
+    with pytest.raises(ContractError, match="left out the write"):
+        home.await_in_write(flags)
+    assert flags.tolist() == [1, 1]
+    home.pool.set_kv_buffer(layer, None, token, token)
+    assert flags.tolist() == [0, 0]
+    home.pool.set_kv_buffer(layer, None, token, token)  # nothing is awaited any more
+    home.await_in_write(flags)
+    with pytest.raises(RuntimeError, match="down"):
+        home.pool.set_kv_buffer(layer, None, token, token)
+
+
 def test_dense_lengths() -> None:
     fitting = NUM_RESIDENT + NUM_RECENT
     assert DenseLengths.of(SELECTION, NUM_RESIDENT) == DenseLengths(
