@@ -173,7 +173,10 @@ class HeartbeatClient:
             elif paused:  # it was us who slept
                 last_reply = max(last_reply, last_turn - patience_s / 2)
             elif last_turn - last_reply >= patience_s:
-                return f"no heartbeat for {patience_s:g} s"
+                return (
+                    f"no heartbeat for {patience_s:g} s: its process hangs, or lacks CPU time "
+                    "(exchange.heartbeat_misses gives it longer)"
+                )
         return None
 
     def _judge_reply(self, dealer: IpcDealer, epoch: int, stopping: threading.Event) -> str | None:
