@@ -253,6 +253,7 @@ class InProcessBackend(AttentionBackend):
 
     def _after(self, index: int, out: torch.Tensor) -> torch.Tensor:
         if index == self._num_layers - 1:
+            self._home.end_step()
             self._side.join_all()
             self._rank.end_step()
         return out
@@ -296,6 +297,7 @@ class InProcessBackend(AttentionBackend):
         self._table.load(rows, lengths, req_to_token)
         if self._home.samples is not None:
             self._home.samples.load(rows, lengths, req_to_token)
+        self._home.begin_step()
         self._side.join_all()
         self._rank.begin_step()
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)

@@ -59,7 +59,13 @@ class ResidentHome(Protocol):
         """Take over the tokens of a finished prompt, at `slots` ``[length]`` of the pool."""
 
     def await_in_write(self, flags: torch.Tensor) -> None:
-        """Let the next write of a step's tokens wait for `flags` ``[n]`` int32, once it is done."""
+        """Let what follows the next write of a step's tokens wait for `flags` ``[n]`` int32."""
+
+    def begin_step(self) -> None:
+        """Forget what a step that failed has left to be waited for."""
+
+    def end_step(self) -> None:
+        """Raise `ContractError` if a write was left out that something waits in."""
 
 
 class PoolTail:
@@ -89,6 +95,12 @@ class PoolTail:
     def await_in_write(self, flags: torch.Tensor) -> None:
         """See `ResidentHome.await_in_write`: SGLang writes, so here that is a launch of its own."""
         wait_flags(flags)
+
+    def begin_step(self) -> None:
+        """Nothing is left."""
+
+    def end_step(self) -> None:
+        """Nothing is left."""
 
 
 class OwnSet:
@@ -134,6 +146,14 @@ class OwnSet:
         """See `ResidentHome.await_in_write`."""
         self.pool.await_in_write(flags)
 
+    def begin_step(self) -> None:
+        """See `ResidentHome.begin_step`."""
+        self.pool.awaited = None
+
+    def end_step(self) -> None:
+        """See `ResidentHome.end_step`."""
+        self.pool.require_written()
+
 
 class _WritesBoth:
     """SGLang's pool interface: reads are of the resident sets, writes go to pool and ring."""
@@ -146,13 +166,17 @@ class _WritesBoth:
         self._buffers = [
             (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(resident.k, resident.v, strict=True)
         ]
-        self._awaited: torch.Tensor | None = None
+        self.awaited: torch.Tensor | None = None
 
     def await_in_write(self, flags: torch.Tensor) -> None:
         """See `ResidentHome.await_in_write`."""
-        if self._awaited is not None:
+        self.require_written()
+        self.awaited = flags
+
+    def require_written(self) -> None:
+        """See `ResidentHome.end_step`."""
+        if self.awaited is not None:
             raise ContractError("SGLang left out the write of a layer's tokens; report it")
-        self._awaited = flags
 
     def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of every row's set, ``[rows * slots, H, D]``."""
@@ -165,7 +189,7 @@ class _WritesBoth:
         self._pool.set_kv_buffer(layer, location, k, v, *scales)
         table, size, index = self._table, len(k), layer.layer_id
         shape = (size, *self._resident.k.shape[-2:])
-        awaited, self._awaited = self._awaited, None
+        awaited, self.awaited = self.awaited, None
         self._resident.append(
             index, table.rows[:size], table.write_slots[:size], k.view(shape), v.view(shape),
             moves=None if self._samples is None else self._samples.moves(index, size),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -25,9 +25,9 @@ class SideStream:
     stream that a tensor was made on. Without CUDA everything runs in place.
 
     Between two GPUs an edge of a graph costs 20 to 35 us, and edges follow one another. There,
-    inside a capture, only the first fork and the last join are edges, one each whatever the number
-    of lanes; in between one GPU raises flags in the memory of the other
-    (`tandemkv.kernels.flags`).
+    inside a capture, lanes are entered by one edge, whatever their number, and joined by one; in
+    between one GPU raises flags in the memory of the other (`tandemkv.kernels.flags`). Deferred
+    work that no such fork takes along has an edge of its own.
 
     Parameters
     ----------
@@ -184,9 +184,7 @@ class SideStream:
         """Let the forward pass wait for everything; a step ends with this."""
         for layer in sorted(self._pending):
             self.join(layer)
-        for lane in sorted({lane for lane, _ in self._deferred}):
-            with self.fork(lane=lane):
-                pass
+        self._finish_deferred(sorted({lane for lane, _ in self._deferred}))
         if self._flags is not None and self._forked and torch.cuda.is_current_stream_capturing():
             self._leave()
         for lane in sorted(self._forked):
@@ -196,15 +194,30 @@ class SideStream:
 
     def _enter(self) -> None:
         """Bring every lane into the capture, by one edge between the GPUs."""
-        missing = sorted(set(range(len(self._lanes))) - self._forked)
-        if not missing:
+        self._cross(sorted(set(range(len(self._lanes))) - self._forked))
+
+    def _cross(self, lanes: Sequence[int]) -> None:
+        """Let lanes wait for what the forward pass has queued, by one edge between the GPUs."""
+        if not lanes:
             return
-        first = self._lanes[missing[0]]
+        first, *others = (self._lanes[lane] for lane in lanes)
         first.wait_stream(torch.cuda.current_stream(self._device))
         self._pass_gate(first)
-        for lane in missing[1:]:
-            self._lanes[lane].wait_stream(first)
-        self._forked.update(missing)
+        for lane in others:
+            lane.wait_stream(first)
+        self._forked.update(lanes)
+
+    def _finish_deferred(self, lanes: Sequence[int]) -> None:
+        """Run what is still deferred in some lanes, after what the forward pass has queued."""
+        if self._flags is None or not torch.cuda.is_current_stream_capturing():
+            for lane in lanes:
+                with self.fork(lane=lane):
+                    pass
+            return
+        self._cross(lanes)
+        for lane in lanes:
+            with self._inside(lane):
+                self._run_deferred(lane)
 
     def _leave(self) -> None:
         """Let one lane wait for the others: the edge back is its."""

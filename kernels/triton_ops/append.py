@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton version of `tandemkv.kernels.append`: one program per head of a token.
 
-Where flags are awaited the first program polls them: a launch of its own for that costs 2 us.
+Where flags are awaited the first program polls them: a kernel of its own for that takes 2 us, its
+launch included.
 """
 
 import torch

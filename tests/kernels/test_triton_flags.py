@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,8 @@ def test_an_append_waits_on_a_cpu() -> None:
 def test_an_append_is_not_done_before_the_flags_are_up() -> None:
     device = torch.device("cuda", 0)
     token, at = torch.ones(1, 1, 2, device=device), torch.zeros(1, device=device).long()
-    resident, up = torch.zeros(2, 1, 1, 1, 2, device=device), torch.ones(1, device=device).int()
+    resident, up = torch.zeros(2, 1, 1, 1, 2, device=device), torch.zeros(1, device=device).int()
+    raise_flags(up)  # compiled before anything polls, as the other
     append_tokens(token, token, at, at, *resident, awaited=up)
     torch.cuda.synchronize()
     assert not up.any()
@@ -84,7 +86,10 @@ def test_an_append_is_not_done_before_the_flags_are_up() -> None:
 
 @pytest.mark.multi_gpu(2)
 def test_two_gpus_take_turns_in_one_graph() -> None:
-    """Rows travel there and back by flags, over many replays of one captured graph."""
+    """Rows travel there and back by flags, over many replays of graphs of two sizes.
+
+    Appends wait for them, and what is deferred has run by the end of a step.
+    """
     from tandemkv.inference_rank.in_process.peer_memory import enable_peer_access, seen_from
     from tandemkv.inference_rank.in_process.side_stream import SideStream
 
@@ -101,42 +106,55 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
     num_done = torch.zeros((num_layers, 1), dtype=torch.int32, device=far)
     back = torch.zeros((num_layers, *shape), device=main)
     back_from_there = seen_from(far, back)
-    start = torch.zeros(shape, device=main)
+    start, late = torch.zeros(shape, device=main), torch.zeros((num_layers, *shape), device=far)
+    token, at = torch.ones(1, 1, 8, device=main), torch.zeros(1, dtype=torch.int64, device=main)
+    resident = torch.zeros(2, 1, 1, 1, 8, device=main)
 
-    def step() -> torch.Tensor:
-        x = start + 1
+    def step(size: int) -> torch.Tensor:
+        x = start[:size] + 1
         for layer in range(num_layers):
-            signal = side.signal(layer, shape[0])
+            signal = side.signal(layer, size)
             if signal is None:
-                there_from_main[layer].copy_(x)
+                there_from_main[layer, :size].copy_(x)
             else:
-                send_rows(x, None, there_from_main[layer], signal.raised)
+                send_rows(x, None, there_from_main[layer, :size], signal.raised)
             with side.fork(lane=layer % 2, signal=signal, after=(layer + 1) % 2):
                 with side.branch(2 + layer % 2, layer + 1):
                     torch.cuda._sleep(300_000)  # longer than a layer: who reads must wait
                     ahead[layer + 1].copy_(there[layer])
                 side.await_branch(layer)
-                sums = (there[layer] * 2 + ahead[layer])[:, None]
-                target = back_from_there[layer][:, None, None]
+                sums = (there[layer] * 2 + ahead[layer])[:size, None]
+                target = back_from_there[layer, :size, None, None]
                 flag = side.done_flags(layer)
                 exchange_rows(
-                    sums, sums, rows[:, None], first, first, target, target, rows, flag=flag,
-                    num_done=None if flag is None else num_done[layer],
+                    sums, sums, rows[:size, None], first[:size], first[:size], target, target,
+                    rows[:size], flag=flag, num_done=None if flag is None else num_done[layer],
                 )  # fmt: skip
                 side.note_done(layer)
-            side.join(layer)
-            x = x + back[layer]
+            append_tokens(
+                token, token, at, at, *resident, awaited=side.join_by_flags(layer)
+            )  # fmt: skip
+            x = x + back[layer, :size]
+            side.defer(layer % 2, partial(late[layer].copy_, there[layer]))
         side.join_all()
         return x
 
     before, factor = 0.0, 1.0
     for _ in range(num_layers):
         before, factor = factor, 3 * factor + before
-    assert torch.equal(step(), torch.full(shape, factor, device=main))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    assert torch.equal(step(shape[0]), torch.full(shape, factor, device=main))
+    graphs, found = [], []
+    for size in (shape[0], shape[0] // 2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            found.append(step(size))
     for turn in range(200):
         start.fill_(turn)
-        graph.replay()
-        assert torch.equal(out, torch.full(shape, (turn + 1) * factor, device=main))
+        late.zero_()
+        torch.cuda.synchronize(far)
+        graphs[turn % 2].replay()
+        out = found[turn % 2]
+        assert torch.equal(out, torch.full_like(out, (turn + 1) * factor))
+        size = len(out)
+        assert torch.equal(late[:, :size], there[:, :size])
+        assert late[:, :size].all()

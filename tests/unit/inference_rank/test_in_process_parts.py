@@ -128,6 +128,12 @@ def test_a_write_waits_for_flags() -> None:
     home.await_in_write(flags)
     with pytest.raises(RuntimeError, match="down"):
         home.pool.set_kv_buffer(layer, None, token, token)
+    home.end_step()
+    home.await_in_write(flags)
+    with pytest.raises(ContractError, match="left out the write"):
+        home.end_step()
+    home.begin_step()  # after a step that failed
+    home.end_step()
 
 
 def test_dense_lengths() -> None:
