@@ -131,9 +131,8 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
                     rows[:size], flag=flag, num_done=None if flag is None else num_done[layer],
                 )  # fmt: skip
                 side.note_done(layer)
-            append_tokens(
-                token, token, at, at, *resident, awaited=side.join_by_flags(layer)
-            )  # fmt: skip
+            awaited = side.join_by_flags(layer)
+            append_tokens(token, token, at, at, *resident, awaited=awaited)
             x = x + back[layer, :size]
             side.defer(layer % 2, partial(late[layer].copy_, there[layer]))
         side.join_all()
