@@ -6,8 +6,8 @@
 A CUDA graph holds `score_topk`, `mirror_diff` and `exchange_rows` of several layers, each with
 keys, books and pools of its own; figures are per layer. Queries move a little from replay to
 replay, so that rows are fetched as in decoding. ``--filter`` tries tokens, warps and programs of
-the pass that filters scores, ``--scan`` as ``--tuning`` of kernels_score.py does. The choice is
-compared with the reference first.
+the pass that filters scores, ``--scan`` as ``--tuning`` of kernels_score.py does; ``--pool 1 0``
+chooses by scores pooled over neighbours. The choice is compared with the reference first.
 """
 
 import argparse
@@ -46,7 +46,9 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     counters = torch.zeros(4, dtype=torch.int64, device=device)
     scratch = make_select_scratch(reqs, QO_HEADS, HEADS, length, args.k, device)
     mirror_scratch = make_mirror_scratch(reqs, HEADS, length, device)
-    options = {"width": length, "scale": DIM**-0.5, "page_size": PAGE}
+    options = {
+        "width": length, "scale": DIM**-0.5, "page_size": PAGE, "pooled_positions": args.pool,
+    }  # fmt: skip
 
     def select(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, scales = pools[layer]
@@ -98,6 +100,7 @@ def main() -> None:
         ("cap", 128), ("replays", 30),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--pool", nargs=2, type=int, default=(0, 0), metavar=("BEFORE", "AFTER"))
     parser.add_argument("--filter", nargs="*", default=[], metavar="TOKENS,WARPS,PROGRAMS")
     parser.add_argument(
         "--scan", nargs="*", default=[], metavar="INDEX=N,STAGES,WARPS,PROGRAMS,REGS"

@@ -36,7 +36,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-NUM_EXACT = 2  # layers
 PAGE = 64  # tokens that share scales, and a largest share
 _MODE = re.compile(r"dense|(own|predicted|before)(\+rest|\+sample[1-9]\d*)?")
 
@@ -44,8 +43,11 @@ _MODE = re.compile(r"dense|(own|predicted|before)(\+rest|\+sample[1-9]\d*)?")
 class Decoding:
     """The attention of decode steps in one mode; registered with transformers under ``sim``."""
 
-    def __init__(self, budget: int, sink: int, recent: int, index: str = "native") -> None:
+    def __init__(
+        self, budget: int, sink: int, recent: int, index: str = "native", num_exact: int = 2
+    ) -> None:
         self.budget, self.sink, self.recent, self.index = budget, sink, recent, index
+        self.num_exact = num_exact
         self.mode = "dense"
         self.hidden: dict[int, torch.Tensor] = {}
         self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -65,7 +67,7 @@ class Decoding:
         del mask
         kind, _, rest = self.mode.partition("+")
         group = q.shape[1] // k.shape[1]
-        if q.shape[2] > 1 or kind == "dense" or module.layer_idx < NUM_EXACT:
+        if q.shape[2] > 1 or kind == "dense" or module.layer_idx < self.num_exact:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scaling)
             return out.transpose(1, 2).contiguous(), None
@@ -113,7 +115,7 @@ class Decoding:
     def _predict(self, module: Any, like: torch.Tensor) -> torch.Tensor:
         assert self.rope is not None
         layer = self.layers[module.layer_idx]
-        hidden = layer.input_layernorm(self.hidden[module.layer_idx - 1])
+        hidden = layer.input_layernorm(self.hidden[max(0, module.layer_idx - 1)])
         query = module.q_proj(hidden).view(-1, like.shape[-1])
         cos, sin = (part.view(-1) for part in self.rope)
         half = query.shape[-1] // 2
@@ -204,6 +206,7 @@ def main() -> None:
     parser.add_argument("--sink", type=int, default=4)
     parser.add_argument("--recent", type=int, default=64)
     parser.add_argument("--index", default="native", choices=("native", "int4", "codes"))
+    parser.add_argument("--exact", type=int, default=2, help="so many first layers stay dense")
     parser.add_argument("--out", type=Path, help="JSON lines, written as they come")
     args = parser.parse_args()
     for mode in args.modes.split(","):
@@ -212,7 +215,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     decode = AutoTokenizer.from_pretrained(args.model).decode
-    decoding = Decoding(args.budget, args.sink, args.recent, args.index)
+    decoding = Decoding(args.budget, args.sink, args.recent, args.index, args.exact)
     model = load(args.model, decoding)
     rows = [json.loads(line) for line in args.samples.read_text(encoding="utf-8").splitlines()]
     with torch.no_grad():
@@ -229,7 +232,8 @@ def main() -> None:
                     if args.task == "late"
                     else likelihood(model, own, sample, args.tokens)
                 )
-                line = json.dumps({"sample": name, "mode": mode, "index": args.index, **found})
+                setting = {"index": args.index, "budget": args.budget, "exact": args.exact}
+                line = json.dumps({"sample": name, "mode": mode, **setting, **found})
                 print(line, flush=True)
                 if args.out:
                     with args.out.open("a", encoding="utf-8") as file:
