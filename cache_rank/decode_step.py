@@ -148,7 +148,7 @@ class DecodeStep:
         return sparse.pack(layers, queries)
 
     def _attend(self, layer: int) -> torch.Tensor:
-        is_exact = layer in self._epoch.settings.selection.exact_layers
+        is_exact = layer in self._epoch.settings.selection.exact_layer_ids
         if self._epoch.program.attends and not is_exact:
             assert self._exact_query is not None
             self._attended = self._attended or AttendedRows(self._epoch, self._step)

@@ -159,7 +159,7 @@ class Resources:
             return None
         if self._adapter is None or self._adapter_dtype != model.dtype:
             adapter_class = find_adapter(model.architecture)
-            exact = self._settings.selection.exact_layers
+            exact = self._settings.selection.exact_layer_ids
             self._adapter = adapter_class(
                 self._model_dir,
                 model,

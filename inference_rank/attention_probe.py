@@ -70,7 +70,7 @@ class AttentionProbe:
             start = end
         if isinstance(step, DecodeStep) and self._runtime.decode_step % self._every == 0:
             for i, row in enumerate(step.row_steps):
-                if row.flags and layer not in self._runtime.settings.selection.exact_layers:
+                if row.flags and layer not in self._runtime.settings.selection.exact_layer_ids:
                     self._measure(layer, row.row, row.generation, row.length, q[i])
 
     def _record(

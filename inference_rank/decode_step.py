@@ -131,7 +131,7 @@ class DecodeStep:
 
     def _count(self, lengths: list[int]) -> None:
         counters = self._runtime.counters
-        exact_layers = len(self._runtime.settings.selection.exact_layers)
+        exact_layers = len(self._runtime.settings.selection.exact_layer_ids)
         counters.decode_steps_total += 1
         counters.sparse_rows_total += len(self._sparse)
         counters.slow_rows_total += sum(bool(s.flags & RowFlag.SLOW) for s in self._steps)
@@ -177,7 +177,7 @@ class DecodeStep:
         if self._transfers.wants(TransferKind.QUERY, (layer,)):
             self._transfers.send(TransferKind.QUERY, (layer,), q[self._sparse])
             self._expect_packs(layer)
-        is_exact_layer = layer in runtime.settings.selection.exact_layers
+        is_exact_layer = layer in runtime.settings.selection.exact_layer_ids
         # A policy that attends completes every layer, with what is resident left to us.
         keeps_resident = self._program.attends and not is_exact_layer
         is_gated = self._program.is_gated and not is_exact_layer

@@ -96,7 +96,7 @@ def status() -> StatusReply:
             "policy": selection.policy,
             "budget_tokens": str(selection.budget_tokens),
             "sample_tokens": str(selection.num_samples),
-            "exact_layers": ",".join(map(str, selection.exact_layers)) or "none",
+            "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
             "deterministic": str(runtime.settings.exchange.deterministic),
             "model": runtime.model.architecture,
             "pid": str(os.getpid()),

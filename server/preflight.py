@@ -179,7 +179,7 @@ def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, obje
     SettingsError
         If a layer does not exist or the context is longer than the model's.
     """
-    beyond = [layer for layer in settings.selection.exact_layers if layer >= spec.num_layers]
+    beyond = [layer for layer in settings.selection.exact_layer_ids if layer >= spec.num_layers]
     if beyond:
         raise SettingsError(
             f"selection.exact_layers={beyond} do not exist: {settings.model} has layers 0 to "

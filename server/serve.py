@@ -166,7 +166,7 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
         "temperature": 0,
     }
     selection = settings.selection
-    exact = ",".join(map(str, selection.exact_layers)) or "none"
+    exact = ",".join(map(str, selection.exact_layer_ids)) or "none"
     text = escape(json.dumps(body))
     return (
         f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, logs in {run_dir})\n"

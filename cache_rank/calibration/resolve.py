@@ -137,8 +137,8 @@ def check_model(found: Calibration, model: ModelSpec, policy: str, name: str) ->
 
 def _check_exact_anchors(share: LayerShare, selection: SelectionSettings) -> None:
     for layer, source in enumerate(share.sources):
-        if source in selection.exact_layers and layer not in selection.exact_layers:
-            exact = ",".join(str(n) for n in sorted({*selection.exact_layers, layer}))
+        if source in selection.exact_layer_ids and layer not in selection.exact_layer_ids:
+            exact = ",".join(str(n) for n in sorted({*selection.exact_layer_ids, layer}))
             raise CalibrationError(
                 f"share_layers: layer {layer} follows anchor {source}, which is an exact layer and "
                 f"selects nothing with policy={selection.policy}; use --exact-layers {exact}, or "

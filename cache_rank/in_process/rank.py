@@ -77,7 +77,7 @@ class InProcessCacheRank:
         self._sources = [x for x in layers if self._program.selections(x)]
         self._place_of = {layer: i for i, layer in enumerate(self._sources)}
         self._head_maps = _head_maps_of(policy, self._selecting, device)
-        self._sparse = [x for x in layers if not all_exact and x not in selection.exact_layers]
+        self._sparse = [x for x in layers if not all_exact and x not in selection.exact_layer_ids]
         self._resident, self._log_weight = pools.resident, pools.log_weight
         self._mirror = ResidentMirror(
             num_layers=len(self._selecting),

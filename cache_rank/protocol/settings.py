@@ -28,6 +28,9 @@ DEFAULT_SAMPLES = 128
 SAMPLED = ("look_ahead", "oracle")
 """Policies that have them by default: who was measured to gain by them (docs/quality.md)."""
 
+FLAT_LAYERS = (0, 1)
+"""Layers whose attention is too flat for the best tokens to stand for it (docs/decisions/0018)."""
+
 KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
 """Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""
 
@@ -75,8 +78,10 @@ class SelectionSettings(_Strict):
         description="Precision of the keys that are scanned; attention is never quantised. With "
         "serve int4 where a GPU is its own cache rank.",
     )
-    exact_layers: tuple[int, ...] = Field(
-        default=(0, 1), description="Layers that always take the exact step on the cache rank."
+    exact_layers: tuple[int, ...] | None = Field(
+        default=None,
+        description="Layers that always take the exact step on the cache rank; default none for "
+        "look_ahead and oracle with samples, else 0,1, where attention is flat.",
     )
     look_ahead_layers: int = Field(
         default=1,
@@ -260,6 +265,13 @@ class SelectionSettings(_Strict):
         return DEFAULT_SAMPLES if is_sampled else 0
 
     @property
+    def exact_layer_ids(self) -> tuple[int, ...]:
+        """`exact_layers`, or what they are where they are left open."""
+        if self.exact_layers is not None:
+            return self.exact_layers
+        return () if self.policy in SAMPLED and self.num_samples else FLAT_LAYERS
+
+    @property
     def row_tokens(self) -> int:
         """Tokens that a request has on the inference rank, and attends to at most."""
         return self.num_resident + self.num_recent_tokens + self.num_samples
@@ -352,7 +364,7 @@ class SelectionSettings(_Strict):
             raise ValueError("policy=lfps needs refresh_every=1 and num_sink_tokens of at least 1")
         if self.policy == "lfps" and self.share_layers:
             raise ValueError("policy=lfps attends in every layer; it cannot share selections")
-        if any(layer < 0 for layer in self.exact_layers):
+        if any(layer < 0 for layer in self.exact_layer_ids):
             raise ValueError(f"exact_layers={self.exact_layers} must not be negative")
         return self
 

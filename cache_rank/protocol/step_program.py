@@ -89,7 +89,8 @@ class StepProgram:
 
     def is_selecting_layer(self, layer: int) -> bool:
         """Whether the policy selects for `layer` (exact layers never do)."""
-        return self.timing is not Timing.NONE and layer not in self.settings.selection.exact_layers
+        exact = self.settings.selection.exact_layer_ids
+        return self.timing is not Timing.NONE and layer not in exact
 
     @property
     def attends(self) -> bool:
@@ -126,7 +127,7 @@ class StepProgram:
     def slow_heads(self, layer: int) -> tuple[int, ...]:
         """Return the KV heads that a slow row completes on the cache rank in `layer`."""
         heads = range(self.model.num_kv_heads)
-        if not self.traits.slow_heads or layer in self.settings.selection.exact_layers:
+        if not self.traits.slow_heads or layer in self.settings.selection.exact_layer_ids:
             return tuple(heads)
         return self.traits.slow_heads[layer]
 
@@ -260,7 +261,7 @@ class StepProgram:
                 queries = (sparse, model.num_qo_heads, dim)
                 out.append(self._transfer(TransferKind.QUERY, Direction.UP, layer, queries))
                 out.extend(made)
-            is_completed = self.attends or self.is_gated or layer in selection.exact_layers
+            is_completed = self.attends or self.is_gated or layer in selection.exact_layer_ids
             exact = len(exact_rows(step.rows, is_completed))
             if exact:
                 heads = len(self.slow_heads(layer)) * model.gqa_group_size

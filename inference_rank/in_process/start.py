@@ -73,7 +73,7 @@ class LocalRuntime:
                 "policy": selection.policy,
                 "budget_tokens": str(selection.budget_tokens),
                 "sample_tokens": str(selection.num_samples),
-                "exact_layers": ",".join(map(str, selection.exact_layers)) or "none",
+                "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
                 "transport": self.settings.exchange.transport,
                 "index_dtype": selection.index_dtype,
                 "model": self.model.architecture,

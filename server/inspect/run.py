@@ -74,7 +74,7 @@ def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -
         recording = read_recording(server.probe_file, selection_file(server.probe_file))
     new = [token for _, token, _ in reply["meta_info"]["output_token_logprobs"]]
     tokens = [tokenizer.decode([token]) for token in (*ids, *new)]
-    exact = ",".join(map(str, selection.exact_layers)) or "none"
+    exact = ",".join(map(str, selection.exact_layer_ids)) or "none"
     facts = {
         "model": Path(settings.model).name,
         "policy": selection.policy,

@@ -91,7 +91,7 @@ class Workload:
             chunk_tokens=chunk_tokens,
             capacity_tokens=capacity_tokens,
             anchors=(anchors or selection.anchors) if is_shared else None,
-            exact_layers=selection.exact_layers,
+            exact_layers=selection.exact_layer_ids,
             waits=is_own,
         )
 

@@ -268,7 +268,7 @@ def _sparse(
         attended_tokens=attended,
         remote_tokens=remote,
         num_layers=num_layers,
-        exact_layers=sorted(set(settings.exact_layers) & set(range(num_layers))),
+        exact_layers=sorted(set(settings.exact_layer_ids) & set(range(num_layers))),
         selection=_given(settings),
         sees_question="chosen anew in decode"
         if capabilities.selects

@@ -78,7 +78,7 @@ def test_what_is_attended_to(selection: dict[str, Any]) -> None:
     fits = settings.selection.num_resident + RECENT if settings.selection.dense_while_fits else 0
 
     def watch(layer: int, rows: list[int], lengths: list[int], out: torch.Tensor) -> None:
-        if layer in settings.selection.exact_layers:
+        if layer in settings.selection.exact_layer_ids:
             return
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             if length <= fits:
@@ -96,7 +96,7 @@ def test_what_is_attended_to(selection: dict[str, Any]) -> None:
         world.decode([1, 2], [90 + step, 10 + step])
         assert not world.errors
     assert seen[0] > 200
-    for layer in set(range(LAYERS)) - set(settings.selection.exact_layers):
+    for layer in set(range(LAYERS)) - set(settings.selection.exact_layer_ids):
         check_residents(world, layer=layer, row=1, length=149)
 
 

@@ -325,7 +325,7 @@ class ScriptedRank:
                 self._apply(transfer, [by_row[s.row] for s in sparse_rows(steps)])
             case TransferKind.EXACT_OUTPUT:
                 self.exact_outputs[layer] = self.receive(transfer)
-                is_exact = layer in self.settings.selection.exact_layers
+                is_exact = layer in self.settings.selection.exact_layer_ids
                 rows = [by_row[s.row] for s in exact_rows(steps, is_exact)]
                 self._check_exact(layer, rows)
             case TransferKind.STEP_KV:

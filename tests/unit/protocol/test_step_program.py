@@ -141,7 +141,7 @@ def test_both_ranks_derive_the_same_list(program: StepProgram, step: StepBegin) 
 def test_properties_of_every_list(program: StepProgram, step: StepBegin) -> None:
     transfers = program.transfers(step)
     num_layers = program.model.num_layers
-    exact_layers = program.settings.selection.exact_layers
+    exact_layers = program.settings.selection.exact_layer_ids
     assert all(t.num_elements > 0 and min(t.shape) > 0 for t in transfers)
     assert all(0 <= layer < num_layers for t in transfers for layer in t.layers)
     for t in _of(transfers, *SELECTED, Kind.QUERY, Kind.SEED_QUERY):
@@ -190,7 +190,7 @@ def test_decode_selects_each_layer_exactly_once(program: StepProgram, num_rows: 
     for step_id in (0, 1, 5, 6):
         transfers = program.transfers(_step(StepKind.DECODE, rows, step_id=step_id))
         chosen = [layer for t in _of(transfers, Kind.PACK, Kind.DELTA) for layer in t.layers]
-        exact = program.settings.selection.exact_layers
+        exact = program.settings.selection.exact_layer_ids
         wanted = [i for i in range(program.model.num_layers) if i not in exact]
         refresh_every = program.settings.selection.refresh_steps
         if program.timing is Timing.NONE or (step_id % refresh_every and not in_exact_steps):

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.server.devices import resolve_device
 from tandemkv.server.options import RANK_FLAGS, SERVE_FLAGS
 from tandemkv.server.settings import ServeSettings, is_loopback
@@ -47,11 +47,32 @@ def test_flags_beat_environment_beats_yaml_beats_defaults(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("text", "layers"),
-    [("0,1", (0, 1)), ("none", ()), ("3", (3,)), ("[2, 5]", (2, 5)), ("[]", ())],
+    [("0,1", (0, 1)), ("none", ()), ("3", (3,)), ("[2, 5]", (2, 5)), ("[]", ()), ("null", None)],
 )
-def test_exact_layers_in_yaml(tmp_path: Path, text: str, layers: tuple[int, ...]) -> None:
+def test_exact_layers_in_yaml(tmp_path: Path, text: str, layers: tuple[int, ...] | None) -> None:
     config = write(tmp_path, f"selection:\n  exact_layers: {text}\n")
-    assert load_settings(flags(), {}, config).selection.exact_layers == layers
+    selection = load_settings(flags(), {}, config).selection
+    assert selection.exact_layers == layers
+    assert selection.exact_layer_ids == (layers or ())
+
+
+@pytest.mark.parametrize(
+    ("chosen", "layers"),
+    [
+        ({}, ()),
+        ({"policy": "oracle"}, ()),
+        ({"sample_tokens": 0}, (0, 1)),
+        ({"budget_tokens": 100}, (0, 1)),  # too few for samples
+        ({"policy": "async_spade"}, (0, 1)),
+        ({"policy": "async_spade", "sample_tokens": 64}, (0, 1)),
+        ({"exact_layers": (0, 1)}, (0, 1)),
+        ({"sample_tokens": 0, "exact_layers": ()}, ()),
+    ],
+)
+def test_flat_layers_are_exact_unless_samples_stand_for_them(
+    chosen: dict[str, object], layers: tuple[int, ...]
+) -> None:
+    assert SelectionSettings.model_validate(chosen).exact_layer_ids == layers
 
 
 def test_text_forms_of_flags() -> None:

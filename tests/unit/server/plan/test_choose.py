@@ -37,10 +37,11 @@ IN_PROCESS = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
 
 def test_selection_settings_become_a_workload() -> None:
     assert (LOAD.num_resident, LOAD.num_recent_tokens, LOAD.fetch_cap_tokens) == (2052, 64, 64)
-    assert LOAD.exact_layers == (0, 1)
+    assert LOAD.exact_layers == ()
     assert LOAD.selects
     streaming = SelectionSettings(policy="streaming")
     load = Workload.from_selection(streaming, context_tokens=10, concurrency=1)
+    assert load.exact_layers == (0, 1)
     assert (load.num_resident, load.selects, load.index_dtype) == (4, False, "native")
 
 
@@ -163,7 +164,8 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
 @pytest.mark.parametrize(
     ("selection", "scanned"),
     [
-        ({}, 34),
+        ({}, 36),
+        ({"exact_layers": (0, 1)}, 34),
         ({"policy": "kascade"}, 5),
         ({"policy": "kascade", "anchors": (0, 2, 7)}, 2),  # nobody follows layer 0
         ({"policy": "kascade", "anchors": (0, 5, 20)}, 3),  # 2 to 4 follow it
@@ -176,7 +178,7 @@ def test_only_anchors_are_scanned(selection: dict[str, Any], scanned: int) -> No
     chosen = SelectionSettings.model_validate(selection)
     load = Workload.from_selection(chosen, context_tokens=65536, concurrency=8, index_dtype="int4")
     assert load.num_scanned(36) == scanned
-    layers = scanned if selection else 36
+    layers = 36 if scanned == 34 else scanned
     assert index_bytes(QWEN, load) == 8 * 65536 * layers * 8 * 72
 
 
