@@ -81,7 +81,7 @@ class SelectionSettings(_Strict):
     exact_layers: tuple[int, ...] | None = Field(
         default=None,
         description="Layers that always take the exact step on the cache rank; default none for "
-        "look_ahead and oracle with samples, else 0,1, where attention is flat.",
+        "look_ahead and oracle with 128 samples or more, else 0,1, where attention is flat.",
     )
     look_ahead_layers: int = Field(
         default=1,
@@ -269,7 +269,8 @@ class SelectionSettings(_Strict):
         """`exact_layers`, or what they are where they are left open."""
         if self.exact_layers is not None:
             return self.exact_layers
-        return () if self.policy in SAMPLED and self.num_samples else FLAT_LAYERS
+        has_samples = self.policy in SAMPLED and self.num_samples >= DEFAULT_SAMPLES
+        return () if has_samples and not self.share_layers else FLAT_LAYERS
 
     @property
     def row_tokens(self) -> int:

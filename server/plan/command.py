@@ -23,7 +23,7 @@ from .workload import INDEX_DTYPES, Workload
 
 _KEYS = (
     "policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens",
-    "fetch_cap", "exact_layers", "anchors", "share_layers", "kascade_fraction",
+    "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers", "kascade_fraction",
 )  # fmt: skip
 PLAN_FLAGS = tuple(flag for flag in RANK_FLAGS if flag.key in {f"selection.{key}" for key in _KEYS})
 

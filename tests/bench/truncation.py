@@ -233,6 +233,8 @@ def main() -> None:
                     else likelihood(model, own, sample, args.tokens)
                 )
                 setting = {"index": args.index, "budget": args.budget, "exact": args.exact}
+                if args.task == "perplexity":
+                    setting["tokens"] = args.tokens
                 line = json.dumps({"sample": name, "mode": mode, **setting, **found})
                 print(line, flush=True)
                 if args.out:

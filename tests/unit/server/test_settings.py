@@ -62,9 +62,11 @@ def test_exact_layers_in_yaml(tmp_path: Path, text: str, layers: tuple[int, ...]
         ({}, ()),
         ({"policy": "oracle"}, ()),
         ({"sample_tokens": 0}, (0, 1)),
+        ({"sample_tokens": 64}, (0, 1)),
+        ({"share_layers": True, "anchors": (2,)}, (0, 1)),
         ({"budget_tokens": 100}, (0, 1)),  # too few for samples
         ({"policy": "async_spade"}, (0, 1)),
-        ({"policy": "async_spade", "sample_tokens": 64}, (0, 1)),
+        ({"policy": "async_spade", "sample_tokens": 128}, (0, 1)),
         ({"exact_layers": (0, 1)}, (0, 1)),
         ({"sample_tokens": 0, "exact_layers": ()}, ()),
     ],
