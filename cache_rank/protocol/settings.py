@@ -25,6 +25,9 @@ MOST_SHORTLISTED = 8192
 DEFAULT_SAMPLES = 128
 """Tokens that stand for the rest, where nothing else is asked for and K is not less."""
 
+LEAST_FETCH_CAP = 64
+"""Rows that a head may fetch in a step where K is small: a sixteenth is too few (docs/quality.md)."""
+
 SAMPLED = ("look_ahead", "oracle")
 """Policies that have them by default: who was measured to gain by them (docs/quality.md)."""
 
@@ -71,7 +74,8 @@ class SelectionSettings(_Strict):
         default=None,
         ge=1,
         le=65536,
-        description="Rows fetched per head and step at most; default K/16, sfi and sync_kv K.",
+        description="Rows fetched per head and step at most; default K/16, but 64 where K is "
+        "not less; sfi and sync_kv K.",
     )
     index_dtype: Literal["native", "int8", "int4"] = Field(
         default="native",
@@ -309,7 +313,7 @@ class SelectionSettings(_Strict):
             return self.fetch_cap
         if self.policy in ("sfi", "sync_kv"):
             return max(1, self.budget_tokens)  # they select seldom, and then all of it
-        return max(1, self.budget_tokens // 16)
+        return max(1, self.budget_tokens // 16, min(self.budget_tokens, LEAST_FETCH_CAP))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

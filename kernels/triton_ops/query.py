@@ -17,7 +17,9 @@ from tandemkv.kernels.query import QueryWeights
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _BLOCK_OUT, _BLOCK_K, _WARPS, _STAGES = 32, 128, 2, 4
-_PROGRAMS = 512  # measured on an H200: 12.0 us for 8 x 4096 x 4096, 14.0 with twice as many
+# Two on each multiprocessor. Four leave no room for a program of the mirror, which is due at the
+# same time (H200, 1 + 1, 8 x 96K: 8.41 ms a step instead of 8.12).
+_PROGRAMS = 256
 _MAX_PARTS = 32
 # Keeps products of large hidden values and norm weights inside float16 (beyond 4 million they
 # are cut off); a power of two.

@@ -88,8 +88,8 @@ def bound_kernel(
     width, k, num_heads, num_splits, scratch_width, scratch_tiles, list_stride,
     lo_stride, hi_stride,
     HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    CODED: tl.constexpr, BLOCK_S: tl.constexpr, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr,
-    LISTING: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    CODED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, CAPACITY: tl.constexpr,
+    SAMPLE: tl.constexpr, LISTING: tl.constexpr, BLOCK_PAD: tl.constexpr,
 ):  # fmt: skip
     """Find a bound for the filter; with LISTING also all of a list that needs no filter."""
     base = tl.program_id(0).to(tl.int64)
@@ -98,11 +98,14 @@ def bound_kernel(
     num = tl.maximum(end - begin, 0)
     bound = tl.full([], -(2**31) + 1, tl.int32)
     if num > 0:
-        member, split = tl.arange(0, PAD_G), tl.arange(0, BLOCK_S)
-        parts = tl.load(
-            split_lse + (base * num_splits + split)[:, None] * PAD_G + member[None, :],
-            mask=(split < num_splits)[:, None], other=float("-inf"),
-        )  # fmt: skip
+        member, split = tl.arange(0, PAD_G), tl.arange(0, BLOCK_P)
+        sums = split_lse + (base * num_splits + split)[:, None] * PAD_G + member[None, :]
+        parts = tl.load(sums, mask=(split < num_splits)[:, None], other=float("-inf"))
+        for start in tl.static_range(BLOCK_P, BLOCK_S, BLOCK_P):
+            is_part = (start + split < num_splits)[:, None]
+            more = tl.load(sums + start * PAD_G, mask=is_part, other=float("-inf"))
+            peak = tl.maximum(tl.maximum(parts, more), -1e30)  # where neither is any, not -inf
+            parts = peak + tl.log2(tl.exp2(parts - peak) + tl.exp2(more - peak))
         largest = tl.max(parts, 0)
         lse = largest + tl.log2(tl.sum(tl.exp2(parts - largest[None, :]), 0))
         lse = tl.where(member < GROUP, lse, float("inf"))

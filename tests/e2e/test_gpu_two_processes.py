@@ -62,9 +62,16 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         yield found
 
 
+@pytest.fixture
+def every(server: Server, request: pytest.FixtureRequest) -> int:
+    """Every how many prompts: over NCCL a step of 30 layers takes hundreds of milliseconds."""
+    return 4 if "over-nccl" in request.node.name else 1
+
+
 def test_tokens_are_those_of_stock(
-    server: Server, prompts: list[list[int]], reference: list[dict[str, Any]]
+    server: Server, every: int, prompts: list[list[int]], reference: list[dict[str, Any]]
 ) -> None:
+    prompts, reference = prompts[::every], reference[::every]
     before = server.values()[0]
     alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
     check(agreement(alone, reference), "alone")

@@ -22,7 +22,7 @@ from tandemkv.kernels.triton_ops.score_scan import decode_share, encode_share
 DEVICE = triton_score_cases.DEVICE
 AS_ON_GPUS = {
     triton_topk: ("MIN_CAPACITY", "MIN_SAMPLE"),
-    triton_select: ("_BLOCK", "_COLUMNS", "_FILTER_PROGRAMS"),
+    triton_select: ("_BLOCK", "_COLUMNS", "_FILTER_PROGRAMS", "_SPLITS"),
 }
 AS_ON_GPUS = {of: {name: getattr(of, name) for name in names} for of, names in AS_ON_GPUS.items()}
 CODED = 1 / 16  # the relative error of a code; what is as good as zero beside it apart
@@ -37,6 +37,7 @@ def small_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_select, "_BLOCK", 64)
     monkeypatch.setattr(triton_select, "_COLUMNS", 8)
     monkeypatch.setattr(triton_select, "_FILTER_PROGRAMS", 6)
+    monkeypatch.setattr(triton_select, "_SPLITS", 2)
 
 
 def filled_scratch(num_reqs: int, group: int, heads: int, width: int, k: int) -> SelectScratch:

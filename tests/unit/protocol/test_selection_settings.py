@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples among the settings: how many there are, and what is refused."""
+"""Samples and rows among the settings: how many there are, and what is refused."""
 
 from __future__ import annotations
 
@@ -43,3 +43,19 @@ def test_samples_by_default_and_on_demand(given: dict[str, object], samples: int
 def test_what_is_refused_says_what_to_do(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         SelectionSettings.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        ({"budget_tokens": 2048}, 128),
+        ({"budget_tokens": 1024}, 64),
+        ({"budget_tokens": 158}, 64),  # a sixteenth would be nine
+        ({"budget_tokens": 70, "sample_tokens": 0}, 64),
+        ({"budget_tokens": 20, "num_recent_tokens": 8, "sample_tokens": 0}, 20),
+        ({"budget_tokens": 158, "policy": "sfi"}, 158),
+        ({"budget_tokens": 158, "fetch_cap": 9}, 9),
+    ],
+)
+def test_rows_fetched_at_most(given: dict[str, object], rows: int) -> None:
+    assert SelectionSettings.model_validate(given).fetch_cap_tokens == rows
