@@ -26,7 +26,7 @@ DEFAULT_SAMPLES = 128
 """Tokens that stand for the rest, where nothing else is asked for and K is not less."""
 
 LEAST_FETCH_CAP = 64
-"""Rows that a head may fetch in a step where K is small: a sixteenth is too few (docs/quality.md)."""
+"""Rows fetched at most where K is small: a sixteenth of it is too few (docs/quality.md)."""
 
 SAMPLED = ("look_ahead", "oracle")
 """Policies that have them by default: who was measured to gain by them (docs/quality.md)."""

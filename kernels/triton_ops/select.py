@@ -125,7 +125,8 @@ def score_topk(
         *ranges, scanned.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists, out,
         width, k, heads, scanned.num_splits, *sizes[1:], *strides,
         **flags, **listing, BLOCK_S=splits, SAMPLE=sample, BLOCK_PAD=_BLOCK,
-        BLOCK_P=min(splits, _SPLITS) if sample <= _SHORT_SAMPLE else splits, num_warps=_BOUND_WARPS if sample < topk.MAX_SAMPLE else 16,
+        BLOCK_P=min(splits, _SPLITS) if sample <= _SHORT_SAMPLE else splits,
+        num_warps=_BOUND_WARPS if sample < topk.MAX_SAMPLE else 16,
     )  # fmt: skip
     found = (scanned.logits, buffers.tile_max, scratch.head_lse, lists, out)
     if width > capacity:
