@@ -152,7 +152,7 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
         "dense-tp2", "in-process-tp2", "1+1",
     ]  # fmt: skip
     load = Workload(
-        context_tokens=65536, concurrency=8, num_resident=1028, fetch_cap_tokens=32,
+        context_tokens=65536, concurrency=8, num_resident=1028, fetch_cap_tokens=64,
         exact_layers=(), index_dtype="int4",
     )  # fmt: skip
     placement = Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=1)
