@@ -26,7 +26,7 @@ DEFAULT_SAMPLES = 128
 """Tokens that stand for the rest, where nothing else is asked for and K is not less."""
 
 LEAST_FETCH_CAP = 64
-"""Rows fetched at most where K is small: a sixteenth of it is too few (docs/quality.md)."""
+"""What the default fetch cap does not go below: a sixteenth of a small K is too few."""
 
 SAMPLED = ("look_ahead", "oracle")
 """Policies that have them by default: who was measured to gain by them (docs/quality.md)."""
@@ -74,8 +74,8 @@ class SelectionSettings(_Strict):
         default=None,
         ge=1,
         le=65536,
-        description="Rows fetched per head and step at most; default K/16, but 64 where K is "
-        "not less; sfi and sync_kv K.",
+        description="Rows fetched per head and step at most; default K/16, but at least 64, "
+        "or K if that is less; sfi and sync_kv K.",
     )
     index_dtype: Literal["native", "int8", "int4"] = Field(
         default="native",

@@ -17,8 +17,8 @@ from tandemkv.kernels.query import QueryWeights
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _BLOCK_OUT, _BLOCK_K, _WARPS, _STAGES = 32, 128, 2, 4
-# Two on each multiprocessor. Four leave no room for a program of the mirror, which is due at the
-# same time (H200, 1 + 1, 8 x 96K: 8.41 ms a step instead of 8.12).
+# About two on each multiprocessor. Four leave no room for a program of the mirror, which is due at
+# the same time (H200, Qwen3-8B's W_q, 1 + 1, 8 x 96K: 8.41 ms a step instead of 8.12).
 _PROGRAMS = 256
 _MAX_PARTS = 32
 # Keeps products of large hidden values and norm weights inside float16 (beyond 4 million they
@@ -126,7 +126,9 @@ def predict_query(
         raise ValueError(message)
     block_t = min(64, max(8, triton.next_power_of_2(num_tokens)))
     blocks = triton.cdiv(width, _BLOCK_OUT)
-    num_parts = min(_MAX_PARTS, max(1, _PROGRAMS // blocks), triton.cdiv(hidden_size, _BLOCK_K))
+    num_parts = min(
+        _MAX_PARTS, max(1, round(_PROGRAMS / blocks)), triton.cdiv(hidden_size, _BLOCK_K)
+    )
     part_size = triton.cdiv(triton.cdiv(hidden_size, _BLOCK_K), num_parts) * _BLOCK_K
     num_parts = triton.cdiv(hidden_size, part_size)
     parts = torch.empty((num_parts, num_tokens, width), device=hidden.device)

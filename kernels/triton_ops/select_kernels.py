@@ -104,7 +104,7 @@ def bound_kernel(
         for start in tl.static_range(BLOCK_P, BLOCK_S, BLOCK_P):
             is_part = (start + split < num_splits)[:, None]
             more = tl.load(sums + start * PAD_G, mask=is_part, other=float("-inf"))
-            peak = tl.maximum(tl.maximum(parts, more), -1e30)  # where neither is any, not -inf
+            peak = tl.maximum(tl.maximum(parts, more), -1e30)  # finite where both are -inf: no NaN
             parts = peak + tl.log2(tl.exp2(parts - peak) + tl.exp2(more - peak))
         largest = tl.max(parts, 0)
         lse = largest + tl.log2(tl.sum(tl.exp2(parts - largest[None, :]), 0))

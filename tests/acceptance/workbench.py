@@ -27,7 +27,8 @@ ATTENDED_512 = 4 + 2 * 512 + 64
 ATTENDED_1024 = 4 + 2 * 1024 + 64
 # Without samples: what is recorded is of as many tokens for every policy.
 _SPARSE = {"resident_factor": 2.0, "num_recent_tokens": 64, "sample_tokens": 0}
-SPARSE_512 = {"budget_tokens": 512, **_SPARSE}
+# As many rows a step as when it was recorded (K/16).
+SPARSE_512 = {"budget_tokens": 512, "fetch_cap": 32, **_SPARSE}
 SPARSE_1024 = {"budget_tokens": 1024, **_SPARSE}
 # Streaming attends to as many tokens as the others.
 STREAMING_512 = {"policy": "streaming", "num_recent_tokens": ATTENDED_512 - 4}

@@ -2,6 +2,7 @@
 """`score_topk` against scores and then a choice; run by `test_triton_score` in a process."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tandemkv.kernels.triton_ops.score_scan import decode_share, encode_share
 DEVICE = triton_score_cases.DEVICE
 AS_ON_GPUS = {
     triton_topk: ("MIN_CAPACITY", "MIN_SAMPLE"),
-    triton_select: ("_BLOCK", "_COLUMNS", "_FILTER_PROGRAMS", "_SPLITS"),
+    triton_select: ("_BLOCK", "_COLUMNS", "_FILTER_PROGRAMS"),
 }
 AS_ON_GPUS = {of: {name: getattr(of, name) for name in names} for of, names in AS_ON_GPUS.items()}
 CODED = 1 / 16  # the relative error of a code; what is as good as zero beside it apart
@@ -37,7 +38,7 @@ def small_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_select, "_BLOCK", 64)
     monkeypatch.setattr(triton_select, "_COLUMNS", 8)
     monkeypatch.setattr(triton_select, "_FILTER_PROGRAMS", 6)
-    monkeypatch.setattr(triton_select, "_SPLITS", 2)
+    monkeypatch.setattr(triton_select, "_SPLITS", 1)
 
 
 def filled_scratch(num_reqs: int, group: int, heads: int, width: int, k: int) -> SelectScratch:
@@ -95,6 +96,42 @@ def test_equals_scores_and_choice(pooling: str, kind: str, group: int, k: int) -
         gap = torch.where(far_scores > -torch.inf, near_scores - far_scores, 0.0).abs()
         limit = 2e-2 + (CODED if is_coded else 0)
         assert float(gap.max()) <= limit * float(far_scores.abs()[far_scores > -torch.inf].max())
+
+
+@pytest.mark.parametrize("part", [1, 2, 8])
+def test_sums_of_a_scan_come_in_parts(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second request's nine programs (on CPU) some have nothing to sum up."""
+    torch.manual_seed(0)
+    keys = make_keys(
+        "int4", num_reqs=2, heads=2, group=4, dim=64, page_size=16, num_pages=2 * 40, device=DEVICE
+    )
+    kernel, launched, found = triton_select.bound_kernel, [], []
+
+    class Launched:
+        """The kernel, which notes how many sums it was given, and how many at once."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*arguments: Any, **options: Any) -> None:
+                launched.append((options["BLOCK_P"], options["BLOCK_S"]))
+                kernel[grid](*arguments, **options)
+
+            return run
+
+    monkeypatch.setattr(triton_select, "bound_kernel", Launched())
+    for width in (64, part):
+        monkeypatch.setattr(triton_select, "_SPLITS", width)
+        scratch = filled_scratch(13, 4, 2, 640, 20)
+        chosen = triton_select.score_topk(
+            keys.q, keys.k_pool, keys.table, tensor([4, 9]), tensor([611, 79]), 20, width=640,
+            scale=0.2, k_scale=keys.k_scale, page_size=16, scratch=scratch,
+        )  # fmt: skip
+        found.append((*chosen, scratch.head_lse[:2]))
+    assert launched[0][0] == launched[0][1] == launched[1][1]
+    assert launched[1][0] == part < launched[1][1]
+    (places, scores, sums), (part_places, part_scores, part_sums) = found
+    torch.testing.assert_close(part_sums, sums, rtol=1e-5, atol=1e-5)
+    assert torch.equal(part_places.sort(-1).values, places.sort(-1).values)
+    torch.testing.assert_close(part_scores.sort(-1).values, scores.sort(-1).values)
 
 
 @triton.jit
