@@ -44,8 +44,8 @@ _BLOCK = 1024  # tokens that a program takes at a time
 _BOUND_WARPS, _FILTER_WARPS, _SELECT_WARPS = 8, 4, 8
 # Fewer fit in sooner beside a scan of all keys, see `shortlist`; longer lists need them all.
 _SELECT_REGISTERS, _SHORT_LIST = 128, 4096
-# More sums at once reach the threads by shuffles, without a barrier, and ptxas then loads the sample
-# one by one: 14.7 us instead of 10.1 at 8 x 64K. A sample of 8192 takes as long either way.
+# More sums at once reach the threads by shuffles, without a barrier, and ptxas then loads the
+# sample one by one: 14.7 us instead of 10.1 at 8 x 64K. A sample of 8192 takes as long either way.
 _SPLITS, _SHORT_SAMPLE = 64, 4096
 _COLUMNS = 128  # as many as threads; a block is a multiple of it
 # Measured on an H200, 8 x 64K, with logits: 19.0 us; 22.6 with as many registers as it takes.
