@@ -19,7 +19,8 @@ tokens, as `look_ahead` and `oracle` have them with c = 1. One request, float32,
 ``+rest`` counts what is left out: its softmax mass, by the query that chose, goes to the mean value
 of all tokens, instead of to the chosen ones. ``+sampleN`` attends to N evenly spaced candidates
 instead of as many of the K; those that are not chosen anyway stand for all that is left out, each
-with as many times its weight.
+with as many times its weight. With ``--late N`` the first N layers of a step, which have no layer
+before them to hide their selection behind, attend to what the query of the step before chooses.
 """
 
 from __future__ import annotations
@@ -44,20 +45,23 @@ class Decoding:
     """The attention of decode steps in one mode; registered with transformers under ``sim``."""
 
     def __init__(
-        self, budget: int, sink: int, recent: int, index: str = "native", num_exact: int = 2
-    ) -> None:
+        self, budget: int, sink: int, recent: int, index: str = "native", num_exact: int = 2,
+        num_late: int = 0,
+    ) -> None:  # fmt: skip
         self.budget, self.sink, self.recent, self.index = budget, sink, recent, index
-        self.num_exact = num_exact
+        self.num_exact, self.num_late = num_exact, num_late
         self.mode = "dense"
         self.hidden: dict[int, torch.Tensor] = {}
         self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
         self.layers: Any = None
         self._before: dict[int, torch.Tensor] = {}
+        self._queries: dict[int, torch.Tensor] = {}
 
     def begin(self, mode: str) -> None:
         """Start a request."""
         self.mode = mode
         self._before.clear()
+        self._queries.clear()
 
     def attend(
         self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any,
@@ -74,8 +78,12 @@ class Decoding:
         query = q[0, :, 0].view(k.shape[1], group, -1)
         logits = torch.einsum("hgd,hnd->hgn", query, k[0]) * scaling
         chooses = logits
-        if kind == "predicted" or self.index != "native":
-            asks = self._predict(module, query) if kind == "predicted" else query
+        is_late = module.layer_idx < self.num_late
+        if kind == "predicted" or is_late or self.index != "native":
+            asks = self._predict(module, query) if kind == "predicted" and not is_late else query
+            if is_late:
+                asks = self._queries.get(module.layer_idx, query)
+                self._queries[module.layer_idx] = query
             keys = k[0] if self.index == "native" else in_int4(k[0])
             chooses = torch.einsum("hgd,hnd->hgn", asks, keys) * scaling
         is_candidate = torch.zeros(k.shape[2], dtype=torch.bool)
@@ -207,6 +215,7 @@ def main() -> None:
     parser.add_argument("--recent", type=int, default=64)
     parser.add_argument("--index", default="native", choices=("native", "int4", "codes"))
     parser.add_argument("--exact", type=int, default=2, help="so many first layers stay dense")
+    parser.add_argument("--late", type=int, default=0, help="so many first layers select late")
     parser.add_argument("--out", type=Path, help="JSON lines, written as they come")
     args = parser.parse_args()
     for mode in args.modes.split(","):
@@ -215,7 +224,9 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     decode = AutoTokenizer.from_pretrained(args.model).decode
-    decoding = Decoding(args.budget, args.sink, args.recent, args.index, args.exact)
+    decoding = Decoding(
+        args.budget, args.sink, args.recent, args.index, args.exact, args.late
+    )  # fmt: skip
     model = load(args.model, decoding)
     rows = [json.loads(line) for line in args.samples.read_text(encoding="utf-8").splitlines()]
     with torch.no_grad():
@@ -233,6 +244,8 @@ def main() -> None:
                     else likelihood(model, own, sample, args.tokens)
                 )
                 setting = {"index": args.index, "budget": args.budget, "exact": args.exact}
+                if args.late:
+                    setting["late"] = args.late
                 if args.task == "perplexity":
                     setting["tokens"] = args.tokens
                 line = json.dumps({"sample": name, "mode": mode, **setting, **found})
