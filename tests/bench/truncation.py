@@ -80,10 +80,11 @@ class Decoding:
         chooses = logits
         is_late = module.layer_idx < self.num_late
         if kind == "predicted" or is_late or self.index != "native":
-            asks = self._predict(module, query) if kind == "predicted" and not is_late else query
             if is_late:
                 asks = self._queries.get(module.layer_idx, query)
                 self._queries[module.layer_idx] = query
+            else:
+                asks = self._predict(module, query) if kind == "predicted" else query
             keys = k[0] if self.index == "native" else in_int4(k[0])
             chooses = torch.einsum("hgd,hnd->hgn", asks, keys) * scaling
         is_candidate = torch.zeros(k.shape[2], dtype=torch.bool)
