@@ -18,8 +18,19 @@ import life_cycle
 from rank_servers import Server, environment, model_dir, ours
 from workbench import SMALL, Bench, Checks, long_ids
 
-EARLY_S = 15.0
-"""Loading SGLang takes longer: what fails sooner was refused before anything was started."""
+_WATCHED = """
+import runpy, sys
+words = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.system")
+started = []
+sys.addaudithook(lambda event, args: started.append(event) if event in words else None)
+try:
+    runpy.run_module("tandemkv.server", run_name="__main__", alter_sys=True)
+finally:
+    started += ["sglang"] if "sglang" in sys.modules else []
+    print("started:", *started, file=sys.stderr)
+"""
+"""Runs the command line and says at its end which processes it started and whether it loaded
+SGLang: early is what comes before both, however slow the machine."""
 
 FLAGS: dict[str, tuple[list[str], str]] = {
     "budget below sink + recent": (["--budget-tokens", "20"], "budget_tokens"),
@@ -76,8 +87,15 @@ def run(_bench: Bench) -> dict[str, Any]:
 
 
 def serve(args: list[str]) -> dict[str, Any]:
-    """Run ``tandemkv serve`` with arguments that must fail."""
-    return _run([sys.executable, "-P", "-m", "tandemkv.server", "serve", *args], {})
+    """Run ``tandemkv serve`` with arguments that must fail; *started* is what it began."""
+    found = _run([sys.executable, "-P", "-c", _WATCHED, "serve", *args], {})
+    # standard output comes after standard error: a usage error has both
+    text, ended, started = found["text"].partition("started:")
+    first, *rest = started.splitlines() or [""]
+    return found | {
+        "text": "\n".join([text.rstrip(), *rest]).strip(),
+        "started": first.split() if ended else None,
+    }
 
 
 def sglang_alone(variables: dict[str, str]) -> dict[str, Any]:
@@ -90,13 +108,13 @@ def sglang_alone(variables: dict[str, str]) -> dict[str, Any]:
 
 
 def is_clear(found: dict[str, Any], word: str) -> bool:
-    """Whether a refusal came early, is short, and names what is wrong."""
+    """Whether a refusal came before anything was started, is short, and names what is wrong."""
     return (
         found["code"] not in (0, None)
         and word in found["text"]
         and "Traceback" not in found["text"]
         and len(found["text"].splitlines()) <= 12
-        and found["seconds"] < EARLY_S
+        and found["started"] == []
     )
 
 
