@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from rank_servers import Server, model_dir, ours
+from exactness import make_prompts, run
+from rank_servers import Server, model_dir, ours, stock
 
 SMALL = {
     "policy": "look_ahead",
@@ -26,6 +28,25 @@ def token_ids() -> list[int]:
     topics = importlib.import_module("pydoc_data.topics").topics
     text = "\n\n".join(t for _, t in sorted(topics.items()))[:40_000]
     return list(AutoTokenizer.from_pretrained(model_dir())(text)["input_ids"])
+
+
+@pytest.fixture(scope="session")
+def prompts(token_ids: list[int]) -> list[list[int]]:
+    """Unrelated slices of the text, of 30 to 700 tokens."""
+    return make_prompts(token_ids, count=6, shortest=30, longest=700)
+
+
+@pytest.fixture(scope="session")
+def new_tokens() -> int:
+    """Tokens that are decoded for each prompt."""
+    return 16
+
+
+@pytest.fixture(scope="session")
+def reference(prompts: list[list[int]], new_tokens: int) -> list[Any]:
+    """What stock SGLang says to the prompts, one at a time."""
+    with stock() as server:
+        return run(server, prompts, new_tokens=new_tokens, at_once=1)
 
 
 @pytest.fixture(scope="module")

@@ -6,35 +6,27 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from exactness import compare, flush, make_prompts, run
-from rank_servers import Server, stock
+from exactness import compare, flush, run
+from rank_servers import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-NEW_TOKENS = 16
-
-
-@pytest.fixture(scope="session")
-def prompts(token_ids: list[int]) -> list[list[int]]:
-    return make_prompts(token_ids, count=6, shortest=30, longest=700)
-
-
-@pytest.fixture(scope="module")
-def reference(prompts: list[list[int]]) -> list[Any]:
-    with stock() as server:
-        return run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
 
 
 @pytest.mark.parametrize("name", ["exact_server", "covering_server"])
 def test_tokens_equal_stock(
-    name: str, prompts: list[list[int]], reference: list[Any], request: pytest.FixtureRequest
+    name: str,
+    prompts: list[list[int]],
+    new_tokens: int,
+    reference: list[Any],
+    request: pytest.FixtureRequest,
 ) -> None:
     server: Server = request.getfixturevalue(name)
-    alone = compare(run(server, prompts, new_tokens=NEW_TOKENS, at_once=1), reference)
+    alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
     assert alone["pass"], alone
-    warm = compare(run(server, prompts, new_tokens=NEW_TOKENS, at_once=4), reference)
+    warm = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
     assert warm["pass"], f"with radix hits, four at a time: {warm}"
     flush(server)
-    cold = compare(run(server, prompts, new_tokens=NEW_TOKENS, at_once=4), reference)
+    cold = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
     assert cold["pass"], f"after a flush, four at a time: {cold}"
     inference, cache = server.values()
     assert cache["stale_reads_total"] == 0

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from exactness import compare, flush, make_prompts, run
-from rank_servers import Server, ours, stock
+from exactness import compare, flush, run
+from rank_servers import Server, ours
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-NEW_TOKENS = 16
 
 
 @pytest.fixture(
@@ -57,26 +56,15 @@ def small() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def prompts(token_ids: list[int]) -> list[list[int]]:
-    return make_prompts(token_ids, count=6, shortest=30, longest=700)
-
-
-@pytest.fixture(scope="module")
-def reference(prompts: list[list[int]]) -> list[Any]:
-    with stock() as server:
-        return run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
-
-
 def test_tokens_equal_stock(
-    covering: Server, prompts: list[list[int]], reference: list[Any]
+    covering: Server, prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:
-    alone = compare(run(covering, prompts, new_tokens=NEW_TOKENS, at_once=1), reference)
+    alone = compare(run(covering, prompts, new_tokens=new_tokens, at_once=1), reference)
     assert alone["pass"], alone
-    warm = compare(run(covering, prompts, new_tokens=NEW_TOKENS, at_once=4), reference)
+    warm = compare(run(covering, prompts, new_tokens=new_tokens, at_once=4), reference)
     assert warm["pass"], f"with radix hits, four at a time: {warm}"
     flush(covering)
-    cold = compare(run(covering, prompts, new_tokens=NEW_TOKENS, at_once=4), reference)
+    cold = compare(run(covering, prompts, new_tokens=new_tokens, at_once=4), reference)
     assert cold["pass"], f"after a flush, four at a time: {cold}"
     inference, cache = covering.values()
     assert cache == {}
@@ -138,7 +126,9 @@ def test_a_request_grows_out_of_dense_attention(small: Server, token_ids: list[i
     assert mean[1] > mean[0] - 1.0, mean
 
 
-def test_dense_up_to_a_length(prompts: list[list[int]], reference: list[Any]) -> None:
+def test_dense_up_to_a_length(
+    prompts: list[list[int]], new_tokens: int, reference: list[Any]
+) -> None:
     """Up to `dense_tokens` a request is attended to as a whole; beyond it is selected for."""
     selection = {
         "policy": "look_ahead",
@@ -149,7 +139,7 @@ def test_dense_up_to_a_length(prompts: list[list[int]], reference: list[Any]) ->
         "dense_tokens": 720,
     }
     with ours({"cache_ranks": 0, "selection": selection}) as server:
-        found = compare(run(server, prompts, new_tokens=NEW_TOKENS, at_once=1), reference)
+        found = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
         assert found["pass"], found
         before, _ = server.values()
         longest = max(prompts, key=len)

@@ -1,31 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted queries: the reference against float64, and the Triton kernels without a GPU."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_cases
 from query_inputs import predict_in_float64, query_inputs
 
 from tandemkv.kernels.query import QueryWeights, predict_query
 from tandemkv.kernels.testing import assert_close
 
-CASES = Path(__file__).with_name("triton_query_cases.py")
-
 
 def test_triton_kernels_equal_float64(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    run_cases("triton_query_cases.py", tmp_path)
 
 
 @pytest.mark.parametrize(("has_bias", "has_norm"), [(False, False), (True, False), (False, True)])

@@ -1,31 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries predicted from windows: against RoPE undone and done again, and Triton's against that."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_cases
 
 from tandemkv.kernels.query_window import push_and_predict, ridge_predict
 from tandemkv.kernels.rope import apply_rope
 from tandemkv.kernels.testing import Tolerance, assert_close
 
-CASES = Path(__file__).with_name("triton_query_window_cases.py")
 HEADS, DIM = 2, 16
 
 
 def test_triton_kernel_equals_the_reference(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    run_cases("triton_query_window_cases.py", tmp_path)
 
 
 def make(num_rows: int = 3, size: int = 4) -> dict[str, torch.Tensor]:

@@ -3,15 +3,13 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_process import run_cases
 
 from tandemkv.kernels.append import SampleMoves, append_tokens
 from tandemkv.kernels.mirror import mirror_diff
@@ -24,7 +22,6 @@ from tandemkv.kernels.samples import (
 )
 from tandemkv.kernels.testing import Tolerance, assert_close
 
-CASES = Path(__file__).with_name("triton_samples_cases.py")
 FLOAT32 = Tolerance(abs_error=1e-5, rel_error=1e-5, cosine_gap=1e-9)
 
 
@@ -195,10 +192,4 @@ def test_odd_numbers_are_refused(num_samples: int) -> None:
 
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    run_cases("triton_samples_cases.py", tmp_path)

@@ -1,32 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags between GPUs, and appends; interpreted where there is no GPU."""
 
-import os
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_cases
 
 from tandemkv.kernels.append import append_tokens
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.flags import raise_flags, send_rows, wait_flags
 
 pytest.importorskip("triton")
-CASES = Path(__file__).with_name("triton_flags_cases.py")
 
 
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    run_cases("triton_flags_cases.py", tmp_path)
 
 
 def test_flags_on_a_cpu() -> None:

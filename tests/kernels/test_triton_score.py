@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run `triton_score_cases.py` (why in a process of its own: see `test_triton_ops`), and graphs."""
+"""Run `triton_score_cases.py` (`own_process`), and graphs."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_cases
 from score_inputs import KINDS, ON_GPU, expected, magnitude, make_keys
 
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
@@ -18,23 +16,10 @@ pytest.importorskip("triton")
 CASES = ("triton_score_cases.py", "triton_fused_cases.py")
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 @pytest.mark.parametrize("name", CASES)
 def test_triton_scores_equal_float64(name: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(Path(__file__).with_name(name)),
-    ]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    run_cases(name, tmp_path)
 
 
 @pytest.mark.gpu

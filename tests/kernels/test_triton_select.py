@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection kernels: interpreted without a GPU, compiled and in CUDA graphs with one.
 
-The cases run in a process of their own, for the reason that `test_triton_ops` gives.
+The cases run in a process of their own, for the reason that `own_process` gives.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_cases
 
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
@@ -19,17 +17,11 @@ from tandemkv.kernels.reference import exchange, mirror
 from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
 pytest.importorskip("triton")
-CASES = Path(__file__).with_name("triton_select_cases.py")
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    run_cases("triton_select_cases.py", tmp_path)
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

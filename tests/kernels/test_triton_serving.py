@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norm, RoPE, paged and causal attention on a GPU; interpreted where there is none.
 
-The cases run in a process of their own, for the reason that `test_triton_ops` gives.
+The cases run in a process of their own, for the reason that `own_process` gives.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_cases
 
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.causal_attention import attend_causal
@@ -19,17 +17,10 @@ from tandemkv.kernels.reference import causal_attention as reference
 from tandemkv.kernels.testing import TOLERANCES, assert_close
 
 pytest.importorskip("triton")
-CASES = Path(__file__).with_name("triton_serving_cases.py")
 
 
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    run_cases("triton_serving_cases.py", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shortlists: the reference against float64, and the Triton kernels, interpreted without a GPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_cases
 
 from tandemkv.kernels.shortlist import choose_listed, make_shortlist_scratch
-
-CASES = Path(__file__).with_name("triton_shortlist_cases.py")
 
 
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    run_cases("triton_shortlist_cases.py", tmp_path)
 
 
 @pytest.mark.parametrize("pooling", ["softmax_mean", "max_logit", "mean_logit"])

@@ -2,13 +2,11 @@
 """Tables of a decode step; the Triton kernels interpreted where there is no GPU."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_cases
 
 from tandemkv.kernels.step_tables import (
     CandidateTables,
@@ -17,19 +15,12 @@ from tandemkv.kernels.step_tables import (
     load_ring,
 )
 
-CASES = Path(__file__).with_name("triton_step_tables_cases.py")
 SIZES = {"num_resident": 3, "num_recent": 2, "num_dense": 5}
 
 
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    run_cases("triton_step_tables_cases.py", tmp_path)
 
 
 def _ints(*values: int) -> torch.Tensor:

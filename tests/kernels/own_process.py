@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a file of cases for Triton kernels: compiled on a GPU, interpreted without one.
+
+Triton decides when it is imported whether it interprets, and other tests import it (through
+transformers) before a module could set that, hence the process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+_MOST_WORKERS = 4
+
+
+def run_cases(name: str, cache_dir: Path) -> None:
+    """Run ``tests/kernels/name``, and fail with its output unless every case passes.
+
+    Interpreted cases are bound by one core each, minutes long, and do not touch one another: they
+    share the cores.
+    """
+    has_gpu = torch.cuda.is_available()
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(cache_dir)}
+    environment["TRITON_INTERPRET"] = "0" if has_gpu else "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if not has_gpu:
+        command += ["-n", str(min(_MOST_WORKERS, len(os.sched_getaffinity(0))))]
+    command.append(str(Path(__file__).with_name(name)))
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+    assert "skipped" not in run.stdout
