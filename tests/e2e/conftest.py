@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers in three settings, each started once and kept no longer than needed."""
+"""Real servers in three settings, each started once and kept no longer than needed; and stock's."""
 
 from __future__ import annotations
 
