@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the residual stream at the entry of each decoder layer, without touching it."""
+"""Reads the residual stream at the entry of each decoder layer, and tells when logits are made."""
 
 from __future__ import annotations
 
@@ -47,3 +47,24 @@ def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
 
     for index, module in enumerate(layers):
         module.register_forward_pre_hook(hook_for(index), with_kwargs=True)
+
+
+def install_logits_hook(model: Any, on_logits: Callable[[], None]) -> None:
+    """Call `on_logits` whenever an SGLang model has queued its logits, the last of a forward pass.
+
+    Raises
+    ------
+    ContractError
+        If the model has no ``logits_processor``.
+    """
+    processor = getattr(model, "logits_processor", None)
+    if processor is None:
+        raise ContractError(
+            f"{type(model).__name__} has no logits_processor, so nobody knows when a step ends; "
+            "serve this model with --late-layers 0"
+        )
+
+    def hook(_module: Any, _args: tuple[Any, ...], _output: Any) -> None:
+        on_logits()
+
+    processor.register_forward_hook(hook)

@@ -64,6 +64,12 @@ def resolve_placement(
             "scan_ahead: only a cache rank in the inference rank's process scans ahead; add "
             "--cache-ranks 0, or --transport peer on two GPUs, or leave --scan-ahead out"
         )
+    if settings.selection.late_layers and not in_process:
+        raise SettingsError(
+            f"late_layers={settings.selection.late_layers}: only a cache rank in the inference "
+            "rank's process selects at the end of a step; add --cache-ranks 0, or --transport peer "
+            "on two GPUs, or leave --late-layers out"
+        )
     if device == "cuda" and in_process:
         _check_gpus(settings, spec, model_dir)
     if device == "cpu" or settings.transport != "local":

@@ -23,6 +23,8 @@ class DecodeBatch:
     lengths, lo, hi, num_target : torch.Tensor
         ``[max_batch]`` int32: tokens after the step, candidates ``[lo, hi)``, resident slots
         that have to be filled.
+    next_hi, next_num_target : torch.Tensor
+        The same as of the next step; `look_forward` fills them.
     active : torch.Tensor
         ``[max_batch]`` bool: the policy selects for the request; not for padding (row 0), and
         not for requests that are dense and will be for a while.
@@ -62,6 +64,7 @@ class DecodeBatch:
         self.positions = zeros(max_batch, dtype=torch.int64)
         self.lengths = zeros(max_batch)
         self.lo, self.hi, self.num_target = zeros(max_batch), zeros(max_batch), zeros(max_batch)
+        self.next_hi, self.next_num_target = zeros(max_batch), zeros(max_batch)
         self.active = zeros(max_batch, dtype=torch.bool)
         self.pages = zeros(max_batch, -(-max_context // page_size))
         self.step = zeros()
@@ -88,6 +91,12 @@ class DecodeBatch:
                 for field in fields(tables)
             }
         )
+
+    def look_forward(self) -> None:
+        """Fill in what a selection for the next step reads; a graph may capture it."""
+        torch.sub(self.lengths, self._num_recent - 1, out=self.next_hi)
+        self.next_hi.clamp_(min=0)
+        torch.clamp(self.next_hi, max=self._num_resident, out=self.next_num_target)
 
     def load(
         self,

@@ -16,6 +16,7 @@ import torch
 from tandemkv.cache_rank.mirror import ResidentMirror
 from tandemkv.cache_rank.policies.base import Policy
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery, SeenFrom
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -114,6 +115,7 @@ class InProcessCacheRank:
         )
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         context = model.max_context
+        self.late_layers = self._find_late()
         self._scanned_ahead = self._find_scanned_ahead()
         # Layers of different lanes are worked on at once.
         num_lanes = self.num_lanes if self._selecting else 0
@@ -221,12 +223,29 @@ class InProcessCacheRank:
 
     def targets_of(self, layer: int) -> tuple[int, ...]:
         """Layers whose query is predicted from the residual stream at the entry of `layer`."""
-        return self._program.targets_of(layer)
+        return tuple(x for x in self._program.targets_of(layer) if x not in self.late_layers)
 
     def scans_of(self, layer: int) -> tuple[int, ...]:
         """See `LocalCacheRank.scans_of`."""
         scanned = layer + self._selection.look_ahead_layers + 1
         return (scanned,) if scanned in self._scanned_ahead else ()
+
+    def _find_late(self) -> tuple[int, ...]:
+        """Return late layers; see `LocalCacheRank.late_layers`.
+
+        Raises
+        ------
+        SettingsError
+            If one of them has not attended where the last layer with targets begins.
+        """
+        count = self._selection.late_layers
+        late = tuple(x for x in self._sources if x < count)
+        if late and late[-1] >= self._sources[-1] - self._selection.look_ahead_layers:
+            raise SettingsError(
+                f"late_layers={count}: too many for a model of {self._model.num_layers} layers; "
+                "lower --late-layers"
+            )
+        return late
 
     def _find_scanned_ahead(self) -> frozenset[int]:
         """Layers that are chosen for among what an earlier scan found.
@@ -237,7 +256,11 @@ class InProcessCacheRank:
             return frozenset()
         first = _FIRST_SOURCE + self._selection.look_ahead_layers + 1
         return frozenset(
-            layer for layer in self._selecting if layer >= first and layer - 1 in self._book_of
+            layer
+            for layer in self._selecting
+            if layer >= first
+            and layer - 1 in self._book_of
+            and not {layer, layer - 1} & set(self.late_layers)
         )
 
     # -- prefill -------------------------------------------------------------------------
@@ -337,6 +360,12 @@ class InProcessCacheRank:
         sizes = selection.budget_tokens, selection.num_shortlisted
         self._listed[layer] = self._scan(list_best, layer, query, *sizes, lane=lane)
 
+    def choose_late(self, layer: int, hidden: torch.Tensor) -> None:
+        """See `LocalCacheRank.choose_late`."""
+        if layer == self.late_layers[0]:
+            self.batch.look_forward()
+        self.choose_ahead(layer, hidden)
+
     def choose(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.choose`."""
         size, batch, selection = len(query), self.batch, self._selection
@@ -365,6 +394,7 @@ class InProcessCacheRank:
         batch, selection, book = self.batch, self._selection, self._book_of[layer]
         lane, rows, pages = self.lane_of(layer), batch.rows[:batch_size], batch.pages[:batch_size]
         chosen, chosen_scores = self._chosen[self._program.source_of(layer)]
+        hi, num_target = self._ends_of(layer)
         head_map = self._head_maps.get(layer)
         if head_map is not None:
             chosen, chosen_scores = (x.index_select(1, head_map) for x in (chosen, chosen_scores))
@@ -374,8 +404,8 @@ class InProcessCacheRank:
             self._mirror.last_used[book],
             step=batch.step,
             num_protected=selection.num_sink_tokens,
-            num_target=batch.num_target[:batch_size],
-            hi=batch.hi[:batch_size],
+            num_target=num_target[:batch_size],
+            hi=hi[:batch_size],
             lo=0,
             fetch_cap=selection.fetch_cap_tokens,
             selected_scores=chosen_scores,
@@ -403,14 +433,14 @@ class InProcessCacheRank:
         **options: tuple[int, int],
     ) -> _Chosen:
         """Scan all candidates, and `choose` as many of them."""
-        size, batch = len(query), self.batch
+        size, batch, (hi, _) = len(query), self.batch, self._ends_of(layer)
         keys, k_scale = self._index.keys(layer)
         return choose(
             query,
             keys,
             batch.pages[:size],
             batch.lo[:size],
-            batch.hi[:size],
+            hi[:size],
             *sizes,
             width=self._model.max_context,
             scale=self._model.scale,
@@ -422,6 +452,13 @@ class InProcessCacheRank:
             scan_stream=self._scan_streams[lane],
             **options,
         )
+
+    def _ends_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where candidates end, and slots to be filled, in the step that uses them."""
+        batch = self.batch
+        if layer in self.late_layers:
+            return batch.next_hi, batch.next_num_target
+        return batch.hi, batch.num_target
 
     def counters(self) -> dict[str, float]:
         """See `LocalCacheRank.counters`."""

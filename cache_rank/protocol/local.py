@@ -198,6 +198,14 @@ class LocalCacheRank(Protocol):
     def targets_of(self, layer: int) -> tuple[int, ...]:
         """Layers whose query is predicted from the residual stream at the entry of `layer`."""
 
+    @property
+    def late_layers(self) -> tuple[int, ...]:
+        """Layers that `choose_late` selects for, at the end of a step, for the next one.
+
+        They are no `targets_of` any layer. All have attended where the last layer that has targets
+        begins.
+        """
+
     def scans_of(self, layer: int) -> tuple[int, ...]:
         """Layers whose keys are scanned with the residual stream at the entry of `layer`.
 
@@ -274,6 +282,13 @@ class LocalCacheRank(Protocol):
         """`choose` with the residual stream ``[B, hidden_size]`` of an earlier layer.
 
         `await_scan` is called when the query is predicted, and what `scan_ahead` found is needed.
+        """
+
+    def choose_late(self, layer: int, hidden: torch.Tensor) -> None:
+        """`choose` for a late layer and the next step, with the stream at its own entry.
+
+        ``hidden [B, hidden_size]`` is this step's. Late layers are chosen for in their order, in
+        lanes that are behind this step's other selections; `fetch` follows as usual.
         """
 
     def scan_ahead(self, layer: int, hidden: torch.Tensor) -> None:

@@ -93,6 +93,13 @@ class SelectionSettings(_Strict):
         le=8,
         description="Layers between the hidden state and the query it predicts.",
     )
+    late_layers: int = Field(
+        default=0,
+        ge=0,
+        le=8,
+        description="look_ahead, in-process: as many first layers are selected for at the end of "
+        "a step, for the next one, so that no step begins with waiting for a selection.",
+    )
     scan_ahead: bool = Field(
         default=False,
         description="look_ahead, in-process: scan all keys with the query predicted one layer "
@@ -349,6 +356,19 @@ class SelectionSettings(_Strict):
                 f"shortlist_factor={self.shortlist_factor} times budget_tokens="
                 f"{self.budget_tokens} must be at most {MOST_SHORTLISTED}; lower one of the two, "
                 "or turn scan_ahead off"
+            )
+        if self.late_layers and self.policy != "look_ahead":
+            raise ValueError(
+                f"late_layers is for policy=look_ahead, not {self.policy}; use --policy "
+                "look_ahead, or drop --late-layers"
+            )
+        if self.late_layers and (self.share_layers or self.gate_cosine):
+            raise ValueError("late_layers goes with neither share_layers nor gate_cosine; drop it")
+        if self.late_layers and set(self.exact_layer_ids) & set(range(self.late_layers)):
+            raise ValueError(
+                f"late_layers={self.late_layers}: nothing is selected for exact layers, and "
+                f"exact_layers={','.join(map(str, self.exact_layer_ids))} has some of these; use "
+                "--exact-layers none, or drop --late-layers"
             )
         if self.gate_cosine and (not is_every_step or self.share_layers):
             raise ValueError(

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalCacheRank
-from tandemkv.inference_rank.residual_hooks import install_residual_hooks
+from tandemkv.inference_rank.residual_hooks import install_logits_hook, install_residual_hooks
 from tandemkv.kernels.flags import raise_flags, wait_flags
 
 from .far_attention import FarAttention
@@ -103,8 +103,12 @@ class InProcessBackend(AttentionBackend):
         self._fills: list[tuple[int, torch.Tensor]] = []
         if is_far:
             rank.let_load_from(device, seen_from)
+        self._late_pending = False
+        self._last_entry = max((x for x in layers if rank.targets_of(x)), default=-1)
         if rank.needs_hidden:
             install_residual_hooks(runner.model, self._on_layer_input)
+        if rank.late_layers:
+            install_logits_hook(runner.model, self._on_logits)
 
     # -- SGLang's contract ---------------------------------------------------------------
 
@@ -254,9 +258,21 @@ class InProcessBackend(AttentionBackend):
     def _after(self, index: int, out: torch.Tensor) -> torch.Tensor:
         if index == self._num_layers - 1:
             self._home.end_step()
-            self._side.join_all()
-            self._rank.end_step()
+            if self._late_pending:
+                self._side.finish_deferred()
+            else:
+                self._join()
         return out
+
+    def _on_logits(self) -> None:
+        if self._late_pending:
+            self._join()
+
+    def _join(self) -> None:
+        """End a step: whatever is beside it is done before the next one."""
+        self._side.join_all()
+        self._rank.end_step()
+        self._late_pending = False
 
     # -- benchmarks ----------------------------------------------------------------------
 
@@ -298,7 +314,7 @@ class InProcessBackend(AttentionBackend):
         if self._home.samples is not None:
             self._home.samples.load(rows, lengths, req_to_token)
         self._home.begin_step()
-        self._side.join_all()
+        self._join()  # nothing to wait for, unless a step failed
         self._rank.begin_step()
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)
         if in_capture or kind is not StepKind.DENSE or self._far is not None:
@@ -396,10 +412,10 @@ class InProcessBackend(AttentionBackend):
     ) -> None:
         if not (self._is_decode and self._kind is StepKind.SELECTING):
             return
-        targets = self._rank.targets_of(layer)
-        if not targets:
-            return
         size, stream, rank = len(hidden_states), None, self._rank
+        targets = rank.targets_of(layer)
+        if not targets and layer in rank.late_layers:
+            self._streams.put(layer, hidden_states, residual)  # for the end of the step
         lanes = [rank.lane_of(target) for target in targets]
         # At the first layer two selections may begin; nobody can wait for the second before the
         # first is done, and beside each other they take 274 us instead of 185 (H200, 8 x 64K).
@@ -417,3 +433,18 @@ class InProcessBackend(AttentionBackend):
                 await_scan = partial(self._side.await_branch, target)
                 rank.choose_ahead(target, stream, await_scan=await_scan)
                 self._fetch(target, *rank.followers_of(target), size=size)
+        if targets and layer == self._last_entry:
+            self._select_late(size, behind=lanes[-1])
+
+    def _select_late(self, size: int, *, behind: int) -> None:
+        """Select for late layers and the next step, behind the step's last selection.
+
+        That one began when the forward pass had come to its layer: late layers have attended.
+        """
+        rank = self._rank
+        for layer in rank.late_layers:
+            lane = rank.lane_of(layer)
+            with self._side.fork(lane=lane, behind=behind):
+                rank.choose_late(layer, self._streams.last(layer, size))
+                rank.fetch(layer, size)
+            behind, self._late_pending = lane, True

@@ -52,4 +52,8 @@ class LayerStreams:
             out.copy_(hidden_states)
         else:
             torch.add(hidden_states, residual, out=out)
+        return self.last(layer, size)
+
+    def last(self, layer: int, size: int) -> torch.Tensor:
+        """Return what was last written for `layer`, ``[size, hidden]`` on the cache device."""
         return self._there[layer, :size]

@@ -88,17 +88,24 @@ class SideStream:
         lane: int = 0,
         signal: Signal | None = None,
         after: int | None = None,
+        behind: int | None = None,
     ) -> Iterator[None]:
         """Run the body in a lane beside the forward pass, after what that has queued so far.
 
         With `signal`: after what was queued before its flags are raised. With `after`: after
-        what that lane has queued so far, too.
+        what that lane has queued so far, too. With `behind` instead: after that lane alone, of
+        which the last fork was for what the forward pass has just queued; deferred work goes first.
         """
         if not self._lanes:
             yield
             return
         self._kept += [t for t in reads if t is not None]
-        if signal is None:
+        if behind is not None:
+            self._lanes[lane].wait_stream(self._lanes[behind])
+            self._forked.add(lane)
+            with self._inside(lane):
+                self._run_deferred(lane)
+        elif signal is None:
             self._lanes[lane].wait_stream(torch.cuda.current_stream(self._device))
             self._forked.add(lane)
         if after is not None:
@@ -145,6 +152,19 @@ class SideStream:
             with self.fork(lane=lane):
                 pass
 
+    def finish_deferred(self) -> None:
+        """Run what is still deferred, after what the forward pass has queued."""
+        lanes = sorted({lane for lane, _ in self._deferred})
+        if self._flags is None or not torch.cuda.is_current_stream_capturing():
+            for lane in lanes:
+                with self.fork(lane=lane):
+                    pass
+            return
+        self._cross(lanes)
+        for lane in lanes:
+            with self._inside(lane):
+                self._run_deferred(lane)
+
     def done_flags(self, layer: int, size: int = 1) -> torch.Tensor | None:
         """Return flags ``[size]`` to raise when all is done for `layer`; None: not needed.
 
@@ -184,7 +204,7 @@ class SideStream:
         """Let the forward pass wait for everything; a step ends with this."""
         for layer in sorted(self._pending):
             self.join(layer)
-        self._finish_deferred(sorted({lane for lane, _ in self._deferred}))
+        self.finish_deferred()
         if self._flags is not None and self._forked and torch.cuda.is_current_stream_capturing():
             self._leave()
         for lane in sorted(self._forked):
@@ -206,18 +226,6 @@ class SideStream:
         for lane in others:
             lane.wait_stream(first)
         self._forked.update(lanes)
-
-    def _finish_deferred(self, lanes: Sequence[int]) -> None:
-        """Run what is still deferred in some lanes, after what the forward pass has queued."""
-        if self._flags is None or not torch.cuda.is_current_stream_capturing():
-            for lane in lanes:
-                with self.fork(lane=lane):
-                    pass
-            return
-        self._cross(lanes)
-        for lane in lanes:
-            with self._inside(lane):
-                self._run_deferred(lane)
 
     def _leave(self) -> None:
         """Let one lane wait for the others: the edge back is its."""

@@ -188,7 +188,8 @@ def predict_step(
             # An anchor's selection has one layer to hide behind, however few anchors there are.
             exposed_us = scanned * max(cost.handover_us, own_us - model_us)
             exposed_us += (1 - scanned) * cost.handover_us
-            if not exact:  # of the first layer, which has none before it to hide behind
+            # Of the first layer, which has none before it to hide behind.
+            if not exact and not load.num_late:
                 exposed_us += own_us / max(1, sparse)
             if load.waits:
                 exposed_us = cost.handover_us + scanned * own_us

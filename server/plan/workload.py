@@ -27,7 +27,7 @@ class Workload:
     ``context_tokens * concurrency``. `exact_layers` attend to everything. Of the others
     those are scanned that follow no earlier one of `anchors` (`()`: as many as calibrations have;
     None: nobody follows). `waits` says that a scanned layer selects with its own query, which
-    nothing hides.
+    nothing hides. `num_late` first layers are selected for in the step before.
     """
 
     context_tokens: int
@@ -43,6 +43,7 @@ class Workload:
     capacity_tokens: int | None = None
     anchors: tuple[int, ...] | None = None
     waits: bool = False
+    num_late: int = 0
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -93,6 +94,7 @@ class Workload:
             anchors=(anchors or selection.anchors) if is_shared else None,
             exact_layers=selection.exact_layer_ids,
             waits=is_own,
+            num_late=selection.late_layers,
         )
 
     @property

@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
     scope="module",
     params=[
         {},
-        {"scan_ahead": True},
+        {"scan_ahead": True, "exact_layers": [], "late_layers": 2},
         {"policy": "kascade", "anchors": [0, 10, 20]},
         {"policy": "async_spade", "share_layers": True, "anchors": [1, 10, 20]},
     ],
-    ids=["look_ahead", "scan_ahead", "kascade", "shared_async_spade"],
+    ids=["look_ahead", "scan_ahead_late_layers", "kascade", "shared_async_spade"],
 )
 def covering(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Everything is selected, nothing skipped; int8, so that the index is kept as well."""
@@ -50,6 +50,7 @@ def small() -> Iterator[Server]:
         "fetch_cap": 8,
         "exact_layers": [],
         "scan_ahead": True,
+        "late_layers": 1,
         "sample_tokens": 16,
     }
     with ours({"cache_ranks": 0, "selection": selection, "evaluation": True}) as server:

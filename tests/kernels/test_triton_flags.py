@@ -79,7 +79,8 @@ def test_an_append_is_not_done_before_the_flags_are_up() -> None:
 def test_two_gpus_take_turns_in_one_graph() -> None:
     """Rows travel there and back by flags, over many replays of graphs of two sizes.
 
-    Appends wait for them, and what is deferred has run by the end of a step.
+    Appends wait for them, what is deferred has run by the end of a step, and so has what is queued
+    behind its last selection for the next one.
     """
     from tandemkv.inference_rank.in_process.peer_memory import enable_peer_access, seen_from
     from tandemkv.inference_rank.in_process.side_stream import SideStream
@@ -97,6 +98,7 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
     num_done = torch.zeros((num_layers, 1), dtype=torch.int32, device=far)
     back = torch.zeros((num_layers, *shape), device=main)
     back_from_there = seen_from(far, back)
+    next_step = torch.zeros(shape, device=far)
     start, late = torch.zeros(shape, device=main), torch.zeros((num_layers, *shape), device=far)
     token, at = torch.ones(1, 1, 8, device=main), torch.zeros(1, dtype=torch.int64, device=main)
     resident = torch.zeros(2, 1, 1, 1, 8, device=main)
@@ -126,6 +128,12 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
             append_tokens(token, token, at, at, *resident, awaited=awaited)
             x = x + back[layer, :size]
             side.defer(layer % 2, partial(late[layer].copy_, there[layer]))
+            if layer == num_layers - 2:  # its own and those before it have been sent
+                with side.fork(lane=1, behind=0):
+                    torch.cuda._sleep(300_000)
+                    next_step[:size].copy_(there[layer, :size])
+        side.finish_deferred()
+        x = x * 1  # the forward pass goes on, and joins later
         side.join_all()
         return x
 
@@ -148,3 +156,4 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
         size = len(out)
         assert torch.equal(late[:, :size], there[:, :size])
         assert late[:, :size].all()
+        assert torch.equal(next_step[:size], there[num_layers - 2, :size])

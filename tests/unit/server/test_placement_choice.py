@@ -164,13 +164,14 @@ def test_a_gpu_scans_int4_unless_told_otherwise(tmp_path: Path, gpus: Any) -> No
     assert resolve(tmp_path, device="cpu", selection=plain)[0].selection.index_dtype == "native"
 
 
+@pytest.mark.parametrize("option", [{"scan_ahead": True}, {"late_layers": 2}], ids=str)
 @pytest.mark.parametrize(("device", "changes"), [("cpu", {}), ("cuda", {"cache_ranks": 1})])
-def test_only_a_cache_rank_in_the_process_scans_ahead(
-    tmp_path: Path, gpus: Any, device: str, changes: dict[str, Any]
+def test_only_a_cache_rank_in_the_process_can(
+    tmp_path: Path, gpus: Any, device: str, changes: dict[str, Any], option: dict[str, Any]
 ) -> None:
     gpus(2)
-    selection = {"budget_tokens": 2048, "scan_ahead": True}
+    selection = {"budget_tokens": 2048, **option}
     with pytest.raises(SettingsError, match="add --cache-ranks 0, or --transport peer"):
         resolve(tmp_path, device, selection=selection, exchange={"transport": "nccl"}, **changes)
     settings, _ = resolve(tmp_path, device, selection=selection, cache_ranks=0)
-    assert settings.selection.scan_ahead
+    assert option.items() <= settings.selection.model_dump().items()

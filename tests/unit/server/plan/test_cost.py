@@ -91,6 +91,9 @@ def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
     two = replace(TINY, num_layers=2)
     behind = predict_step(placement, two, replace(TINY_LOAD, exact_layers=(0,)), quick)
     assert behind.exposed_selection_ms * 1e3 == pytest.approx(UNIT.handover_us)
+    # So does the step before, where the first layer is a late one.
+    late = predict_step(placement, TINY, replace(TINY_LOAD, num_late=1), quick)
+    assert late.exposed_selection_ms * 1e3 == pytest.approx(UNIT.handover_us)
 
 
 def test_layers_that_follow_an_anchor_by_hand() -> None:
