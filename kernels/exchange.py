@@ -4,10 +4,31 @@
 Gather and scatter in one, for both ranks on one GPU: no pack is written.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-from tandemkv.kernels.check import FLOATS, INT8, INT32, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import BOOL, FLOAT32, FLOATS, INT8, INT32, INTS, Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.samples import check_num_samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleWeights:
+    """Weights of samples that a copy of rows carries along; see `tandemkv.kernels.samples`.
+
+    Attributes
+    ----------
+    source, target : torch.Tensor
+        ``[num_rows, num_kv_heads, num_samples]``, float32, dense in the last dimension; apart.
+        The target is written, and may be another GPU's memory.
+    active : torch.Tensor
+        ``[num_reqs]``, bool. Only rows of these requests are copied.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    active: torch.Tensor
 
 
 def exchange_rows(
@@ -22,6 +43,7 @@ def exchange_rows(
     *,
     page_size: int = 1,
     pos_res: torch.Tensor | None = None,
+    weights: SampleWeights | None = None,
     flag: torch.Tensor | None = None,
     num_done: torch.Tensor | None = None,
 ) -> None:
@@ -42,14 +64,16 @@ def exchange_rows(
         ``[num_rows, num_slots, num_kv_heads, head_dim]``, dtype of the pools. Written.
     rows : torch.Tensor
         ``[num_reqs]``, int32 or int64. Row of each request; distinct, other than
-        rows of requests that fetch nothing.
+        rows of requests that fetch nothing and are not active in `weights`.
     page_size : int
         Tokens per page, ``>= 1``. With 1, `slots` holds the slot of each position.
     pos_res : torch.Tensor, optional
         ``[num_rows, num_kv_heads, num_slots]``, int32. Written: the position that each
         slot holds.
+    weights : SampleWeights, optional
+        Copied too, bit by bit, also where nothing is fetched.
     flag : torch.Tensor, optional
-        ``[1]`` int32, down. Raised when all rows are written, for a GPU that waits with
+        ``[1]`` int32, down. Raised when all of this is written, for a GPU that waits with
         `tandemkv.kernels.flags.wait_flags`; may be that GPU's memory.
     num_done : torch.Tensor, optional
         ``[1]`` int32, 0 before and after. Needed with `flag`; no two calls at once may share it.
@@ -79,6 +103,13 @@ def exchange_rows(
     dims.check("rows", rows, "num_reqs", INTS)
     if pos_res is not None:
         dims.check("pos_res", pos_res, "num_rows num_kv_heads num_slots", INT32)
+    if weights is not None:
+        for name, tensor in (("source", weights.source), ("target", weights.target)):
+            dims.check(f"weights.{name}", tensor, "num_rows num_kv_heads num_samples", FLOAT32)
+            if tensor.stride(-1) != 1:
+                fail(f"weights.{name}.stride(-1)", tensor.stride(-1), "1")
+        check_num_samples(dims["num_samples"])
+        dims.check("weights.active", weights.active, "num_reqs", BOOL)
     if (flag is None) != (num_done is None):
         fail("num_done", num_done, "given with `flag`, and only with it")
     for name, word in (("flag", flag), ("num_done", num_done)):
@@ -98,6 +129,7 @@ def exchange_rows(
         rows,
         page_size=page_size,
         pos_res=pos_res,
+        weights=weights,
         flag=flag,
         num_done=num_done,
     )

@@ -81,6 +81,7 @@ def measure(
         resident=[make_sets(shape)],
         page_size=page_size,
         log_weight=weights if selection.num_samples else None,
+        is_far=settings.exchange.transport == "peer",
     )
     own = settings.model_copy(
         update={
@@ -118,8 +119,7 @@ def measure(
         rank.end_step()
 
     total = median_us(select, device, prepare=lambda: rank.begin_decode(rows, lengths, table))
-    is_far = settings.exchange.transport == "peer"
-    transfer = _transfer_us(rank, pools, own, rows, context, generator, is_far=is_far)
+    transfer = _transfer_us(rank, pools, own, rows, context, generator)
     scale = batch / measured
     return SelectionTime(
         scan_us=scale * max(0.0, total - transfer),
@@ -161,8 +161,6 @@ def _transfer_us(
     rows: torch.Tensor,
     context: int,
     generator: torch.Generator,
-    *,
-    is_far: bool,
 ) -> float:
     selection, size = settings.selection, len(rows)
     cap = min(selection.fetch_cap_tokens, selection.num_resident)
@@ -173,12 +171,13 @@ def _transfer_us(
     k_res, v_res = pools.resident[0]
     # With flags, as between two GPUs, other programs copy.
     words = torch.zeros((2, 1), dtype=torch.int32, device=device)
-    flag, num_done = words if is_far else (None, None)
+    flag, num_done = words if pools.is_far else (None, None)
+    weights = rank.weights.carried(0, 0, rank.batch.active[:size])
 
     def copy() -> None:
         exchange_rows(
             pools.k[0], pools.v[0], rank.batch.pages[:size], found, to, k_res, v_res, rows,
-            page_size=pools.page_size, flag=flag, num_done=num_done,
+            page_size=pools.page_size, weights=weights, flag=flag, num_done=num_done,
         )  # fmt: skip
 
     return median_us(copy, device, budget_s=0.1)

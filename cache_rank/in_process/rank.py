@@ -32,6 +32,7 @@ from tandemkv.kernels.streams import shared_stream
 from .batch import DecodeBatch
 from .device_counters import DeviceCounters
 from .key_index import KeyIndex, make_key_index
+from .lane_weights import LaneWeights
 from .query_windows import DeviceQueryWindows
 from .scan_order import ScanOrder
 from .seeder import Seeder
@@ -79,7 +80,7 @@ class InProcessCacheRank:
         self._place_of = {layer: i for i, layer in enumerate(self._sources)}
         self._head_maps = _head_maps_of(policy, self._selecting, device)
         self._sparse = [x for x in layers if not all_exact and x not in selection.exact_layer_ids]
-        self._resident, self._log_weight = pools.resident, pools.log_weight
+        self._resident = pools.resident
         self._mirror = ResidentMirror(
             num_layers=len(self._selecting),
             max_rows=pools.num_rows - 1,
@@ -128,6 +129,7 @@ class InProcessCacheRank:
             make_mirror_scratch(max_batch, heads, context, device)
             for _ in range(min(num_lanes, _NUM_LANES))
         ]
+        self.weights = LaneWeights(pools, min(num_lanes, _NUM_LANES))
         self._num_done = torch.zeros((_NUM_LANES, 1), dtype=torch.int32, device=device)
         self._list_scratch = [
             make_shortlist_scratch(*sizes, most, device)
@@ -149,10 +151,10 @@ class InProcessCacheRank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of key index, books and windows of queries."""
+        """See `LocalCacheRank.nbytes`."""
         books = self._mirror.positions.nbytes + self._mirror.last_used.nbytes
         windows = self._windows.nbytes if self._windows is not None else 0
-        return self._index.nbytes + books + windows
+        return self._index.nbytes + books + windows + self.weights.nbytes
 
     @property
     def index_interval(self) -> int:
@@ -394,7 +396,7 @@ class InProcessCacheRank:
         batch, selection, book = self.batch, self._selection, self._book_of[layer]
         lane, rows, pages = self.lane_of(layer), batch.rows[:batch_size], batch.pages[:batch_size]
         chosen, chosen_scores = self._chosen[self._program.source_of(layer)]
-        hi, num_target = self._ends_of(layer)
+        active, (hi, num_target) = batch.active[:batch_size], self._ends_of(layer)
         head_map = self._head_maps.get(layer)
         if head_map is not None:
             chosen, chosen_scores = (x.index_select(1, head_map) for x in (chosen, chosen_scores))
@@ -409,17 +411,18 @@ class InProcessCacheRank:
             lo=0,
             fetch_cap=selection.fetch_cap_tokens,
             selected_scores=chosen_scores,
-            active=batch.active[:batch_size],
+            active=active,
             rows=rows,
             counters=self._counters.totals,
-            log_weight=None if self._log_weight is None else self._log_weight[layer],
+            log_weight=self.weights.written(layer, lane),
             scratch=self._mirror_scratch[lane],
         )
         self._order.note_choice()
         k_res, v_res = self._resident[layer]
         exchange_rows(
             self._pools.k[layer], self._pools.v[layer], pages, fetch_pos, fetch_slot,
-            k_res, v_res, rows, page_size=self._pools.page_size, flag=flag,
+            k_res, v_res, rows, page_size=self._pools.page_size,
+            weights=self.weights.carried(layer, lane, active), flag=flag,
             num_done=None if flag is None else self._num_done[lane],
         )  # fmt: skip
 

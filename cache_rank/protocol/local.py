@@ -77,6 +77,8 @@ class LocalPools:
     log_weight : torch.Tensor, optional
         ``[L, rows, H, num_samples]`` float32: with how much weight samples count
         (`tandemkv.kernels.samples`). It may lie in another GPU's memory.
+    is_far : bool
+        Whether `resident` and `log_weight` do.
     """
 
     k: Sequence[torch.Tensor]
@@ -84,6 +86,7 @@ class LocalPools:
     resident: Sequence[tuple[torch.Tensor, torch.Tensor]]
     page_size: int
     log_weight: torch.Tensor | None = None
+    is_far: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -135,7 +138,7 @@ class LocalCacheRank(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of key index, books and windows of queries."""
+        """Bytes of key index, books, windows of queries, and weights that are to be copied."""
 
     @property
     def all_exact(self) -> bool:

@@ -122,6 +122,7 @@ def create_backend(runner: Any) -> InProcessBackend:
             resident=sets,
             page_size=int(runner.page_size),
             log_weight=log_weight,
+            is_far=cache_device != device,
         ),
         max_batch=len(home.table.slots),
         predict_query=predictor,

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.exchange import SampleWeights
 from tandemkv.kernels.triton_ops.bits import as_bits
 from tandemkv.kernels.triton_ops.flags import raise_flags
 
@@ -20,7 +21,8 @@ _FAR_ROWS, _FAR_WARPS, _FAR_PROGRAMS = 128, 8, 64
 
 @triton.jit
 def _exchange_kernel(
-    k_pool, v_pool, slots, fetch_pos, fetch_slot, k_res, v_res, rows, pos_res, flag, num_done,
+    k_pool, v_pool, slots, fetch_pos, fetch_slot, k_res, v_res, rows, pos_res,
+    weights, to_weights, active, flag, num_done,
     num_heads, cap, head_dim,
     k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
     slots_stride_b, slots_stride_n, fp_stride_b, fp_stride_h, fp_stride_c,
@@ -28,8 +30,10 @@ def _exchange_kernel(
     kr_stride_r, kr_stride_s, kr_stride_h, kr_stride_d,
     vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d,
     rows_stride, pr_stride_r, pr_stride_h, pr_stride_s,
+    weights_stride_r, weights_stride_h, to_weights_stride_r, to_weights_stride_h, active_stride,
     HAS_POS: tl.constexpr, HAS_FLAG: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SAMPLES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     req = (tl.program_id(0) // num_heads).to(tl.int64)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -43,6 +47,15 @@ def _exchange_kernel(
         mask=place < cap, other=-1,
     ).to(tl.int64)  # fmt: skip
     row = tl.load(rows + req * rows_stride).to(tl.int64)
+    if NUM_SAMPLES:
+        # A head's first program takes its weights along: asked for before pages and rows are, and
+        # written while the rows are on their way.
+        is_active = tl.load(active + req * active_stride) != 0
+        sample = tl.arange(0, BLOCK_S)
+        is_carried = (sample < NUM_SAMPLES) & is_active & (tl.program_id(1) == 0)
+        weight = tl.load(
+            weights + row * weights_stride_r + head * weights_stride_h + sample, mask=is_carried
+        )
     is_copied = (position >= 0) & (to >= 0)
     page = tl.load(
         slots + req * slots_stride_b + position // PAGE_SIZE * slots_stride_n,
@@ -53,6 +66,9 @@ def _exchange_kernel(
     mask = is_copied[:, None] & (dim < head_dim)
     k = tl.load(k_pool + source * k_stride_s + head * k_stride_h + dim * k_stride_d, mask=mask)
     v = tl.load(v_pool + source * v_stride_s + head * v_stride_h + dim * v_stride_d, mask=mask)
+    if NUM_SAMPLES:
+        to_weights += row * to_weights_stride_r + head * to_weights_stride_h
+        tl.store(to_weights + sample, weight, mask=is_carried)
     if HAS_POS:
         target = pos_res + row * pr_stride_r + head * pr_stride_h + to * pr_stride_s
         tl.store(target, position.to(tl.int32), mask=is_copied)
@@ -82,13 +98,14 @@ def exchange_rows(
     *,
     page_size: int = 1,
     pos_res: torch.Tensor | None = None,
+    weights: SampleWeights | None = None,
     flag: torch.Tensor | None = None,
     num_done: torch.Tensor | None = None,
 ) -> None:
     """Copy rows; see `tandemkv.kernels.exchange.exchange_rows`."""
     num_reqs, num_heads, cap = fetch_pos.shape
     head_dim = k_pool.shape[-1]
-    if not fetch_pos.numel() or not head_dim:
+    if not (num_reqs * num_heads and (weights is not None or cap * head_dim)):
         if flag is not None:
             raise_flags(flag)
         return
@@ -97,15 +114,21 @@ def exchange_rows(
     if flag is not None:
         share = triton.next_power_of_2(triton.cdiv(fetch_pos.numel(), _FAR_PROGRAMS))
         block, warps = min(_FAR_ROWS, max(_BLOCK_ROWS, share)), _FAR_WARPS
-    grid = (num_reqs * num_heads, triton.cdiv(cap, block))
+    carried, targets, active, num_samples = fetch_pos, fetch_pos, rows, 0  # likewise
+    if weights is not None:
+        carried, targets = as_bits(weights.source), as_bits(weights.target)
+        active, num_samples = weights.active.view(torch.int8), carried.shape[-1]
+    grid = (num_reqs * num_heads, max(1, triton.cdiv(cap, block)))
     _exchange_kernel[grid](
         as_bits(k_pool), as_bits(v_pool), slots, fetch_pos, fetch_slot, as_bits(k_res),
-        as_bits(v_res), rows, positions, fetch_pos if flag is None else flag,
-        fetch_pos if num_done is None else num_done,
+        as_bits(v_res), rows, positions, carried, targets, active,
+        fetch_pos if flag is None else flag, fetch_pos if num_done is None else num_done,
         num_heads, cap, head_dim,
         *k_pool.stride(), *v_pool.stride(), *slots.stride(), *fetch_pos.stride(),
         *fetch_slot.stride(), *k_res.stride(), *v_res.stride(), *rows.stride(),
-        *positions.stride(),
+        *positions.stride(), *carried.stride()[:2], *targets.stride()[:2], *active.stride(),
         HAS_POS=pos_res is not None, HAS_FLAG=flag is not None, PAGE_SIZE=page_size,
-        BLOCK_ROWS=block, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=warps,
+        BLOCK_ROWS=block, BLOCK_D=triton.next_power_of_2(max(1, head_dim)),
+        NUM_SAMPLES=num_samples, BLOCK_S=triton.next_power_of_2(max(1, num_samples)),
+        num_warps=warps,
     )  # fmt: skip

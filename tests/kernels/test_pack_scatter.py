@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tandemkv.kernels.exchange import exchange_rows
+from tandemkv.kernels.exchange import SampleWeights, exchange_rows
 from tandemkv.kernels.pack import gather_pack
 from tandemkv.kernels.scatter import scatter_pack
 
@@ -158,6 +158,39 @@ def test_exchange_raises_its_flag_even_for_nothing() -> None:
     for wrong in ({"flag": flag}, {"num_done": num_done}, {"flag": flag, "num_done": num_done[:0]}):
         with pytest.raises(ValueError, match=r"num_done|flag"):
             exchange_rows(pool, pool, table, fetch, fetch, res, res, rows, **wrong)
+
+
+@pytest.mark.parametrize("cap", [0, 3])
+def test_exchange_carries_weights_of_active_requests(cap: int) -> None:
+    """Whether or not rows are fetched; of two requests with one row only one is active."""
+    pool, res = torch.ones(4, 2, 3), torch.zeros(5, 6, 2, 3)
+    table, rows = torch.zeros(4, 4).int(), torch.tensor([3, 0, 0, 1])
+    fetch = torch.full((4, 2, cap), -1, dtype=torch.int32)
+    source = torch.randn(5, 2, 6)
+    source[3, 1] = -torch.inf
+    target = torch.full((2, 5, 2, 6), 7.0)
+    active = torch.tensor([True, False, True, False])
+    flag, num_done = torch.zeros(2, 1, dtype=torch.int32)
+    exchange_rows(
+        pool, pool, table, fetch, fetch, res, res, rows, flag=flag, num_done=num_done,
+        weights=SampleWeights(source=source, target=target[1], active=active),
+    )  # fmt: skip
+    assert flag.item() == 1
+    assert torch.equal(target[1, [0, 3]], source[[0, 3]])
+    assert (target[1, [1, 2, 4]] == 7).all()
+    assert (target[0] == 7).all()
+    assert not res.any()
+    good = {"source": source, "target": target[0], "active": active}
+    for name, wrong in (
+        ("source", source.double()), ("target", target[0, :4]), ("target", target[0, :, :, :4]),
+        ("target", source.mT.contiguous().mT), ("active", active.int()), ("active", active[:2]),
+    ):  # fmt: skip
+        weights = SampleWeights(**{**good, name: wrong})
+        with pytest.raises(ValueError, match=rf"weights\.{name}"):
+            exchange_rows(pool, pool, table, fetch, fetch, res, res, rows, weights=weights)
+    odd = SampleWeights(source=source[..., :5], target=target[0, ..., :5], active=active)
+    with pytest.raises(ValueError, match="num_samples=5"):
+        exchange_rows(pool, pool, table, fetch, fetch, res, res, rows, weights=odd)
 
 
 def test_exchange_of_nothing() -> None:

@@ -10,7 +10,7 @@ import torch
 from own_process import run_cases
 
 from tandemkv.kernels.append import append_tokens
-from tandemkv.kernels.exchange import exchange_rows
+from tandemkv.kernels.exchange import SampleWeights, exchange_rows
 from tandemkv.kernels.flags import raise_flags, send_rows, wait_flags
 
 pytest.importorskip("triton")
@@ -79,8 +79,8 @@ def test_an_append_is_not_done_before_the_flags_are_up() -> None:
 def test_two_gpus_take_turns_in_one_graph() -> None:
     """Rows travel there and back by flags, over many replays of graphs of two sizes.
 
-    Appends wait for them, what is deferred has run by the end of a step, and so has what is queued
-    behind its last selection for the next one.
+    Appends wait for them and for the weights of samples that come along, what is deferred has run
+    by the end of a step, and so has what is queued behind its last selection for the next one.
     """
     from tandemkv.inference_rank.in_process.peer_memory import enable_peer_access, seen_from
     from tandemkv.inference_rank.in_process.side_stream import SideStream
@@ -102,6 +102,10 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
     start, late = torch.zeros(shape, device=main), torch.zeros((num_layers, *shape), device=far)
     token, at = torch.ones(1, 1, 8, device=main), torch.zeros(1, dtype=torch.int64, device=main)
     resident = torch.zeros(2, 1, 1, 1, 8, device=main)
+    # As many as a row is wide: they are to be what the row is.
+    weights = torch.zeros((num_layers, shape[0], 1, shape[1]), device=main)
+    weights_from_there = seen_from(far, weights)
+    active = torch.ones(shape[0], dtype=torch.bool, device=far)
 
     def step(size: int) -> torch.Tensor:
         x = start[:size] + 1
@@ -119,14 +123,18 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
                 sums = (there[layer] * 2 + ahead[layer])[:size, None]
                 target = back_from_there[layer, :size, None, None]
                 flag = side.done_flags(layer)
+                carried = SampleWeights(
+                    source=sums, target=weights_from_there[layer, :size], active=active[:size]
+                )
                 exchange_rows(
                     sums, sums, rows[:size, None], first[:size], first[:size], target, target,
-                    rows[:size], flag=flag, num_done=None if flag is None else num_done[layer],
+                    rows[:size], weights=carried, flag=flag,
+                    num_done=None if flag is None else num_done[layer],
                 )  # fmt: skip
                 side.note_done(layer)
             awaited = side.join_by_flags(layer)
             append_tokens(token, token, at, at, *resident, awaited=awaited)
-            x = x + back[layer, :size]
+            x = x + (back[layer, :size] + weights[layer, :size, 0]) / 2
             side.defer(layer % 2, partial(late[layer].copy_, there[layer]))
             if layer == num_layers - 2:  # its own and those before it have been sent
                 with side.fork(lane=1, behind=0):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from tandemkv.kernels.exchange import SampleWeights
 from tandemkv.kernels.mirror import make_mirror_scratch
 from tandemkv.kernels.reference import exchange, mirror, pack
 from tandemkv.kernels.reference import position_pooling as reference_pooling
@@ -247,6 +248,37 @@ def test_exchange_with_a_flag(num_reqs: int, cap: int) -> None:
         *pools, table, nothing, nothing, *got, rows, flag=words[0], num_done=words[1]
     )
     assert words.tolist() == [[1], [0]]
+
+
+@pytest.mark.parametrize("has_flag", [False, True])
+@pytest.mark.parametrize(("cap", "num_samples"), [(40, 6), (3, 16), (0, 10)])
+def test_exchange_with_weights(cap: int, num_samples: int, has_flag: bool) -> None:
+    """One program of a head carries them, whatever rows there are; others' stay as they are."""
+    num_reqs, heads, dim, num_slots = 5, 3, 4, 64
+    pools = random_bits(2, 300, heads, dim, dtype=torch.bfloat16)
+    table = torch.stack([torch.randperm(300) for _ in range(num_reqs)]).int().to(DEVICE)
+    fetch = torch.randint(-30, 300, (num_reqs, heads, cap), dtype=torch.int32).to(DEVICE)
+    order = [torch.randperm(num_slots)[:cap] for _ in range(num_reqs * heads)]
+    to = torch.stack(order).view(num_reqs, heads, cap).int().to(DEVICE)
+    rows = torch.tensor([4, 0, 6, 0, 1], device=DEVICE)
+    active = torch.tensor([True, True, False, False, True], device=DEVICE)
+    fetch[~active] = -1
+    want = random_bits(2, 7, num_slots, heads, dim, dtype=torch.bfloat16)
+    got, words = want.clone(), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+    # Neither need be contiguous, and any bits are copied.
+    source = random_bits(7, heads + 1, num_samples, dtype=torch.float32)[:, 1:]
+    kept = random_bits(2, 7, heads, num_samples + 3, dtype=torch.float32)[..., :num_samples]
+    before = kept.clone()
+    weights = [SampleWeights(source=source, target=target, active=active) for target in kept]
+    kept[1] = kept[0]
+    exchange.exchange_rows(*pools, table, fetch, to, *want, rows, weights=weights[0])
+    flags = {"flag": words[0], "num_done": words[1]} if has_flag else {}
+    triton_exchange.exchange_rows(*pools, table, fetch, to, *got, rows, weights=weights[1], **flags)
+    assert words.tolist() == [[int(has_flag)], [0]]
+    assert same_bits(got, want)
+    assert same_bits(kept[1], kept[0])
+    assert same_bits(kept[1, [0, 1, 4]], source[[0, 1, 4]])
+    assert same_bits(kept[1, [2, 3, 5, 6]], before[0, [2, 3, 5, 6]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

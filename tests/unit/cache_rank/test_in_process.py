@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,11 +69,14 @@ def test_a_step_may_be_loaded_from_another_device(monkeypatch: pytest.MonkeyPatc
             assert own.data_ptr() == getattr(world.rank.batch, name).data_ptr()
 
 
+@pytest.mark.parametrize("is_far", [False, True])
 @pytest.mark.parametrize("policy", ["look_ahead", "kascade"])
-def test_samples_are_weighed_with_every_selection(policy: str) -> None:
+def test_samples_are_weighed_with_every_selection(policy: str, is_far: bool) -> None:
     """By what is resident after it; a row that is filled anew has weights of nothing."""
     more = SHARING if policy == "kascade" else {}
     world = World(policy=policy, sample_tokens=8, **more)
+    world.pools = replace(world.pools, is_far=is_far)
+    world.rank = world.make()
     weights = world.pools.log_weight
     assert weights is not None
     world.prefill(2, 200)
@@ -90,6 +94,7 @@ def test_samples_are_weighed_with_every_selection(policy: str) -> None:
                 assert bool(want.isfinite().any())
     assert bool(weights[:, 3].isnan().all()), "of others nothing is written"
     world.rank.seed_identity(torch.tensor([1]), world.table[1:2, : world.width])
+    share(world, [2, 1], [206, world.lengths.num_cold])  # of the second, nothing is selected
     assert bool(weights[sparse][:, 1].isneginf().all())
     assert bool(weights[sparse][:, 2].isfinite().any())
 
@@ -125,9 +130,7 @@ def share(world: World, rows: list[int], lengths: list[int]) -> dict[int, torch.
 
 
 @pytest.mark.parametrize("policy", ["kascade", "look_ahead", "async_spade"])
-def test_layers_take_the_positions_of_their_anchor(
-    policy: str,
-) -> None:
+def test_layers_take_the_positions_of_their_anchor(policy: str) -> None:
     """Only anchors are indexed and scanned; a follower's heads take those they are mapped to."""
     # Others than kascade need anchors that are not exact; nobody follows its layer 0 here.
     more = {} if policy == "kascade" else {"anchors": (1, 3), "ridge_unrotate": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tandemkv.cache_rank.in_process.measure import largest_load
 from tandemkv.cache_rank.protocol.local import measure_selection
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.kernels.exchange import exchange_rows
 
 HEADS, QUERY_HEADS, DIM, CONTEXT = 2, 4, 16, 256
 CPU = torch.device("cpu")
@@ -30,7 +32,7 @@ MODEL = ModelSpec(
 )
 
 
-def settings_of(**selection: object) -> RankSettings:
+def settings_of(transport: str = "local", **selection: object) -> RankSettings:
     """Make settings of a resident set of 52 slots."""
     chosen = {
         "budget_tokens": 32,
@@ -40,7 +42,7 @@ def settings_of(**selection: object) -> RankSettings:
         "exact_layers": (0,),
         **selection,
     }
-    return RankSettings.model_validate({"selection": chosen, "exchange": {"transport": "local"}})
+    return RankSettings.model_validate({"selection": chosen, "exchange": {"transport": transport}})
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,34 @@ def test_selection_is_timed(
     assert sets[0][0].eq(0).all()
     assert sets[0][1:].ne(0).any()  # rows were copied there, and nowhere else
     assert set(hidden_shapes) == ({(3, QUERY_HEADS * DIM)} if policy == "look_ahead" else set())
+
+
+@pytest.mark.parametrize("transport", ["local", "peer"])
+def test_weights_of_samples_go_the_same_way_as_in_a_step(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two GPUs the copy that is timed by itself carries them, and raises a flag."""
+    calls: list[dict[str, Any]] = []
+
+    def exchange(*found: torch.Tensor, **more: Any) -> None:
+        calls.append(more)
+        exchange_rows(*found, **more)
+
+    monkeypatch.setattr(measure_module, "exchange_rows", exchange)
+    found = measure_selection(
+        model=MODEL, settings=settings_of(transport, sample_tokens=8), num_slots=2 * CONTEXT,
+        page_size=16, max_batch=2, device=CPU,
+        make_sets=lambda shape: (torch.zeros(shape), torch.zeros(shape)),
+        predict_query=lambda _layer, hidden, _positions: hidden.view(-1, QUERY_HEADS, DIM),
+    )  # fmt: skip
+    assert found is not None
+    for call in calls:
+        weights = call["weights"]
+        assert (call["flag"] is not None) is (weights is not None) is (transport == "peer")
+        if weights is not None:
+            assert weights.active.all()
+            assert weights.target[1:].isfinite().any(-1).all()
+            assert torch.equal(weights.target[1:], weights.source[1:])
 
 
 def test_windows_are_timed_too(tmp_path: Path) -> None:
