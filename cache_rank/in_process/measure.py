@@ -86,7 +86,7 @@ def measure(
     own = settings.model_copy(
         update={
             "selection": selection.model_copy(
-                update={"exact_layers": (), "refresh_every": 1, "anchors": (0,)}
+                update={"exact_layers": (), "refresh_every": 1, "anchors": (0,), "late_layers": 0}
             ),
             "stress_selection": True,
         }

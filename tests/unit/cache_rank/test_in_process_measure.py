@@ -71,7 +71,8 @@ def test_selection_is_timed(
     policy: str, index_dtype: str, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one rank's own code, at the load that was asked for; in pieces if that is too much."""
-    settings = settings_of(policy=policy, index_dtype=index_dtype)
+    late = {"late_layers": 1, "exact_layers": ()} if policy == "look_ahead" else {}
+    settings = settings_of(policy=policy, index_dtype=index_dtype, **late)
     sets: list[torch.Tensor] = []
     hidden_shapes = []
 
