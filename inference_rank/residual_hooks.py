@@ -11,6 +11,7 @@ import torch
 from tandemkv.cache_rank.protocol.errors import ContractError
 
 LayerInput = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+LayerNormed = Callable[[int, torch.Tensor], None]
 
 
 def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
@@ -47,6 +48,35 @@ def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
 
     for index, module in enumerate(layers):
         module.register_forward_pre_hook(hook_for(index), with_kwargs=True)
+
+
+def install_norm_hooks(model: Any, on_normed: LayerNormed) -> None:
+    """Register a forward hook on the first norm of every decoder layer of an SGLang model.
+
+    It gets the residual stream ``[B, hidden]`` that was normalised, in memory that nothing writes
+    to until the layer has attended: SGLang's norms add their two inputs in place. A norm that is
+    fused with the all-reduce before it is not called as a module, and no hook with it.
+
+    Raises
+    ------
+    ContractError
+        If a layer has no ``input_layernorm``.
+    """
+
+    def hook_for(layer: int) -> Callable[..., None]:
+        def hook(_module: Any, args: tuple[Any, ...], output: Any) -> None:
+            on_normed(layer, output[1] if isinstance(output, tuple) else args[0])
+
+        return hook
+
+    for index, module in enumerate(model.model.layers):
+        norm = getattr(module, "input_layernorm", None)
+        if norm is None:
+            raise ContractError(
+                f"{type(module).__name__} has no input_layernorm; a second GPU cannot select for "
+                "this model, serve it with --transport local"
+            )
+        norm.register_forward_hook(hook_for(index))
 
 
 def install_logits_hook(model: Any, on_logits: Callable[[], None]) -> None:

@@ -8,19 +8,19 @@ the cache rank keeps them fresh on a stream of its own, inside SGLang's decode g
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalCacheRank
-from tandemkv.inference_rank.residual_hooks import install_logits_hook, install_residual_hooks
+from tandemkv.inference_rank.residual_hooks import install_logits_hook
 from tandemkv.kernels.flags import raise_flags, wait_flags
 
 from .far_attention import FarAttention
 from .graph_variants import PlanFence, PlansApart, StepKind
 from .layer_streams import LayerStreams
+from .look_ahead import LookAhead
 from .peer_flags import Signal
 from .peer_memory import seen_from
 from .resident_attention import FlashInferResident, PagedResident
@@ -82,20 +82,14 @@ class InProcessBackend(AttentionBackend):
         attends_far = int(is_far and not all_sparse)  # `FarAttention` has the last of each
         num_rows, num_lanes = self._num_layers + attends_far, rank.num_lanes + attends_far
         self._side = SideStream(device, cache_device, num_rows, num_lanes, max_batch)
-        self._streams = LayerStreams(
-            num_layers=self._num_layers if rank.needs_hidden else 0,
-            width=int(runner.model_config.hidden_size),
-            **sizes,
-        )
         # On the same GPU the cache rank reads the queries where they are.
         self._queries = self._far = None
         sizes["width"] = model.num_qo_heads * model.head_dim
         if is_far and (rank.needs_query or attends_far):
             self._queries = LayerStreams(num_layers=self._num_layers, **sizes)
         if self._queries is not None and attends_far:
-            sizes |= {"lane": rank.num_lanes, "row": self._num_layers}
-            pool = runner.token_to_kv_pool
-            self._far = FarAttention(rank, pool, self._side, self._queries, **sizes)
+            pool, places = runner.token_to_kv_pool, {"lane": rank.num_lanes, "row": self._num_layers}
+            self._far = FarAttention(rank, pool, self._side, self._queries, **sizes, **places)
         self._kind = self.captured_kind = StepKind.DENSE
         self.shares_gpu = not is_far
         self._is_decode = False
@@ -103,10 +97,14 @@ class InProcessBackend(AttentionBackend):
         self._fills: list[tuple[int, torch.Tensor]] = []
         if is_far:
             rank.let_load_from(device, seen_from)
-        self._late_pending = False
-        self._last_entry = max((x for x in layers if rank.targets_of(x)), default=-1)
+        self._ahead: LookAhead | None = None
         if rank.needs_hidden:
-            install_residual_hooks(runner.model, self._on_layer_input)
+            sizes["width"] = int(runner.model_config.hidden_size)
+            self._ahead = LookAhead(
+                runner.model, rank, self._side, LayerStreams(num_layers=self._num_layers, **sizes),
+                is_selecting=lambda: self._is_decode and self._kind is StepKind.SELECTING,
+                fetch=self._fetch, num_layers=self._num_layers, sends_beside=is_far,
+            )  # fmt: skip
         if rank.late_layers:
             install_logits_hook(runner.model, self._on_logits)
 
@@ -169,6 +167,8 @@ class InProcessBackend(AttentionBackend):
     ) -> torch.Tensor:  # fmt: skip
         """Decode attention of one layer."""
         index, size = layer.layer_id, forward_batch.batch_size
+        if self._ahead is not None:
+            self._ahead.join_sent()
         rank, side = self._rank, self._side
         lane, own = rank.lane_of(index), q.view(-1, layer.tp_q_head_num, layer.head_dim)
         selecting, source = self._kind is StepKind.SELECTING, rank.is_source(index)
@@ -238,7 +238,7 @@ class InProcessBackend(AttentionBackend):
     ) -> torch.Tensor:
         if self._queries is None:
             return query
-        return self._queries.put(index, query.flatten(1), None, signal).view(query.shape)
+        return self._queries.put(index, query.flatten(1), None, [signal]).view(query.shape)
 
     def _index_and_seed(self, index: int, forward_batch: Any, queries: list[torch.Tensor]) -> None:
         """Let the cache rank index a layer's new keys, and fill the sets of finished prompts."""
@@ -258,21 +258,27 @@ class InProcessBackend(AttentionBackend):
     def _after(self, index: int, out: torch.Tensor) -> torch.Tensor:
         if index == self._num_layers - 1:
             self._home.end_step()
-            if self._late_pending:
+            if self._is_pending:
                 self._side.finish_deferred()
             else:
                 self._join()
         return out
 
+    @property
+    def _is_pending(self) -> bool:
+        """Whether something is selected for the next step, and need not be joined yet."""
+        return self._ahead is not None and self._ahead.is_pending
+
     def _on_logits(self) -> None:
-        if self._late_pending:
+        if self._is_pending:
             self._join()
 
     def _join(self) -> None:
         """End a step: whatever is beside it is done before the next one."""
         self._side.join_all()
         self._rank.end_step()
-        self._late_pending = False
+        if self._ahead is not None:
+            self._ahead.is_pending = False
 
     # -- benchmarks ----------------------------------------------------------------------
 
@@ -406,45 +412,3 @@ class InProcessBackend(AttentionBackend):
             attended = attended + (lengths - attended).clamp(max=self._home.samples.num_samples)
         counters.attended_tokens_total += int(attended.sum())
         counters.context_tokens_total += int(lengths.sum())
-
-    def _on_layer_input(
-        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> None:
-        if not (self._is_decode and self._kind is StepKind.SELECTING):
-            return
-        size, stream, rank = len(hidden_states), None, self._rank
-        targets = rank.targets_of(layer)
-        if not targets and layer in rank.late_layers:
-            self._streams.put(layer, hidden_states, residual)  # for the end of the step
-        lanes = [rank.lane_of(target) for target in targets]
-        # At the first layer two selections may begin; nobody can wait for the second before the
-        # first is done, and beside each other they take 274 us instead of 185 (H200, 8 x 64K).
-        for target, lane, after in zip(targets, lanes, (None, *lanes), strict=False):
-            signal = self._side.signal(target, size)
-            if stream is None:
-                stream = self._streams.put(layer, hidden_states, residual, signal)
-            elif signal is not None:
-                raise_flags(signal.raised)
-            with self._side.fork(lane=lane, signal=signal, after=after):
-                # The stream has arrived: a scan begins as soon as the lane of its own is free.
-                for scanned in rank.scans_of(layer):
-                    with self._side.branch(rank.scan_lane_of(scanned), scanned):
-                        rank.scan_ahead(scanned, stream)
-                await_scan = partial(self._side.await_branch, target)
-                rank.choose_ahead(target, stream, await_scan=await_scan)
-                self._fetch(target, *rank.followers_of(target), size=size)
-        if targets and layer == self._last_entry:
-            self._select_late(size, behind=lanes[-1])
-
-    def _select_late(self, size: int, *, behind: int) -> None:
-        """Select for late layers and the next step, behind the step's last selection.
-
-        That one began when the forward pass had come to its layer: late layers have attended.
-        """
-        rank = self._rank
-        for layer in rank.late_layers:
-            lane = rank.lane_of(layer)
-            with self._side.fork(lane=lane, behind=behind):
-                rank.choose_late(layer, self._streams.last(layer, size))
-                rank.fetch(layer, size)
-            behind, self._late_pending = lane, True

@@ -70,7 +70,7 @@ class FarAttention:
                 layer, KVWriteLoc(forward_batch.out_cache_loc, None), k.view(shape), v.view(shape)
             )
         signal = side.signal(self._row, size)
-        there = self._queries.put(index, query.flatten(1), None, signal).view(query.shape)
+        there = self._queries.put(index, query.flatten(1), None, [signal]).view(query.shape)
         with side.fork(there, lane=self._lane, signal=signal):
             out = self._rank.attend(index, there).flatten(1)
             flags = side.done_flags(index, size)

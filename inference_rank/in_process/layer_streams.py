@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from tandemkv.kernels.flags import send_rows
+from tandemkv.kernels.flags import raise_flags, send_rows
+from tandemkv.kernels.streams import shared_stream
 
 from .peer_flags import Signal
 from .peer_memory import seen_from
@@ -28,6 +31,8 @@ class LayerStreams:
         device: torch.device,
         cache_device: torch.device,
     ) -> None:
+        self._device, self._is_beside = device, False
+        self._beside = shared_stream(device) if device != cache_device else None
         shape = (num_layers, max_batch, width)
         self._there = torch.zeros(shape, dtype=dtype, device=cache_device)
         is_far = device != cache_device
@@ -38,21 +43,48 @@ class LayerStreams:
         layer: int,
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
-        signal: Signal | None = None,
+        signals: Sequence[Signal | None] = (),
     ) -> torch.Tensor:
-        """Write ``hidden_states + residual`` ``[B, hidden]``, and raise the flags of `signal`.
+        """Write ``hidden_states + residual`` ``[B, hidden]``, and raise the flags of `signals`.
 
         Returns it on the cache device.
         """
-        size = len(hidden_states)
+        size, given = len(hidden_states), [signal for signal in signals if signal is not None]
         out = self._here[layer, :size]
-        if signal is not None:
-            send_rows(hidden_states, residual, out, signal.raised)
+        if given:
+            send_rows(hidden_states, residual, out, given[0].raised)
         elif residual is None:
             out.copy_(hidden_states)
         else:
             torch.add(hidden_states, residual, out=out)
+        for signal in given[1:]:
+            raise_flags(signal.raised)
         return self.last(layer, size)
+
+    def put_beside(
+        self,
+        layer: int,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        signals: Sequence[Signal | None] = (),
+    ) -> torch.Tensor:
+        """`put` on a stream beside the current one, for another GPU.
+
+        Until `join` is called the inputs must not change.
+        """
+        if self._beside is None:
+            return self.put(layer, hidden_states, residual, signals)
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            found = self.put(layer, hidden_states, residual, signals)
+        self._is_beside = True
+        return found
+
+    def join(self) -> None:
+        """Let the current stream wait for what was put beside it."""
+        if self._is_beside and self._beside is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._beside)
+            self._is_beside = False
 
     def last(self, layer: int, size: int) -> torch.Tensor:
         """Return what was last written for `layer`, ``[size, hidden]`` on the cache device."""
