@@ -88,8 +88,10 @@ class InProcessBackend(AttentionBackend):
         if is_far and (rank.needs_query or attends_far):
             self._queries = LayerStreams(num_layers=self._num_layers, **sizes)
         if self._queries is not None and attends_far:
-            pool, places = runner.token_to_kv_pool, {"lane": rank.num_lanes, "row": self._num_layers}
-            self._far = FarAttention(rank, pool, self._side, self._queries, **sizes, **places)
+            self._far = FarAttention(
+                rank, runner.token_to_kv_pool, self._side, self._queries, lane=rank.num_lanes,
+                row=self._num_layers, **sizes,
+            )  # fmt: skip
         self._kind = self.captured_kind = StepKind.DENSE
         self.shares_gpu = not is_far
         self._is_decode = False
