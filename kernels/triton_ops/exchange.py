@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tandemkv.kernels.exchange import SampleWeights
 from tandemkv.kernels.triton_ops.bits import as_bits
+from tandemkv.kernels.triton_ops.chained import follow, is_chained
 from tandemkv.kernels.triton_ops.flags import raise_flags
 
 _BLOCK_ROWS, _NUM_WARPS = 16, 4
@@ -33,11 +34,12 @@ def _exchange_kernel(
     weights_stride_r, weights_stride_h, to_weights_stride_r, to_weights_stride_h, active_stride,
     HAS_POS: tl.constexpr, HAS_FLAG: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SAMPLES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     req = (tl.program_id(0) // num_heads).to(tl.int64)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     place = (tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    follow(CHAINED)
     position = tl.load(
         fetch_pos + req * fp_stride_b + head * fp_stride_h + place * fp_stride_c,
         mask=place < cap, other=-1,
@@ -118,6 +120,7 @@ def exchange_rows(
     if weights is not None:
         carried, targets = as_bits(weights.source), as_bits(weights.target)
         active, num_samples = weights.active.view(torch.int8), carried.shape[-1]
+    chained = is_chained(k_pool.device)
     grid = (num_reqs * num_heads, max(1, triton.cdiv(cap, block)))
     _exchange_kernel[grid](
         as_bits(k_pool), as_bits(v_pool), slots, fetch_pos, fetch_slot, as_bits(k_res),
@@ -130,5 +133,5 @@ def exchange_rows(
         HAS_POS=pos_res is not None, HAS_FLAG=flag is not None, PAGE_SIZE=page_size,
         BLOCK_ROWS=block, BLOCK_D=triton.next_power_of_2(max(1, head_dim)),
         NUM_SAMPLES=num_samples, BLOCK_S=triton.next_power_of_2(max(1, num_samples)),
-        num_warps=warps,
+        CHAINED=chained, launch_pdl=chained, num_warps=warps,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.triton_ops.chained import follow, is_chained, prefetch
 from tandemkv.kernels.triton_ops.samples import offsets_of
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
@@ -19,6 +20,7 @@ _NUM_WARPS = 8
 # Fewer registers fit in sooner beside a scan of all keys, see `shortlist`; larger blocks need all.
 _REGISTERS, _LARGEST_LIMITED = 168, 4096
 _MIN_BLOCK, _MAX_HEAD = 16, 256
+_LINE = tl.constexpr(32)  # slots of a line of the cache
 _NO_PLACE = tl.constexpr(2**31 - 1)
 _LAST = tl.constexpr(2**31 - 1)
 
@@ -116,10 +118,21 @@ def _mirror_kernel(
     HAS_COUNTERS: tl.constexpr, IS_TENSOR: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_CAP: tl.constexpr,
     BLOCK_FILL: tl.constexpr, NUM_SAMPLES: tl.constexpr, BLOCK_S: tl.constexpr,
-    NUM_BINS: tl.constexpr,
+    NUM_BINS: tl.constexpr, NUM_LINES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
+    if HAS_ROWS and CHAINED:
+        # The choice that is still being made writes no books: they may be on their way. If the row
+        # is an old one still, no harm is done.
+        old = tl.load(rows + req).to(tl.int64)
+        lines = old * pos_stride_b + head * pos_stride_h
+        lines += tl.arange(0, NUM_LINES) * (_LINE * pos_stride_n)
+        prefetch(resident_pos + lines, CHAINED)
+        lines = old * used_stride_b + head * used_stride_h
+        lines += tl.arange(0, NUM_LINES) * (_LINE * used_stride_n)
+        prefetch(last_used + lines, CHAINED)
+    follow(CHAINED)
     # A row that is not active has neither slots nor selected positions.
     is_active = req >= 0
     if HAS_ACTIVE:
@@ -329,6 +342,7 @@ def mirror_diff(
     scores = selected if selected_scores is None else selected_scores
     flags = num_target if active is None else active.view(torch.int8)
     num_samples = 0 if log_weight is None else log_weight.shape[-1]
+    chained = is_chained(selected.device)
     _mirror_kernel[(num_reqs * num_heads,)](
         selected, scores, resident_pos, last_used, num_target if rows is None else rows,
         step, num_target, hi, flags, hits if counters is None else counters, scratch, hits,
@@ -344,7 +358,7 @@ def mirror_diff(
         BLOCK_FILL=1024, NUM_SAMPLES=num_samples,
         BLOCK_S=max(16, triton.next_power_of_2(max(1, num_samples))),
         NUM_BINS=max(16, triton.next_power_of_2(2 * max(1, num_samples))),
-        num_warps=_NUM_WARPS,
+        NUM_LINES=max(1, block_r // 32), CHAINED=chained, launch_pdl=chained, num_warps=_NUM_WARPS,
         maxnreg=_REGISTERS if max(block_k, block_r) <= _LARGEST_LIMITED else None,
     )  # fmt: skip
     return fetch_pos, fetch_slot

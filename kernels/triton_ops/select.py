@@ -30,6 +30,7 @@ import triton
 from tandemkv.kernels.score import padded_group
 from tandemkv.kernels.select import SelectScratch, make_select_scratch
 from tandemkv.kernels.triton_ops import topk
+from tandemkv.kernels.triton_ops.chained import is_chained
 from tandemkv.kernels.triton_ops.position_pooling import pool_positions
 from tandemkv.kernels.triton_ops.score import scan, score_keys
 from tandemkv.kernels.triton_ops.select_kernels import (
@@ -124,14 +125,14 @@ def score_topk(
         "HAS_ACTIVE": active is not None, "GROUP": group, "PAD_G": pad_g,
         "BLOCK_N": scanned.block_n, "CODED": scanned.is_coded,
     }  # fmt: skip
-    listing = {"CAPACITY": capacity, "LISTING": is_listing}
+    listing, chained = {"CAPACITY": capacity, "LISTING": is_listing}, is_chained(q.device)
     sample, splits = topk.sample_of(width), triton.next_power_of_2(scanned.num_splits)
     bound_kernel[(num_rows,)](
         *ranges, scanned.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists, out,
         width, k, heads, scanned.num_splits, *sizes[1:], *strides,
         **flags, **listing, BLOCK_S=splits, SAMPLE=sample, BLOCK_PAD=_BLOCK,
         BLOCK_P=min(splits, _SPLITS) if sample <= _SHORT_SAMPLE else splits,
-        num_warps=_BOUND_WARPS if sample < topk.MAX_SAMPLE else 16,
+        CHAINED=chained, num_warps=_BOUND_WARPS if sample < topk.MAX_SAMPLE else 16,
     )  # fmt: skip
     found = (scanned.logits, buffers.tile_max, scratch.head_lse, lists, out)
     if width > capacity:
@@ -142,8 +143,8 @@ def score_topk(
         filter_kernel[(num_rows, parts)](
             *ranges, *found, width, *sizes, *strides, **flags, **listing,
             BLOCK_T=block // scanned.block_n, ROWS=block // (run * columns), COLUMNS=columns,
-            RUN=run, USE_ASM=not _INTERPRETED, num_warps=_FILTER_WARPS,
-            maxnreg=_FILTER_REGISTERS if pad_g <= 8 else None,
+            RUN=run, USE_ASM=not _INTERPRETED, CHAINED=chained, num_warps=_FILTER_WARPS,
+            maxnreg=_FILTER_REGISTERS if pad_g <= 8 else None, launch_pdl=chained,
         )  # fmt: skip
     if is_listing:
         relist_kernel[(num_rows,)](
@@ -153,8 +154,8 @@ def score_topk(
     else:
         select_kernel[(num_rows,)](
             *ranges, *found, out_scores, width, k, *sizes, *strides, **flags, CAPACITY=capacity,
-            BLOCK=2048, BLOCK_PAD=_BLOCK, num_warps=_SELECT_WARPS,
-            maxnreg=_SELECT_REGISTERS if capacity <= _SHORT_LIST else None,
+            BLOCK=2048, BLOCK_PAD=_BLOCK, CHAINED=chained, num_warps=_SELECT_WARPS,
+            maxnreg=_SELECT_REGISTERS if capacity <= _SHORT_LIST else None, launch_pdl=chained,
         )  # fmt: skip
     return out, out_scores
 

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.triton_ops.chained import follow, lead
 from tandemkv.kernels.triton_ops.score_scan import bounds_of, decode_share
 from tandemkv.kernels.triton_ops.topk import choose_listed, select_listed, select_streamed
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
@@ -89,9 +90,10 @@ def bound_kernel(
     lo_stride, hi_stride,
     HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
     CODED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, CAPACITY: tl.constexpr,
-    SAMPLE: tl.constexpr, LISTING: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    SAMPLE: tl.constexpr, LISTING: tl.constexpr, BLOCK_PAD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Find a bound for the filter; with LISTING also all of a list that needs no filter."""
+    lead(CHAINED)
     base = tl.program_id(0).to(tl.int64)
     req = base // num_heads
     begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
@@ -160,11 +162,13 @@ def filter_kernel(
     HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
     CODED: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     RUN: tl.constexpr, CAPACITY: tl.constexpr, LISTING: tl.constexpr, USE_ASM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """List what reaches the bound: positions, and without LISTING scores."""
     base = tl.program_id(0).to(tl.int64)
     req = base // num_heads
     begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
+    follow(CHAINED)
     if end - begin > CAPACITY:
         step: tl.constexpr = BLOCK_T * BLOCK_N
         row = lists + base * list_stride
@@ -219,11 +223,13 @@ def select_kernel(
     width, k, num_heads, scratch_width, scratch_tiles, list_stride, lo_stride, hi_stride,
     HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
     CODED: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Choose the best `k`: among all where they are few, in the list, or in memory."""
     base = tl.program_id(0).to(tl.int64)
     req = base // num_heads
     begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
+    follow(CHAINED)
     num = tl.maximum(end - begin, 0)
     row = lists + base * list_stride
     out_row, score_row = out + base * k, out_scores + base * k

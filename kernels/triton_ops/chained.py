@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that are launched while the one before them in their stream still runs.
+
+A selection is a chain of small kernels, a program for each head, in which nothing waits but the
+next one. With programmatic dependent launch, of Hopper and later GPUs, a kernel of the chain has
+its programs in place, and has read what does not depend on the one before it, when that one ends.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def lead(CHAINED):
+    """Let the next kernel of a chain be launched, as soon as all programs of this one have begun.
+
+    For the first of a chain, which was launched when all before it had ended.
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def follow(CHAINED):
+    """Wait until the kernel before this one has ended, and do as `lead` does.
+
+    Every program has to call this, before it writes anything, or reads what any kernel of the chain
+    has written: so whoever is behind it, in whatever stream, is behind the whole chain.
+    """
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers, CHAINED):
+    """Ask for the lines that `pointers` are in, to have them in the L2 cache after `follow`."""
+    if CHAINED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@functools.cache
+def _is_supported(index: int) -> bool:
+    return torch.cuda.get_device_capability(index)[0] >= 9
+
+
+def is_chained(device: torch.device) -> bool:
+    """Whether kernels on `device` can be chained; to be passed to them as CHAINED."""
+    if _INTERPRETED or device.type != "cuda":
+        return False
+    return _is_supported(torch.cuda.current_device() if device.index is None else device.index)
