@@ -49,6 +49,7 @@ def resolve_placement(
     can use as well.
     `index_dtype`: int4 where a GPU scans pages, a quarter of the bytes of bf16 keys; what is
     attended to is never quantised.
+    `late_layers`: 1 where another GPU of this process selects, for nothing hides a first selection.
 
     Raises
     ------
@@ -64,12 +65,13 @@ def resolve_placement(
             "scan_ahead: only a cache rank in the inference rank's process scans ahead; add "
             "--cache-ranks 0, or --transport peer on two GPUs, or leave --scan-ahead out"
         )
-    if settings.selection.late_layers and not in_process:
+    if settings.selection.num_late and not in_process:
         raise SettingsError(
-            f"late_layers={settings.selection.late_layers}: only a cache rank in the inference "
+            f"late_layers={settings.selection.num_late}: only a cache rank in the inference "
             "rank's process selects at the end of a step; add --cache-ranks 0, or --transport peer "
             "on two GPUs, or leave --late-layers out"
         )
+    settings = with_late_layers(settings)
     if device == "cuda" and in_process:
         _check_gpus(settings, spec, model_dir)
     if device == "cpu" or settings.transport != "local":
@@ -133,6 +135,15 @@ def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
     if device != "cuda" or not in_process or index_on_gpu(selection) == selection.index_dtype:
         return settings
     changed = selection.model_copy(update={"index_dtype": index_on_gpu(selection)})
+    return settings.model_copy(update={"selection": changed})
+
+
+def with_late_layers(settings: ServeSettings) -> ServeSettings:
+    """Fill in `late_layers`, where it is left open and another GPU of this process selects."""
+    selection = settings.selection
+    if settings.transport != "peer" or selection.late_between_gpus == selection.num_late:
+        return settings
+    changed = selection.model_copy(update={"late_layers": selection.late_between_gpus})
     return settings.model_copy(update={"selection": changed})
 
 

@@ -240,7 +240,7 @@ class InProcessCacheRank:
         SettingsError
             If one of them has not attended where the last layer with targets begins.
         """
-        count = self._selection.late_layers
+        count = self._selection.num_late
         late = tuple(x for x in self._sources if x < count)
         if late and late[-1] >= self._sources[-1] - self._selection.look_ahead_layers:
             raise SettingsError(

@@ -93,12 +93,13 @@ class SelectionSettings(_Strict):
         le=8,
         description="Layers between the hidden state and the query it predicts.",
     )
-    late_layers: int = Field(
-        default=0,
+    late_layers: int | None = Field(
+        default=None,
         ge=0,
         le=8,
         description="look_ahead, in-process: as many first layers are selected for at the end of "
-        "a step, for the next one, so that no step begins with waiting for a selection.",
+        "a step, for the next one, so that no step begins with waiting. Default 0; with serve and "
+        "transport=peer 1, if layer 0 is not exact.",
     )
     scan_ahead: bool = Field(
         default=False,
@@ -294,6 +295,19 @@ class SelectionSettings(_Strict):
         return self.lag or 1
 
     @property
+    def num_late(self) -> int:
+        """`late_layers`, or none where it is left open."""
+        return self.late_layers or 0
+
+    @property
+    def late_between_gpus(self) -> int:
+        """`late_layers`, or what `serve` takes with transport=peer where it is left open."""
+        if self.late_layers is not None:
+            return self.late_layers
+        may = self.policy == "look_ahead" and 0 not in self.exact_layer_ids
+        return int(may and not self.share_layers and not self.gate_cosine)
+
+    @property
     def refresh_steps(self) -> int:
         """`refresh_every`, or what it is where it is left open and nothing was measured."""
         return self.refresh_every or 1
@@ -357,14 +371,14 @@ class SelectionSettings(_Strict):
                 f"{self.budget_tokens} must be at most {MOST_SHORTLISTED}; lower one of the two, "
                 "or turn scan_ahead off"
             )
-        if self.late_layers and self.policy != "look_ahead":
+        if self.num_late and self.policy != "look_ahead":
             raise ValueError(
                 f"late_layers is for policy=look_ahead, not {self.policy}; use --policy "
                 "look_ahead, or drop --late-layers"
             )
-        if self.late_layers and (self.share_layers or self.gate_cosine):
+        if self.num_late and (self.share_layers or self.gate_cosine):
             raise ValueError("late_layers goes with neither share_layers nor gate_cosine; drop it")
-        if self.late_layers and set(self.exact_layer_ids) & set(range(self.late_layers)):
+        if self.num_late and set(self.exact_layer_ids) & set(range(self.num_late)):
             raise ValueError(
                 f"late_layers={self.late_layers}: nothing is selected for exact layers, and "
                 f"exact_layers={','.join(map(str, self.exact_layer_ids))} has some of these; use "

@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.placement_choice import with_late_layers
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import Sourced, load_settings
 from tandemkv.server.sglang_command import sglang_argv, sglang_env
@@ -92,7 +93,8 @@ class Configuration(BaseModel):
         }
         if self.tp_size > 1 and self.settings:
             given["tensor_parallel"] = self.tp_size
-        return load_settings({key: Sourced(value, "bench") for key, value in given.items()}, {})
+        sourced = {key: Sourced(value, "bench") for key, value in given.items()}
+        return with_late_layers(load_settings(sourced, {}))
 
     def child_env(
         self, *, model_dir: Path, run_dir: Path, capacity_tokens: int, batch: int
@@ -140,6 +142,7 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "-int8": {"selection.index_dtype": "int8"},
     "-async-spade": {"selection.policy": "async_spade"},
     "-samples": {"selection.sample_tokens": 128},
+    "-late0": {"selection.late_layers": 0},
     # Dummy weights give queries that hardly move; here every step fetches all it may.
     "-stress": {"stress_selection": True},
     "-no-selection": {

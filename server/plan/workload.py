@@ -27,7 +27,8 @@ class Workload:
     ``context_tokens * concurrency``. `exact_layers` attend to everything. Of the others
     those are scanned that follow no earlier one of `anchors` (`()`: as many as calibrations have;
     None: nobody follows). `waits` says that a scanned layer selects with its own query, which
-    nothing hides. `num_late` first layers are selected for in the step before.
+    nothing hides. Between two GPUs `num_late` first layers are selected for in the step
+    before.
     """
 
     context_tokens: int
@@ -94,7 +95,7 @@ class Workload:
             anchors=(anchors or selection.anchors) if is_shared else None,
             exact_layers=selection.exact_layer_ids,
             waits=is_own,
-            num_late=selection.late_layers,
+            num_late=selection.late_between_gpus,
         )
 
     @property

@@ -175,3 +175,27 @@ def test_only_a_cache_rank_in_the_process_can(
         resolve(tmp_path, device, selection=selection, exchange={"transport": "nccl"}, **changes)
     settings, _ = resolve(tmp_path, device, selection=selection, cache_ranks=0)
     assert option.items() <= settings.selection.model_dump().items()
+
+
+@pytest.mark.parametrize(
+    ("selection", "transport", "late"),
+    [
+        ({}, "peer", 1),
+        ({"late_layers": 0}, "peer", 0),
+        ({"late_layers": 2}, "peer", 2),
+        ({"exact_layers": [0, 1]}, "peer", None),
+        ({"policy": "async_spade"}, "peer", None),
+        ({}, "nccl", None),
+    ],
+)
+def test_a_first_layer_is_late_between_two_gpus(
+    tmp_path: Path, gpus: Any, selection: dict[str, Any], transport: str, late: int | None
+) -> None:
+    gpus(2)
+    settings, _ = resolve(
+        tmp_path, "cuda", selection={"budget_tokens": 2048, **selection}, cache_ranks=1,
+        exchange={"transport": transport},
+    )  # fmt: skip
+    assert settings.selection.late_layers == late
+    alone, _ = resolve(tmp_path, "cuda", selection={"budget_tokens": 2048}, cache_ranks=0)
+    assert alone.selection.num_late == 0
