@@ -10,8 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import FLOATS, INTS, Dims, fail
+from tandemkv.kernels.check import FLOAT32, FLOATS, INT8, INTS, Dims, fail
 from tandemkv.kernels.dispatch import resolve
+from tandemkv.kernels.quantize import quantize_int8
+
+_ROWS = 512
+"""Rows quantized at once: their float32 temporaries are a few times the codes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +29,11 @@ class QueryWeights:
     norm_eps : float
         Of that norm, ``>= 0``.
     weight : torch.Tensor
-        ``[num_qo_heads * head_dim, hidden_size]``, float.
+        ``[num_qo_heads * head_dim, hidden_size]``, of the dtype of the hidden states, or int8 with
+        `weight_scale`.
+    weight_scale : torch.Tensor, optional
+        ``[num_qo_heads * head_dim]``, float32: ``weight * weight_scale[:, None]`` is the matrix.
+        There if and only if `weight` is int8 (`quantize_query_weight`).
     bias : torch.Tensor, optional
         ``[num_qo_heads * head_dim]``, float.
     query_norm : torch.Tensor, optional
@@ -37,6 +45,7 @@ class QueryWeights:
     norm: torch.Tensor
     norm_eps: float
     weight: torch.Tensor
+    weight_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     query_norm: torch.Tensor | None = None
     query_norm_eps: float = 0.0
@@ -49,6 +58,8 @@ def predict_query(
     cos_sin: torch.Tensor,
 ) -> torch.Tensor:
     """Return ``rope(query_norm(W norm(hidden) + bias))``.
+
+    With an int8 W half as many bytes are read.
 
     Parameters
     ----------
@@ -71,14 +82,15 @@ def predict_query(
     Raises
     ------
     ValueError
-        If an argument differs from the above.
+        If an argument differs from the above, or an int8 weight has no scale or another one has.
 
     Notes
     -----
     On a GPU two launches, asynchronous and CUDA-graph safe; all tensors must be dense in their
     last dimension. The products of hidden values and
     norm weights are rounded to the dtype of `hidden` and multiplied by `weight` in the tensor
-    cores; all else is float32, where a model's own layers round after each step. In
+    cores; int8 is widened to that dtype before, exactly, and its sums are multiplied by the scale.
+    All else is float32, where a model's own layers round after each step. In
     ``look_ahead`` this query chooses tokens, and is not attended with.
     """
     dims = Dims()
@@ -86,12 +98,18 @@ def predict_query(
     dims.check("positions", positions, "num_tokens", INTS)
     dims.check("cos_sin", cos_sin, "num_positions head_dim", FLOATS)
     dims.check("weights.norm", weights.norm, "hidden_size", FLOATS)
-    dims.check("weights.weight", weights.weight, "width hidden_size", FLOATS)
+    dims.check("weights.weight", weights.weight, "width hidden_size", FLOATS + INT8)
+    is_int8, scale = weights.weight.dtype == torch.int8, weights.weight_scale
+    if is_int8 != (scale is not None):
+        given = "None" if scale is None else "given"
+        fail("weights.weight_scale", given, "given with an int8 weight, and with no other")
+    if scale is not None:
+        dims.check("weights.weight_scale", scale, "width", FLOAT32)
     if weights.bias is not None:
         dims.check("weights.bias", weights.bias, "width", FLOATS)
     if weights.query_norm is not None:
         dims.check("weights.query_norm", weights.query_norm, "head_dim", FLOATS)
-    if weights.weight.dtype != hidden.dtype:
+    if not is_int8 and weights.weight.dtype != hidden.dtype:
         fail("weights.weight.dtype", weights.weight.dtype, f"{hidden.dtype}, as hidden")
     if dims["head_dim"] % 2 or dims["head_dim"] == 0 or dims["width"] % dims["head_dim"]:
         fail("cos_sin.shape", tuple(cos_sin.shape), "[num_positions, head_dim], head_dim even")
@@ -100,3 +118,39 @@ def predict_query(
     run = resolve("query", "predict_query", hidden.device)
     query: torch.Tensor = run(hidden, positions, weights, cos_sin)
     return query
+
+
+def quantize_query_weight(
+    weight: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize a query projection symmetrically, with one scale per row, onto a device.
+
+    Parameters
+    ----------
+    weight : torch.Tensor
+        ``[num_qo_heads * head_dim, hidden_size]``, float, finite, on any device.
+    device : torch.device
+        Of the result; what is worked out, too, is worked out there, some rows at a time.
+
+    Returns
+    -------
+    quantized : torch.Tensor
+        ``[num_qo_heads * head_dim, hidden_size]``, int8, in ``[-127, 127]``.
+    scale : torch.Tensor
+        ``[num_qo_heads * head_dim]``, float32, ``> 0``: ``quantized * scale[:, None]`` is within
+        ``scale / 2`` of `weight`.
+
+    Raises
+    ------
+    ValueError
+        If `weight` differs from the above, finiteness aside, which is not checked.
+    """
+    Dims().check("weight", weight, "width hidden_size", FLOATS)
+    quantized = torch.empty(weight.shape, dtype=torch.int8, device=device)
+    scale = torch.empty(len(weight), dtype=torch.float32, device=device)
+    for first in range(0, len(weight), _ROWS):
+        rows = slice(first, first + _ROWS)
+        # A row is what a key of one head is there.
+        codes, scales = quantize_int8(weight[rows].to(device)[:, None])
+        quantized[rows], scale[rows] = codes[:, 0], scales[:, 0]
+    return quantized, scale

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.kernels.query import QueryWeights, predict_query
+from tandemkv.kernels.query import QueryWeights, predict_query, quantize_query_weight
 
 _FUSED_ROTARY = {"RotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding"}
 """SGLang's rotary embeddings that do no more than look up `cos_sin_cache`."""
@@ -23,9 +23,14 @@ logger = logging.getLogger(__name__)
 class LiveQueryPredictor:
     """``rope(q_norm(W_q^l norm_l(h)))`` with the weights of SGLang's own layers.
 
-    No weight is held twice, and under tensor parallelism each rank predicts its own heads. Where
-    a layer is built of plain RMS norms and rotary embeddings (Llama, Qwen2, Qwen3) its query is
-    made in one operation (`tandemkv.kernels.query`), else by calling the layer's modules.
+    On the model's own GPU no weight is held twice, and under tensor parallelism each rank predicts
+    its own heads. Where a layer is built of plain RMS norms and rotary embeddings (Llama, Qwen2,
+    Qwen3) its query is made in one operation (`tandemkv.kernels.query`), else by calling the
+    layer's modules.
+
+    On another GPU the weights are copies, made by `load` and not refreshed. Where a query is made
+    in one operation the copy of ``W_q`` is int8 with a scale per row: reading it is most of the
+    operation's time, and what is predicted only chooses tokens.
 
     Parameters
     ----------
@@ -35,14 +40,22 @@ class LiveQueryPredictor:
     num_qo_heads, head_dim : int
         Of this rank.
     device : torch.device
-        Where to predict; on another GPU than the model's the query weights are copied there.
+        Where to predict.
+    is_far : bool
+        Whether that is another GPU than the model's.
 
     """
 
     def __init__(
-        self, model: Any, *, num_qo_heads: int, head_dim: int, device: torch.device
+        self,
+        model: Any,
+        *,
+        num_qo_heads: int,
+        head_dim: int,
+        device: torch.device,
+        is_far: bool = False,
     ) -> None:
-        self._model, self._device = model, device
+        self._model, self._device, self._is_far = model, device, is_far
         self._num_heads, self._head_dim = num_qo_heads, head_dim
         self._layers: list[_Layer] = []
 
@@ -56,7 +69,7 @@ class LiveQueryPredictor:
         """
         name, size = type(self._model).__name__, self._num_heads * self._head_dim
         self._layers = [
-            _Layer.of(f"{name}, layer {i}", layer, size, self._device)
+            _Layer.of(f"{name}, layer {i}", layer, size, self._device, is_far=self._is_far)
             for i, layer in enumerate(self._model.model.layers)
         ]
         num_fused = sum(layer.fused is not None for layer in self._layers)
@@ -82,14 +95,14 @@ class _Layer:
     """What a decoder layer makes its query with."""
 
     norm: Any
-    weight: torch.Tensor
+    weight: torch.Tensor  # With `fused` the one in there.
     bias: torch.Tensor | None
     query_norm: Any
     rotary: Any
     fused: QueryWeights | None
 
     @classmethod
-    def of(cls, name: str, layer: Any, size: int, device: torch.device) -> _Layer:
+    def of(cls, name: str, layer: Any, size: int, device: torch.device, *, is_far: bool) -> _Layer:
         attention = getattr(layer, "self_attn", None)
         projection = getattr(attention, "qkv_proj", None)
         weight = getattr(projection, "weight", None)
@@ -104,22 +117,25 @@ class _Layer:
                 "one: serve another checkpoint of the model"
             )
         bias = getattr(projection, "bias", None)
-        is_far = device.type == "cuda" and weight.device != device
 
         def here(module: Any) -> Any:
             return copy.deepcopy(module).to(device) if is_far and module is not None else module
 
         norm, rotary = here(layer.input_layernorm), here(attention.rotary_emb)
         query_norm = here(getattr(attention, "q_norm", None))
-        weight = weight.detach()[:size].to(device)
+        weight, weight_scale = weight.detach()[:size], None
         bias = None if bias is None else bias.detach()[:size].to(device)
         is_plain = _is_plain_norm(norm) and (query_norm is None or _is_plain_norm(query_norm))
-        fused = None
-        if is_plain and _is_plain_rotary(rotary):
+        fused, is_fused = None, is_plain and _is_plain_rotary(rotary)
+        if is_far and is_fused:
+            weight, weight_scale = quantize_query_weight(weight, device)
+        weight = weight.to(device)
+        if is_fused:
             fused = QueryWeights(
                 norm=norm.weight.detach(),
                 norm_eps=float(norm.variance_epsilon),
                 weight=weight,
+                weight_scale=weight_scale,
                 bias=bias,
                 query_norm=None if query_norm is None else query_norm.weight.detach(),
                 query_norm_eps=0.0 if query_norm is None else float(query_norm.variance_epsilon),

@@ -112,6 +112,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         num_qo_heads=model.num_qo_heads,
         head_dim=model.head_dim,
         device=cache_device,
+        is_far=cache_device != device,
     )
     rank = create_local_cache_rank(
         model=model,

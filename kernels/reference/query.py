@@ -19,7 +19,11 @@ def predict_query(
     """Predict; see `tandemkv.kernels.query.predict_query`."""
     # Rounded once before the product, which is then no slower than the model's own.
     normed = _normed(hidden.float(), weights.norm, weights.norm_eps).to(hidden.dtype)
-    query = torch.nn.functional.linear(normed, weights.weight).float()
+    if weights.weight_scale is None:
+        query = torch.nn.functional.linear(normed, weights.weight).float()
+    else:  # In float32: sums of codes may be more than a float16 holds.
+        query = torch.nn.functional.linear(normed.float(), weights.weight.float())
+        query = query * weights.weight_scale
     if weights.bias is not None:
         query = query + weights.bias.float()
     query = query.view(len(hidden), -1, cos_sin.shape[1])

@@ -6,8 +6,11 @@
 2. One program per token and head adds the parts up, normalises and rotates.
 
 Programs are small: beside a scan of all keys, which fills the registers of a GPU, a program waits
-until as many as it needs are free on one multiprocessor.
+until as many as it needs are free on one multiprocessor. Weights of int8 are widened in registers,
+exactly, and the second launch multiplies by their scales.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,11 +19,36 @@ import triton.language as tl
 from tandemkv.kernels.query import QueryWeights
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-_BLOCK_OUT, _BLOCK_K, _WARPS, _STAGES = 32, 128, 2, 4
-# About two on each multiprocessor. Four leave no room for a program of the mirror, which is due at
-# the same time (H200, Qwen3-8B's W_q, 1 + 1, 8 x 96K: 8.41 ms a step instead of 8.12).
-_PROGRAMS = 256
+
+
+class Tiles(NamedTuple):
+    """How the product is cut up.
+
+    `programs` is about how many there are in all, `registers` limits those of a thread where
+    there are few tokens.
+    """
+
+    block_out: int
+    block_k: int
+    warps: int
+    stages: int
+    programs: int
+    registers: int | None
+
+
+# About two programs on each multiprocessor. Four leave no room for a program of the mirror, which
+# is due at the same time (H200, Qwen3-8B's W_q, 1 + 1, 8 x 96K: 8.41 ms a step instead of 8.12).
+# An int8 tile has twice the rows, and so as many bytes on their way. Widening takes instructions;
+# that what is made of the tokens serves twice the rows makes up for most of them: compiled for
+# sm_90 with 8 tokens, 8192 weights take 551 of each warp, and 504 natively, with 96 and 95
+# registers.
+TILES = {
+    "native": Tiles(32, 128, 2, 4, 256, None),
+    "int8": Tiles(64, 128, 2, 4, 256, 96),
+}
 _MAX_PARTS = 32
+# Tokens of a program up to which nothing spills under the limit of registers.
+_LIMITED_TOKENS = 8
 # Keeps products of large hidden values and norm weights inside float16 (beyond 4 million they
 # are cut off); a power of two.
 _FLOAT16_FACTOR = 1 / 64
@@ -52,9 +80,9 @@ def _project_kernel(
         scaled = tl.load(norm + at, mask=at < hidden_size, other=0.0).to(tl.float32) * factor
         total += tl.sum(x * x, 0)
         x = x * scaled[:, None]
-        if weight.dtype.element_ty == tl.float16:
+        if hidden.dtype.element_ty == tl.float16:
             x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-        x = x.to(weight.dtype.element_ty)
+        x = x.to(hidden.dtype.element_ty)
         acc = tl.dot(w.to(DOT), x.to(DOT), acc, input_precision=PRECISION)
     base = part * num_tokens
     tl.store(
@@ -67,11 +95,11 @@ def _project_kernel(
 
 @triton.jit
 def _rotate_kernel(
-    parts, squares, bias, query_norm, positions, cos_sin, out,
+    parts, squares, weight_scale, bias, query_norm, positions, cos_sin, out,
     num_tokens, num_heads, hidden_size, num_parts, num_positions, width, factor, eps, query_eps,
     cos_sin_stride,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     at, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK_S)
@@ -90,6 +118,10 @@ def _rotate_kernel(
     sin = tl.load(angles + HALF + at, mask=inside, other=0.0).to(tl.float32)
     unit = 1.0 / (tl.sqrt(total / hidden_size + eps) * factor)
     first, second = first * unit, second * unit
+    if HAS_SCALE:
+        own = weight_scale + head * 2 * HALF
+        first *= tl.load(own + at, mask=inside, other=0.0)
+        second *= tl.load(own + HALF + at, mask=inside, other=0.0)
     if HAS_BIAS:
         own = bias + head * 2 * HALF
         first += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
@@ -119,17 +151,18 @@ def predict_query(
     out = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
     if not out.numel():
         return out
-    vectors = (weights.norm, weights.bias, weights.query_norm, positions)
+    scale = weights.weight_scale
+    vectors = (weights.norm, scale, weights.bias, weights.query_norm, positions)
     dense = (hidden, weights.weight, cos_sin, *vectors)
     if any(tensor is not None and tensor.stride(-1) != 1 for tensor in dense):
         message = "hidden, weights, cos_sin and positions must be dense in their last dimension"
         raise ValueError(message)
     block_t = min(64, max(8, triton.next_power_of_2(num_tokens)))
-    blocks = triton.cdiv(width, _BLOCK_OUT)
-    num_parts = min(
-        _MAX_PARTS, max(1, round(_PROGRAMS / blocks)), triton.cdiv(hidden_size, _BLOCK_K)
-    )
-    part_size = triton.cdiv(triton.cdiv(hidden_size, _BLOCK_K), num_parts) * _BLOCK_K
+    tiles = TILES["native" if scale is None else "int8"]
+    blocks = triton.cdiv(width, tiles.block_out)
+    num_steps = triton.cdiv(hidden_size, tiles.block_k)
+    num_parts = min(_MAX_PARTS, max(1, round(tiles.programs / blocks)), num_steps)
+    part_size = triton.cdiv(num_steps, num_parts) * tiles.block_k
     num_parts = triton.cdiv(hidden_size, part_size)
     parts = torch.empty((num_parts, num_tokens, width), device=hidden.device)
     squares = torch.empty((num_parts, num_tokens), device=hidden.device)
@@ -141,18 +174,19 @@ def predict_query(
         hidden, weights.norm, weights.weight, parts, squares,
         num_tokens, hidden_size, width, factor,
         hidden.stride(0), weights.weight.stride(0),
-        BLOCK_OUT=_BLOCK_OUT, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, PART_SIZE=part_size,
+        BLOCK_OUT=tiles.block_out, BLOCK_T=block_t, BLOCK_K=tiles.block_k, PART_SIZE=part_size,
         DOT=kind[multiplied], PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",
-        num_warps=_WARPS,
-        num_stages=_STAGES if hidden.dtype != torch.float32 else 2,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages if hidden.dtype != torch.float32 else 2,
+        maxnreg=tiles.registers if block_t <= _LIMITED_TOKENS else None,
     )  # fmt: skip
     has_bias, has_norm = weights.bias is not None, weights.query_norm is not None
     _rotate_kernel[(num_tokens * num_heads,)](
-        parts, squares, weights.bias if has_bias else hidden,
+        parts, squares, hidden if scale is None else scale, weights.bias if has_bias else hidden,
         weights.query_norm if has_norm else hidden, positions, cos_sin, out,
         num_tokens, num_heads, hidden_size, num_parts, len(cos_sin), width, factor,
         float(weights.norm_eps), float(weights.query_norm_eps), cos_sin.stride(0),
-        HAS_BIAS=has_bias, HAS_NORM=has_norm, HALF=head_dim // 2,
+        HAS_SCALE=scale is not None, HAS_BIAS=has_bias, HAS_NORM=has_norm, HALF=head_dim // 2,
         BLOCK=triton.next_power_of_2(head_dim // 2), BLOCK_S=triton.next_power_of_2(num_parts),
         num_warps=1,
     )  # fmt: skip

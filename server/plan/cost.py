@@ -182,7 +182,7 @@ def predict_step(
         caches = placement.num_cache_gpus
         select_us = exposed_us = 0.0
         if load.selects:
-            own_us = selection_us(shape, load, caches, cost)
+            own_us = selection_us(shape, load, caches, cost, is_far=True)
             select_us = scanned * own_us + rest_us + cost.exchange_us
             own_us += cost.exchange_us
             # An anchor's selection has one layer to hide behind, however few anchors there are.
@@ -213,9 +213,20 @@ def attention_us(
     return cost.attention_fixed_us + size / cost.attention_bandwidth * 1e6
 
 
-def selection_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:
-    """Return the time to predict, scan, choose and gather for one layer on one of its shards."""
-    predictor = shape.predictor_bytes / shape.num_layers / num_shards / cost.weight_bandwidth
+def selection_us(
+    shape: ModelShape,
+    load: Workload,
+    num_shards: int,
+    cost: CostConstants,
+    *,
+    is_far: bool = False,
+) -> float:
+    """Return the time to predict, scan, choose and gather for one layer on one of its shards.
+
+    With `is_far` on a cache GPU, which has a copy of W_q.
+    """
+    size = shape.far_predictor_bytes if is_far else shape.predictor_bytes
+    predictor = size / shape.num_layers / num_shards / cost.weight_bandwidth
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
     scan = scan_us(shape, load, num_shards, cost)
     topk = keys * 4 / cost.topk_bandwidth

@@ -54,9 +54,16 @@ class ModelShape:
 
     @property
     def predictor_bytes(self) -> int:
-        """What a cache rank keeps to predict queries: W_q and norm of every layer."""
+        """What queries are predicted with: W_q and norm of every layer, the model's own."""
         width = self.num_qo_heads * self.head_dim + 1
         return self.num_layers * self.hidden_size * width * self.item_bytes
+
+    @property
+    def far_predictor_bytes(self) -> int:
+        """What a cache GPU keeps of that: W_q in int8, with a float32 scale per row, and norm."""
+        width = self.num_qo_heads * self.head_dim
+        layer = width * (self.hidden_size + 4) + self.hidden_size * self.item_bytes
+        return self.num_layers * layer
 
     @property
     def kv_layer_token_bytes(self) -> int:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of predicted queries, and what they are in float64."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from tandemkv.kernels.query import QueryWeights
+from tandemkv.kernels.query import QueryWeights, quantize_query_weight
 
 
 class QueryInputs(NamedTuple):
@@ -50,6 +51,12 @@ def query_inputs(
     )
 
 
+def with_int8(given: QueryInputs) -> QueryInputs:
+    """Return `given` with its weight in int8."""
+    codes, scale = quantize_query_weight(given.weights.weight, given.hidden.device)
+    return given._replace(weights=replace(given.weights, weight=codes, weight_scale=scale))
+
+
 def predict_in_float64(
     hidden: torch.Tensor, positions: torch.Tensor, weights: QueryWeights, cos_sin: torch.Tensor
 ) -> torch.Tensor:
@@ -58,7 +65,10 @@ def predict_in_float64(
     def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
-    query = normed(hidden.double(), weights.norm, weights.norm_eps) @ weights.weight.double().T
+    weight = weights.weight.double()
+    if weights.weight_scale is not None:
+        weight = weight * weights.weight_scale.double()[:, None]
+    query = normed(hidden.double(), weights.norm, weights.norm_eps) @ weight.T
     if weights.bias is not None:
         query = query + weights.bias.double()
     query = query.view(len(hidden), -1, cos_sin.shape[1])

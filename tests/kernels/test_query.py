@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from own_process import run_cases
-from query_inputs import predict_in_float64, query_inputs
+from query_inputs import predict_in_float64, query_inputs, with_int8
 
-from tandemkv.kernels.query import QueryWeights, predict_query
+from tandemkv.kernels.query import QueryWeights, predict_query, quantize_query_weight
 from tandemkv.kernels.testing import assert_close
 
 
@@ -33,6 +33,50 @@ def test_reference_equals_float64(has_bias: bool, has_norm: bool, dtype: torch.d
         assert float(torch.cosine_similarity(got.double(), want, dim=-1).min()) > 0.9999
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_int8_equals_float64_of_its_codes(dtype: torch.dtype) -> None:
+    given = with_int8(query_inputs((5, 96, 3, 16), dtype, "cpu", has_bias=True, has_norm=True))
+    got, want = predict_query(*given), predict_in_float64(*given)
+    if dtype == torch.float32:
+        assert_close(got, want)
+    else:
+        assert float((got.double() - want).abs().max()) < 0.06
+        assert float(torch.cosine_similarity(got.double(), want, dim=-1).min()) > 0.9999
+
+
+def test_int8_is_as_near_as_its_rounding() -> None:
+    """A weight is off by half a scale, a sum by that times its hidden states' magnitudes."""
+    given = query_inputs((5, 96, 3, 16), torch.float32, "cpu", has_bias=True, has_norm=False)
+    coded = with_int8(given)
+    hidden, weights, scale = given.hidden.double(), given.weights, coded.weights.weight_scale
+    assert scale is not None
+    normed = hidden / (hidden.square().mean(-1, keepdim=True) + weights.norm_eps).sqrt()
+    magnitude = (normed * weights.norm.double()).abs().sum(-1)
+    first, second = scale.double().view(3, 2, 8).unbind(1)
+    # RoPE turns the two errors of a pair: neither is then more than both together.
+    bound = (first.square() + second.square()).sqrt().repeat(1, 2) / 2
+    error = (predict_query(*coded).double() - predict_in_float64(*given)).abs()
+    assert bool((error <= bound * magnitude[:, None, None] + 1e-5).all())
+    assert float(error.max()) > 1e-3  # of what is bounded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantized_weight_is_within_half_a_scale(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    # More rows than are worked out at once, of unequal size, one of them zero.
+    weight = (torch.randn(1100, 24) * torch.logspace(-3, 3, 1100)[:, None]).to(dtype)
+    weight[700] = 0.0
+    codes, scale = quantize_query_weight(weight[:1090], torch.device("cpu"))
+    assert codes.dtype == torch.int8
+    assert codes.is_contiguous()
+    assert codes.shape == (1090, 24)
+    assert scale.shape == (1090,)
+    assert int(codes.abs().amax(-1)[torch.arange(1090) != 700].min()) == 127
+    assert not bool(codes[700].any())
+    error = (codes.double() * scale.double()[:, None] - weight[:1090].double()).abs()
+    assert bool((error <= scale.double()[:, None] * 0.50001).all())
+
+
 def test_by_hand() -> None:
     """One head of two, a hidden state of (3, 4): the norm makes it (3, 4) / sqrt(12.5)."""
     weights = QueryWeights(
@@ -53,5 +97,15 @@ def test_errors_say_what_is_required() -> None:
     wrong = replace(given.weights, query_norm=torch.ones(6))
     with pytest.raises(ValueError, match=r"weights.query_norm.shape"):
         predict_query(*given._replace(weights=wrong))
+    codes, scale = quantize_query_weight(given.weights.weight, torch.device("cpu"))
+    for weight, wrong_scale, message in (
+        (codes, None, r"weights.weight_scale=None: must be given with an int8"),
+        (given.weights.weight, scale, r"weights.weight_scale=given"),
+        (codes, scale[1:], r"weights.weight_scale.shape"),
+        (codes, scale.half(), r"weights.weight_scale.dtype"),
+    ):
+        wrong = replace(given.weights, weight=weight, weight_scale=wrong_scale)
+        with pytest.raises(ValueError, match=message):
+            predict_query(*given._replace(weights=wrong))
     with pytest.raises(ValueError, match="epsilons"):
         predict_query(*given._replace(weights=replace(given.weights, norm_eps=-1.0)))

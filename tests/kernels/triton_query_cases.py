@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from query_inputs import predict_in_float64, query_inputs
+from query_inputs import predict_in_float64, query_inputs, with_int8
 
+from tandemkv.kernels.query import QueryWeights
 from tandemkv.kernels.testing import TOLERANCES, Tolerance, assert_close
 from tandemkv.kernels.triton_ops import query as triton_query
 
@@ -14,6 +15,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(1, 128, 3, 16), (5, 300, 2, 24), (9, 64, 40, 8), (3, 1200, 1, 64)]
 if DEVICE == "cuda":
     SIZES += [(8, 4096, 32, 128), (1, 4096, 32, 128), (70, 2560, 20, 128)]
+
+
+def tolerance_of(dtype: torch.dtype) -> Tolerance:
+    """A sum of many products is off by the rounding of its terms, not of itself."""
+    if dtype == torch.float32:
+        return Tolerance(abs_error=2e-4, rel_error=2e-4, cosine_gap=1e-9)
+    tolerance = TOLERANCES[dtype]
+    return replace(tolerance, abs_error=3 * tolerance.abs_error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -25,13 +34,37 @@ def test_equals_float64(
     given = query_inputs(sizes, dtype, DEVICE, has_bias=has_bias, has_norm=has_norm)
     got = triton_query.predict_query(*given)
     assert got.dtype == dtype
-    # A sum of many products is off by the rounding of its terms, not of itself.
-    tolerance = TOLERANCES[dtype]
-    if dtype != torch.float32:
-        tolerance = replace(tolerance, abs_error=3 * tolerance.abs_error)
-    else:
-        tolerance = Tolerance(abs_error=2e-4, rel_error=2e-4, cosine_gap=1e-9)
-    assert_close(got, predict_in_float64(*given), tolerance)
+    assert_close(got, predict_in_float64(*given), tolerance_of(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_int8_equals_float64(
+    dtype: torch.dtype, sizes: tuple[int, int, int, int], has_norm: bool
+) -> None:
+    given = query_inputs(sizes, dtype, DEVICE, has_bias=has_norm, has_norm=has_norm)
+    given = with_int8(given)
+    got = triton_query.predict_query(*given)
+    assert got.dtype == dtype
+    assert_close(got, predict_in_float64(*given), tolerance_of(dtype))
+
+
+def test_every_code_is_multiplied_exactly() -> None:
+    """One hidden state of 1, and so a query of the codes themselves, in eighths."""
+    codes = torch.arange(-127, 129, device=DEVICE).clamp(max=127).to(torch.int8)[:, None]
+    weights = QueryWeights(
+        norm=torch.ones(16, device=DEVICE, dtype=torch.bfloat16),
+        norm_eps=0.0,
+        weight=torch.nn.functional.pad(codes, (0, 15)).contiguous(),
+        weight_scale=torch.full((256,), 0.125, device=DEVICE),
+    )
+    hidden = torch.zeros(1, 16, device=DEVICE, dtype=torch.bfloat16)
+    hidden[0, 0] = 1.0  # The norm makes it 4.
+    unturned = torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), -1).to(DEVICE)
+    at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    got = triton_query.predict_query(hidden, at, weights, unturned)
+    assert torch.equal(got.flatten().float(), codes[:, 0].float() / 2)
 
 
 def test_large_hidden_values_stay_inside_float16() -> None:
@@ -53,7 +86,8 @@ def test_positions_of_rows_that_nobody_reads() -> None:
 
 def test_sparse_vectors_are_refused() -> None:
     given = query_inputs((2, 64, 2, 8), torch.float32, DEVICE, has_bias=True, has_norm=True)
-    for name in ("bias", "query_norm", "norm"):
+    given = with_int8(given)
+    for name in ("bias", "query_norm", "norm", "weight_scale"):
         vector = getattr(given.weights, name).repeat_interleave(2)[::2]
         weights = replace(given.weights, **{name: vector})
         with pytest.raises(ValueError, match="dense in their last dimension"):

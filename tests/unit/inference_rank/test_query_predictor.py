@@ -134,6 +134,47 @@ def test_plain_layers_are_not_called_and_predict_the_same(has_bias: bool, has_no
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("has_bias", "has_norm"), [(False, False), (True, False), (False, True)])
+def test_far_copies_are_int8_and_predict_nearly_the_same(has_bias: bool, has_norm: bool) -> None:
+    hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
+    model = make_model(has_bias=has_bias, has_norm=has_norm, norm=RMSNorm, rotary=RotaryEmbedding)
+    found = []
+    for is_far in (False, True):
+        predict = LiveQueryPredictor(
+            model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu"), is_far=is_far
+        )
+        predict.load()
+        found.append(predict(1, hidden, positions))
+        for own, layer in zip(predict._layers, model.model.layers, strict=True):
+            assert own.fused is not None
+            live = layer.self_attn.qkv_proj.weight
+            if is_far:
+                assert own.weight is own.fused.weight
+                assert own.fused.weight.dtype == torch.int8
+                assert own.fused.weight.shape == (HEADS * DIM, HIDDEN)
+                assert own.fused.weight_scale is not None
+                assert own.norm is not layer.input_layernorm
+            else:
+                assert own.fused.weight_scale is None
+                assert own.fused.weight.data_ptr() == live.data_ptr()
+    # Half a scale, 1.5 % of a weight of 1, over a dozen of them.
+    assert float((found[1] - found[0]).abs().max()) < 0.2
+    assert float(torch.cosine_similarity(found[1], found[0], dim=-1).min()) > 0.999
+
+
+def test_far_modules_that_are_called_keep_the_weights_as_they_are() -> None:
+    hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
+    model = make_model(has_bias=True, has_norm=True)
+    found = []
+    for is_far in (False, True):
+        predict = LiveQueryPredictor(
+            model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu"), is_far=is_far
+        )
+        predict.load()
+        found.append(predict(1, hidden, positions))
+    assert torch.equal(found[0], found[1])
+
+
 @pytest.mark.parametrize("change", ["norm", "rotary"])
 def test_modules_that_do_more_are_called(change: str) -> None:
     model = make_model(has_bias=False, has_norm=True, norm=RMSNorm, rotary=RotaryEmbedding)
