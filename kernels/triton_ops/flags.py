@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.triton_ops.chained import is_chained, lead
+
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -90,8 +92,12 @@ def await_up(flags, num_flags, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.cons
 
 
 @triton.jit
-def _wait_kernel(flags, num_flags, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr):
+def _wait_kernel(
+    flags, num_flags, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
     await_up(flags, num_flags, timeout_ns, BLOCK, USE_ASM)
+    lead(CHAINED)  # not before: what is launched takes room
 
 
 def send_rows(
@@ -127,5 +133,5 @@ def wait_flags(flags: torch.Tensor, *, timeout_s: float) -> None:
     if len(flags):
         _wait_kernel[(1,)](
             flags, len(flags), int(timeout_s * 1e9), BLOCK=triton.next_power_of_2(len(flags)),
-            USE_ASM=not _INTERPRETED, num_warps=1,
+            USE_ASM=not _INTERPRETED, CHAINED=is_chained(flags.device), num_warps=1,
         )  # fmt: skip

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tandemkv.kernels.query import QueryWeights
+from tandemkv.kernels.triton_ops.chained import follow, is_chained
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -59,8 +60,9 @@ def _project_kernel(
     hidden, norm, weight, parts, squares, num_tokens, hidden_size, width, factor,
     hidden_stride, weight_stride,
     BLOCK_OUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    PART_SIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    PART_SIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    follow(CHAINED)
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     part = tl.program_id(1)
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -99,8 +101,9 @@ def _rotate_kernel(
     num_tokens, num_heads, hidden_size, num_parts, num_positions, width, factor, eps, query_eps,
     cos_sin_stride,
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    follow(CHAINED)
     token, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     at, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK_S)
     inside, is_part = at < HALF, part < num_parts
@@ -170,13 +173,14 @@ def predict_query(
     kind = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
     # The interpreter multiplies bfloat16 as if its bits were integers.
     multiplied = torch.float32 if _INTERPRETED else hidden.dtype
+    chained = is_chained(hidden.device)
     _project_kernel[(blocks, num_parts, triton.cdiv(num_tokens, block_t))](
         hidden, weights.norm, weights.weight, parts, squares,
         num_tokens, hidden_size, width, factor,
         hidden.stride(0), weights.weight.stride(0),
         BLOCK_OUT=tiles.block_out, BLOCK_T=block_t, BLOCK_K=tiles.block_k, PART_SIZE=part_size,
         DOT=kind[multiplied], PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps,
+        CHAINED=chained, launch_pdl=chained, num_warps=tiles.warps,
         num_stages=tiles.stages if hidden.dtype != torch.float32 else 2,
         maxnreg=tiles.registers if block_t <= _LIMITED_TOKENS else None,
     )  # fmt: skip
@@ -188,6 +192,6 @@ def predict_query(
         float(weights.norm_eps), float(weights.query_norm_eps), cos_sin.stride(0),
         HAS_SCALE=scale is not None, HAS_BIAS=has_bias, HAS_NORM=has_norm, HALF=head_dim // 2,
         BLOCK=triton.next_power_of_2(head_dim // 2), BLOCK_S=triton.next_power_of_2(num_parts),
-        num_warps=1,
+        CHAINED=chained, launch_pdl=chained, num_warps=1,
     )  # fmt: skip
     return out
