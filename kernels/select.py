@@ -5,7 +5,6 @@ Called each step for each layer by a cache rank that keeps its books on the devi
 the keys; `tandemkv.kernels.score` and `tandemkv.kernels.topk` are the two halves of it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +85,6 @@ def score_topk(
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
     pooled_positions: tuple[int, int] = (0, 0),
-    before_scan: Callable[[], None] | None = None,
-    early_stream: torch.cuda.Stream | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of the `k` highest scores under `q`, and the scores.
 
@@ -104,12 +101,6 @@ def score_topk(
         lets the small kernels of others through.
     pooled_positions : tuple of int, optional
         Scores are pooled over as many positions before and after first; see `pool_positions`.
-    before_scan : callable, optional
-        Called once, as the pass over the keys is to be queued, with its stream current: what it
-        lets that stream wait for, the pass waits for. On CPU called before all else.
-    early_stream : torch.cuda.Stream, optional
-        A small part of the pass, which leaves room for others, runs there and does not wait for
-        that; not with `pooled_positions`.
 
     Returns
     -------
@@ -128,9 +119,9 @@ def score_topk(
     Notes
     -----
     On a GPU asynchronous, without host sync and CUDA-graph safe; four launches for
-    ``softmax_mean``, whose scores are never written to memory, up to six for the others, and one
-    more with `early_stream`. With `pooled_positions` up to nine, and scores are written twice,
-    ``[num_reqs, num_kv_heads, width]`` float32 each.
+    ``softmax_mean``, whose scores are never written to memory, up to six for the others. With
+    `pooled_positions` up to nine, and scores are written twice, ``[num_reqs, num_kv_heads, width]``
+    float32 each.
     Exact for any content, as `tandemkv.kernels.topk.topk_positions` is. Of int4 keys, for groups
     of three heads and more and without `pooled_positions`, exact among coded scores: between the
     two passes a head's softmax, relative to the largest of at most 64 tokens, is a byte, five bits
@@ -144,7 +135,7 @@ def score_topk(
     chosen: tuple[torch.Tensor, torch.Tensor] = run(
         q, k_pool, slots, lo, hi, k, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
         page_size=page_size, active=active, scratch=scratch, scan_stream=scan_stream,
-        pooled_positions=pooled_positions, before_scan=before_scan, early_stream=early_stream,
+        pooled_positions=pooled_positions,
     )  # fmt: skip
     return chosen
 

@@ -9,7 +9,7 @@ synchronisation: SGLang captures it in its decode graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -142,7 +142,7 @@ class InProcessCacheRank:
         # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
         # a few programs each, would wait for all of it.
         self._scan_streams = [shared_stream(device, number=n) for n in range(self.num_lanes)]
-        self._order = ScanOrder(device, shared_stream(device, number=self.num_lanes))
+        self._order = ScanOrder(device)
         self._seeder = Seeder(model, selection, pools, self._mirror, device)
         self.refresh_every = selection.refresh_steps
         self._num_steps = 0
@@ -385,10 +385,10 @@ class InProcessCacheRank:
                 page_size=self._pools.page_size, scratch=self._list_scratch[lane],
             )  # fmt: skip
         else:
+            self._order.await_choice()
             self._chosen[layer] = self._scan(
                 score_topk, layer, query, selection.budget_tokens, lane=lane,
-                pooled_positions=selection.pooled_positions, before_scan=self._order.await_choice,
-                early_stream=self._order.early_stream,
+                pooled_positions=selection.pooled_positions,
             )  # fmt: skip
 
     def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
@@ -433,7 +433,7 @@ class InProcessCacheRank:
         query: torch.Tensor,
         *sizes: int,
         lane: int,
-        **options: Any,
+        **options: tuple[int, int],
     ) -> _Chosen:
         """Scan all candidates, and `choose` as many of them."""
         size, batch, (hi, _) = len(query), self.batch, self._ends_of(layer)

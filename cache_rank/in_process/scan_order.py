@@ -11,10 +11,9 @@ class ScanOrder:
 
     A scan fills every multiprocessor for 100 us. What a choice still has to launch, a program for
     each head, then waits for one to drain, and so does the layer that it is for: with 1 + 1 H200,
-    8 x 64K, a mirror took 47 us instead of 23, and the second layer of a step waited 105 us. A
-    small part of the scan, beside which a choice has room, does not wait. On the GPU of the forward
-    pass scans give way to everything, and waiting gains nothing. Scans ahead (`scan_ahead`) do not
-    wait.
+    8 x 64K, a mirror took 47 us instead of 23, and the second layer of a step waited 105 us. On
+    the GPU of the forward pass scans give way to everything, and waiting gains nothing. Scans
+    ahead (`scan_ahead`) do not wait.
 
     Attributes
     ----------
@@ -25,26 +24,19 @@ class ScanOrder:
     ----------
     device : torch.device
         Of the cache rank.
-    early : torch.cuda.Stream, optional
-        Where the part of a scan runs that does not wait, of the lowest priority; None on a CPU.
     """
 
-    def __init__(self, device: torch.device, early: torch.cuda.Stream | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.is_kept = False
-        self._device, self._early = device, early
+        self._device = device
         self._chosen: torch.cuda.Event | None = None
 
     def end_step(self) -> None:
         """Forget this step's choices: an event of one capture, or of none, is void in another."""
         self._chosen = None
 
-    @property
-    def early_stream(self) -> torch.cuda.Stream | None:
-        """Where a part of the next scan may begin; None if it would wait for nothing."""
-        return None if self._chosen is None else self._early
-
     def await_choice(self) -> None:
-        """Let the current stream, that of a scan, wait for the last choice of this step."""
+        """Let the current stream wait for the last choice of this step."""
         if self._chosen is not None:
             torch.cuda.current_stream(self._device).wait_event(self._chosen)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference of `tandemkv.kernels.select`: scores, then the best of them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,13 +28,9 @@ def score_topk(
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
     pooled_positions: tuple[int, int] = (0, 0),
-    before_scan: Callable[[], None] | None = None,
-    early_stream: torch.cuda.Stream | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose positions; see `tandemkv.kernels.select.score_topk`."""
     del scratch, scan_stream  # only the GPU version keeps something between its passes
-    if before_scan is not None:
-        before_scan()
     scores = score_keys(
         q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
         page_size=page_size, active=active,

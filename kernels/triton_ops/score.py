@@ -2,7 +2,6 @@
 """GPU versions of `tandemkv.kernels.score`."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ from tandemkv.kernels.score import (
 )
 from tandemkv.kernels.triton_ops.score_scan import pool_kernel, scan_kernel
 from tandemkv.kernels.triton_ops.score_window import score_window
-from tandemkv.kernels.triton_ops.streams import forked, join
 
 __all__ = ["score_keys", "score_window"]
 
@@ -31,9 +29,6 @@ _TRITON_DTYPE = {
 # Tokens and warps of a program of the second pass, measured likewise.
 POOL = (512, 2)
 _BLOCK_PAGES = 16
-# Programs per SM that may begin before the others: of int4 keys, 16384 of an SM's 65536 registers,
-# beside which a program of `mirror_diff` has room.
-_EARLY_PROGRAMS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +141,8 @@ def scan(
     out: torch.Tensor,
     scratch: ScoreScratch,
     may_code: bool = False,
-    before_scan: Callable[[], None] | None = None,
-    early_stream: torch.cuda.Stream | None = None,
 ) -> Scanned:
     """Launch the pass over the keys; `out` is not written for ``softmax_mean``.
-
-    `before_scan` is called before that; with `early_stream` a part of it is launched there first.
 
     With `may_code` codes (`encode_share`) are left instead of logits for int4 keys: what they
     lose does not show beside what the keys have lost, and half of the bytes go both ways.
@@ -181,33 +172,17 @@ def scan(
     # The interpreter multiplies bfloat16 as if its bits were integers.
     multiplied = torch.float32 if _INTERPRETED else rounded
     dim = head_dim // 2 if kind == "int4" else head_dim
-
-    def launch(first: int, count: int) -> None:
-        scan_kernel[(num_reqs * count * num_kv_heads,)](
-            q, k_pool, scales, slots, *ranges, out,
-            logits, scratch.tile_max, scratch.split_lse, scratch.zero_dot,
-            factor, width, num_kv_heads, num_splits, first, count,
-            out.shape[2], scratch_width, scratch_tiles,
-            *q.stride(), *k_pool.stride()[:3], *scales.stride()[:2],
-            slots.stride(0), lo.stride(0), hi.stride(0),
-            KIND=kind, POOLING=pooling, HAS_ACTIVE=active is not None, GROUP=group, PAD_G=pad_g,
-            BLOCK_G=max(8, pad_g), PAGE=page_size, BLOCK_N=block_n, BLOCK_P=_BLOCK_PAGES,
-            DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), STAGES=tuning.stages,
-            ROUND=_TRITON_DTYPE[rounded], DOT=_TRITON_DTYPE[multiplied],
-            USE_ASM=not _INTERPRETED, PRECISION="ieee" if rounded == torch.float32 else "tf32",
-            CODED=is_coded, num_warps=tuning.warps, maxnreg=tuning.registers,
-        )  # fmt: skip
-
-    most = num_programs * _EARLY_PROGRAMS // tuning.programs // (num_reqs * num_kv_heads)
-    num_early = min(num_splits - 1, most)
-    if early_stream is None or not num_early:
-        early_stream, num_early = None, 0
-    else:
-        with forked(early_stream):
-            launch(0, num_early)
-    if before_scan is not None:
-        before_scan()
-    launch(num_early, num_splits - num_early)
-    if early_stream is not None:
-        join(early_stream)
+    scan_kernel[(num_reqs * num_splits * num_kv_heads,)](
+        q, k_pool, scales, slots, *ranges, out,
+        logits, scratch.tile_max, scratch.split_lse, scratch.zero_dot,
+        factor, width, num_kv_heads, num_splits, out.shape[2], scratch_width, scratch_tiles,
+        *q.stride(), *k_pool.stride()[:3], *scales.stride()[:2],
+        slots.stride(0), lo.stride(0), hi.stride(0),
+        KIND=kind, POOLING=pooling, HAS_ACTIVE=active is not None, GROUP=group, PAD_G=pad_g,
+        BLOCK_G=max(8, pad_g), PAGE=page_size, BLOCK_N=block_n, BLOCK_P=_BLOCK_PAGES,
+        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), STAGES=tuning.stages,
+        ROUND=_TRITON_DTYPE[rounded], DOT=_TRITON_DTYPE[multiplied],
+        USE_ASM=not _INTERPRETED, PRECISION="ieee" if rounded == torch.float32 else "tf32",
+        CODED=is_coded, num_warps=tuning.warps, maxnreg=tuning.registers,
+    )  # fmt: skip
     return Scanned(block_n=block_n, num_splits=num_splits, logits=logits)

@@ -113,11 +113,10 @@ def bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE: tl.c
     return begin, tl.where(end > begin, end, 0)
 
 
-@triton.jit(do_not_specialize=["first_split", "num_begun"])
+@triton.jit
 def scan_kernel(
     q, k_pool, k_scale, slots, lo, hi, active, out, logits, tile_max, split_lse, zero_dot,
-    factor, width, num_heads, num_splits, first_split, num_begun,
-    out_width, scratch_width, scratch_tiles,
+    factor, width, num_heads, num_splits, out_width, scratch_width, scratch_tiles,
     q_stride_b, q_stride_h, q_stride_d, k_stride_s: tl.constexpr, k_stride_h,
     k_stride_n: tl.constexpr, scale_stride_s, scale_stride_h, slots_stride_b, lo_stride, hi_stride,
     KIND: tl.constexpr, POOLING: tl.constexpr, HAS_ACTIVE: tl.constexpr,
@@ -126,7 +125,7 @@ def scan_kernel(
     STAGES: tl.constexpr, ROUND: tl.constexpr, DOT: tl.constexpr, USE_ASM: tl.constexpr,
     PRECISION: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
-    """Score one part of one KV head's candidates, of `num_begun` parts from `first_split` on.
+    """Score one part of one KV head's candidates.
 
     ``max_logit`` and ``mean_logit`` go to `out`; ``softmax_mean`` leaves relative logits, or
     codes of their exponentials, and the sums that the second pass turns into scores. BLOCK_D
@@ -134,8 +133,8 @@ def scan_kernel(
     """
     # Heads run fastest: keys of one token are neighbours in memory.
     head = tl.program_id(0) % num_heads
-    split = first_split + (tl.program_id(0) // num_heads) % num_begun
-    req = tl.program_id(0) // (num_heads * num_begun)
+    split = (tl.program_id(0) // num_heads) % num_splits
+    req = tl.program_id(0) // (num_heads * num_splits)
     begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
     first_tile = begin // BLOCK_N
     num_tiles = tl.maximum(tl.cdiv(end, BLOCK_N) - first_tile, 0)

@@ -21,7 +21,6 @@ the scratch where logits would.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,8 +70,6 @@ def score_topk(
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
     pooled_positions: tuple[int, int] = (0, 0),
-    before_scan: Callable[[], None] | None = None,
-    early_stream: torch.cuda.Stream | None = None,
     list_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose positions; see `tandemkv.kernels.select.score_topk`.
@@ -85,16 +82,14 @@ def score_topk(
     is_listing, size = list_size is not None, k if list_size is None else list_size
     out = torch.empty((num_reqs, heads, size), dtype=torch.int32, device=q.device)
     out_scores = torch.empty(out.shape, dtype=torch.float32, device=q.device)
-    if not out.numel() or not width:
-        if before_scan is not None:
-            before_scan()
+    if not out.numel():
+        return out, out_scores
+    if not width:
         return out.fill_(-1), out_scores.fill_(float("-inf"))
     if scratch is None:
         scratch = make_select_scratch(num_reqs, num_qo_heads, heads, width, size, q.device)
     if any(pooled_positions):
         with on_stream(scan_stream):
-            if before_scan is not None:
-                before_scan()
             own = score_keys(
                 q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling,
                 k_scale=k_scale, page_size=page_size, active=active, scratch=scratch.score,
@@ -113,7 +108,7 @@ def score_topk(
         scanned = scan(
             q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling,
             k_scale=k_scale, page_size=page_size, active=active, out=scores, scratch=buffers,
-            may_code=True, before_scan=before_scan, early_stream=early_stream,
+            may_code=True,
         )  # fmt: skip
     if pooling != "softmax_mean":
         return _best_of(scores[..., :width], size, lo, hi, active, lists, out_scores)

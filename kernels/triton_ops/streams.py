@@ -17,19 +17,8 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    with forked(stream):
-        yield
-    join(stream)
-
-
-@contextmanager
-def forked(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Run the body on `stream`, after what the current one did before; `join` ends it."""
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         yield
-
-
-def join(stream: torch.cuda.Stream) -> None:
-    """Let the current stream wait for what was done on `stream`."""
-    torch.cuda.current_stream(stream.device).wait_stream(stream)
+    current.wait_stream(stream)

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`score_topk` is a choice among float64 scores; its errors."""
 
-from typing import Any
-
 import pytest
 import torch
 from score_inputs import expected, make_keys
 
-from tandemkv.kernels.reference.score import score_keys
 from tandemkv.kernels.score import POOLINGS
 from tandemkv.kernels.select import list_best, make_select_scratch, score_topk
 
@@ -60,22 +57,6 @@ def test_pools_over_positions() -> None:
             keys.q, keys.k_pool, keys.table, torch.tensor([4]), torch.tensor([150]), 15, width=160,
             scale=0.25, page_size=16, pooled_positions=(0, 32),
         )  # fmt: skip
-
-
-def test_tells_once_that_it_will_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = make_keys("float32", num_reqs=1, heads=2, group=2, dim=16, page_size=16, num_pages=10)
-    order: list[str] = []
-
-    def score(*arguments: Any, **options: Any) -> torch.Tensor:
-        order.append("scored")
-        return score_keys(*arguments, **options)
-
-    monkeypatch.setattr("tandemkv.kernels.reference.select.score_keys", score)
-    score_topk(
-        keys.q, keys.k_pool, keys.table, torch.tensor([4]), torch.tensor([150]), 15, width=160,
-        scale=0.25, page_size=16, before_scan=lambda: order.append("told"),
-    )  # fmt: skip
-    assert order == ["told", "scored"]
 
 
 def test_lists_half_way_between() -> None:

@@ -2,7 +2,6 @@
 """`score_topk` against scores and then a choice; run by `test_triton_score` in a process."""
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tandemkv.kernels.triton_ops import select as triton_select
 from tandemkv.kernels.triton_ops import topk as triton_topk
 from tandemkv.kernels.triton_ops.score_scan import decode_share, encode_share
 
-DEVICE, ON_GPU = triton_score_cases.DEVICE, triton_score_cases.DEVICE != "cpu"
+DEVICE = triton_score_cases.DEVICE
 AS_ON_GPUS = {
     triton_topk: ("MIN_CAPACITY", "MIN_SAMPLE"),
     triton_select: ("_BLOCK", "_COLUMNS", "_FILTER_PROGRAMS"),
@@ -250,32 +249,6 @@ def test_chooses_neighbourhoods(pooling: str) -> None:
     assert torch.equal(got.sort(-1).values, want.sort(-1).values.int())
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int4"])
-@pytest.mark.parametrize("pooled", [(0, 0), (1, 0)])
-@pytest.mark.parametrize(("k", "width"), [(20, 320), (0, 320), (20, 0)])
-def test_tells_once_that_it_will_scan(
-    kind: str, pooled: tuple[int, int], k: int, width: int
-) -> None:
-    """Before the scan writes anything, and also where there is nothing to scan."""
-    keys = make_keys(
-        kind, num_reqs=1, heads=2, group=3, dim=64, page_size=16, num_pages=20, device=DEVICE
-    )
-    scratch, told = filled_scratch(1, 3, 2, 320, 20), []
-
-    def before_scan() -> None:
-        score = scratch.score
-        told.append([bool(x.isnan().all()) for x in (score.logits, score.tile_max)])
-
-    chosen, _ = triton_select.score_topk(
-        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301 if width else 0]), k, width=width,
-        scale=1.0, k_scale=keys.k_scale, page_size=16, scratch=scratch, pooled_positions=pooled,
-        before_scan=before_scan,
-    )  # fmt: skip
-    assert told == [[True, True]]
-    assert bool((chosen >= 0).all()) == (width > 0)
-    assert bool(scratch.score.tile_max.isnan().all()) == (not k or not width)
-
-
 @pytest.mark.parametrize("kind", ["equal", "two_values"])
 def test_where_the_sample_is_of_no_use(kind: str) -> None:
     """Many equal scores: more than fit reach the bound, and the lowest positions count."""
@@ -407,37 +380,3 @@ def test_scratch_fits_what_is_asked_for() -> None:
     scratch = make_select_scratch(3, 8, 2, 500, 40, torch.device(DEVICE))
     assert scratch.head_lse.shape == (3, 2, 4)
     assert scratch.lists.shape[0] == 6
-
-
-def test_a_part_of_a_scan_begins_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the rest, which may wait; together they are what one scan is."""
-    monkeypatch.setattr(triton_score, "_EARLY_PROGRAMS", 24)
-    keys = make_keys(
-        "int4", num_reqs=2, heads=2, group=4, dim=64, page_size=16, num_pages=80, device=DEVICE
-    )
-    scratch, order = filled_scratch(2, 4, 2, 640, 20), []
-    seen: list[torch.Tensor] = []
-    if not ON_GPU:
-        monkeypatch.setattr(
-            triton_score, "forked", lambda stream: nullcontext(order.append("fork"))
-        )
-        monkeypatch.setattr(triton_score, "join", lambda stream: order.append("join"))
-    early: Any = torch.cuda.Stream() if ON_GPU else object()
-
-    def before_scan() -> None:
-        if ON_GPU:
-            torch.cuda.synchronize()
-        seen.append(scratch.score.split_lse.clone())
-
-    def choose(**options: Any) -> list[list[int]]:
-        chosen, _ = triton_select.score_topk(
-            keys.q, keys.k_pool, keys.table, tensor([2, 0]), tensor([613, 40]), 20, width=640,
-            scale=1.0, k_scale=keys.k_scale, page_size=16, scratch=scratch, **options,
-        )  # fmt: skip
-        return [sorted(head) for head in chosen.flatten(0, 1).tolist()]
-
-    found = choose(before_scan=before_scan, early_stream=early)
-    unwritten = [int(x.isnan().sum()) for x in (*seen, scratch.score.split_lse)]
-    assert scratch.score.split_lse.numel() > unwritten[0] > unwritten[1]
-    assert order == ([] if ON_GPU else ["fork", "join"])
-    assert found == choose()
