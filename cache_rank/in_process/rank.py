@@ -27,7 +27,7 @@ from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.select import list_best, make_select_scratch, score_topk
 from tandemkv.kernels.shortlist import choose_listed, make_shortlist_scratch
-from tandemkv.kernels.streams import shared_stream
+from tandemkv.kernels.streams import let_chain, shared_stream
 
 from .batch import DecodeBatch
 from .device_counters import DeviceCounters
@@ -143,6 +143,8 @@ class InProcessCacheRank:
         # a few programs each, would wait for all of it.
         self._scan_streams = [shared_stream(device, number=n) for n in range(self.num_lanes)]
         self._order = ScanOrder(device)
+        if pools.is_far:
+            let_chain(device)
         self._seeder = Seeder(model, selection, pools, self._mirror, device)
         self.refresh_every = selection.refresh_steps
         self._num_steps = 0

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandemkv.kernels.streams import may_chain
+
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -54,7 +56,7 @@ def _is_supported(index: int) -> bool:
 
 
 def is_chained(device: torch.device) -> bool:
-    """Whether kernels on `device` can be chained; to be passed to them as CHAINED."""
-    if _INTERPRETED or device.type != "cuda":
+    """Whether kernels on `device` are chained; to be passed to them as CHAINED."""
+    if _INTERPRETED or not may_chain(device):
         return False
     return _is_supported(torch.cuda.current_device() if device.index is None else device.index)

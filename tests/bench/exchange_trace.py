@@ -13,6 +13,7 @@ import argparse
 import gzip
 import json
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,31 @@ def _row(figure: str, values: list[float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows(path: Path, num_layers: int, device: int = 1) -> list[dict[str, Any]]:
-    """Return rows of a trace of whole steps, each of `num_layers` selections."""
+def rows(path: Path, num_layers: int, device: int = 1, num_late: int = 1) -> list[dict[str, Any]]:
+    """Return rows of a trace of whole steps, each of `num_layers` selections.
+
+    The last `num_late` of a step are for the next one: nobody waits for them, nor they for a flag.
+    """
     kernels = kernels_of(path, device)
     seen = [event for event in kernels if event["name"] == "_wait_kernel"]
     copied = [event for event in kernels if event["name"] == "_exchange_kernel"]
-    if not copied or len(seen) != len(copied) or len(copied) % num_layers:
+    num_steps, awaited = len(copied) // num_layers, num_layers - num_late
+    if not copied or len(copied) % num_layers or len(seen) != num_steps * awaited:
         message = f"{path}: {len(seen)} waits, {len(copied)} copies: not {num_layers} a step"
         raise SystemExit(message)
     first, others = [], []
-    for number, (begin, end) in enumerate(zip(seen, copied, strict=True)):
-        layer = number % num_layers
-        if layer != 1:
-            (others if layer else first).append(_end(end) - _end(begin))
-    found = [_row("exchange", others), _row("exchange_first_layer", first)]
+    for step in range(num_steps):
+        begun = seen[step * awaited : (step + 1) * awaited]
+        done = copied[step * num_layers :][:awaited]
+        spans = [_end(end) - _end(begin) for begin, end in zip(begun, done, strict=True)]
+        first.append(spans[0])
+        others += spans[1 if num_late else 2 :]
+    mirrors = sorted(float(event["ts"]) for event in kernels if event["name"] == "_mirror_kernel")
+    apart = [end - begin for begin, end in pairwise(mirrors)]
+    found = [
+        _row("exchange", others), _row("exchange_first_layer", first),
+        _row("mirror_to_mirror", apart),
+    ]  # fmt: skip
     for name in KERNELS:
         times = [float(event["dur"]) for event in kernels if event["name"] == name]
         if times:
@@ -71,9 +83,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="+", type=Path, help="decode_<point>_rank0.json.gz")
     parser.add_argument("--layers", type=int, default=36, help="selections of a step")
+    parser.add_argument("--late", type=int, default=1, help="late layers")
     args = parser.parse_args()
     for path in args.traces:
-        for row in rows(path, args.layers):
+        for row in rows(path, args.layers, num_late=args.late):
             print(json.dumps({"trace": path.name, **row}))
 
 
