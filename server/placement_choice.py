@@ -71,6 +71,12 @@ def resolve_placement(
             "rank's process selects at the end of a step; add --cache-ranks 0, or --transport peer "
             "on two GPUs, or leave --late-layers out"
         )
+    if settings.selection.predictor_dtype is not None and settings.transport != "peer":
+        raise SettingsError(
+            f"predictor_dtype={settings.selection.predictor_dtype}: only a second GPU of the "
+            "inference rank's process has a copy of W_q of its own dtype; add --transport peer, or "
+            "leave --predictor-dtype out"
+        )
     settings = with_late_layers(settings)
     if device == "cuda" and in_process:
         _check_gpus(settings, spec, model_dir)

@@ -101,6 +101,11 @@ class SelectionSettings(_Strict):
         "a step, for the next one, so that no step begins with waiting. Default 0; with serve and "
         "transport=peer 1, if layer 0 is not exact.",
     )
+    predictor_dtype: Literal["native", "int8"] | None = Field(
+        default=None,
+        description="look_ahead, transport=peer: precision of the second GPU's copy of W_q, which "
+        "predicts queries; default int8 with an int4 index, else native.",
+    )
     scan_ahead: bool = Field(
         default=False,
         description="look_ahead, in-process: scan all keys with the query predicted one layer "
@@ -306,6 +311,11 @@ class SelectionSettings(_Strict):
             return self.late_layers
         may = self.policy == "look_ahead" and 0 not in self.exact_layer_ids
         return int(may and not self.share_layers and not self.gate_cosine)
+
+    @property
+    def far_predictor_dtype(self) -> str:
+        """`predictor_dtype`, or what it is where it is left open."""
+        return self.predictor_dtype or ("int8" if self.index_dtype == "int4" else "native")
 
     @property
     def refresh_steps(self) -> int:

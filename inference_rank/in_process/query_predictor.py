@@ -43,6 +43,8 @@ class LiveQueryPredictor:
         Where to predict.
     is_far : bool
         Whether that is another GPU than the model's.
+    is_int8 : bool
+        Whether to keep a copy of W_q in int8, where the whole prediction is one operation.
 
     """
 
@@ -54,8 +56,10 @@ class LiveQueryPredictor:
         head_dim: int,
         device: torch.device,
         is_far: bool = False,
+        is_int8: bool = False,
     ) -> None:
-        self._model, self._device, self._is_far = model, device, is_far
+        self._model, self._device = model, device
+        self._is_far, self._is_int8 = is_far, is_int8
         self._num_heads, self._head_dim = num_qo_heads, head_dim
         self._layers: list[_Layer] = []
 
@@ -69,7 +73,14 @@ class LiveQueryPredictor:
         """
         name, size = type(self._model).__name__, self._num_heads * self._head_dim
         self._layers = [
-            _Layer.of(f"{name}, layer {i}", layer, size, self._device, is_far=self._is_far)
+            _Layer.of(
+                f"{name}, layer {i}",
+                layer,
+                size,
+                self._device,
+                is_far=self._is_far,
+                is_int8=self._is_int8,
+            )
             for i, layer in enumerate(self._model.model.layers)
         ]
         num_fused = sum(layer.fused is not None for layer in self._layers)
@@ -102,7 +113,9 @@ class _Layer:
     fused: QueryWeights | None
 
     @classmethod
-    def of(cls, name: str, layer: Any, size: int, device: torch.device, *, is_far: bool) -> _Layer:
+    def of(
+        cls, name: str, layer: Any, size: int, device: torch.device, *, is_far: bool, is_int8: bool
+    ) -> _Layer:  # fmt: skip
         attention = getattr(layer, "self_attn", None)
         projection = getattr(attention, "qkv_proj", None)
         weight = getattr(projection, "weight", None)
@@ -127,7 +140,7 @@ class _Layer:
         bias = None if bias is None else bias.detach()[:size].to(device)
         is_plain = _is_plain_norm(norm) and (query_norm is None or _is_plain_norm(query_norm))
         fused, is_fused = None, is_plain and _is_plain_rotary(rotary)
-        if is_far and is_fused:
+        if is_int8 and is_fused:
             weight, weight_scale = quantize_query_weight(weight, device)
         weight = weight.to(device)
         if is_fused:

@@ -107,12 +107,14 @@ def create_backend(runner: Any) -> InProcessBackend:
         if log_weight is not None:
             log_weight = seen_from(cache_device, log_weight)
         sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
+    is_far = cache_device != device
     predictor = LiveQueryPredictor(
         runner.model,
         num_qo_heads=model.num_qo_heads,
         head_dim=model.head_dim,
         device=cache_device,
-        is_far=cache_device != device,
+        is_far=is_far,
+        is_int8=is_far and settings.selection.far_predictor_dtype == "int8",
     )
     rank = create_local_cache_rank(
         model=model,
@@ -123,7 +125,7 @@ def create_backend(runner: Any) -> InProcessBackend:
             resident=sets,
             page_size=int(runner.page_size),
             log_weight=log_weight,
-            is_far=cache_device != device,
+            is_far=is_far,
         ),
         max_batch=len(home.table.slots),
         predict_query=predictor,

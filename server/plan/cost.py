@@ -225,7 +225,7 @@ def selection_us(
 
     With `is_far` on a cache GPU, which has a copy of W_q.
     """
-    size = shape.far_predictor_bytes if is_far else shape.predictor_bytes
+    size = shape.far_predictor_bytes(load.predictor_dtype) if is_far else shape.predictor_bytes
     predictor = size / shape.num_layers / num_shards / cost.weight_bandwidth
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
     scan = scan_us(shape, load, num_shards, cost)

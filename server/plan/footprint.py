@@ -121,7 +121,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
             **model,
         ),
         cache=Footprint(
-            weights=_shard(shape.far_predictor_bytes, caches),
+            weights=_shard(shape.far_predictor_bytes(load.predictor_dtype), caches),
             kv=_shard(kv, caches),
             key_index=_shard(index, caches),
             selection_scratch=_shard(scratch, caches),

@@ -58,9 +58,10 @@ class ModelShape:
         width = self.num_qo_heads * self.head_dim + 1
         return self.num_layers * self.hidden_size * width * self.item_bytes
 
-    @property
-    def far_predictor_bytes(self) -> int:
-        """What a cache GPU keeps of that: W_q in int8, with a float32 scale per row, and norm."""
+    def far_predictor_bytes(self, dtype: str) -> int:
+        """Return what a cache GPU keeps of that: a copy, or W_q in int8 with scales per row."""
+        if dtype == "native":
+            return self.predictor_bytes
         width = self.num_qo_heads * self.head_dim
         layer = width * (self.hidden_size + 4) + self.hidden_size * self.item_bytes
         return self.num_layers * layer

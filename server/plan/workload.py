@@ -28,7 +28,7 @@ class Workload:
     those are scanned that follow no earlier one of `anchors` (`()`: as many as calibrations have;
     None: nobody follows). `waits` says that a scanned layer selects with its own query, which
     nothing hides. Between two GPUs `num_late` first layers are selected for in the step
-    before.
+    before, and the copy of W_q has `predictor_dtype`, ``native`` or ``int8``.
     """
 
     context_tokens: int
@@ -45,6 +45,7 @@ class Workload:
     anchors: tuple[int, ...] | None = None
     waits: bool = False
     num_late: int = 0
+    predictor_dtype: str = "int8"
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -76,6 +77,7 @@ class Workload:
         """Take what concerns the resident set from `selection`; `anchors` as a calibration has."""
         from tandemkv.cache_rank.policies.registry import find_policy
 
+        changed = selection.model_copy(update={"index_dtype": index_dtype or selection.index_dtype})
         is_shared = selection.policy == "kascade" or selection.share_layers
         timing = find_policy(selection.policy).capabilities.timing
         is_own = timing is Timing.SAME_STEP_QUERY or (
@@ -89,13 +91,14 @@ class Workload:
             num_samples=selection.num_samples,
             fetch_cap_tokens=selection.fetch_cap_tokens,
             selects=selection.num_resident > selection.num_sink_tokens,
-            index_dtype=index_dtype or selection.index_dtype,
+            index_dtype=changed.index_dtype,
             chunk_tokens=chunk_tokens,
             capacity_tokens=capacity_tokens,
             anchors=(anchors or selection.anchors) if is_shared else None,
             exact_layers=selection.exact_layer_ids,
             waits=is_own,
             num_late=selection.late_between_gpus,
+            predictor_dtype=changed.far_predictor_dtype,
         )
 
     @property

@@ -100,6 +100,7 @@ _ON_ONE_AND_TWO = {
     "local": {"cache_ranks": 0},
     "peer": {"cache_ranks": 1, "exchange": {"transport": "peer"}},
 }
+_NATIVELY = {"predictor_dtype": "native", "late_layers": 0}  # as one GPU selects
 
 
 @pytest.mark.multi_gpu(2)
@@ -108,7 +109,8 @@ def test_two_gpus_give_the_tokens_of_one(index_dtype: str, prompts: list[list[in
     """Rows that are fetched over NVLink, and flags, beside rows that are copied on one GPU."""
     alone, together, fetched = {}, {}, {}
     for transport, placement in _ON_ONE_AND_TWO.items():
-        with served({**_SPARSE, "index_dtype": index_dtype}, **placement) as server:
+        own = _NATIVELY if transport == "peer" else {}
+        with served({**_SPARSE, "index_dtype": index_dtype, **own}, **placement) as server:
             alone[transport] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
             fetched[transport] = server.values()[0]["fetched_rows_total"]
             flush(server)
@@ -134,7 +136,8 @@ def test_requests_outgrow_dense_attention_alike(index_dtype: str, token_ids: lis
     growing = [token_ids[start : start + length] for start, length in starts]
     answers = {}
     for transport, placement in _ON_ONE_AND_TWO.items():
-        with served({**selection, "index_dtype": index_dtype}, **placement) as server:
+        own = _NATIVELY if transport == "peer" else {}
+        with served({**selection, "index_dtype": index_dtype, **own}, **placement) as server:
             answers[transport] = run(server, growing, new_tokens=200, at_once=1)
             values = server.values()[0]
             assert min(values["dense_rows_total"], values["sparse_rows_total"]) > 200, values

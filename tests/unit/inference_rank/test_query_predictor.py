@@ -141,7 +141,12 @@ def test_far_copies_are_int8_and_predict_nearly_the_same(has_bias: bool, has_nor
     found = []
     for is_far in (False, True):
         predict = LiveQueryPredictor(
-            model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu"), is_far=is_far
+            model,
+            num_qo_heads=HEADS,
+            head_dim=DIM,
+            device=torch.device("cpu"),
+            is_far=is_far,
+            is_int8=is_far,
         )
         predict.load()
         found.append(predict(1, hidden, positions))
@@ -168,7 +173,12 @@ def test_far_modules_that_are_called_keep_the_weights_as_they_are() -> None:
     found = []
     for is_far in (False, True):
         predict = LiveQueryPredictor(
-            model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu"), is_far=is_far
+            model,
+            num_qo_heads=HEADS,
+            head_dim=DIM,
+            device=torch.device("cpu"),
+            is_far=is_far,
+            is_int8=is_far,
         )
         predict.load()
         found.append(predict(1, hidden, positions))

@@ -48,7 +48,8 @@ def test_tiny_model_by_hand() -> None:
     assert replace(TINY, tied_embeddings=True).weight_bytes == 2 * (2 * 784 + 80 + 8)
     assert TINY.step_weight_bytes == 2 * (2 * 784 + 80)
     assert TINY.predictor_bytes == 2 * (2 * 8 * 17)
-    assert TINY.far_predictor_bytes == 2 * (16 * (8 + 4) + 2 * 8)
+    assert TINY.far_predictor_bytes("native") == TINY.predictor_bytes
+    assert TINY.far_predictor_bytes("int8") == 2 * (16 * (8 + 4) + 2 * 8)
     assert TINY.kv_token_bytes == 2 * 2 * 2 * 4 * 2  # layers x (K, V) x heads x dim x bf16
 
 
@@ -71,7 +72,7 @@ def test_separate_ranks_by_hand() -> None:
     # Two lanes, 300 tokens, two heads: two float16, two pairs of float32 for 16 tokens, an int32.
     assert memory.cache.selection_scratch == 2 * 300 * 2 * (4 + 1 + 4) // 2
     assert memory.inference.selection_scratch == 0
-    assert memory.cache.weights == TINY.far_predictor_bytes // 2
+    assert memory.cache.weights == TINY.far_predictor_bytes("int8") // 2
     assert memory.cache.staging == mailboxes // 2
 
 
