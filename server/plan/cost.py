@@ -35,12 +35,13 @@ class CostConstants:
       8 x 64K since.
     - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice of int4 keys, 25, 33 to 38 and 37
       to 42 us at 8 x 32K, 64K and 96K (docs/benchmarks/codes.json). Of other keys 5 to 14 more.
-    - `exchange_us`: what the rows of a layer take longer over NVLink than on one GPU.
+    - `exchange_us`: what the rows of a layer take longer over NVLink than on one GPU, less what
+      chained kernels save there.
     - `handover_us`: what a layer of the model takes longer for sending its residual stream to a
       second GPU, and for waiting for a flag that is up.
-    - `selection_fixed_us`: norm, RoPE and launches of the prediction. Fitted, with `handover_us`
-      and the overlaps, to decode with one, two and 1 + 1 GPUs at 8K to 96K (docs/performance.md),
-      which they meet within 4 %.
+    - `selection_fixed_us`: norm, RoPE and launches of the prediction. Fitted, with `handover_us`,
+      `exchange_us` and the overlaps, to decode with one, two and 1 + 1 GPUs at 8K to 96K
+      (docs/performance.md), which they meet within 5 %.
     - `gather_us`: mirror_diff 22 us and exchange_rows 4 us, every head fetching its cap.
     - `sample_weights_us`, `samples_fixed_us`, `samples_bandwidth`: what the mirror takes longer for
       weights of samples, and attention over 128, 256 and 512 of them, 4.6, 9.0 and 15.8 us at batch
@@ -62,8 +63,8 @@ class CostConstants:
     scan_bandwidth_int4: float = 3.87e12
     topk_fixed_us: float = 17.0
     topk_bandwidth: float = 1.0e12
-    exchange_us: float = 13.0
-    handover_us: float = 14.0
+    exchange_us: float = 6.0
+    handover_us: float = 7.0
     selection_fixed_us: float = 10.0
     gather_us: float = 26.0
     sample_weights_us: float = 4.3

@@ -161,36 +161,28 @@ def test_dense_prediction_is_near_what_was_measured(
         (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 1, 65536, 6.23),
         (Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), 8, 65536, 6.58),
         (Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), 8, 8192, 5.30),
-        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8, 65536, 7.40),
-        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8, 32768, 7.19),
-        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8, 8192, 7.15),
+        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8, 98304, 7.77),
+        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8, 65536, 6.81),
+        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8, 32768, 6.83),
     ],
 )
 def test_selecting_prediction_is_near_what_was_measured(
     placement: Placement, batch: int, context: int, measured_ms: float
 ) -> None:
-    """All but the first with logits between scan and choice, which hardly shows there."""
-    load = replace(LOAD, concurrency=batch, context_tokens=context, num_resident=4100)
+    """In-process, all but the first had logits between scan and choice, which hardly shows."""
+    load = replace(LOAD, concurrency=batch, context_tokens=context, num_resident=4100, num_late=1)
     assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.05)
-
-
-def test_a_full_second_gpu_is_slower_in_what_was_measured_without_codes() -> None:
-    """Measured with logits between scan and choice, which took 20 us of a layer more."""
-    load = replace(LOAD, concurrency=8, context_tokens=98304, num_resident=4100)
-    placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1)
-    predicted = predict_step(placement, QWEN, load).tpot_ms
-    assert predicted + QWEN.num_layers * 20e-3 == pytest.approx(9.03, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("placement", "measured_ms"),
     [
         (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 10.63),
-        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 7.47),
+        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 7.07),
     ],
 )
 def test_samples_cost_what_was_measured(placement: Placement, measured_ms: float) -> None:
-    load = replace(LOAD, concurrency=8, context_tokens=65536, num_resident=4100)
+    load = replace(LOAD, concurrency=8, context_tokens=65536, num_resident=4100, num_late=1)
     without = predict_step(placement, QWEN, load).tpot_ms
     step = predict_step(placement, QWEN, replace(load, num_samples=128))
     assert step.tpot_ms == pytest.approx(measured_ms, rel=0.03)
