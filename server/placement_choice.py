@@ -77,7 +77,13 @@ def resolve_placement(
             "inference rank's process has a copy of W_q of its own dtype; add --transport peer, or "
             "leave --predictor-dtype out"
         )
-    settings = with_late_layers(settings)
+    if settings.selection.num_late > settings.selection.most_late(spec.num_layers):
+        raise SettingsError(
+            f"late_layers={settings.selection.num_late}: too many for {spec.num_layers} layers, of "
+            f"which the last that is selected for must begin behind them; use --late-layers "
+            f"{settings.selection.most_late(spec.num_layers)}"
+        )
+    settings = with_late_layers(settings, spec.num_layers)
     if device == "cuda" and in_process:
         _check_gpus(settings, spec, model_dir)
     if device == "cpu" or settings.transport != "local":
@@ -144,10 +150,15 @@ def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
     return settings.model_copy(update={"selection": changed})
 
 
-def with_late_layers(settings: ServeSettings) -> ServeSettings:
-    """Fill in `late_layers`, where it is left open and another GPU of this process selects."""
+def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> ServeSettings:
+    """Fill in `late_layers`, where it is left open and another GPU of this process selects.
+
+    A model of too few layers has none; without `num_layers` it is one that has enough.
+    """
     selection = settings.selection
     if settings.transport != "peer" or selection.late_between_gpus == selection.num_late:
+        return settings
+    if num_layers is not None and selection.late_between_gpus > selection.most_late(num_layers):
         return settings
     changed = selection.model_copy(update={"late_layers": selection.late_between_gpus})
     return settings.model_copy(update={"selection": changed})

@@ -116,7 +116,7 @@ class InProcessCacheRank:
         )
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         context = model.max_context
-        self.late_layers = self._find_late()
+        self.late_layers = self._find_late()  # see `LocalCacheRank.late_layers`
         self._scanned_ahead = self._find_scanned_ahead()
         # Layers of different lanes are worked on at once.
         num_lanes = self.num_lanes if self._selecting else 0
@@ -242,14 +242,12 @@ class InProcessCacheRank:
         SettingsError
             If one of them has not attended where the last layer with targets begins.
         """
-        count = self._selection.num_late
-        late = tuple(x for x in self._sources if x < count)
-        if late and late[-1] >= self._sources[-1] - self._selection.look_ahead_layers:
-            raise SettingsError(
-                f"late_layers={count}: too many for a model of {self._model.num_layers} layers; "
-                "lower --late-layers"
-            )
-        return late
+        count, num_layers = self._selection.num_late, self._model.num_layers
+        most = self._selection.most_late(num_layers)
+        if count > most:
+            message = f"late_layers={count}: too many for {num_layers} layers; use at most {most}"
+            raise SettingsError(message)
+        return tuple(x for x in self._sources if x < count)
 
     def _find_scanned_ahead(self) -> frozenset[int]:
         """Layers that are chosen for among what an earlier scan found.

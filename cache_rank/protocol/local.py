@@ -78,7 +78,8 @@ class LocalPools:
         ``[L, rows, H, num_samples]`` float32: with how much weight samples count
         (`tandemkv.kernels.samples`). It may lie in another GPU's memory.
     is_far : bool
-        Whether `resident` and `log_weight` do.
+        Whether `resident` and `log_weight` do. Then the cache rank takes its GPU for its own, and
+        chains its kernels (`tandemkv.kernels.streams.let_chain`).
     """
 
     k: Sequence[torch.Tensor]

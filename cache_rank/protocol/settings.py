@@ -312,6 +312,14 @@ class SelectionSettings(_Strict):
         may = self.policy == "look_ahead" and 0 not in self.exact_layer_ids
         return int(may and not self.share_layers and not self.gate_cosine)
 
+    def most_late(self, num_layers: int) -> int:
+        """Return how many late layers a model of `num_layers` may have.
+
+        All must have attended where the last layer that is selected for has its selection begun.
+        """
+        selecting = set(range(num_layers)) - set(self.exact_layer_ids)
+        return max(0, max(selecting, default=0) - self.look_ahead_layers)
+
     @property
     def far_predictor_dtype(self) -> str:
         """`predictor_dtype`, or what it is where it is left open."""
@@ -385,6 +393,11 @@ class SelectionSettings(_Strict):
             raise ValueError(
                 f"late_layers is for policy=look_ahead, not {self.policy}; use --policy "
                 "look_ahead, or drop --late-layers"
+            )
+        if self.predictor_dtype is not None and self.policy != "look_ahead":
+            raise ValueError(
+                f"predictor_dtype is for policy=look_ahead, not {self.policy}; drop "
+                "--predictor-dtype"
             )
         if self.num_late and (self.share_layers or self.gate_cosine):
             raise ValueError("late_layers goes with neither share_layers nor gate_cosine; drop it")

@@ -323,6 +323,8 @@ class InProcessBackend(AttentionBackend):
             self._home.samples.load(rows, lengths, req_to_token)
         self._home.begin_step()
         self._join()  # nothing to wait for, unless a step failed
+        if self._ahead is not None:
+            self._ahead.begin_step()
         self._rank.begin_step()
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)
         if in_capture or kind is not StepKind.DENSE or self._far is not None:
@@ -383,6 +385,8 @@ class InProcessBackend(AttentionBackend):
             self._rank.seed_identity(chosen, None if self._home.holds_dense else tables)
 
     def _begin_extend(self, forward_batch: Any) -> None:
+        if self._ahead is not None:
+            self._ahead.begin_step()
         prefixes = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
         lengths = [int(n) for n in forward_batch.seq_lens_cpu.tolist()]
         rows = forward_batch.req_pool_indices.tolist()

@@ -86,6 +86,10 @@ class LayerStreams:
             torch.cuda.current_stream(self._device).wait_stream(self._beside)
             self._is_beside = False
 
+    def forget(self) -> None:
+        """Wait for nothing that was put beside an earlier step."""
+        self._is_beside = False
+
     def last(self, layer: int, size: int) -> torch.Tensor:
         """Return what was last written for `layer`, ``[size, hidden]`` on the cache device."""
         return self._there[layer, :size]

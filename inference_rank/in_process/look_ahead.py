@@ -25,8 +25,6 @@ class LookAhead:
 
     Attributes
     ----------
-    sends_beside : bool
-        Whether it is; True between two GPUs.
     is_pending : bool
         Whether late layers are being selected for, so that the step is to be joined after its
         logits.
@@ -44,7 +42,7 @@ class LookAhead:
     num_layers : int
         Of the model.
     sends_beside : bool
-        See above.
+        Whether that is another GPU's.
 
     Raises
     ------
@@ -68,10 +66,15 @@ class LookAhead:
         self._is_selecting, self._fetch = is_selecting, fetch
         self._num_layers = num_layers
         self._unsent: int | None = None
-        self.sends_beside, self.is_pending = sends_beside, False
+        self._sends_beside, self.is_pending = sends_beside, False
         install_residual_hooks(model, self._on_layer_input)
         if sends_beside:
             install_norm_hooks(model, self._on_normed)
+
+    def begin_step(self) -> None:
+        """Forget what a step, or a capture, that failed has left."""
+        self._unsent, self.is_pending = None, False
+        self._streams.forget()
 
     def join_sent(self) -> None:
         """Let the forward pass wait for what it sends of the layer that it is in.
@@ -94,7 +97,7 @@ class LookAhead:
     ) -> None:
         if not self._is_selecting():
             return
-        if self.sends_beside and torch.cuda.is_current_stream_capturing():
+        if self._sends_beside and torch.cuda.is_current_stream_capturing():
             self._unsent = layer
         else:
             self._select(layer, hidden_states, residual, beside=False)

@@ -28,9 +28,9 @@ class LiveQueryPredictor:
     Qwen3) its query is made in one operation (`tandemkv.kernels.query`), else by calling the
     layer's modules.
 
-    On another GPU the weights are copies, made by `load` and not refreshed. Where a query is made
-    in one operation the copy of ``W_q`` is int8 with a scale per row: reading it is most of the
-    operation's time, and what is predicted only chooses tokens.
+    On another GPU the weights are copies, made by `load` and not refreshed. With
+    `is_int8`, where a query is made in one operation, the copy of ``W_q`` has a scale per row:
+    reading it is most of the operation's time, and what is predicted only chooses tokens.
 
     Parameters
     ----------
@@ -84,7 +84,10 @@ class LiveQueryPredictor:
             for i, layer in enumerate(self._model.model.layers)
         ]
         num_fused = sum(layer.fused is not None for layer in self._layers)
-        logger.info("queries of %d of %d layers in one operation", num_fused, len(self._layers))
+        logger.info(
+            "queries of %d of %d layers in one operation%s",
+            num_fused, len(self._layers), ", W_q in int8" if self._is_int8 else "",
+        )  # fmt: skip
 
     def __call__(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``; `hidden` stays as it is."""

@@ -33,7 +33,8 @@ def follow(CHAINED):
     """Wait until the kernel before this one has ended, and do as `lead` does.
 
     Every program has to call this, before it writes anything, or reads what any kernel of the chain
-    has written: so whoever is behind it, in whatever stream, is behind the whole chain.
+    has written: so whoever is behind it, in whatever stream, is behind the whole chain. Before it
+    may be read what was written by kernels that are not chained, ahead of the one that leads.
     """
     if CHAINED:
         gdc_wait()

@@ -126,11 +126,10 @@ def _mirror_kernel(
         # The choice that is still being made writes no books: they may be on their way. If the row
         # is an old one still, no harm is done.
         old = tl.load(rows + req).to(tl.int64)
-        lines = old * pos_stride_b + head * pos_stride_h
-        lines += tl.arange(0, NUM_LINES) * (_LINE * pos_stride_n)
+        line = tl.minimum(tl.arange(0, NUM_LINES) * _LINE, num_resident - 1)
+        lines = old * pos_stride_b + head * pos_stride_h + line * pos_stride_n
         prefetch(resident_pos + lines, CHAINED)
-        lines = old * used_stride_b + head * used_stride_h
-        lines += tl.arange(0, NUM_LINES) * (_LINE * used_stride_n)
+        lines = old * used_stride_b + head * used_stride_h + line * used_stride_n
         prefetch(last_used + lines, CHAINED)
     follow(CHAINED)
     # A row that is not active has neither slots nor selected positions.

@@ -183,14 +183,17 @@ def predict_step(
         caches = placement.num_cache_gpus
         select_us = exposed_us = 0.0
         if load.selects:
-            own_us = selection_us(shape, load, caches, cost, is_far=True)
+            is_peer = caches == tp_size  # others have cache ranks in processes of their own
+            dtype = load.predictor_dtype if is_peer else "native"
+            own_us = selection_us(shape, load, caches, cost, far_dtype=dtype)
             select_us = scanned * own_us + rest_us + cost.exchange_us
             own_us += cost.exchange_us
             # An anchor's selection has one layer to hide behind, however few anchors there are.
             exposed_us = scanned * max(cost.handover_us, own_us - model_us)
             exposed_us += (1 - scanned) * cost.handover_us
-            # Of the first layer, which has none before it to hide behind.
-            if not exact and not load.num_late:
+            # Of the first layer, which has none before it to hide behind, unless the last step
+            # has selected for it; beside that step's logits one layer hides.
+            if not exact and not (is_peer and load.num_late):
                 exposed_us += own_us / max(1, sparse)
             if load.waits:
                 exposed_us = cost.handover_us + scanned * own_us
@@ -220,13 +223,13 @@ def selection_us(
     num_shards: int,
     cost: CostConstants,
     *,
-    is_far: bool = False,
+    far_dtype: str | None = None,
 ) -> float:
     """Return the time to predict, scan, choose and gather for one layer on one of its shards.
 
-    With `is_far` on a cache GPU, which has a copy of W_q.
+    With `far_dtype` on a cache GPU, which has a copy of W_q in that dtype.
     """
-    size = shape.far_predictor_bytes(load.predictor_dtype) if is_far else shape.predictor_bytes
+    size = shape.far_predictor_bytes(far_dtype or "native")
     predictor = size / shape.num_layers / num_shards / cost.weight_bandwidth
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
     scan = scan_us(shape, load, num_shards, cost)

@@ -121,7 +121,13 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
             **model,
         ),
         cache=Footprint(
-            weights=_shard(shape.far_predictor_bytes(load.predictor_dtype), caches),
+            weights=_shard(
+                # Cache ranks in processes of their own keep the model's dtype.
+                shape.far_predictor_bytes(
+                    load.predictor_dtype if caches == placement.tp_size else "native"
+                ),
+                caches,
+            ),
             kv=_shard(kv, caches),
             key_index=_shard(index, caches),
             selection_scratch=_shard(scratch, caches),

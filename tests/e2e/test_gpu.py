@@ -100,7 +100,7 @@ _ON_ONE_AND_TWO = {
     "local": {"cache_ranks": 0},
     "peer": {"cache_ranks": 1, "exchange": {"transport": "peer"}},
 }
-_NATIVELY = {"predictor_dtype": "native", "late_layers": 0}  # as one GPU selects
+_NATIVELY = {"predictor_dtype": "native"}  # as one GPU predicts
 
 
 @pytest.mark.multi_gpu(2)
@@ -110,6 +110,7 @@ def test_two_gpus_give_the_tokens_of_one(index_dtype: str, prompts: list[list[in
     alone, together, fetched = {}, {}, {}
     for transport, placement in _ON_ONE_AND_TWO.items():
         own = _NATIVELY if transport == "peer" else {}
+        own = {"late_layers": 1, **own}
         with served({**_SPARSE, "index_dtype": index_dtype, **own}, **placement) as server:
             alone[transport] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
             fetched[transport] = server.values()[0]["fetched_rows_total"]
@@ -159,6 +160,20 @@ def test_exact_layers_attend_on_the_other_gpu(
     with served(selection, **_ON_ONE_AND_TWO["peer"]) as server:
         alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
         check(agreement(alone, reference["alone"]), f"{selection['policy']} on two GPUs, alone")
+        flush(server)
+        together = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
+        check(agreement(together, reference["alone"]), "eight at a time")
+
+
+@pytest.mark.multi_gpu(2)
+def test_two_gpus_as_served_give_stock_tokens_where_everything_is_covered(
+    prompts: list[list[int]], reference: dict[str, list[dict[str, Any]]]
+) -> None:
+    """A late first layer, an int4 index, W_q in int8, chained kernels, samples' weights carried."""
+    selection = {"policy": "look_ahead", **COVERING, "index_dtype": "int4", "exact_layers": []}
+    with served(selection, **_ON_ONE_AND_TWO["peer"]) as server:
+        alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
+        check(agreement(alone, reference["alone"]), "as served, alone")
         flush(server)
         together = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
         check(agreement(together, reference["alone"]), "eight at a time")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tandemkv.kernels import streams
+from tandemkv.kernels.triton_ops import chained
 
 
 @pytest.fixture
@@ -41,3 +42,21 @@ def test_a_stream_is_made_once_for_all_who_ask(made: list[tuple[torch.device, in
 def test_a_cpu_has_none(made: list[tuple[torch.device, int]]) -> None:
     assert streams.shared_stream(torch.device("cpu")) is None
     assert made == []
+
+
+def test_kernels_are_chained_only_where_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By GPU, and not before Hopper, in an interpreter or on a CPU."""
+    first, second, cpu = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+    monkeypatch.setattr(streams, "_chained", set())
+    monkeypatch.setattr(chained, "_INTERPRETED", False)
+    monkeypatch.setattr(chained, "_is_supported", lambda index: index == 1)
+    for device in (first, second, cpu):
+        assert not chained.is_chained(device)
+        streams.let_chain(device)
+    assert [chained.is_chained(x) for x in (first, second, cpu)] == [False, True, False]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert chained.is_chained(torch.device("cuda"))
+    monkeypatch.setattr(chained, "_INTERPRETED", True)
+    assert not chained.is_chained(second)

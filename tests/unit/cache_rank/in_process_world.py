@@ -97,11 +97,14 @@ class World:
                 queries = torch.randn((8, QUERY_HEADS, DIM), generator=self.generator)
                 self.rank.seed(layer, 0, row, queries)
 
-    def decode(self, rows: list[int], lengths: list[int]) -> torch.Tensor:
-        """Run one step's selections; returns the hidden state ``[B, hidden]``."""
+    def decode(
+        self, rows: list[int], lengths: list[int], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run one step's selections; returns the hidden state ``[B, hidden]``, or a random one."""
         self.rank.begin_step()
         self.rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), self.table)
-        hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=self.generator)
+        if hidden is None:
+            hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=self.generator)
         for layer in range(LAYERS):
             for scanned in self.rank.scans_of(layer):
                 self.rank.scan_ahead(scanned, hidden)

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from in_process_world import HEADS, LAYERS, World
+from in_process_world import DIM, HEADS, LAYERS, QUERY_HEADS, World
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.kernels.reference.samples import sample_weights
@@ -53,11 +56,16 @@ def test_targets_and_scans_leave_late_layers_out() -> None:
 
 
 def test_selects_what_a_float64_scan_of_the_next_step_would() -> None:
+    """That leaves the ring next is asked for most, and becomes a candidate with the next step."""
     world = World(exact_layers=(), late_layers=1, index_dtype="native", fetch_cap=32)
     world.prefill(2, 200)
-    hidden = world.decode([2], [201])
+    asked = torch.ones((1, QUERY_HEADS * DIM))
+    last = 201 - NUM_RECENT
+    world.pools.k[0][world.table[2, last].long()] = 9.0
+    hidden = world.decode([2], [201], hidden=asked)
     _, positions = world.resident(0, 2)
-    best = world.best(0, 2, 202 - NUM_RECENT, hidden, 32)
+    best = world.best(0, 2, last + 1, hidden, 32)
+    assert (best[:, 0] == last).all()
     for head in range(HEADS):
         assert set(best[head].tolist()) <= set(positions[head].tolist())
 
@@ -86,8 +94,10 @@ def test_counts_as_many_selections() -> None:
 
 
 def test_what_is_refused_says_what_to_do() -> None:
-    with pytest.raises(SettingsError, match="too many for a model of 6 layers; lower"):
+    with pytest.raises(SettingsError, match="late_layers=5: too many for 6 layers; use at most 4"):
         World(exact_layers=(), late_layers=5)
+    with pytest.raises(SettingsError, match="use at most 0"):
+        World(exact_layers=(2, 3, 4, 5), late_layers=1)
     with pytest.raises(ValueError, match="late_layers is for policy=look_ahead, not last_query"):
         World(policy="last_query", late_layers=1)
     with pytest.raises(ValueError, match="use --exact-layers none, or drop --late-layers"):
@@ -95,3 +105,32 @@ def test_what_is_refused_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="neither share_layers nor gate_cosine; drop it"):
         World(exact_layers=(), late_layers=1, share_layers=True)
     assert World(exact_layers=(3,), late_layers=2).rank.late_layers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [{"exact_layers": (0,)}, {"exact_layers": (), "late_layers": 2}],
+    ids=["none late", "two late"],
+)
+def test_between_two_gpus_sets_and_weights_are_those_of_one(selection: dict[str, Any]) -> None:
+    """Requests join and leave; what is carried is what is written where it belongs."""
+    worlds = [World(sample_tokens=8, **selection) for _ in range(2)]
+    worlds[1].pools = replace(worlds[1].pools, is_far=True)
+    worlds[1].rank = worlds[1].make()
+    for world in worlds:
+        world.prefill(1, 130)
+        for step in range(1, 4):
+            world.decode([1], [130 + step])
+        world.prefill(3, 97)
+        for step in range(4, 9):
+            world.decode([3, 0, 1], [93 + step + 1, 1, 130 + step])
+        for step in range(6, 9):
+            world.decode([3], [93 + step + 1])
+    one, two = (world.pools for world in worlds)
+    assert one.log_weight is not None
+    assert two.log_weight is not None
+    assert bool(one.log_weight[1:, 1].isfinite().any())
+    torch.testing.assert_close(one.log_weight, two.log_weight, rtol=0, atol=0, equal_nan=True)
+    for (k, v), (far_k, far_v) in zip(one.resident, two.resident, strict=True):
+        assert torch.equal(k, far_k)
+        assert torch.equal(v, far_v)

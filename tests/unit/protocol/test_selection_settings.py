@@ -38,6 +38,8 @@ def test_samples_by_default_and_on_demand(given: dict[str, object], samples: int
         ({"sample_tokens": -2}, "greater than or equal to 0"),
         ({"policy": "streaming", "sample_tokens": 16}, "use --sample-tokens 0"),
         ({"policy": "lfps", "sample_tokens": 16}, "use --sample-tokens 0"),
+        ({"policy": "kascade", "predictor_dtype": "int8"}, "drop --predictor-dtype"),
+        ({"policy": "kascade", "late_layers": 1}, "or drop --late-layers"),
     ],
 )
 def test_what_is_refused_says_what_to_do(given: dict[str, object], message: str) -> None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -199,3 +201,20 @@ def test_a_first_layer_is_late_between_two_gpus(
     assert settings.selection.late_layers == late
     alone, _ = resolve(tmp_path, "cuda", selection={"budget_tokens": 2048}, cache_ranks=0)
     assert alone.selection.num_late == 0
+
+
+def test_a_model_of_few_layers_has_no_late_ones(
+    tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default none, and where they are asked for it says what to do."""
+    gpus(2)
+    spec = msgspec.structs.replace(SPEC, num_layers=4)
+    monkeypatch.setattr(sys.modules[__name__], "SPEC", spec)
+    selection = {"budget_tokens": 2048, "look_ahead_layers": 3}
+    peer: dict[str, Any] = {"cache_ranks": 1, "exchange": {"transport": "peer"}}
+    settings, _ = resolve(tmp_path, "cuda", selection=selection, **peer)
+    assert settings.selection.late_layers is None
+    with pytest.raises(SettingsError, match=r"too many for 4 layers.*use --late-layers 0"):
+        resolve(tmp_path, "cuda", selection={**selection, "late_layers": 1}, **peer)
+    enough, _ = resolve(tmp_path, "cuda", selection={**selection, "look_ahead_layers": 2}, **peer)
+    assert enough.selection.late_layers == 1

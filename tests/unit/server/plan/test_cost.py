@@ -68,7 +68,7 @@ def test_selection_by_hand() -> None:
     assert selection_us(TINY, TINY_LOAD, 1, UNIT) == pytest.approx(expected)
     # Four rows of two int8 and a float32 each, and the norm.
     far = expected - 2 * 5 * 2 + 4 * (2 + 4) + 2 * 2
-    assert selection_us(TINY, TINY_LOAD, 1, UNIT, is_far=True) == pytest.approx(far)
+    assert selection_us(TINY, TINY_LOAD, 1, UNIT, far_dtype="int8") == pytest.approx(far)
 
 
 def test_in_process_exposes_what_does_not_overlap() -> None:
@@ -83,11 +83,11 @@ def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1)
     step = predict_step(placement, TINY, TINY_LOAD, UNIT)
     hidden_us = (step.weights_ms + step.overhead_ms + step.attention_ms) * 1e3
-    select_us = selection_us(TINY, TINY_LOAD, 1, UNIT, is_far=True) + 11
+    select_us = selection_us(TINY, TINY_LOAD, 1, UNIT, far_dtype="int8") + 11
     # Its only layer is the first one too, which nothing hides.
     assert step.exposed_selection_ms * 1e3 == pytest.approx(select_us - hidden_us + select_us)
     quick = replace(UNIT, scan_bandwidth_native=1e9, topk_bandwidth=1e9, weight_bandwidth=1e6)
-    first_us = selection_us(TINY, TINY_LOAD, 1, quick, is_far=True) + 11
+    first_us = selection_us(TINY, TINY_LOAD, 1, quick, far_dtype="int8") + 11
     hidden = predict_step(placement, TINY, TINY_LOAD, quick)
     assert hidden.exposed_selection_ms * 1e3 == pytest.approx(first_us + UNIT.handover_us)
     # An exact first layer hides the selection of the one after it.
@@ -114,7 +114,7 @@ def test_layers_that_follow_an_anchor_by_hand() -> None:
         select + 3 * UNIT.gather_us * (1 - UNIT.in_process_overlap)
     )
     far = predict_step(Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), four, waiting, UNIT)
-    select = selection_us(four, load, 1, UNIT, is_far=True)
+    select = selection_us(four, load, 1, UNIT, far_dtype="int8")
     assert far.exposed_selection_ms * 1e3 == pytest.approx(
         4 * UNIT.handover_us + select + UNIT.exchange_us
     )

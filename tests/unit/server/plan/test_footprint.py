@@ -72,7 +72,10 @@ def test_separate_ranks_by_hand() -> None:
     # Two lanes, 300 tokens, two heads: two float16, two pairs of float32 for 16 tokens, an int32.
     assert memory.cache.selection_scratch == 2 * 300 * 2 * (4 + 1 + 4) // 2
     assert memory.inference.selection_scratch == 0
-    assert memory.cache.weights == TINY.far_predictor_bytes("int8") // 2
+    assert memory.cache.weights == TINY.predictor_bytes // 2  # processes of their own
+    one = memory_of(replace(placement, num_cache_gpus=1), TINY, LOAD).cache
+    assert one is not None
+    assert one.weights == TINY.far_predictor_bytes("int8")
     assert memory.cache.staging == mailboxes // 2
 
 

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a step's selections are queued, and with which residual stream."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.inference_rank.in_process.layer_streams import LayerStreams
+from tandemkv.inference_rank.in_process.look_ahead import LookAhead
+from tandemkv.inference_rank.in_process.side_stream import SideStream
+from tandemkv.inference_rank.residual_hooks import install_logits_hook, install_norm_hooks
+
+CPU, LAYERS, WIDTH = torch.device("cpu"), 4, 3
+
+
+class Norm(nn.Module):
+    """As SGLang's: adds in place, and returns what it normalised and the sum."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return hidden * 0
+        residual += hidden
+        hidden.zero_()
+        return hidden, residual
+
+
+class Layer(nn.Module):
+    """A decoder layer that adds one, after calling its norm as a module, or past it."""
+
+    def __init__(self, *, is_fused: bool) -> None:
+        super().__init__()
+        self.input_layernorm = Norm()
+        self._is_fused = is_fused
+
+    def forward(
+        self, positions: Any, hidden: torch.Tensor, batch: Any, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's own output and the residual stream before it."""
+        norm = self.input_layernorm.forward if self._is_fused else self.input_layernorm
+        if residual is None:
+            residual = hidden
+            hidden = norm(hidden)
+        else:
+            hidden, residual = norm(hidden, residual)
+        batch.attend()
+        return torch.ones_like(hidden), residual
+
+
+class Rank:
+    """Notes what is selected for, with the first element of the stream that it is given."""
+
+    def __init__(self, late_layers: tuple[int, ...]) -> None:
+        self.late_layers = late_layers
+        self.seen: list[tuple[Any, ...]] = []
+
+    def lane_of(self, layer: int) -> int:
+        return layer % 2
+
+    def scans_of(self, layer: int) -> tuple[int, ...]:
+        return ()
+
+    def followers_of(self, layer: int) -> tuple[int, ...]:
+        return ()
+
+    def targets_of(self, layer: int) -> tuple[int, ...]:
+        found = (0, 1) if layer == 0 else (layer + 1,)
+        return tuple(x for x in found if x < LAYERS and x not in self.late_layers)
+
+    def choose_ahead(self, layer: int, hidden: torch.Tensor, *, await_scan: Any) -> None:
+        await_scan()
+        self.seen.append(("ahead", layer, float(hidden[0, 0])))
+
+    def choose_late(self, layer: int, hidden: torch.Tensor) -> None:
+        self.seen.append(("late", layer, float(hidden[0, 0])))
+
+    def fetch(self, layer: int, size: int) -> None:
+        self.seen.append(("fetch", layer))
+
+
+def step(
+    rank: Any, *, selecting: bool = True, sends_beside: bool = False, is_fused: bool = False
+) -> LookAhead:
+    """Run a step of one request whose stream is 5, 6, 7, 8 at the entries of the layers."""
+    layers = nn.ModuleList(Layer(is_fused=is_fused) for _ in range(LAYERS))
+    model = SimpleNamespace(model=SimpleNamespace(layers=layers))
+    side = SideStream(CPU, CPU, LAYERS, num_lanes=2)
+    ahead = LookAhead(
+        model, rank, side,
+        LayerStreams(
+            num_layers=LAYERS, max_batch=2, width=WIDTH, dtype=torch.float32, device=CPU,
+            cache_device=CPU,
+        ),
+        is_selecting=lambda: selecting,
+        fetch=lambda *found, size: rank.seen.append(("rows", *found, size)),
+        num_layers=LAYERS, sends_beside=sends_beside,
+    )  # fmt: skip
+    hidden, residual = torch.full((1, WIDTH), 5.0), None
+    batch = SimpleNamespace(attend=ahead.join_sent)
+    for layer in layers:
+        hidden, residual = layer(None, hidden, batch, residual)
+    return ahead
+
+
+@pytest.mark.parametrize("sends_beside", [False, True])
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_what_is_selected_when(
+    late: int, sends_beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the norm or behind it the stream is the same; late layers come last, with theirs."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    rank = Rank(tuple(range(late)))
+    ahead = step(rank, sends_beside=sends_beside)
+    in_step = [(0, 5.0), (1, 5.0), (2, 6.0), (3, 7.0)][late:]
+    want: list[tuple[Any, ...]] = []
+    for layer, value in in_step:
+        want += [("ahead", layer, value), ("rows", layer, 1)]
+    for layer in range(late):
+        want += [("late", layer, 5.0 + layer), ("fetch", layer)]
+    assert rank.seen == want
+    assert ahead.is_pending is (late > 0)
+
+
+def test_other_steps_select_nothing() -> None:
+    rank = Rank((0,))
+    assert not step(rank, selecting=False).is_pending
+    assert rank.seen == []
+
+
+def test_a_norm_that_is_not_called_as_a_module_stops_the_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ContractError, match=r"layer 0: SGLang has not called.*--transport local"):
+        step(Rank(()), sends_beside=True, is_fused=True)
+    step(Rank(()), is_fused=True)  # the stream is taken at the entry
+
+
+def test_models_without_what_is_hooked_are_refused() -> None:
+    layers = SimpleNamespace(layers=[nn.Linear(1, 1)])
+    with pytest.raises(ContractError, match=r"Linear has no input_layernorm.*--transport local"):
+        install_norm_hooks(SimpleNamespace(model=layers), lambda layer, stream: None)
+    with pytest.raises(ContractError, match=r"no logits_processor.*--late-layers 0"):
+        install_logits_hook(SimpleNamespace(), lambda: None)
+
+
+def test_logits_end_a_step() -> None:
+    ends: list[str] = []
+    model = SimpleNamespace(logits_processor=nn.Identity())
+    install_logits_hook(model, lambda: ends.append("end"))
+    model.logits_processor(torch.zeros(1))
+    assert ends == ["end"]
