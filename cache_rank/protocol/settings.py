@@ -371,13 +371,15 @@ class SelectionSettings(_Strict):
                 "--sample-tokens 0"
             )
         is_every_step = self.refresh_steps == 1 and self.lag_steps == 1
-        if self.scan_ahead and self.policy != "look_ahead":
-            raise ValueError(
-                f"scan_ahead is for policy=look_ahead, not {self.policy}; use --policy look_ahead, "
-                "or drop --scan-ahead"
-            )
-        if self.scan_ahead and (self.share_layers or self.gate_cosine):
-            raise ValueError("scan_ahead goes with neither share_layers nor gate_cosine; drop it")
+        for name in ("scan_ahead", "late_layers", "predictor_dtype"):
+            if getattr(self, name) and self.policy != "look_ahead":
+                raise ValueError(
+                    f"{name} is for policy=look_ahead, not {self.policy}; use --policy look_ahead, "
+                    f"or drop --{name.replace('_', '-')}"
+                )
+        for name in ("scan_ahead", "late_layers"):
+            if getattr(self, name) and (self.share_layers or self.gate_cosine):
+                raise ValueError(f"{name} goes with neither share_layers nor gate_cosine; drop it")
         if self.scan_ahead and any(self.pooled_positions):
             raise ValueError(
                 "scan_ahead ranks tokens by their own scores; drop it, or pool_before and "
@@ -389,18 +391,6 @@ class SelectionSettings(_Strict):
                 f"{self.budget_tokens} must be at most {MOST_SHORTLISTED}; lower one of the two, "
                 "or turn scan_ahead off"
             )
-        if self.num_late and self.policy != "look_ahead":
-            raise ValueError(
-                f"late_layers is for policy=look_ahead, not {self.policy}; use --policy "
-                "look_ahead, or drop --late-layers"
-            )
-        if self.predictor_dtype is not None and self.policy != "look_ahead":
-            raise ValueError(
-                f"predictor_dtype is for policy=look_ahead, not {self.policy}; drop "
-                "--predictor-dtype"
-            )
-        if self.num_late and (self.share_layers or self.gate_cosine):
-            raise ValueError("late_layers goes with neither share_layers nor gate_cosine; drop it")
         if self.num_late and set(self.exact_layer_ids) & set(range(self.num_late)):
             raise ValueError(
                 f"late_layers={self.late_layers}: nothing is selected for exact layers, and "

@@ -38,7 +38,7 @@ def test_samples_by_default_and_on_demand(given: dict[str, object], samples: int
         ({"sample_tokens": -2}, "greater than or equal to 0"),
         ({"policy": "streaming", "sample_tokens": 16}, "use --sample-tokens 0"),
         ({"policy": "lfps", "sample_tokens": 16}, "use --sample-tokens 0"),
-        ({"policy": "kascade", "predictor_dtype": "int8"}, "drop --predictor-dtype"),
+        ({"policy": "kascade", "predictor_dtype": "int8"}, "or drop --predictor-dtype"),
         ({"policy": "kascade", "late_layers": 1}, "or drop --late-layers"),
     ],
 )
