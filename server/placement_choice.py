@@ -83,7 +83,12 @@ def resolve_placement(
             f"which the last that is selected for must begin behind them; use --late-layers "
             f"{settings.selection.most_late(spec.num_layers)}"
         )
-    settings = with_late_layers(settings, spec.num_layers)
+    before, settings = settings, with_late_layers(settings, spec.num_layers)
+    if settings is not before:
+        progress(
+            "the first layer is selected for a step ahead, for nothing hides its selection: "
+            "--late-layers 0 turns that off"
+        )
     if device == "cuda" and in_process:
         _check_gpus(settings, spec, model_dir)
     if device == "cpu" or settings.transport != "local":

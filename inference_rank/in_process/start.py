@@ -74,6 +74,7 @@ class LocalRuntime:
                 "budget_tokens": str(selection.budget_tokens),
                 "sample_tokens": str(selection.num_samples),
                 "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
+                "late_layers": str(selection.num_late),
                 "transport": self.settings.exchange.transport,
                 "index_dtype": selection.index_dtype,
                 "model": self.model.architecture,

@@ -96,7 +96,9 @@ def test_two_gpus_split_the_heads(tmp_path: Path, gpus: Any) -> None:
 
 def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
-    settings, said = resolve(tmp_path, cache_ranks=1, exchange={"transport": "peer"})
+    settings, said = resolve(
+        tmp_path, cache_ranks=1, exchange={"transport": "peer"}, selection={"late_layers": 0}
+    )
     assert (settings.cache_ranks, settings.transport, said) == (1, "peer", [])
     settings, said = resolve(
         tmp_path, cache_ranks=0, selection={"budget_tokens": 512, "dense_tokens": 9000}
@@ -194,11 +196,13 @@ def test_a_first_layer_is_late_between_two_gpus(
     tmp_path: Path, gpus: Any, selection: dict[str, Any], transport: str, late: int | None
 ) -> None:
     gpus(2)
-    settings, _ = resolve(
+    settings, said = resolve(
         tmp_path, "cuda", selection={"budget_tokens": 2048, **selection}, cache_ranks=1,
         exchange={"transport": transport},
     )  # fmt: skip
     assert settings.selection.late_layers == late
+    is_told = any("--late-layers 0 turns that off" in line for line in said)
+    assert is_told is (late == 1), "only what was left open"
     alone, _ = resolve(tmp_path, "cuda", selection={"budget_tokens": 2048}, cache_ranks=0)
     assert alone.selection.num_late == 0
 
