@@ -64,7 +64,7 @@ class LookAhead:
     ) -> None:
         self._rank, self._side, self._streams = rank, side, streams
         self._is_selecting, self._fetch = is_selecting, fetch
-        self._num_layers = num_layers
+        self._last_entry = max((x for x in range(num_layers) if rank.targets_of(x)), default=-1)
         self._unsent: int | None = None
         self._sends_beside, self.is_pending = sends_beside, False
         install_residual_hooks(model, self._on_layer_input)
@@ -135,7 +135,7 @@ class LookAhead:
                         rank.scan_ahead(scanned, stream)
                 rank.choose_ahead(target, stream, await_scan=partial(side.await_branch, target))
                 self._fetch(target, *rank.followers_of(target), size=size)
-        if targets and not any(map(rank.targets_of, range(layer + 1, self._num_layers))):
+        if targets and layer == self._last_entry:
             self._select_late(size, behind=lanes[-1])
 
     def _select_late(self, size: int, *, behind: int) -> None:
