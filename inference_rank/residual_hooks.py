@@ -74,7 +74,7 @@ def install_norm_hooks(model: Any, on_normed: LayerNormed) -> None:
         if norm is None:
             raise ContractError(
                 f"{type(module).__name__} has no input_layernorm; a second GPU cannot select for "
-                "this model, serve it with --transport local"
+                "this model, serve it with --cache-ranks 0"
             )
         norm.register_forward_hook(hook_for(index))
 

@@ -79,8 +79,8 @@ def resolve_placement(
         )
     if settings.selection.num_late > settings.selection.most_late(spec.num_layers):
         raise SettingsError(
-            f"late_layers={settings.selection.num_late}: too many for {spec.num_layers} layers, of "
-            f"which the last that is selected for must begin behind them; use --late-layers "
+            f"late_layers={settings.selection.num_late}: too many for {spec.num_layers} layers: "
+            "all must have attended when a step's last selection begins; use --late-layers "
             f"{settings.selection.most_late(spec.num_layers)}"
         )
     before, settings = settings, with_late_layers(settings, spec.num_layers)

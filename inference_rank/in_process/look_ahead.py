@@ -88,7 +88,7 @@ class LookAhead:
             raise ContractError(
                 f"layer {self._unsent}: SGLang has not called input_layernorm as a module, so its "
                 "residual stream is not known; disable fused norms in SGLang, or serve with "
-                "--transport local"
+                "--cache-ranks 0"
             )
         self._streams.join()
 

@@ -104,11 +104,11 @@ def create_backend(runner: Any) -> InProcessBackend:
     keys, values = getattr(pool, "cache_k", pool.k_buffer), getattr(pool, "cache_v", pool.v_buffer)
     sets = home.sets
     log_weight = None if home.samples is None else home.samples.log_weight
-    if cache_device != device:
+    is_far = cache_device != device
+    if is_far:
         if log_weight is not None:
             log_weight = seen_from(cache_device, log_weight)
         sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
-    is_far = cache_device != device
     predictor = LiveQueryPredictor(
         runner.model,
         num_qo_heads=model.num_qo_heads,

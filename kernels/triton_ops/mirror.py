@@ -357,7 +357,8 @@ def mirror_diff(
         BLOCK_FILL=1024, NUM_SAMPLES=num_samples,
         BLOCK_S=max(16, triton.next_power_of_2(max(1, num_samples))),
         NUM_BINS=max(16, triton.next_power_of_2(2 * max(1, num_samples))),
-        NUM_LINES=max(1, block_r // 32), CHAINED=chained, launch_pdl=chained, num_warps=_NUM_WARPS,
+        NUM_LINES=max(1, block_r // _LINE.value), CHAINED=chained, launch_pdl=chained,
+        num_warps=_NUM_WARPS,
         maxnreg=_REGISTERS if max(block_k, block_r) <= _LARGEST_LIMITED else None,
     )  # fmt: skip
     return fetch_pos, fetch_slot

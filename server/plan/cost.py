@@ -183,8 +183,7 @@ def predict_step(
         caches = placement.num_cache_gpus
         select_us = exposed_us = 0.0
         if load.selects:
-            is_peer = caches == tp_size  # others have cache ranks in processes of their own
-            dtype = load.predictor_dtype if is_peer else "native"
+            dtype = load.predictor_dtype if placement.may_be_peer else "native"
             own_us = selection_us(shape, load, caches, cost, far_dtype=dtype)
             select_us = scanned * own_us + rest_us + cost.exchange_us
             own_us += cost.exchange_us
@@ -193,7 +192,7 @@ def predict_step(
             exposed_us += (1 - scanned) * cost.handover_us
             # Of the first layer, which has none before it to hide behind, unless the last step
             # has selected for it; beside that step's logits one layer hides.
-            if not exact and not (is_peer and load.num_late):
+            if not exact and not (placement.may_be_peer and load.num_late):
                 exposed_us += own_us / max(1, sparse)
             if load.waits:
                 exposed_us = cost.handover_us + scanned * own_us

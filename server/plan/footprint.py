@@ -122,9 +122,8 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
         ),
         cache=Footprint(
             weights=_shard(
-                # Cache ranks in processes of their own keep the model's dtype.
                 shape.far_predictor_bytes(
-                    load.predictor_dtype if caches == placement.tp_size else "native"
+                    load.predictor_dtype if placement.may_be_peer else "native"
                 ),
                 caches,
             ),

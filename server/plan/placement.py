@@ -36,6 +36,14 @@ class Placement:
         return self.tp_size + self.num_cache_gpus
 
     @property
+    def may_be_peer(self) -> bool:
+        """Whether each inference GPU has a cache GPU of its own, which its process can drive.
+
+        Others have cache ranks in processes of their own: no late layers, and W_q as it is.
+        """
+        return self.kind is PlacementKind.SEPARATE and self.num_cache_gpus == self.tp_size
+
+    @property
     def name(self) -> str:
         """Short name, e.g. ``dense-tp2``, ``in-process-tp2``, ``1+1``."""
         if self.kind is PlacementKind.DENSE:

@@ -136,14 +136,14 @@ def test_a_norm_that_is_not_called_as_a_module_stops_the_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ContractError, match=r"layer 0: SGLang has not called.*--transport local"):
+    with pytest.raises(ContractError, match=r"layer 0: SGLang has not called.*--cache-ranks 0"):
         step(Rank(()), sends_beside=True, is_fused=True)
     step(Rank(()), is_fused=True)  # the stream is taken at the entry
 
 
 def test_models_without_what_is_hooked_are_refused() -> None:
     layers = SimpleNamespace(layers=[nn.Linear(1, 1)])
-    with pytest.raises(ContractError, match=r"Linear has no input_layernorm.*--transport local"):
+    with pytest.raises(ContractError, match=r"Linear has no input_layernorm.*--cache-ranks 0"):
         install_norm_hooks(SimpleNamespace(model=layers), lambda layer, stream: None)
     with pytest.raises(ContractError, match=r"no logits_processor.*--late-layers 0"):
         install_logits_hook(SimpleNamespace(), lambda: None)
