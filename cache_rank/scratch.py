@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.mirror import make_mirror_scratch
+from tandemkv.kernels.mirror import MirrorScratch, make_mirror_scratch
 from tandemkv.kernels.score import ScoreScratch, make_score_scratch
 
 from .protocol.model_spec import ModelSpec
@@ -18,7 +18,7 @@ class Scratch:
     """Buffers of `score_keys` (all KV heads at once) and of `mirror_diff`."""
 
     score: ScoreScratch
-    mirror: torch.Tensor
+    mirror: MirrorScratch
 
 
 def make_scratch(model: ModelSpec, max_rows: int, device: torch.device) -> Scratch | None:

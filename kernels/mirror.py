@@ -5,6 +5,8 @@ The mirror says which token sits in which resident slot. It is changed here and
 nowhere else, so the cache rank always knows it.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from tandemkv.kernels.check import BOOL, FLOAT32, INT8, INT32, INT64, INTS, Dims, check_int, fail
@@ -12,11 +14,32 @@ from tandemkv.kernels.dispatch import resolve
 from tandemkv.kernels.samples import check_num_samples
 
 _NUM_COUNTERS = 3
+_WORD_BITS = 32
+
+
+class MirrorScratch(NamedTuple):
+    """What `mirror_diff` works in on a GPU, from `make_mirror_scratch`.
+
+    Attributes
+    ----------
+    bits : torch.Tensor
+        ``[num_reqs, num_kv_heads, 2 * num_words]``, int32: a bit for each position.
+    places : torch.Tensor, optional
+        ``[num_reqs, num_kv_heads, num_words * 32]``, int32. Only needed without `selected_scores`.
+    """
+
+    bits: torch.Tensor
+    places: torch.Tensor | None
 
 
 def make_mirror_scratch(
-    num_reqs: int, num_kv_heads: int, max_context: int, device: torch.device | str
-) -> torch.Tensor:
+    num_reqs: int,
+    num_kv_heads: int,
+    max_context: int,
+    device: torch.device | str,
+    *,
+    may_repeat: bool = True,
+) -> MirrorScratch:
     """Allocate what `mirror_diff` works in on a GPU, to be shared by all layers.
 
     Parameters
@@ -27,14 +50,22 @@ def make_mirror_scratch(
         Above every position that is selected, resident or a filler.
     device : torch.device or str
         Theirs.
+    may_repeat : bool
+        Whether there are calls without `selected_scores`, where positions may be repeated. They
+        take 17 times the memory.
 
     Returns
     -------
-    torch.Tensor
-        ``[num_reqs, num_kv_heads, max_context]``, int32, content undefined.
+    MirrorScratch
+        Content undefined.
     """
-    shape = (num_reqs, num_kv_heads, max_context)
-    return torch.empty(shape, dtype=torch.int32, device=device)
+    num_words = max(1, -(-max_context // _WORD_BITS))
+
+    def empty(size: int) -> torch.Tensor:
+        return torch.empty((num_reqs, num_kv_heads, size), dtype=torch.int32, device=device)
+
+    places = empty(num_words * _WORD_BITS) if may_repeat else None
+    return MirrorScratch(empty(2 * num_words), places)
 
 
 def mirror_diff(
@@ -53,7 +84,7 @@ def mirror_diff(
     rows: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
     log_weight: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
+    scratch: MirrorScratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decide what to fetch into which resident slots, and update the mirror.
 
@@ -113,7 +144,7 @@ def mirror_diff(
         (`tandemkv.kernels.samples`).
         What is not resident is shared out, by their spans, to the samples that are not either;
         the others have ``-inf``.
-    scratch : torch.Tensor, optional
+    scratch : MirrorScratch, optional
         From `make_mirror_scratch`, at least as large as the call. Required on a
         GPU, not looked at on CPU. Calls that share it must be on one stream.
 
@@ -172,11 +203,15 @@ def mirror_diff(
     if active is not None:
         dims.check("active", active, "num_reqs", BOOL + INT8)
     if scratch is not None:
-        dims.check("scratch", scratch, "scratch_reqs scratch_heads max_context", INT32)
-        if any(have < need for have, need in zip(scratch.shape, selected.shape[:2], strict=False)):
-            fail("scratch.shape", tuple(scratch.shape), f"at least {tuple(selected.shape[:2])}")
-        if scratch.stride(-1) != 1:
-            fail("scratch.stride(-1)", scratch.stride(-1), "1")
+        least = tuple(selected.shape[:2])
+        for name, part in zip(scratch._fields, scratch, strict=True):
+            if part is None:
+                continue
+            dims.check(f"scratch.{name}", part, f"scratch_reqs scratch_heads {name}", INT32)
+            if any(have < need for have, need in zip(part.shape, least, strict=False)):
+                fail(f"scratch.{name}.shape", tuple(part.shape), f"at least {least}")
+            if part.stride(-1) != 1:
+                fail(f"scratch.{name}.stride(-1)", part.stride(-1), "1")
     run = resolve("mirror", "mirror_diff", selected.device)
     fetch: tuple[torch.Tensor, torch.Tensor] = run(
         selected,

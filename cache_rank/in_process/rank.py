@@ -126,7 +126,7 @@ class InProcessCacheRank:
             make_select_scratch(*sizes, context, most, device) for _ in range(num_lanes)
         ]
         self._mirror_scratch = [
-            make_mirror_scratch(max_batch, heads, context, device)
+            make_mirror_scratch(max_batch, heads, context, device, may_repeat=False)
             for _ in range(min(num_lanes, _NUM_LANES))
         ]
         self.weights = LaneWeights(pools, min(num_lanes, _NUM_LANES))

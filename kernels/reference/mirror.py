@@ -3,6 +3,8 @@
 
 import torch
 
+from tandemkv.kernels.mirror import MirrorScratch
+
 from .samples import sample_weights
 
 _INT64 = torch.iinfo(torch.int64)
@@ -70,7 +72,7 @@ def mirror_diff(
     rows: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
     log_weight: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
+    scratch: MirrorScratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
     is_sorted = selected_scores is not None

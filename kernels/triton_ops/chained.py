@@ -34,7 +34,10 @@ def follow(CHAINED):
 
     Every program has to call this, before it writes anything, or reads what any kernel of the chain
     has written: so whoever is behind it, in whatever stream, is behind the whole chain. Before it
-    may be read what was written by kernels that are not chained, ahead of the one that leads.
+    may be read what was written by kernels that are not chained, ahead of the one that leads. And
+    what no kernel but this one uses may be written, where another one is between its calls: a
+    program begins when all of the kernel before its own have come past this, and so when the one
+    before that has ended.
     """
     if CHAINED:
         gdc_wait()

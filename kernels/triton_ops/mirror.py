@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton version of `tandemkv.kernels.mirror`: one program per head, one launch.
 
-The program writes the places of the selected positions into a map, position -> place, and looks
-up there what stands in each slot. The map is never cleared: an entry counts if the selected
-position at its place is the one that was looked up (the sparse sets of Briggs and Torczon, 1993).
+The program sets a bit for each position that is resident, and one for each that is selected, and
+looks up the one in the bits of the other. Bits of 256K positions fit into shared memory, where
+lookups take a tenth of what they take in a map of all positions. What is resident is known before
+the choice is made: where kernels are chained, its bits are there when this begins.
+
 Lists go through memory between barriers: what missing position *j* gets, slot *j* is.
 """
 
@@ -11,18 +13,52 @@ import torch
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.mirror import MirrorScratch
 from tandemkv.kernels.triton_ops.chained import follow, is_chained, prefetch
 from tandemkv.kernels.triton_ops.samples import offsets_of
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
-_NUM_WARPS = 8
-# Fewer registers fit in sooner beside a scan of all keys, see `shortlist`; larger blocks need all.
-_REGISTERS, _LARGEST_LIMITED = 168, 4096
+# With eight warps a thread holds twice as much: all kernels of a layer take 194.8 us instead of
+# 192.6 (H200, 8 x 96K, chained).
+_NUM_WARPS = 16
+# Fewer registers fit in sooner beside a scan of all keys, see `shortlist`, and beside a product
+# with W_q, see `query`; larger blocks need all.
+_REGISTERS, _LARGEST_LIMITED = 80, 4096
 _MIN_BLOCK, _MAX_HEAD = 16, 256
 _LINE = tl.constexpr(32)  # slots of a line of the cache
+_MAX_WORDS = 8192  # of bits that are looked up in shared memory
+_MAX_ZEROS = 2048
 _NO_PLACE = tl.constexpr(2**31 - 1)
 _LAST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _set_bits(bits, position, mask):
+    one = tl.full([], 1, tl.int32)
+    tl.atomic_or(bits + (position >> 5), one << (position & 31), mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _load_bits(bits, num_words, BLOCK_WORDS: tl.constexpr):
+    """Load words of 32 positions each; without a block, something in their place."""
+    if BLOCK_WORDS:
+        at = tl.arange(0, BLOCK_WORDS)
+        # Atomics do not reach this multiprocessor's cache.
+        return tl.load(bits + at, mask=at < num_words, other=0, volatile=True)
+    else:
+        return tl.zeros([1], tl.int32)
+
+
+@triton.jit
+def _is_set(words, bits, position, mask, BLOCK_WORDS: tl.constexpr):
+    """Whether the bits of positions are set, in `words` or, where there is no block, in memory."""
+    at = tl.where(mask, position, 0)
+    if BLOCK_WORDS:
+        word = tl.gather(words, at >> 5, 0)
+    else:
+        word = tl.load(bits + (at >> 5), mask=mask, other=0, volatile=True)
+    return mask & (((word >> (at & 31)) & 1) != 0)
 
 
 @triton.jit
@@ -63,37 +99,19 @@ def _list_victims(out, slot, used, now, may_evict, num_evict, count):
 
 
 @triton.jit
-def _take_fillers(
-    out, place_of, chosen, positions, sel_stride_n, pos_stride_n,
-    num_selected, num_resident, count, lo, end, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the `count` highest positions below `end` that the map does not hold; return how many.
-
-    Entries from `num_selected` on are slots.
-    """
+def _take_fillers(out, bits, count, lo, end, BLOCK: tl.constexpr):
+    """Write the `count` highest positions below `end` whose bits are not set; return how many."""
     num_found = tl.zeros([], tl.int32)
     while (num_found < count) & (end > lo):
         filler = end - 1 - tl.arange(0, BLOCK)
         is_free = filler >= lo
-        at = tl.load(place_of + filler, mask=is_free, other=-1)
-        is_place = (at >= 0) & (at < num_selected)
-        is_slot = (at >= num_selected) & (at < num_selected + num_resident)
-        listed = tl.load(chosen + at * sel_stride_n, mask=is_place, other=-1)
-        resident = tl.load(positions + (at - num_selected) * pos_stride_n, mask=is_slot, other=-1)
-        is_free = is_free & (listed != filler) & (resident != filler)
+        word = tl.load(bits + (filler >> 5), mask=is_free, other=0, volatile=True)
+        is_free = is_free & (((word >> (filler & 31)) & 1) == 0)
         rank = num_found + tl.cumsum(is_free.to(tl.int32), 0)
         tl.store(out + rank - 1, filler, mask=is_free & (rank <= count))
         num_found = tl.minimum(tl.max(rank, 0), count)
         end -= BLOCK
     return num_found
-
-
-@triton.jit
-def _bins_of(offset, shift, NUM_BINS: tl.constexpr):
-    """Count, for each multiple of ``1 << shift``, how often it is in `offset`."""
-    multiple = offset >> shift
-    is_one = (offset >= 0) & ((multiple << shift) == offset) & (multiple < NUM_BINS)
-    return tl.histogram(tl.where(is_one, multiple, 0), NUM_BINS, mask=is_one)
 
 
 @triton.jit(
@@ -102,36 +120,36 @@ def _bins_of(offset, shift, NUM_BINS: tl.constexpr):
         "lo",
         "num_protected",
         "cap",
+        "num_first",
         "num_resident",
         "num_selected",
-        "max_context",
+        "num_words",
     ]
 )
 def _mirror_kernel(
     selected, selected_scores, resident_pos, last_used, rows, step, num_target, hi, active,
-    counters, place_of, hits, fetch_pos, fetch_slot, log_weight,
-    num_heads, num_selected, num_resident, num_protected, lo, cap, max_context,
+    counters, bits, places, fetch_pos, fetch_slot, log_weight,
+    num_heads, num_selected, num_first, num_resident, num_protected, lo, cap, num_words,
     sel_stride_b, sel_stride_h, sel_stride_n, score_stride_b, score_stride_h, score_stride_n,
     pos_stride_b, pos_stride_h, pos_stride_n, used_stride_b, used_stride_h, used_stride_n,
-    step_stride, map_stride_b, map_stride_h, weight_stride_b, weight_stride_h,
+    step_stride, bits_stride_b, bits_stride_h, places_stride_b, places_stride_h,
+    weight_stride_b, weight_stride_h,
     HAS_SCORES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     HAS_COUNTERS: tl.constexpr, IS_TENSOR: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_CAP: tl.constexpr,
-    BLOCK_FILL: tl.constexpr, NUM_SAMPLES: tl.constexpr, BLOCK_S: tl.constexpr,
-    NUM_BINS: tl.constexpr, NUM_LINES: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HEAD: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, BLOCK_ZEROS: tl.constexpr, BLOCK_CAP: tl.constexpr,
+    BLOCK_FILL: tl.constexpr, NUM_SAMPLES: tl.constexpr,
+    BLOCK_S: tl.constexpr, NUM_LINES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
-    if HAS_ROWS and CHAINED:
-        # The choice that is still being made writes no books: they may be on their way. If the row
-        # is an old one still, no harm is done.
-        old = tl.load(rows + req).to(tl.int64)
-        line = tl.minimum(tl.arange(0, NUM_LINES) * _LINE, num_resident - 1)
-        lines = old * pos_stride_b + head * pos_stride_h + line * pos_stride_n
-        prefetch(resident_pos + lines, CHAINED)
-        lines = old * used_stride_b + head * used_stride_h + line * used_stride_n
-        prefetch(last_used + lines, CHAINED)
-    follow(CHAINED)
+    is_resident = bits + req * bits_stride_b + head * bits_stride_h
+    is_chosen = is_resident + num_words
+    start = tl.zeros([], tl.int32)
+    while start < 2 * num_words:
+        word = start + tl.arange(0, BLOCK_ZEROS)
+        tl.store(is_resident + word, tl.zeros([BLOCK_ZEROS], tl.int32), mask=word < 2 * num_words)
+        start += BLOCK_ZEROS
     # A row that is not active has neither slots nor selected positions.
     is_active = req >= 0
     if HAS_ACTIVE:
@@ -145,78 +163,73 @@ def _mirror_kernel(
         book = tl.load(rows + req).to(tl.int64)
     positions = resident_pos + book * pos_stride_b + head * pos_stride_h
     uses = last_used + book * used_stride_b + head * used_stride_h
-    place_of += req * map_stride_b + head * map_stride_h
     out_pos, out_slot = fetch_pos + index * cap, fetch_slot + index * cap
-    hits += index * BLOCK_K
-    chosen = selected + req * sel_stride_b + head * sel_stride_h
+    target = tl.load(num_target + req).to(tl.int32)
 
-    # What does not depend on anything is on its way before the first barrier.
+    # The first slots, protected ones, stand apart where that halves the block of the others.
+    slot = num_first + tl.arange(0, BLOCK_R)
+    in_set = (slot < num_resident) & is_active
+    position = tl.load(positions + slot * pos_stride_n, mask=in_set, other=-1)
+    is_filled = position >= 0
+    num_filled = tl.sum(is_filled.to(tl.int32), 0)
+    num_empty_first = tl.zeros([], tl.int32)
+    tl.debug_barrier()
+    _set_bits(is_resident, position, is_filled)
+    if BLOCK_HEAD:
+        first_slot = tl.arange(0, BLOCK_HEAD)
+        in_first = (first_slot < num_first) & is_active
+        first_position = tl.load(positions + first_slot * pos_stride_n, mask=in_first, other=-1)
+        is_first = first_position >= 0
+        _set_bits(is_resident, first_position, is_first)
+        num_filled_first = tl.sum(is_first.to(tl.int32), 0)
+        num_empty_first = tl.where(is_active, num_first - num_filled_first, 0)
+        num_filled += num_filled_first
+    line = tl.minimum(tl.arange(0, NUM_LINES) * _LINE, num_resident - 1)
+    prefetch(uses + line * used_stride_n, CHAINED)
+    if NUM_SAMPLES:
+        sample, end = tl.arange(0, BLOCK_S), tl.load(hi + req).to(tl.int32)
+        offset, span, _ = offsets_of(sample, end - num_protected, NUM_SAMPLES)
+        exists = (sample < NUM_SAMPLES) & (offset < end - num_protected) & is_active
+    tl.debug_barrier()
+    resident_words = _load_bits(is_resident, num_words, BLOCK_WORDS)
+
+    # So far all is as the step before has left it: the choice that is still being made writes
+    # no books, and nothing but this kernel uses the bits.
+    follow(CHAINED)
     place = tl.arange(0, BLOCK_K)
+    chosen = selected + req * sel_stride_b + head * sel_stride_h
     select = tl.load(chosen + place * sel_stride_n, mask=place < num_selected, other=-1)
+    is_token = (select >= 0) & (select < num_words * 32) & is_active
+    _set_bits(is_chosen, select, is_token)
     scores = tl.zeros([BLOCK_K], tl.float32)
     if HAS_SCORES:
         base = selected_scores + req * score_stride_b + head * score_stride_h
         scores = tl.load(base + place * score_stride_n, mask=place < num_selected, other=0.0)
-    target = tl.load(num_target + req).to(tl.int32)
-    # The first slots, protected ones, stand apart where that halves the block of the others.
-    num_first = tl.zeros([], tl.int32)
-    num_filled, num_empty_first = num_first, num_first
-    if BLOCK_HEAD:
-        num_first = num_resident - BLOCK_R
-        first_slot = tl.arange(0, BLOCK_HEAD)
-        in_first = (first_slot < num_first) & is_active
-        first_position = tl.load(positions + first_slot * pos_stride_n, mask=in_first, other=-1)
-    slot = num_first + tl.arange(0, BLOCK_R)
-    in_set = (slot < num_resident) & is_active
-    position = tl.load(positions + slot * pos_stride_n, mask=in_set, other=-1)
-    used = tl.load(uses + slot * used_stride_n, mask=in_set, other=0)
-
-    is_token = (select >= 0) & (select < max_context) & is_active
-    is_filled = position >= 0
-    is_empty = in_set & (position < 0)
-    tl.store(hits + place, tl.zeros([BLOCK_K], tl.int8))
-    if HAS_SCORES:
-        tl.store(place_of + select, place, mask=is_token)
-    else:  # of a repeated position the first one counts
-        tl.store(place_of + select, _NO_PLACE, mask=is_token)
+    is_hit = _is_set(resident_words, is_resident, select, is_token, BLOCK_WORDS)
+    missing = is_token & (is_hit == 0)
+    if not HAS_SCORES:  # of a repeated position the first one counts
+        places += req * places_stride_b + head * places_stride_h
+        tl.store(places + select, _NO_PLACE, mask=missing)
         tl.debug_barrier()
-        tl.atomic_min(place_of + select, place, mask=is_token)
+        tl.atomic_min(places + select, place, mask=missing)
+        tl.debug_barrier()
+        first = tl.load(places + select, mask=missing, other=-1, volatile=True)
+        missing &= first == place
     tl.debug_barrier()
+    chosen_words = _load_bits(is_chosen, num_words, BLOCK_WORDS)
+    used = tl.load(uses + slot * used_stride_n, mask=in_set, other=0)
     if BLOCK_HEAD:
-        is_first = first_position >= 0
-        entry = tl.load(
-            place_of + first_position, mask=is_first, other=-1, volatile=not HAS_SCORES
-        )  # atomics do not reach this multiprocessor's cache
-        is_first &= (entry >= 0) & (entry < num_selected)
-        is_first &= (
-            tl.load(chosen + entry * sel_stride_n, mask=is_first, other=-1) == first_position
-        )
-        tl.store(hits + entry, tl.full([BLOCK_HEAD], 1, tl.int8), mask=is_first)
-        tl.store(
-            uses + first_slot * used_stride_n,
-            tl.zeros([BLOCK_HEAD], used.dtype) + now, mask=is_first,
-        )  # fmt: skip
-        num_filled = tl.sum((first_position >= 0).to(tl.int32), 0)
-        num_empty_first = tl.where(is_active, num_first - num_filled, 0)
-    entry = tl.load(place_of + position, mask=is_filled, other=-1, volatile=not HAS_SCORES)
-    is_used = (entry >= 0) & (entry < num_selected)
-    entry = tl.where(is_used, entry, 0)
-    is_used &= is_filled & (tl.gather(select, entry, 0) == position)
-    tl.store(hits + entry, tl.full([BLOCK_R], 1, tl.int8), mask=is_used)
+        is_used = _is_set(chosen_words, is_chosen, first_position, is_first, 0)
+        touched = tl.zeros([BLOCK_HEAD], used.dtype) + now
+        tl.store(uses + first_slot * used_stride_n, touched, mask=is_used)
+    is_used = _is_set(chosen_words, is_chosen, position, is_filled, BLOCK_WORDS)
     used = tl.where(is_used, now, used)
     tl.store(uses + slot * used_stride_n, used, mask=is_used)
     may_evict = is_filled & (slot >= num_protected) & (used != now)
-    counts = tl.sum(may_evict.to(tl.int32) + (is_filled.to(tl.int32) << 16), 0)
-    tl.debug_barrier()
-    first = place
-    if not HAS_SCORES:
-        first = tl.load(place_of + select, mask=is_token, other=0, volatile=True)
-    hit = tl.load(hits + first, mask=is_token, other=0)
-    missing = is_token & (hit == 0) & (first == place)
 
-    num_evict = counts & 0xFFFF
-    num_filled += counts >> 16
-    num_missing = tl.sum(missing.to(tl.int32), 0)
+    both = tl.sum(missing.to(tl.int32) + (is_hit.to(tl.int32) << 16), 0)
+    num_missing = both & 0xFFFF
+    num_evict = tl.sum(may_evict.to(tl.int32), 0)
     num_empty = tl.where(is_active, num_resident - num_filled, 0)
     may_fill = tl.minimum(tl.maximum(target - num_filled, 0), num_empty)
     num_open = tl.minimum(may_fill + num_evict, tl.minimum(cap, num_resident))
@@ -232,38 +245,42 @@ def _mirror_kernel(
     num_refilled = tl.minimum(may_fill, num_open)
     if num_refilled > 0:
         if BLOCK_HEAD:
-            is_empty_first = in_first & (first_position < 0)
-            first_rank = tl.cumsum(is_empty_first.to(tl.int32), 0) - 1
-            is_given = is_empty_first & (first_rank < num_refilled)
-            tl.store(out_slot + first_rank, first_slot, mask=is_given)
-        empty_rank = num_empty_first + tl.cumsum(is_empty.to(tl.int32), 0) - 1
-        tl.store(out_slot + empty_rank, slot, mask=is_empty & (empty_rank < num_refilled))
+            is_empty = in_first & (first_position < 0)
+            rank = tl.cumsum(is_empty.to(tl.int32), 0)
+            tl.store(out_slot + rank - 1, first_slot, mask=is_empty & (rank <= num_refilled))
+        is_empty = in_set & (position < 0)
+        rank = num_empty_first + tl.cumsum(is_empty.to(tl.int32), 0)
+        tl.store(out_slot + rank - 1, slot, mask=is_empty & (rank <= num_refilled))
     tl.debug_barrier()
     column = tl.arange(0, BLOCK_CAP)
+    is_taken = column < num_taken
     if HAS_SCORES:
         # What atomics listed came in any order; in theirs, results do not depend on it.
-        listed = tl.load(out_pos + column, mask=column < num_taken, other=_LAST)
+        listed = tl.load(out_pos + column, mask=is_taken, other=_LAST)
         listed = tl.sort(listed)
         tl.debug_barrier()
-        tl.store(out_pos + column, listed, mask=column < num_taken)
+        tl.store(out_pos + column, listed, mask=is_taken)
     num_fetched = num_taken
     if num_fill > 0:
-        # All missing ones are taken already; the highest positions that are not resident follow.
-        # What is resident stands in the map behind what is selected.
-        tl.store(place_of + position, num_selected + slot, mask=is_filled)
-        if BLOCK_HEAD:
-            tl.store(place_of + first_position, num_selected + first_slot, mask=first_position >= 0)
+        # All missing ones are taken already, and come before the others: the highest positions
+        # that are not resident then.
         tl.debug_barrier()
-        end = tl.minimum(tl.load(hi + req), max_context).to(tl.int32)
+        taken = tl.load(out_pos + column, mask=is_taken, other=0)
+        _set_bits(is_resident, taken, is_taken)
+        tl.debug_barrier()
+        last = tl.minimum(tl.load(hi + req), num_words * 32).to(tl.int32)
         num_fetched += _take_fillers(
-            out_pos + num_taken, place_of, chosen, positions, sel_stride_n, pos_stride_n,
-            num_selected, num_resident, num_fill, lo, end, BLOCK_FILL,
-        )  # fmt: skip
+            out_pos + num_taken, is_resident, num_fill, lo, last, BLOCK_FILL
+        )
 
     tl.debug_barrier()
     is_fetched = column < num_fetched
     to_slot = tl.load(out_slot + column, mask=is_fetched, other=0)
     to_fetch = tl.load(out_pos + column, mask=is_fetched, other=0)
+    if NUM_SAMPLES:
+        into = positions + to_slot * pos_stride_n
+        evicted = tl.load(into, mask=is_fetched, other=-1)
+        tl.debug_barrier()
     tl.store(positions + to_slot * pos_stride_n, to_fetch, mask=is_fetched)
     tl.store(
         uses + to_slot * used_stride_n, tl.zeros_like(to_slot).to(now.dtype) + now, mask=is_fetched
@@ -272,27 +289,24 @@ def _mirror_kernel(
     tl.store(out_pos + column, -1, mask=padding)
     tl.store(out_slot + column, -1, mask=padding)
     if NUM_SAMPLES:
-        # Samples that are resident count once, as they are: which are, a bin for each multiple of
-        # the finest stride tells.
-        sample, end = tl.arange(0, BLOCK_S), tl.load(hi + req).to(tl.int32)
-        offset, span, shift = offsets_of(sample, end - num_protected, NUM_SAMPLES)
-        tl.debug_barrier()  # what is fetched is in the books
-        held = tl.load(positions + slot * pos_stride_n, mask=in_set, other=-1)
-        bins = _bins_of(held - num_protected, shift, NUM_BINS)
-        if BLOCK_HEAD:
-            held = tl.load(positions + first_slot * pos_stride_n, mask=in_first, other=-1)
-            bins += _bins_of(held - num_protected, shift, NUM_BINS)
-        exists = (sample < NUM_SAMPLES) & (offset < end - num_protected) & is_active
-        is_free = exists & (tl.gather(bins, tl.where(exists, offset >> shift, 0), 0) == 0)
-        share = tl.where(is_free, span, 0).to(tl.float32)
+        # Samples that are resident count once, as they are.
+        _set_bits(is_resident, to_fetch, is_fetched)
+        one = tl.full([], 1, tl.int32)
+        tl.atomic_xor(
+            is_resident + (evicted >> 5), one << (evicted & 31), mask=evicted >= 0, sem="relaxed"
+        )
+        tl.debug_barrier()
+        sampled = num_protected + offset
+        is_held = exists & (sampled < num_words * 32)
+        is_held = _is_set(resident_words, is_resident, sampled, is_held, 0)
+        share = tl.where(exists & (is_held == 0), span, 0).to(tl.float32)
         left_out = tl.maximum(end - (num_filled + num_fetched - num_victims), 0).to(tl.float32)
         times = share * (left_out / tl.maximum(tl.sum(share, 0), 1.0))
         weight = tl.where(times > 0, tl.log(tl.where(times > 0, times, 1.0)), float("-inf"))
         weights = log_weight + book * weight_stride_b + head * weight_stride_h
         tl.store(weights + sample, weight, mask=(sample < NUM_SAMPLES) & is_active)
     if HAS_COUNTERS:
-        num_hits = tl.sum(hit.to(tl.int32), 0)
-        tl.atomic_add(counters, num_hits.to(tl.int64), mask=is_active, sem="relaxed")
+        tl.atomic_add(counters, (both >> 16).to(tl.int64), mask=is_active, sem="relaxed")
         tl.atomic_add(counters + 1, num_missing.to(tl.int64), mask=is_active, sem="relaxed")
         tl.atomic_add(counters + 2, num_fetched.to(tl.int64), mask=is_active, sem="relaxed")
 
@@ -313,12 +327,17 @@ def mirror_diff(
     rows: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
     log_weight: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
+    scratch: MirrorScratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
     num_reqs, num_heads, num_resident = len(selected), *resident_pos.shape[1:]
     if scratch is None:
         message = "scratch=None: must be given on a GPU; make it once with make_mirror_scratch"
+        raise ValueError(message)
+    if selected_scores is None and scratch.places is None:
+        message = (
+            "selected_scores=None: make_mirror_scratch needs may_repeat=True for that on a GPU"
+        )
         raise ValueError(message)
     if num_resident > MAX_RESIDENT:
         message = f"num_resident={num_resident}: must be <= {MAX_RESIDENT} on a GPU"
@@ -328,14 +347,17 @@ def mirror_diff(
     fetch_slot = torch.empty_like(fetch_pos)
     block_cap = max(16, triton.next_power_of_2(fetch_cap))
     block_k = max(16, triton.next_power_of_2(selected.shape[-1]))
-    hits = torch.empty((*shape[:2], block_k), dtype=torch.int8, device=selected.device)
     if not num_reqs * num_heads:
         return fetch_pos, fetch_slot
     block_r = max(16, triton.next_power_of_2(num_resident))
-    num_first = num_resident - block_r // 2
-    block_head = 0
+    num_first, block_head = num_resident - block_r // 2, 0
     if block_r > _MIN_BLOCK and num_first <= min(num_protected, _MAX_HEAD):
         block_r, block_head = block_r // 2, triton.next_power_of_2(num_first)
+    else:
+        num_first = 0
+    bits, num_words = scratch.bits, scratch.bits.shape[-1] // 2
+    block_words = triton.next_power_of_2(num_words)
+    places = bits if scratch.places is None else scratch.places
     is_tensor = isinstance(step, torch.Tensor)
     per_req = isinstance(step, torch.Tensor) and step.dim() > 0 and step.numel() > 1
     scores = selected if selected_scores is None else selected_scores
@@ -344,19 +366,20 @@ def mirror_diff(
     chained = is_chained(selected.device)
     _mirror_kernel[(num_reqs * num_heads,)](
         selected, scores, resident_pos, last_used, num_target if rows is None else rows,
-        step, num_target, hi, flags, hits if counters is None else counters, scratch, hits,
+        step, num_target, hi, flags, num_target if counters is None else counters, bits, places,
         fetch_pos, fetch_slot, scores if log_weight is None else log_weight,
-        num_heads, selected.shape[-1], num_resident, num_protected, lo,
-        fetch_cap, scratch.shape[-1],
+        num_heads, selected.shape[-1], num_first, num_resident, num_protected, lo,
+        fetch_cap, num_words,
         *selected.stride(), *scores.stride(), *resident_pos.stride(), *last_used.stride(),
-        step.stride(0) if per_req and isinstance(step, torch.Tensor) else 0, *scratch.stride()[:2],
+        step.stride(0) if per_req and isinstance(step, torch.Tensor) else 0,
+        *bits.stride()[:2], *places.stride()[:2],
         *((0, 0) if log_weight is None else log_weight.stride()[:2]),
         HAS_SCORES=selected_scores is not None, HAS_ROWS=rows is not None,
         HAS_ACTIVE=active is not None, HAS_COUNTERS=counters is not None, IS_TENSOR=is_tensor,
-        BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_HEAD=block_head, BLOCK_CAP=block_cap,
-        BLOCK_FILL=1024, NUM_SAMPLES=num_samples,
-        BLOCK_S=max(16, triton.next_power_of_2(max(1, num_samples))),
-        NUM_BINS=max(16, triton.next_power_of_2(2 * max(1, num_samples))),
+        BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_HEAD=block_head,
+        BLOCK_WORDS=block_words if block_words <= _MAX_WORDS else 0,
+        BLOCK_ZEROS=min(2 * block_words, _MAX_ZEROS), BLOCK_CAP=block_cap, BLOCK_FILL=1024,
+        NUM_SAMPLES=num_samples, BLOCK_S=max(16, triton.next_power_of_2(max(1, num_samples))),
         NUM_LINES=max(1, block_r // _LINE.value), CHAINED=chained, launch_pdl=chained,
         num_warps=_NUM_WARPS,
         maxnreg=_REGISTERS if max(block_k, block_r) <= _LARGEST_LIMITED else None,

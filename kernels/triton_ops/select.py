@@ -47,7 +47,10 @@ _BOUND_WARPS, _FILTER_WARPS, _SELECT_WARPS = 8, 4, 8
 _SELECT_REGISTERS, _SHORT_LIST = 128, 4096
 # More sums at once reach the threads by shuffles, without a barrier, and ptxas then loads the
 # sample one by one: 14.7 us instead of 10.1 at 8 x 64K. A sample of 8192 takes as long either way.
-_SPLITS, _SHORT_SAMPLE = 64, 4096
+_SPLITS = 64
+# Heads of few candidates take smaller samples than the longest may need, down to this one: at
+# 8 x 64K one of 4096 takes 10.2 us, and one of 8192, of a context of 96K, 14.0 (H200).
+_LEAST_SAMPLE = 2048
 _COLUMNS = 128  # as many as threads; a block is a multiple of it
 # Measured on an H200, 8 x 64K, with logits: 19.0 us; 22.6 with as many registers as it takes.
 _FILTER_PROGRAMS, _FILTER_REGISTERS = 2048, 64
@@ -122,11 +125,13 @@ def score_topk(
     }  # fmt: skip
     listing, chained = {"CAPACITY": capacity, "LISTING": is_listing}, is_chained(q.device)
     sample, splits = topk.sample_of(width), triton.next_power_of_2(scanned.num_splits)
+    # A list that is shorter than usual has room for what the longest contexts' sample tells.
+    levels = 1 if is_listing else max(1, (sample // _LEAST_SAMPLE).bit_length())
     bound_kernel[(num_rows,)](
         *ranges, scanned.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists, out,
         width, k, heads, scanned.num_splits, *sizes[1:], *strides,
-        **flags, **listing, BLOCK_S=splits, SAMPLE=sample, BLOCK_PAD=_BLOCK,
-        BLOCK_P=min(splits, _SPLITS) if sample <= _SHORT_SAMPLE else splits,
+        **flags, **listing, BLOCK_S=splits, SAMPLE=sample, LEVELS=levels,
+        PER_SAMPLE=topk.POSITIONS_PER_SAMPLE, BLOCK_PAD=_BLOCK, BLOCK_P=min(splits, _SPLITS),
         CHAINED=chained, num_warps=_BOUND_WARPS if sample < topk.MAX_SAMPLE else 16,
     )  # fmt: skip
     found = (scanned.logits, buffers.tile_max, scratch.head_lse, lists, out)

@@ -83,6 +83,44 @@ def _search_memory(
     )
 
 
+@triton.jit
+def _sampled_bound(
+    logits, tile_max, lse, base, begin, num, k, scratch_width, scratch_tiles,
+    GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr, CODED: tl.constexpr,
+    CAPACITY: tl.constexpr, SAMPLE: tl.constexpr, LISTING: tl.constexpr,
+):  # fmt: skip
+    """Return what more than `k` scores, and fewer than `CAPACITY`, all but certainly reach."""
+    # One random candidate of each of SAMPLE equal parts, as in `topk`.
+    part = tl.arange(0, SAMPLE)
+    whole, rest = num // SAMPLE, num % SAMPLE  # no product needs more than 32 bits
+    left = part * whole + (part * rest) // SAMPLE
+    size = (part + 1) * whole + ((part + 1) * rest) // SAMPLE - left
+    noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
+    place = begin + left + ((noise * size) >> 16)
+    key = score_key(
+        _scores_at(
+            logits, tile_max, lse, base, place, part >= 0, scratch_width, scratch_tiles, GROUP,
+            PAD_G, BLOCK_N, CODED,
+        )
+    )  # fmt: skip
+    # k candidates make `mean` of the sample; more than four deviations make k all but sure,
+    # and five below what the list holds make it all but sure that they fit.
+    mean = SAMPLE * (k * 1.0 / num)
+    rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
+    fitting = tl.sqrt(SAMPLE * (CAPACITY * 1.0 / num) + 6.25) - 2.5
+    slack = (fitting * fitting).to(tl.int32) - rank
+    if not LISTING:
+        slack = tl.minimum(slack, rank // 4)
+    num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
+    bound = tl.full([], -(2**31) + 1, tl.int32)
+    if num_valid > rank:
+        # From the least one on: scores that differ little take no more steps than others.
+        least = tl.min(tl.where(key > -(2**31), key, 2**31 - 1), 0)
+        most = tl.max(key, 0) + 1
+        bound, _ = reach(key, rank, least, most, num_valid, tl.maximum(slack, 0))
+    return bound
+
+
 @triton.jit(do_not_specialize=["width", "k", "num_splits", "scratch_tiles"])
 def bound_kernel(
     lo, hi, active, logits, tile_max, split_lse, head_lse, lists, listed,
@@ -90,7 +128,8 @@ def bound_kernel(
     lo_stride, hi_stride,
     HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
     CODED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, CAPACITY: tl.constexpr,
-    SAMPLE: tl.constexpr, LISTING: tl.constexpr, BLOCK_PAD: tl.constexpr, CHAINED: tl.constexpr,
+    SAMPLE: tl.constexpr, LEVELS: tl.constexpr, PER_SAMPLE: tl.constexpr, LISTING: tl.constexpr,
+    BLOCK_PAD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Find a bound for the filter; with LISTING also all of a list that needs no filter."""
     lead(CHAINED)
@@ -113,33 +152,16 @@ def bound_kernel(
         lse = tl.where(member < GROUP, lse, float("inf"))
         tl.store(head_lse + base * PAD_G + member, lse)
         if num > CAPACITY:
-            # One random candidate of each of SAMPLE equal parts, as in `topk`.
-            part = tl.arange(0, SAMPLE)
-            whole, rest = num // SAMPLE, num % SAMPLE  # no product needs more than 32 bits
-            left = part * whole + (part * rest) // SAMPLE
-            size = (part + 1) * whole + ((part + 1) * rest) // SAMPLE - left
-            noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
-            place = begin + left + ((noise * size) >> 16)
-            key = score_key(
-                _scores_at(
-                    logits, tile_max, lse, base, place, part >= 0, scratch_width, scratch_tiles,
-                    GROUP, PAD_G, BLOCK_N, CODED,
-                )
-            )  # fmt: skip
-            # k candidates make `mean` of the sample; more than four deviations make k all but sure,
-            # and five below what the list holds make it all but sure that they fit.
-            mean = SAMPLE * (k * 1.0 / num)
-            rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
-            fitting = tl.sqrt(SAMPLE * (CAPACITY * 1.0 / num) + 6.25) - 2.5
-            slack = (fitting * fitting).to(tl.int32) - rank
-            if not LISTING:
-                slack = tl.minimum(slack, rank // 4)
-            num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
-            if num_valid > rank:
-                # From the least one on: scores that differ little take no more steps than others.
-                least = tl.min(tl.where(key > -(2**31), key, 2**31 - 1), 0)
-                most = tl.max(key, 0) + 1
-                bound, _ = reach(key, rank, least, most, num_valid, tl.maximum(slack, 0))
+            # As many as its candidates ask for, where the longest contexts' ask for more.
+            for level in tl.static_range(LEVELS):
+                fits = (level == 0) | (num // PER_SAMPLE <= (SAMPLE >> level))
+                if level + 1 < LEVELS:
+                    fits = fits & (num // PER_SAMPLE > (SAMPLE >> (level + 1)))
+                if fits:
+                    bound = _sampled_bound(
+                        logits, tile_max, lse, base, begin, num, k, scratch_width, scratch_tiles,
+                        GROUP, PAD_G, BLOCK_N, CODED, CAPACITY, SAMPLE >> level, LISTING,
+                    )  # fmt: skip
             if LISTING:
                 # Where most scores vanish, those that do not are few enough.
                 bound = tl.maximum(bound, 1)

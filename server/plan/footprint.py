@@ -151,14 +151,14 @@ def scratch_bytes(shape: ModelShape, load: Workload) -> int:
     """Bytes that stand between a scan and its choice, unsharded; none if nothing is selected.
 
     For each token and KV head: a float16 for each query head of the group, padded to a power of
-    two, a maximum and a constant of 16 tokens each, float32, and the mirror's map, int32
+    two, a maximum and a constant of 16 tokens each, float32, and the mirror's two bits
     (`make_select_scratch`, `make_mirror_scratch`).
     """
     if not load.selects:
         return 0
     group = max(2, 1 << (shape.num_qo_heads // shape.num_kv_heads - 1).bit_length())
     tokens = load.concurrency * load.context_tokens * shape.num_kv_heads
-    return NUM_LANES * tokens * (2 * group + 2 * 4 * group // 16 + 4)
+    return NUM_LANES * (tokens * (2 * group + 2 * 4 * group // 16) + tokens // 4)
 
 
 def staging_bytes(shape: ModelShape, load: Workload) -> int:

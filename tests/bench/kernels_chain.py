@@ -7,7 +7,9 @@ A CUDA graph holds `score_topk`, `mirror_diff` and `exchange_rows` of several la
 keys, books and pools of its own; figures are per layer. Queries move a little from replay to
 replay, so that rows are fetched as in decoding. ``--filter`` tries tokens, warps and programs of
 the pass that filters scores, ``--scan`` as ``--tuning`` of kernels_score.py does; ``--pool 1 0``
-chooses by scores pooled over neighbours. The choice is compared with the reference first.
+chooses by scores pooled over neighbours. ``--samples 128`` weighs samples too; ``--chained``
+launches kernels as on a GPU that does nothing but select. The choice is compared with the reference
+first.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.reference.select import score_topk as reference
 from tandemkv.kernels.select import make_select_scratch, score_topk
+from tandemkv.kernels.streams import let_chain
 from tandemkv.kernels.triton_ops import select as triton_select
 
 
@@ -44,8 +47,9 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     target = torch.full((reqs,), args.resident, dtype=torch.int32, device=device)
     step = torch.zeros((), dtype=torch.int32, device=device)
     counters = torch.zeros(4, dtype=torch.int64, device=device)
+    weight = torch.zeros(reqs + 1, HEADS, args.samples, device=device) if args.samples else None
     scratch = make_select_scratch(reqs, QO_HEADS, HEADS, length, args.k, device)
-    mirror_scratch = make_mirror_scratch(reqs, HEADS, length, device)
+    mirror_scratch = make_mirror_scratch(reqs, HEADS, length, device, may_repeat=False)
     options = {
         "width": length, "scale": DIM**-0.5, "page_size": PAGE, "pooled_positions": args.pool,
     }  # fmt: skip
@@ -73,7 +77,7 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
             fetched = mirror_diff(
                 chosen, books[layer], used[layer], step=step, num_protected=4, num_target=target,
                 hi=hi, lo=0, fetch_cap=args.cap, selected_scores=scores, active=active, rows=rows,
-                counters=counters, scratch=mirror_scratch,
+                counters=counters, log_weight=weight, scratch=mirror_scratch,
             )  # fmt: skip
             exchange_rows(*kv, table, *fetched, *res, rows, page_size=PAGE)
 
@@ -97,16 +101,19 @@ def main() -> None:
     parser.add_argument("--index", default="int4", choices=("bf16", "int8", "int4"))
     for name, default in (
         ("length", 65536), ("requests", 8), ("layers", 8), ("k", 2048), ("resident", 4100),
-        ("cap", 128), ("replays", 30),
+        ("cap", 128), ("samples", 0), ("replays", 30),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--pool", nargs=2, type=int, default=(0, 0), metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--chained", action="store_true")
     parser.add_argument("--filter", nargs="*", default=[], metavar="TOKENS,WARPS,PROGRAMS")
     parser.add_argument(
         "--scan", nargs="*", default=[], metavar="INDEX=N,STAGES,WARPS,PROGRAMS,REGS"
     )
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.chained:
+        let_chain(torch.device("cuda"))
     run = make_layers(args)
     for setting in ["", *args.filter, *args.scan]:
         if "=" in setting:

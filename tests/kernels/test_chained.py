@@ -55,7 +55,7 @@ def replays(width: int, device: torch.device, *, num_steps: int) -> list[torch.T
     active = torch.tensor([True, True, False], device=device)
     step, counters = empty(1, dtype=torch.int32)[0], empty(4, dtype=torch.int64)
     scratch = make_select_scratch(REQS, HEADS * GROUP, HEADS, width, budget, device)
-    mirror_scratch = make_mirror_scratch(REQS, HEADS, width, device)
+    mirror_scratch = make_mirror_scratch(REQS, HEADS, width, device, may_repeat=False)
 
     def select() -> None:
         step.add_(1)

@@ -98,6 +98,32 @@ def test_equals_scores_and_choice(pooling: str, kind: str, group: int, k: int) -
         assert float(gap.max()) <= limit * float(far_scores.abs()[far_scores > -torch.inf].max())
 
 
+def test_heads_of_few_candidates_take_smaller_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound is that of a context which asks for the same sample itself."""
+    torch.manual_seed(0)
+    keys = make_keys(
+        "int4", num_reqs=3, heads=2, group=4, dim=64, page_size=16, num_pages=3 * 40, device=DEVICE
+    )
+    lo, hi = tensor([4, 4, 4]), tensor([604, 304, 204])
+
+    def bounds(per_sample: int, least: int) -> torch.Tensor:
+        monkeypatch.setattr(triton_topk, "POSITIONS_PER_SAMPLE", per_sample)
+        monkeypatch.setattr(triton_topk, "MIN_SAMPLE", least)
+        monkeypatch.setattr(triton_select, "_LEAST_SAMPLE", least)
+        scratch = filled_scratch(3, 4, 2, 640, 20)
+        triton_select.score_topk(
+            keys.q, keys.k_pool, keys.table, lo, hi, 20, width=640, scale=0.2,
+            k_scale=keys.k_scale, page_size=16, scratch=scratch,
+        )  # fmt: skip
+        return scratch.lists.view(3, 2, -1)[..., 1]
+
+    got = bounds(4, 64)  # 640 candidates ask for 256, and 600, 300 and 200 for 256, 128 and 64
+    of_one = [bounds(10**6, sample) for sample in (256, 128, 64)]
+    for request, want in enumerate(of_one):
+        assert torch.equal(got[request], want[request])
+        assert not any(torch.equal(got[request], x[request]) for x in of_one if x is not want)
+
+
 @pytest.mark.parametrize("part", [1, 2, 8])
 def test_sums_of_a_scan_come_in_parts(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the second request's nine programs (on CPU) some have nothing to sum up."""

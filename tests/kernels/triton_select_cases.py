@@ -153,9 +153,13 @@ def mirror_call(generator: torch.Generator, sizes: tuple[int, ...], step: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("cap", [0, 1, 7, 30])
+@pytest.mark.parametrize(("cap", "max_words"), [(0, 8192), (1, 8192), (7, 1), (30, 8192)])
 @pytest.mark.parametrize("holes", [True, False])
-def test_mirror_over_many_steps(dtype: torch.dtype, cap: int, holes: bool) -> None:
+def test_mirror_over_many_steps(
+    dtype: torch.dtype, cap: int, max_words: int, holes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More words than that, as of more than 256K positions, are looked up in memory.
+    monkeypatch.setattr(triton_mirror, "_MAX_WORDS", max_words)
     generator = torch.Generator().manual_seed(cap)
     for trial in range(4):
         sizes = (2, 2, (5, 20, 0, 9)[trial], (18, 17, 6, 0)[trial], 60)
@@ -178,8 +182,9 @@ def test_mirror_over_many_steps(dtype: torch.dtype, cap: int, holes: bool) -> No
             want_pos, want_used = books
             got_pos, got_used = want_pos.clone(), want_used.clone()
         weights = torch.full((2, len(want_pos), 2, 6), 7.0, device=DEVICE)
-        # What other calls left: places and slots, valid ones too, and anything else.
-        scratch = make_mirror_scratch(3, 2, 60, DEVICE).random_(-3, 50)
+        scratch = make_mirror_scratch(3, 2, 60, DEVICE)
+        for part in scratch:  # what other calls left
+            part.random_(-3, 50)
         for step in range(1, 6):
             call = mirror_call(generator, sizes, step)
             selected = call.pop("selected")
@@ -208,8 +213,12 @@ def test_mirror_needs_scratch_and_few_slots() -> None:
     with pytest.raises(ValueError, match="make_mirror_scratch"):
         triton_mirror.mirror_diff(state, state, state.clone(), **keywords)
     many = torch.zeros(1, 1, 40000, dtype=torch.int32, device=DEVICE)
+    scratch = make_mirror_scratch(1, 1, 4, DEVICE)
     with pytest.raises(ValueError, match="num_resident=40000"):
-        triton_mirror.mirror_diff(state, many, many.clone(), scratch=state, **keywords)
+        triton_mirror.mirror_diff(state, many, many.clone(), scratch=scratch, **keywords)
+    scratch = make_mirror_scratch(1, 1, 4, DEVICE, may_repeat=False)
+    with pytest.raises(ValueError, match="may_repeat=True"):
+        triton_mirror.mirror_diff(state, state, state.clone(), scratch=scratch, **keywords)
 
 
 def random_bits(*shape: int, dtype: torch.dtype) -> torch.Tensor:

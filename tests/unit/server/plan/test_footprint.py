@@ -69,8 +69,8 @@ def test_separate_ranks_by_hand() -> None:
     assert memory.cache is not None
     assert memory.cache.kv == 300 * 64 // 2
     assert memory.cache.key_index == 300 * 2 * 2 * (4 + 4) // 2
-    # Two lanes, 300 tokens, two heads: two float16, two pairs of float32 for 16 tokens, an int32.
-    assert memory.cache.selection_scratch == 2 * 300 * 2 * (4 + 1 + 4) // 2
+    # Two lanes, 300 tokens, two heads: two float16, two pairs of float32 for 16 tokens, two bits.
+    assert memory.cache.selection_scratch == 2 * 300 * 2 * (4 + 1 + 1 / 4) // 2
     assert memory.inference.selection_scratch == 0
     assert memory.cache.weights == TINY.predictor_bytes // 2  # processes of their own
     one = memory_of(replace(placement, num_cache_gpus=1), TINY, LOAD).cache
@@ -85,7 +85,7 @@ def test_in_process_keeps_everything_on_the_inference_gpus() -> None:
     assert memory.inference.kv == 300 * 64 // 2
     assert memory.inference.resident_set == 4 * 25 * 64 // 2
     assert memory.inference.key_index == 300 * 2 * 2 * (4 + 4) // 2
-    assert memory.inference.selection_scratch == 2 * 300 * 2 * (4 + 1 + 4) // 2
+    assert memory.inference.selection_scratch == 2 * 300 * 2 * (4 + 1 + 1 / 4) // 2
     assert memory.inference.staging == 0
     idle = memory_of(
         Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), TINY, replace(LOAD, selects=False)
@@ -97,8 +97,8 @@ def test_scratch_is_what_the_kernels_ask_for() -> None:
     """But for padding at the end of a row, sums of programs and lists."""
     device = torch.device("cpu")
     scratch = make_select_scratch(8, 32, 8, 65536, 2048, device)
-    mirror = make_mirror_scratch(8, 8, 65536, device)
-    parts = (scratch.score.logits, scratch.score.tile_max, scratch.score.zero_dot, mirror)
+    mirror = make_mirror_scratch(8, 8, 65536, device, may_repeat=False)
+    parts = (scratch.score.logits, scratch.score.tile_max, scratch.score.zero_dot, mirror.bits)
     load = replace(LOAD, context_tokens=65536, concurrency=8)
     needed = 2 * sum(part.nbytes for part in parts)
     assert scratch_bytes(QWEN, load) == pytest.approx(needed, rel=0.01)
