@@ -43,9 +43,10 @@ class CostConstants:
       `exchange_us` and the overlaps, to decode with one, two and 1 + 1 GPUs at 8K to 96K
       (docs/performance.md), which they meet within 5 %.
     - `gather_us`: mirror_diff 22 us and exchange_rows 4 us, every head fetching its cap.
-    - `sample_weights_us`, `samples_fixed_us`, `samples_bandwidth`: what the mirror takes longer for
-      weights of samples, and attention over 128, 256 and 512 of them, 4.6, 9.0 and 15.8 us at batch
-      8 (docs/benchmarks/samples.json).
+    - `sample_weights_us`: what the mirror takes longer for weights of samples
+      (docs/benchmarks/mirror.json).
+    - `samples_fixed_us`, `samples_bandwidth`: attention over 128, 256 and 512 samples, 4.6, 9.0 and
+      15.8 us at batch 8 (docs/benchmarks/samples.json).
     - `scan_overlap`, `in_process_overlap`: shares of the scan and of the rest of a selection that
       hide behind the model when both use one GPU. The scan needs the memory bandwidth that the
       weights need; the rest is a few programs, and latency.
@@ -67,7 +68,7 @@ class CostConstants:
     handover_us: float = 7.0
     selection_fixed_us: float = 10.0
     gather_us: float = 26.0
-    sample_weights_us: float = 4.3
+    sample_weights_us: float = 1.8
     samples_fixed_us: float = 1.0
     samples_bandwidth: float = 1.15e12
     scan_overlap: float = 0.0

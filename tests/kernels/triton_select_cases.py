@@ -2,6 +2,7 @@
 """Triton selection kernels; run by `test_triton_select` in a process of its own."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -202,6 +203,49 @@ def test_mirror_over_many_steps(
             assert torch.equal(got_pos, want_pos)
             assert torch.equal(got_used, want_used)
             assert torch.equal(counts[0], counts[1])
+
+
+@pytest.mark.parametrize("context", [98304, 300000])
+def test_mirror_as_it_is_served(context: int) -> None:
+    """Of 2048 chosen positions 128 at most are fetched; ties, empty slots, samples, one row of two.
+
+    Bits of the longer context are looked up in memory.
+    """
+    torch.manual_seed(context)
+    heads, k, num_resident, cap, samples = 2, 2048, 4100, 128, 128
+    rows = torch.tensor([1], device=DEVICE)
+    hi = torch.full((1,), context - 64, dtype=torch.int32, device=DEVICE)
+    target = torch.full_like(hi, num_resident)
+    pos = torch.arange(num_resident, device=DEVICE).int().expand(2, heads, -1).clone()
+    pos[..., -100:] = -1
+    used, weights = torch.full_like(pos, -1), torch.zeros(2, heads, samples, device=DEVICE)
+    counts = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    want_state = (pos, used, counts, weights)
+    got_state = tuple(part.clone() for part in want_state)
+    scratch = make_mirror_scratch(1, heads, context, DEVICE, may_repeat=False)
+    scratch.bits.random_(-9, 9)
+    with_scratch = partial(triton_mirror.mirror_diff, scratch=scratch)
+    base = torch.rand(1, heads, context)
+    for step in range(4):
+        score = base + 0.2 * torch.rand_like(base)
+        score[..., context - 64 :] = -1
+        if step % 2:
+            score = (score * 256).round() / 256
+        best = score.topk(k, -1)
+        order = torch.randperm(k)
+        selected, scores = best.indices[..., order].int(), best.values[..., order]
+        options = {
+            "step": step, "num_protected": 4, "num_target": target, "hi": hi, "lo": 0,
+            "fetch_cap": cap, "rows": rows, "selected_scores": scores.to(DEVICE).contiguous(),
+        }  # fmt: skip
+        fetched = []
+        for diff, state in ((mirror.mirror_diff, want_state), (with_scratch, got_state)):
+            own = {"counters": state[2], "log_weight": state[3]}
+            fetched.append(diff(selected.to(DEVICE), *state[:2], **options, **own))
+        assert all(map(torch.equal, *fetched))
+        assert all(map(torch.equal, got_state[:3], want_state[:3]))
+        assert_close(got_state[3], want_state[3].double())
+    assert int(counts[1]) > int(counts[2]) > 0, "more is missing than is fetched"
 
 
 def test_mirror_needs_scratch_and_few_slots() -> None:
