@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `tests/bench/decode_variants.py` sets, and how it says that it cannot."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from tandemkv.kernels.triton_ops import query
+
+_FILE = Path(__file__).parents[3] / "bench" / "decode_variants.py"
+
+
+@pytest.fixture
+def variants() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("decode_variants", _FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_sets_and_gives_back_items_of_modules_and_of_the_rank(
+    variants: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles = query.TILES["int8"]
+    monkeypatch.setitem(query.TILES, "int8", tiles)
+    rank = SimpleNamespace(late_layers=(0,))
+    text = "kernels.triton_ops.query.TILES.int8=(64,128,4,4,256,96); rank.late_layers=()"
+    parsed = variants.parse(text)
+    before = [variants.assign(path, value, {"rank": rank}) for path, value in parsed]
+    assert query.TILES["int8"] == query.Tiles(64, 128, 4, 4, 256, 96)
+    assert isinstance(query.TILES["int8"], query.Tiles)
+    assert rank.late_layers == ()
+    for (path, _), value in zip(parsed, before, strict=True):
+        variants.assign(path, value, {"rank": rank})
+    assert query.TILES["int8"] == tiles
+    assert rank.late_layers == (0,)
+    assert variants.parse("") == []
+
+
+@pytest.mark.parametrize(
+    "path", ["kernels.triton_ops.query.NONE", "nowhere.at_all", "rank", "rank.lanes", "kernels"]
+)
+def test_refuses_what_is_not_there(variants: ModuleType, path: str) -> None:
+    with pytest.raises(SystemExit, match=f"{path}: there is no such attribute"):
+        variants.follow(path.split("."), {"rank": SimpleNamespace(late_layers=())})
+
+
+def test_refuses_a_path_without_a_value(variants: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="write path=value"):
+        variants.parse("rank.late_layers")
