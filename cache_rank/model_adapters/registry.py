@@ -12,6 +12,7 @@ from .base import ModelAdapter
 _HERE = "tandemkv.cache_rank.model_adapters"
 ADAPTERS = {
     "LlamaForCausalLM": f"{_HERE}.llama:LlamaAdapter",
+    "MistralForCausalLM": f"{_HERE}.llama:LlamaAdapter",
     "Qwen2ForCausalLM": f"{_HERE}.qwen2:Qwen2Adapter",
     "Qwen3ForCausalLM": f"{_HERE}.qwen3:Qwen3Adapter",
 }

@@ -16,7 +16,12 @@ from .errors import UnsupportedModelError
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 _HASHED_BYTES = 1 << 20
 
 
@@ -122,9 +127,9 @@ def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = No
 
 def _check_layers(model_dir: Path, config: dict[str, Any]) -> None:
     other = set(config.get("layer_types") or []) - {"full_attention"}
-    if "sliding_attention" in other or (
-        config.get("use_sliding_window") and config.get("sliding_window")
-    ):
+    # Mistral's window is used without being asked for, where there is one.
+    has_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
+    if "sliding_attention" in other or (has_window and config.get("sliding_window")):
         raise UnsupportedModelError(
             f"model={model_dir.name}: sliding-window attention is not supported; "
             "serve this model with stock SGLang"

@@ -53,6 +53,7 @@ def test_without_kv_heads_each_head_has_its_own(tmp_path: Path) -> None:
         ({"architectures": None}, "unknown"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"use_sliding_window": True, "sliding_window": 128}, "sliding-window"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_attention_heads": None}, "num_attention_heads"),
         ({"num_attention_heads": "many"}, "garbles"),
