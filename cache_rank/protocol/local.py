@@ -53,7 +53,7 @@ class DenseLengths:
     @classmethod
     def of(cls, selection: SelectionSettings, num_resident: int) -> Self:
         """Derive both from the settings."""
-        if not selection.dense_while_fits:
+        if not selection.keeps_dense_while_fits:
             return cls(num_dense=0, num_cold=0)
         fitting = num_resident + selection.num_recent_tokens
         num_dense = max(fitting, selection.dense_tokens or 0)

@@ -342,8 +342,11 @@ class SelectionSettings(_Strict):
 
     @property
     def keeps_dense_while_fits(self) -> bool:
-        """Whether contexts of R + ring tokens skip selection; lfps has none to fill R later."""
-        return self.dense_while_fits or self.policy == "lfps"
+        """Whether contexts of R + ring tokens skip selection.
+
+        With lfps and streaming always: they select nothing that would fill R later.
+        """
+        return self.dense_while_fits or self.policy in ("lfps", "streaming")
 
     @property
     def fetch_cap_tokens(self) -> int:

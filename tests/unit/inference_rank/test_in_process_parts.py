@@ -147,6 +147,9 @@ def test_dense_lengths() -> None:
     )
     never = SELECTION.model_copy(update={"dense_while_fits": False})
     assert DenseLengths.of(never, NUM_RESIDENT) == DenseLengths(num_dense=0, num_cold=0)
+    # Nothing fills the sink of a row that outgrows the ring: it would be an earlier request's.
+    sinks = never.model_copy(update={"policy": "streaming", "num_sink_tokens": 4})
+    assert DenseLengths.of(sinks, 4).num_dense == 4 + NUM_RECENT
 
 
 def test_stream_is_a_copy() -> None:
