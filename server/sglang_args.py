@@ -36,6 +36,8 @@ _REFUSED = {
     "--enable-pdmux": "prefill-decode multiplexing is not supported",
     "--enable-page-major-kv-layout": "tandemkv has its own KV layout",
     "--enable-unified-memory": "tandemkv has its own KV pool",
+    "--cuda-graph-config": "tandemkv captures decode steps alone; use the flags for each setting",
+    "--cuda-graph-backend-decode": "full graphs, or --disable-decode-cuda-graph for none",
     "--prefill-only-disable-kv-cache": "there would be no KV to keep",
     "--encoder-only": "disaggregation is not supported",
     "--language-only": "disaggregation is not supported",
@@ -60,6 +62,7 @@ _ONLY = {
     "--data-parallel-size": ("1", "data parallelism is not available in this version"),
     "--nnodes": ("1", "several nodes are not available in this version"),
     "--kv-cache-dtype": ("auto", "quantised KV is not supported"),
+    "--cuda-graph-backend-prefill": ("disabled", "sets of prompts are filled outside of graphs"),
 }
 _ON_CPU = {"--page-size": ("1", "SGLang pages larger than 1 need a GPU")}
 

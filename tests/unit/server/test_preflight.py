@@ -162,6 +162,8 @@ def test_addresses() -> None:
         ["--spec", "x"], ["--disaggregation-mode", "decode"], ["--kv-canary", "on"],
         ["--page-size", "16"], ["--page-size=16"], ["--tp", "2"], ["--kv-cache-dtype", "fp8_e5m2"],
         ["--config", "x.yaml"], ["--port", "1"], ["--model-path", "m"], ["--max-total-tokens", "9"],
+        ["--cuda-graph-backend-prefill", "full"], ["--cuda-graph-config", "{}"],
+        ["--cuda-graph-backend-decode", "breakable"],
     ],
 )  # fmt: skip
 def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
@@ -175,6 +177,10 @@ def test_passes_other_sglang_arguments() -> None:
         device="cpu",
     )
     check_sglang_args(["--page-size", "16"], device="cuda")
+    check_sglang_args(
+        ["--cuda-graph-backend-prefill=disabled", "--cuda-graph-bs-decode", "8", "16"],
+        device="cuda",
+    )
 
 
 def test_the_plan_of_a_cpu_launch(
