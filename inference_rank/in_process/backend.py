@@ -317,7 +317,7 @@ class InProcessBackend(AttentionBackend):
         on_host = forward_batch.seq_lens_cpu[:size]
         if not in_capture:
             self._make_sparse(rows, on_host, req_to_token)
-            self._count(on_host)
+            self._count(on_host[: size - getattr(forward_batch, "num_padding", 0)])
         self._table.load(rows, lengths, req_to_token)
         if self._home.samples is not None:
             self._home.samples.load(rows, lengths, req_to_token)
