@@ -63,6 +63,7 @@ def connect_gloo(
         store.set_timeout(timedelta(seconds=connect_timeout_s))
         group = _dist.ProcessGroupGloo(store, rank, 2, options)
     except RuntimeError as error:
+        store_path.unlink(missing_ok=True)
         raise CacheRankLostError(
             f"no data plane within {connect_timeout_s:g} s at {store_path}: {error}"
         ) from error

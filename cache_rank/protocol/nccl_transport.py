@@ -99,6 +99,7 @@ def connect_nccl(
     if made:
         return made[0]
     _abort_bounded(groups)
+    store_path.unlink(missing_ok=True)
     reason = errors[0] if errors else "no answer"
     raise CacheRankLostError(
         f"no data plane within {connect_timeout_s:g} s at {store_path}: {reason}"

@@ -316,6 +316,7 @@ def test_nobody_comes(tmp_path: Path) -> None:
     with pytest.raises(CacheRankLostError, match="no data plane within"):
         connect_gloo(tmp_path / "store-1", rank=0, timeout_s=5.0, connect_timeout_s=0.5)
     assert time.monotonic() - start < 3.0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_threads_run_while_we_wait_for_the_other_rank(tmp_path: Path) -> None:
