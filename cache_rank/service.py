@@ -53,6 +53,8 @@ from .session import Session
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_MAX_REASON = 4096
+"""Characters of a refusal that the message has room for."""
 
 
 class Connect(Protocol):
@@ -216,21 +218,26 @@ class CacheRankService:
     def _open_epoch(self, peer: bytes, hello: Hello) -> None:
         refused = self._check(hello)
         if refused is not None:
-            self._counters.refused_total += 1
-            logger.warning("refused: field=%s %s", refused.field, refused.message)
-            self._control.send(peer, refused)
+            self._refuse(peer, refused.field, refused.message)
             return
         self._end_epoch("a new inference rank came")
         model = self._resources.model_of(hello.model)
         try:
             store = self._resources.store(model, hello.page_size)
+            policy, predictor = self._resources.policy(model), self._resources.predictor(model)
+            epoch = self._run_dir.next_epoch()
+            store_path = self._run_dir.fresh_store(epoch)
         except SettingsError as error:
-            self._counters.refused_total += 1
-            self._control.send(peer, Refused(field="cache.capacity_tokens", message=str(error)))
+            self._refuse(peer, "cache.capacity_tokens", str(error))
             return
-        policy, predictor = self._resources.policy(model), self._resources.predictor(model)
-        epoch = self._run_dir.next_epoch()
-        store_path = self._run_dir.fresh_store(epoch)
+        except TandemKVError as error:
+            self._refuse(peer, "model", str(error))
+            return
+        except Exception as error:  # no memory, weights that cannot be read: who waits must know
+            logger.exception("no epoch can be opened")
+            text = f"{type(error).__name__}: {error}; the cache rank's log shows where"
+            self._refuse(peer, "cache_rank", text)
+            return
         self._heartbeat.expect(epoch)
         welcome = Welcome(
             epoch=epoch,
@@ -240,11 +247,19 @@ class CacheRankService:
             store_name=store_path.name,
             traits=policy.traits,
         )
-        self._control.send(peer, welcome)
-        with self._clock.waiting():
-            transport = self._connect(
-                store_path, rank=1, timeout_s=self._settings.exchange.transfer_timeout_s
-            )
+        if not self._control.send(peer, welcome):
+            # To wait for its data plane would keep out whoever asks next, for half a minute.
+            self._heartbeat.forget()
+            logger.warning("epoch %d: who asked for it is gone", epoch)
+            return
+        try:
+            with self._clock.waiting():
+                transport = self._connect(
+                    store_path, rank=1, timeout_s=self._settings.exchange.transfer_timeout_s
+                )
+        except TandemKVError as error:
+            logger.warning("epoch %d does not open: %s", epoch, error)
+            raise
         try:
             self._session = Session(
                 epoch=epoch,
@@ -263,6 +278,11 @@ class CacheRankService:
             raise
         self._counters.epochs_total += 1
         logger.info("epoch %d: %s, %d rows", epoch, model.dtype, hello.max_rows)
+
+    def _refuse(self, peer: bytes, field: str, message: str) -> None:
+        self._counters.refused_total += 1
+        logger.warning("refused: field=%s %s", field, message)
+        self._control.send(peer, Refused(field=field, message=message[:_MAX_REASON]))
 
     def _check(self, hello: Hello) -> Refused | None:
         try:

@@ -20,6 +20,7 @@ from tandemkv.cache_rank.protocol.fake_transport import FakeTransport, fake_pair
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.messages import (
     FreeSlots,
+    Hello,
     ReleaseRow,
     RowFlag,
     RowStep,
@@ -418,9 +419,7 @@ class Served:
     stop: threading.Event
     controls: list[ControlClient] = field(default_factory=list)
 
-    def connect(self, **overrides: Any) -> ScriptedRank:
-        control = ControlClient(self.run_dir)
-        self.controls.append(control)
+    def hello(self, **overrides: Any) -> Hello:
         values: dict[str, Any] = {
             "token": self.run_dir.token,
             "model": self.model,
@@ -428,7 +427,12 @@ class Served:
             "max_rows": MAX_ROWS,
             "page_size": 1,
         }
-        welcome = open_epoch(control, make_hello(**values | overrides), 10.0)
+        return make_hello(**values | overrides)
+
+    def connect(self, **overrides: Any) -> ScriptedRank:
+        control = ControlClient(self.run_dir)
+        self.controls.append(control)
+        welcome = open_epoch(control, self.hello(**overrides), 10.0)
         transport = self.pairs.get(timeout=10)
         return ScriptedRank(self.model, self.settings, control, transport, welcome)
 

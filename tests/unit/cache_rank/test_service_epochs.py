@@ -7,8 +7,16 @@ import msgspec
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.errors import HandshakeRefusedError
-from tandemkv.cache_rank.protocol.messages import FreeSlots
+from tandemkv.cache_rank.protocol.control import ControlClient
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankLostError,
+    HandshakeRefusedError,
+    UnsupportedModelError,
+)
+from tandemkv.cache_rank.protocol.handshake import open_epoch
+from tandemkv.cache_rank.protocol.messages import (
+    FreeSlots,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -50,3 +58,48 @@ def test_stop_breaks_off_a_step_under_way(serve):
     served.stop.set()
     served.thread.join(3)
     assert not served.thread.is_alive()
+
+
+def test_a_peer_that_gave_up_is_not_waited_for(serve, monkeypatch):
+    served = serve()
+    going_on, started = threading.Event(), threading.Event()
+    predictor = served.service._resources.predictor
+
+    def slow(model):
+        started.set()
+        going_on.wait(10)
+        return predictor(model)
+
+    monkeypatch.setattr(served.service._resources, "predictor", slow)
+    impatient = ControlClient(served.run_dir)
+    with pytest.raises(CacheRankLostError):
+        open_epoch(impatient, served.hello(), 0.2)
+    assert started.wait(10)
+    impatient.close()
+    going_on.set()
+    assert served.connect().settle().epoch >= 1
+    assert served.pairs.empty()  # nobody was met but the one that is there
+    assert served.counters.epochs_total == 1
+    assert not list(served.run_dir.path.glob("store-*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "field"),
+    [
+        (UnsupportedModelError("no q_proj of layer 3"), "model"),
+        (torch.OutOfMemoryError("no q_proj of layer 3"), "cache_rank"),
+    ],
+)
+def test_an_epoch_that_cannot_be_built_is_refused_with_the_reason(serve, monkeypatch, error, field):
+    served = serve()
+
+    def broken(model):
+        raise error
+
+    monkeypatch.setattr(served.service._resources, "predictor", broken)
+    with pytest.raises(HandshakeRefusedError, match="no q_proj of layer 3") as caught:
+        served.connect()
+    assert caught.value.field == field
+    assert served.counters.refused_total == 1
+    monkeypatch.undo()
+    assert served.connect().settle().epoch >= 1
