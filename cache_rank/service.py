@@ -112,6 +112,7 @@ class CacheRankService:
         self._connect = connect
         self._clock = BusyClock()
         self._session: Session | None = None
+        self._peer = b""
         self._silent_epoch = 0
         is_late = resources.capabilities.timing in (Timing.NEXT_STEP, Timing.EXACT_STEP)
         counters.staleness_steps = settings.selection.lag_steps if is_late else 0
@@ -199,17 +200,22 @@ class CacheRankService:
                 reply = HeartbeatReply(epoch=epoch, sequence=message.sequence, busy_s=0.0)
                 self._control.send(peer, reply)
             case StepBegin() | FreeSlots() | ClearSlots() | ReleaseRow() | Goodbye():
-                self._handle_in_epoch(message)
+                self._handle_in_epoch(peer, message)
             case _:
                 self._counters.protocol_errors_total += 1
                 logger.warning("ignored %s from an inference rank", type(message).__name__)
 
     def _handle_in_epoch(
-        self, message: StepBegin | FreeSlots | ClearSlots | ReleaseRow | Goodbye
+        self, peer: bytes, message: StepBegin | FreeSlots | ClearSlots | ReleaseRow | Goodbye
     ) -> None:
         session = self._session
         if session is None or message.epoch != session.number:
             self._counters.old_epoch_total += 1
+        elif peer != self._peer:  # whose token was not checked
+            self._counters.protocol_errors_total += 1
+            logger.warning(
+                "ignored %s from a peer that did not open the epoch", type(message).__name__
+            )
         elif isinstance(message, Goodbye):
             self._end_epoch("goodbye")
         else:
@@ -260,6 +266,7 @@ class CacheRankService:
         except TandemKVError as error:
             logger.warning("epoch %d does not open: %s", epoch, error)
             raise
+        self._peer = peer
         try:
             self._session = Session(
                 epoch=epoch,

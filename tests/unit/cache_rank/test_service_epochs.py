@@ -15,7 +15,11 @@ from tandemkv.cache_rank.protocol.errors import (
 )
 from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.messages import (
+    ClearSlots,
     FreeSlots,
+    Goodbye,
+    ReleaseRow,
+    StatusRequest,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -103,3 +107,25 @@ def test_an_epoch_that_cannot_be_built_is_refused_with_the_reason(serve, monkeyp
     assert served.counters.refused_total == 1
     monkeypatch.undo()
     assert served.connect().settle().epoch >= 1
+
+
+def test_only_who_opened_the_epoch_may_speak_in_it(serve):
+    served = serve()
+    rank = served.connect()
+    request = rank.new_request(1, 20)
+    rank.extend(request)
+    stranger = ControlClient(served.run_dir)
+    for message in (
+        ClearSlots(epoch=1),
+        ReleaseRow(epoch=1, row=1, generation=1),
+        FreeSlots(epoch=1, num_slots=5),  # would take the next step's data for slot ids
+        Goodbye(epoch=1),
+    ):
+        stranger.send(message)
+    stranger.request(StatusRequest(), 10.0)
+    stranger.close()
+    for _ in range(3):
+        rank.decode(request)
+    assert rank.settle().epoch == 1
+    assert (served.counters.rows_live, served.counters.slots_live) == (1, 23)
+    assert served.counters.stale_reads_total == 0
