@@ -8,6 +8,7 @@ what is, not what this process believes.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from . import runtime as runtime_module
 
 _TIMEOUT_S = 1.0
+_STATUS, _READY = "/tandemkv/status", "/tandemkv/ready"
 _WARMING_UP = "SGLang warms up; at a machine's first start it compiles kernels, for minutes"
 
 
@@ -30,16 +32,26 @@ def add_routes(*_: Any, **__: Any) -> None:
 
     run_dir = runtime_module.run_dir_from_environment()
 
-    @app.get("/tandemkv/status")
+    @app.get(_STATUS)
     async def status() -> JSONResponse:
         """State of both ranks."""
         return JSONResponse(await collect_status(run_dir, is_warm=_is_warm()))
 
-    @app.get("/tandemkv/ready")
+    @app.get(_READY)
     async def ready() -> JSONResponse:
         """200 when both ranks are connected and SGLang has answered a request, else 503."""
         collected = await collect_status(run_dir, is_warm=_is_warm())
         return JSONResponse(readiness(collected, run_dir), 200 if collected["ready"] else 503)
+
+
+def let_probes_in(original: Callable[..., Any], *, path: str, **kwargs: Any) -> Any:
+    """Answer our routes without SGLang's ``--api-key``, as it does with /health and /metrics.
+
+    Who waits for a server (launcher, load balancer, kubelet) has no key.
+    """
+    if path in (_STATUS, _READY):
+        kwargs["api_key"] = None
+    return original(path=path, **kwargs)
 
 
 def readiness(collected: dict[str, Any], run_dir: RunDir) -> dict[str, Any]:

@@ -34,6 +34,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.mem_cache.memory_pool.KVWriteLoc": (),
     "sglang.srt.utils.common.support_triton": ("backend",),
+    "sglang.srt.utils.auth.decide_request_auth": ("path", "api_key"),
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool": (
         "max_total_num_tokens",
         "mha_pool_class",

@@ -55,3 +55,26 @@ def test_warmth_is_what_sglang_says(monkeypatch: pytest.MonkeyPatch) -> None:
         manager = SimpleNamespace(tokenizer_manager=SimpleNamespace(server_status=status))
         monkeypatch.setattr(http_server, "_global_state", manager)
         assert http_routes._is_warm() is is_warm
+
+
+def test_probes_are_answered_without_the_api_key() -> None:
+    """With ``-- --api-key`` the launcher would wait in vain, as would a probe of Kubernetes."""
+    from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+
+    def decide(path: str) -> bool:
+        return bool(
+            http_routes.let_probes_in(
+                decide_request_auth,
+                method="GET",
+                path=path,
+                authorization_header=None,
+                api_key="secret",
+                admin_api_key=None,
+                auth_level=AuthLevel.NORMAL,
+            ).allowed
+        )
+
+    assert decide("/tandemkv/ready")
+    assert decide("/tandemkv/status")
+    assert not decide("/generate")
+    assert not decide("/tandemkv/ready/../../generate")
