@@ -7,6 +7,7 @@ nothing and a lost cache rank shows as ``tandemkv_inference_cache_rank_up 0``.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.messages import StatusReply
 
+_LOG = logging.getLogger(__name__)
 _INTERVAL_S = 2.0
 _TIMEOUT_S = 0.5
 
@@ -69,7 +71,10 @@ class MetricsPublisher(threading.Thread):
     def run(self) -> None:
         """Copy both ranks' values every few seconds."""
         while not self._stop_event.wait(_INTERVAL_S):
-            self.publish()
+            try:
+                self.publish()
+            except Exception:  # values that stand still would look like a healthy server's
+                _LOG.exception("metrics are not up to date")
 
     def publish(self) -> None:
         """Copy the values once."""

@@ -142,11 +142,14 @@ class HeartbeatClient:
             self._thread.join(_JOIN_S)
 
     def _run(self, epoch: int, stopping: threading.Event) -> None:
-        dealer = IpcDealer(self._socket_path)
         try:
-            reason = self._watch(dealer, epoch, stopping)
-        finally:
-            dealer.close()
+            dealer = IpcDealer(self._socket_path)
+            try:
+                reason = self._watch(dealer, epoch, stopping)
+            finally:
+                dealer.close()
+        except Exception as error:  # e.g. no more descriptors: unwatched is as good as lost
+            reason = f"the heartbeat failed: {type(error).__name__}: {error}"
         if reason is not None and not stopping.is_set():
             self._on_lost(reason)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tandemkv.cache_rank.protocol import heartbeat
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.heartbeat import (
     HeartbeatClient,
@@ -333,3 +335,21 @@ def test_garbage_does_not_end_the_server(pair: _Pair) -> None:
     assert request_status(pair.path, 2.0) == STATUS
     raw.close(linger=0)
     context.term()
+
+
+def test_a_watch_that_breaks_is_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it a cache rank that hangs would be waited for until a transfer times out."""
+
+    def no_more_sockets(_path: Path) -> IpcDealer:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(heartbeat, "IpcDealer", no_more_sockets)
+    losses: queue.Queue[str] = queue.Queue()
+    client = HeartbeatClient(
+        tmp_path / "h.sock", interval_s=0.1, misses=3, on_lost=losses.put, max_busy_s=5.0
+    )
+    client.start(1)
+    try:
+        assert "Too many open files" in losses.get(timeout=5)
+    finally:
+        client.stop()
