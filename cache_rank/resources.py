@@ -82,6 +82,11 @@ class Resources:
                 f"policy={settings.selection.policy} does not run on {device.type}; use one that "
                 f"does, or --cache-device {self.capabilities.devices[0]}"
             )
+        if settings.selection.index_dtype == "int4":
+            raise SettingsError(
+                "index_dtype=int4: a cache rank in a process of its own has no such index; use "
+                "--index-dtype int8"
+            )
         self._check_memory(self.model, num_slots=settings.cache.capacity_tokens)
         calibrated = resolve_calibration(settings.selection, self.model, self.capabilities.timing)
         self.calibration_origin = calibrated.origin

@@ -65,6 +65,11 @@ def resolve_placement(
             "scan_ahead: only a cache rank in the inference rank's process scans ahead; add "
             "--cache-ranks 0, or --transport peer on two GPUs, or leave --scan-ahead out"
         )
+    if settings.selection.index_dtype == "int4" and not in_process:
+        raise SettingsError(
+            "index_dtype=int4: only a cache rank in the inference rank's process has such an "
+            "index; use --index-dtype int8, or add --cache-ranks 0, or --transport peer on two GPUs"
+        )
     if settings.selection.num_late and not in_process:
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: only a cache rank in the inference "

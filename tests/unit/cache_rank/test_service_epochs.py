@@ -11,6 +11,7 @@ from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankLostError,
     HandshakeRefusedError,
+    SettingsError,
     UnsupportedModelError,
 )
 from tandemkv.cache_rank.protocol.handshake import open_epoch
@@ -129,3 +130,8 @@ def test_only_who_opened_the_epoch_may_speak_in_it(serve):
     assert rank.settle().epoch == 1
     assert (served.counters.rows_live, served.counters.slots_live) == (1, 23)
     assert served.counters.stale_reads_total == 0
+
+
+def test_an_index_that_the_store_does_not_have_is_refused(serve, settings_of):
+    with pytest.raises(SettingsError, match="index_dtype=int4"):
+        serve(settings_of(index_dtype="int4"))

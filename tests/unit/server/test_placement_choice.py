@@ -73,7 +73,7 @@ def resolve(
 
 
 def test_a_cpu_gets_a_process(tmp_path: Path) -> None:
-    settings, said = resolve(tmp_path, device="cpu")
+    settings, said = resolve(tmp_path, device="cpu", selection={"budget_tokens": 2048})
     assert (settings.cache_ranks, settings.selection.dense_tokens, said) == (1, None, [])
 
 

@@ -237,3 +237,8 @@ def test_doctor_checks_report_instead_of_raising(
     assert {"python", "port", "run directory"} <= failed.keys()
     assert "boom" in failed["python"].text
     assert all(item.advice for item in failed.values())
+
+
+def test_refuses_an_index_that_a_cache_rank_of_its_own_does_not_have(model_dir: Path) -> None:
+    with pytest.raises(SettingsError, match=r"index_dtype=int4.*--index-dtype int8"):
+        resolve(model_dir, selection={"index_dtype": "int4"})
