@@ -14,6 +14,7 @@ import msgspec
 from .errors import UnsupportedModelError
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Context = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 
 SUPPORTED_ARCHITECTURES = (
@@ -37,7 +38,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     num_kv_heads: Count
     head_dim: Count
     hidden_size: Count
-    max_context: Count
+    max_context: Context
     dtype: Text
     model_hash: Text
 
@@ -112,6 +113,7 @@ def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = No
             dtype=dtype,
             model_hash=model_hash(model_dir),
         )
+        msgspec.convert(msgspec.structs.astuple(spec), ModelSpec)  # what a message may carry
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UnsupportedModelError(
             f"model={model_dir}: config.json lacks or garbles a field of the attention's shape "

@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
-from tandemkv.cache_rank.protocol.model_spec import model_hash, read_model_spec
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, model_hash, read_model_spec
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -37,6 +38,12 @@ def test_shape_is_read(tmp_path: Path) -> None:
     assert read_model_spec(tmp_path, dtype="float32", max_context=64).max_context == 64
 
 
+def test_the_longest_contexts_there_are_fit_into_a_message(tmp_path: Path) -> None:
+    spec = read_model_spec(_write(tmp_path, max_position_embeddings=1 << 22), dtype="float32")
+    frame = msgspec.msgpack.encode(spec)
+    assert msgspec.msgpack.decode(frame, type=ModelSpec) == spec
+
+
 def test_head_dim_may_be_given(tmp_path: Path) -> None:
     assert read_model_spec(_write(tmp_path, head_dim=16), dtype="float32").head_dim == 16
 
@@ -58,6 +65,7 @@ def test_without_kv_heads_each_head_has_its_own(tmp_path: Path) -> None:
         ({"num_attention_heads": None}, "num_attention_heads"),
         ({"num_attention_heads": "many"}, "garbles"),
         ({"num_attention_heads": 0}, "garbles"),
+        ({"max_position_embeddings": 1 << 25}, "garbles.*<= 16777216"),
         ({"num_key_value_heads": 4}, "must be a multiple"),
     ],
 )
