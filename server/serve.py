@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -33,7 +34,11 @@ from .sglang_command import (
 )
 from .start_view import start_view
 
-SETTINGS_FILE = "settings.yaml"
+SETTINGS_FILE = "cache_rank.yaml"
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+_METRICS_DIR = "metrics"
+_CACHE_RANK_LOG, _SGLANG_LOG = "cache_rank.log", "sglang.log"
+_SOCKETS = ("control.sock", "heartbeat.sock", "inference.sock")
 _STATUS_TIMEOUT_S = 0.5
 
 
@@ -60,7 +65,7 @@ def serve(settings: ServeSettings, console: Console, *, verbose: bool = False) -
 
 
 def prepare_run_dir(launch: ResolvedLaunch) -> RunDir:
-    """Make the run directory; refuse one in which another cache rank is alive.
+    """Make the run directory; refuse one in which another rank is alive.
 
     Raises
     ------
@@ -73,9 +78,48 @@ def prepare_run_dir(launch: ResolvedLaunch) -> RunDir:
             f"run_dir={run_dir.path}: another cache rank is running there; stop it or give "
             "another --run-dir"
         )
-    for log in run_dir.path.glob("*.log"):
-        log.unlink()
+    refuse_live_server(run_dir)
+    for name in (_CACHE_RANK_LOG, _SGLANG_LOG):
+        (run_dir.path / name).unlink(missing_ok=True)
+    remove_leftovers(run_dir)
     return run_dir
+
+
+def refuse_live_server(run_dir: RunDir) -> None:
+    """Refuse a run directory whose inference rank is alive.
+
+    Raises
+    ------
+    SettingsError
+        If it answers.
+    """
+    if _detail(run_dir.inference_socket) is None:
+        raise SettingsError(
+            f"run_dir={run_dir.path}: another server is running there; stop it or give another "
+            "--run-dir"
+        )
+
+
+def remove_leftovers(run_dir: RunDir) -> None:
+    """Remove what SGLang's processes keep in a run directory, and leave when they are killed.
+
+    Their names hold process ids, which come again: the next server would read it as its own.
+    """
+    for path in run_dir.path.glob("sglang-store-*"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(run_dir.path / _METRICS_DIR, ignore_errors=True)
+
+
+def metrics_env(run_dir: RunDir) -> dict[str, str]:
+    """Return where SGLang's processes are to share metrics, made; nothing if the user said so.
+
+    SGLang's own choice is a folder in /tmp that outlives every server.
+    """
+    if METRICS_VARIABLE in os.environ:
+        return {}
+    folder = run_dir.path / _METRICS_DIR
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return {METRICS_VARIABLE: str(folder)}
 
 
 def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
@@ -101,7 +145,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
             name="cache rank",
             argv=cache_rank_argv(run_dir=run_dir.path, config=config),
             env=cache_rank_env(os.environ, device=settings.cache_device, inference_device=device),
-            log_path=run_dir.path / "cache_rank.log",
+            log_path=run_dir.path / _CACHE_RANK_LOG,
         ),
         sglang=ChildSpec(
             name="SGLang",
@@ -112,8 +156,9 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
                 dtype=launch.spec.dtype,
                 port=launch.port,
             ),
-            env=sglang_env(settings, os.environ, run_dir=run_dir.path, device=device),
-            log_path=run_dir.path / "sglang.log",
+            env=sglang_env(settings, os.environ, run_dir=run_dir.path, device=device)
+            | metrics_env(run_dir),
+            log_path=run_dir.path / _SGLANG_LOG,
         ),
         cache_rank_detail=lambda: cache_rank_detail(run_dir),
         server_state=lambda: server_state(url, instance=run_dir.instance),
@@ -137,8 +182,12 @@ def start_report(run_dir: RunDir) -> RenderableType | None:
 
 def cache_rank_detail(run_dir: RunDir) -> str | None:
     """Return None if the cache rank of `run_dir` answers, else why it does not."""
+    return _detail(run_dir.heartbeat_socket)
+
+
+def _detail(socket_path: Path) -> str | None:
     try:
-        request_status(run_dir.heartbeat_socket, _STATUS_TIMEOUT_S)
+        request_status(socket_path, _STATUS_TIMEOUT_S)
     except CacheRankError as error:
         return str(error)
     return None
@@ -152,9 +201,10 @@ def clean_run_dir(run_dir: RunDir, *, is_ours: bool, keep_logs: bool) -> None:
     if is_ours and not keep_logs:
         run_dir.remove()
         return
-    for pattern in ("*.sock", "*.sock.lock", "store-*", "token", SETTINGS_FILE):
-        for path in run_dir.path.glob(pattern):
-            path.unlink(missing_ok=True)
+    remove_leftovers(run_dir)
+    names = [*_SOCKETS, *(f"{name}.lock" for name in _SOCKETS), "token", SETTINGS_FILE]
+    for path in (*(run_dir.path / name for name in names), *run_dir.path.glob("store-[0-9]*")):
+        path.unlink(missing_ok=True)
 
 
 def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launch removes what it made in a run directory, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.heartbeat import StatusServer
+from tandemkv.cache_rank.protocol.messages import StatusReply
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server.preflight import ResolvedLaunch
+from tandemkv.server.serve import (
+    METRICS_VARIABLE,
+    clean_run_dir,
+    make_plan,
+    metrics_env,
+    prepare_run_dir,
+)
+from tandemkv.server.settings import ServeSettings
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> ResolvedLaunch:
+    folder: Any = tmp_path / "run"
+    spec: Any = type("Spec", (), {"dtype": "float32"})()
+    settings = ServeSettings(model="smollm2", cache_ranks=1, run_dir=folder)
+    return ResolvedLaunch(settings=settings, model_dir=tmp_path, spec=spec, device="cpu", port=1)
+
+
+def names(run_dir: RunDir) -> set[str]:
+    return {path.name for path in run_dir.path.iterdir()}
+
+
+def test_files_of_the_user_survive(launch: ResolvedLaunch) -> None:
+    theirs = {"settings.yaml", "notes.log", "other.sock", "store-keeper.txt"}
+    run_dir = RunDir.create(launch.settings.run_dir)
+    for name in theirs:
+        (run_dir.path / name).write_text("mine")
+    prepare_run_dir(launch)
+    make_plan(launch, run_dir)
+    clean_run_dir(run_dir, is_ours=False, keep_logs=False)
+    assert names(run_dir) == theirs
+    assert all((run_dir.path / name).read_text() == "mine" for name in theirs)
+
+
+def test_what_a_killed_server_left_is_gone(
+    launch: ResolvedLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process ids come again in containers: ranks would meet over addresses of the dead."""
+    monkeypatch.delenv(METRICS_VARIABLE, raising=False)
+    run_dir = RunDir.create(launch.settings.run_dir)
+    (run_dir.path / "sglang-store-40").write_text("dead")
+    (Path(metrics_env(run_dir)[METRICS_VARIABLE]) / "counter_40.db").write_text("dead")
+    prepare_run_dir(launch)
+    assert names(run_dir) == {"token"}
+    plan = make_plan(launch, run_dir)
+    folder = Path(plan.sglang.env[METRICS_VARIABLE])
+    assert folder.parent == run_dir.path
+    assert list(folder.iterdir()) == []
+    (run_dir.path / "sglang-store-41").write_text("")
+    (run_dir.path / "store-3").write_text("")
+    clean_run_dir(run_dir, is_ours=False, keep_logs=False)
+    assert names(run_dir) == set()
+
+
+def test_metrics_stay_where_the_user_wants_them(
+    launch: ResolvedLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(METRICS_VARIABLE, "/elsewhere")
+    run_dir = prepare_run_dir(launch)
+    assert make_plan(launch, run_dir).sglang.env[METRICS_VARIABLE] == "/elsewhere"
+
+
+def test_a_live_inference_rank_keeps_its_directory(launch: ResolvedLaunch) -> None:
+    """In process there is no cache rank that would answer."""
+    run_dir = RunDir.create(launch.settings.run_dir)
+    reply = StatusReply(role="inference_rank", epoch=1, ready=True, values={}, info={})
+    server = StatusServer(run_dir.inference_socket, status=lambda: reply)
+    try:
+        with pytest.raises(SettingsError, match="another server is running there"):
+            prepare_run_dir(launch)
+        assert run_dir.inference_socket.exists()
+    finally:
+        server.close()
