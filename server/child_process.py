@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -15,6 +16,8 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 16384
+_MAX_LOG_BYTES = 8 << 20
+"""Run directories often lie in memory: ``/run/user``, or a volume of a pod that has a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,19 @@ class ChildProcess:
         except OSError as error:
             return f"(log unreadable: {error.strerror})"
         return "\n".join(text.rstrip().splitlines()[-lines:]) or "(the log is empty)"
+
+    def bound_log(self) -> None:
+        """Move a log that has become long to ``*.log.1``, in place of what is there.
+
+        The child keeps its descriptor, so the log is copied and cut; what it writes in between is
+        lost. Call `new_log_lines` before, if these are wanted.
+        """
+        path = self.spec.log_path
+        with contextlib.suppress(OSError):
+            if path.stat().st_size > _MAX_LOG_BYTES:
+                shutil.copyfile(path, f"{path}.1")
+                os.truncate(path, 0)
+                self._echoed = 0
 
     def new_log_lines(self) -> list[str]:
         """Return the complete lines written since the last call."""

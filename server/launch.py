@@ -190,6 +190,8 @@ class Launcher:
             if self._cache_rank is not None:
                 self._keep_cache_rank(self._cache_rank)
             self._pause(_TICK_S)
+            for child in self._children():
+                child.bound_log()
 
     def _keep_cache_rank(self, child: ChildProcess) -> None:
         """Restart the cache rank when it ended; SGLang reconnects by itself."""

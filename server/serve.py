@@ -81,6 +81,7 @@ def prepare_run_dir(launch: ResolvedLaunch) -> RunDir:
     refuse_live_server(run_dir)
     for name in (_CACHE_RANK_LOG, _SGLANG_LOG):
         (run_dir.path / name).unlink(missing_ok=True)
+        (run_dir.path / f"{name}.1").unlink(missing_ok=True)
     remove_leftovers(run_dir)
     return run_dir
 
