@@ -30,6 +30,8 @@ _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_S = 60.0
 """A cache rank that lived this long starts over with the shortest backoff."""
+_QUESTION_S = 5.0
+"""Between two looks whether the cache rank works."""
 
 
 class LaunchError(TandemKVError):
@@ -45,7 +47,8 @@ class LaunchPlan:
     """What to start and how to tell that it is ready.
 
     `cache_rank` is None if the inference rank is its own. `cache_rank_detail` returns None once
-    the cache rank answers, else why it does not.
+    the cache rank answers, else why it does not. `cache_rank_works` is asked while serving; one
+    that does not for `start_timeout_s` is ended, and started again.
     `start_report` is asked once the server is ready, and printed.
     `clean_up` gets whether the logs are to be kept, which they are after a failure;
     `guarded_dir` is removed if the launcher is killed outright.
@@ -62,6 +65,7 @@ class LaunchPlan:
     guarded_dir: Path | None = None
     first_backoff_s: float = _FIRST_BACKOFF_S
     start_report: Callable[[], RenderableType | None] = lambda: None
+    cache_rank_works: Callable[[], bool] = lambda: True
 
 
 class StopSignals:
@@ -97,6 +101,8 @@ class Launcher:
         self._progress = StartProgress(console)
         self._backoff_s = plan.first_backoff_s
         self._cache_rank_started = 0.0
+        self._last_worked = 0.0
+        self._next_question = 0.0
         self._restart_at: float | None = None
 
     def run(self) -> None:
@@ -183,6 +189,7 @@ class Launcher:
                 raise LaunchError(f"{child.spec.name} ended: {status}\n{_tail(child)}")
 
     def _serve(self) -> None:
+        self._last_worked = time.monotonic()
         while not self._signals.count:
             status = self._sglang.exit_status()
             if status is not None:
@@ -204,6 +211,7 @@ class Launcher:
             return
         status = child.exit_status()
         if status is None:
+            self._end_if_hung(child, now)
             return
         self._end_group(child)
         if now - self._cache_rank_started > _HEALTHY_S:
@@ -216,9 +224,24 @@ class Launcher:
         self._restart_at = now + self._backoff_s
         self._backoff_s = min(_LONGEST_BACKOFF_S, self._backoff_s * 2)
 
+    def _end_if_hung(self, child: ChildProcess, now: float) -> None:
+        """End a cache rank that lives and does nothing: nobody else would, and all wait for it."""
+        if now < self._next_question:
+            return
+        self._next_question = now + min(_QUESTION_S, self._plan.start_timeout_s / 4)
+        if self._plan.cache_rank_works():
+            self._last_worked = now
+        elif now - self._last_worked > self._plan.start_timeout_s:
+            self._console.print(
+                f"[red]cache rank hangs[/]: no answer, or busy with one message, for more than "
+                f"{self._plan.start_timeout_s:g} s (--start-timeout-s)",
+                soft_wrap=True,
+            )
+            child.kill_group()
+
     def _start_cache_rank(self, child: ChildProcess) -> None:
         child.start()
-        self._cache_rank_started = time.monotonic()
+        self._cache_rank_started = self._last_worked = time.monotonic()
         self._guard.watch(child.pid)
 
     def _pause(self, seconds: float) -> None:

@@ -40,6 +40,8 @@ _METRICS_DIR = "metrics"
 _CACHE_RANK_LOG, _SGLANG_LOG = "cache_rank.log", "sglang.log"
 _SOCKETS = ("control.sock", "heartbeat.sock", "inference.sock")
 _STATUS_TIMEOUT_S = 0.5
+_LONG_MESSAGE_S = 10.0
+"""What a cache rank that works is not busy with for minutes on end: a single message."""
 
 
 def serve(settings: ServeSettings, console: Console, *, verbose: bool = False) -> None:
@@ -169,6 +171,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         guarded_dir=run_dir.path if is_ours else None,
         start_report=lambda: start_report(run_dir),
+        cache_rank_works=lambda: cache_rank_works(run_dir),
     )
 
 
@@ -184,6 +187,15 @@ def start_report(run_dir: RunDir) -> RenderableType | None:
 def cache_rank_detail(run_dir: RunDir) -> str | None:
     """Return None if the cache rank of `run_dir` answers, else why it does not."""
     return _detail(run_dir.heartbeat_socket)
+
+
+def cache_rank_works(run_dir: RunDir) -> bool:
+    """Whether the cache rank of `run_dir` answers, and is not stuck in a message."""
+    try:
+        reply = request_status(run_dir.heartbeat_socket, _STATUS_TIMEOUT_S)
+    except CacheRankError:
+        return False
+    return reply.values.get("busy_s", 0.0) < _LONG_MESSAGE_S
 
 
 def _detail(socket_path: Path) -> str | None:

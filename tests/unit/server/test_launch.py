@@ -184,6 +184,24 @@ def test_restarts_the_cache_rank_and_keeps_sglang(launch: Callable[..., Launched
     assert_all_gone(launched.pids())
 
 
+def test_a_cache_rank_that_hangs_is_started_again(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    launched = launch("serve", "serve", "5")
+    launched.wait_for("READY")
+    (first,) = launched.pids("cache")
+    os.kill(first, signal.SIGSTOP)
+    (tmp_path / "hung").touch()
+    launched.wait_for("cache rank hangs")
+    (tmp_path / "hung").unlink()
+    launched.wait_for("cache rank restarted")
+    assert not is_alive(first)
+    eventually(lambda: len(launched.pids("cache")) == 2, launched.text)
+    launched.process.terminate()
+    assert launched.wait() == 0
+    assert_all_gone(launched.pids())
+
+
 def test_ends_with_an_error_when_sglang_dies(launch: Callable[..., Launched]) -> None:
     launched = launch("serve", "serve")
     launched.wait_for("READY")

@@ -15,6 +15,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.preflight import ResolvedLaunch
 from tandemkv.server.serve import (
     METRICS_VARIABLE,
+    cache_rank_works,
     clean_run_dir,
     make_plan,
     metrics_env,
@@ -84,5 +85,23 @@ def test_a_live_inference_rank_keeps_its_directory(launch: ResolvedLaunch) -> No
         with pytest.raises(SettingsError, match="another server is running there"):
             prepare_run_dir(launch)
         assert run_dir.inference_socket.exists()
+    finally:
+        server.close()
+
+
+def test_a_cache_rank_works_that_answers_and_is_not_stuck(launch: ResolvedLaunch) -> None:
+    run_dir = RunDir.create(launch.settings.run_dir)
+    assert not cache_rank_works(run_dir)
+    values = {"busy_s": 0.5}
+    server = StatusServer(
+        run_dir.heartbeat_socket,
+        status=lambda: StatusReply(
+            role="cache_rank", epoch=1, ready=True, values=dict(values), info={}
+        ),
+    )
+    try:
+        assert cache_rank_works(run_dir)
+        values["busy_s"] = 600.0
+        assert not cache_rank_works(run_dir)
     finally:
         server.close()
