@@ -51,6 +51,7 @@ _REFUSED_FAMILIES = {
     "--speculative-": "speculative decoding is not supported",
     "--decoupled-spec-": "speculative decoding is not supported",
     "--kv-canary": "the KV canary reads a pool that tandemkv does not have",
+    "--ssl-": "readiness is asked over HTTP; put what speaks TLS before the server",
     "--dllm-": "diffusion language models are not supported",
 }
 _ONLY = {

@@ -164,6 +164,7 @@ def test_addresses() -> None:
         ["--config", "x.yaml"], ["--port", "1"], ["--model-path", "m"], ["--max-total-tokens", "9"],
         ["--cuda-graph-backend-prefill", "full"], ["--cuda-graph-config", "{}"],
         ["--cuda-graph-backend-decode", "breakable"],
+        ["--ssl-certfile", "x.pem"], ["--ssl-key=x.pem"],
     ],
 )  # fmt: skip
 def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
