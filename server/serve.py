@@ -135,6 +135,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
             "device": device,
             "port": launch.port,
             "run_dir": run_dir.path,
+            "sglang_args": (),  # may hold a key
         }
     )
     config = run_dir.path / SETTINGS_FILE

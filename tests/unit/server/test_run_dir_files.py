@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.preflight import ResolvedLaunch
 from tandemkv.server.serve import (
     METRICS_VARIABLE,
+    SETTINGS_FILE,
     cache_rank_works,
     clean_run_dir,
     make_plan,
@@ -74,6 +76,15 @@ def test_metrics_stay_where_the_user_wants_them(
     monkeypatch.setenv(METRICS_VARIABLE, "/elsewhere")
     run_dir = prepare_run_dir(launch)
     assert make_plan(launch, run_dir).sglang.env[METRICS_VARIABLE] == "/elsewhere"
+
+
+def test_the_cache_rank_is_not_told_what_is_for_sglang(launch: ResolvedLaunch) -> None:
+    """An API key has no business in its settings file."""
+    settings = launch.settings.model_copy(update={"sglang_args": ("--api-key", "secret")})
+    run_dir = prepare_run_dir(launch)
+    plan = make_plan(replace(launch, settings=settings), run_dir)
+    assert "secret" in plan.sglang.argv
+    assert "secret" not in (run_dir.path / SETTINGS_FILE).read_text()
 
 
 def test_a_live_inference_rank_keeps_its_directory(launch: ResolvedLaunch) -> None:
