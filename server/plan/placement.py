@@ -54,6 +54,16 @@ class Placement:
         return f"{inference}+{self.num_cache_gpus}"
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """What `tandemkv serve` is told to take this placement; stock SGLang has none."""
+        if self.kind is PlacementKind.DENSE:
+            return ()
+        tensor_parallel = ("--tp", str(self.tp_size)) if self.tp_size > 1 else ()
+        if self.kind is PlacementKind.IN_PROCESS:
+            return ("--cache-ranks", "0", *tensor_parallel)
+        return ("--cache-ranks", "1", "--transport", "peer", *tensor_parallel)
+
+    @property
     def title(self) -> str:
         """What a person reads."""
         tensor_parallel = f"TP{self.tp_size}" if self.tp_size > 1 else "1 GPU"
@@ -67,9 +77,10 @@ class Placement:
 
 
 def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ...]:
-    """Return the placements that use as many of `num_gpus` as the model's heads divide into.
+    """Return the placements that this version serves on `num_gpus`.
 
-    The first is always stock SGLang on the same GPUs.
+    The first is always stock SGLang. It and the cache rank in process use as many GPUs as the
+    model's heads divide into; of those with cache GPUs one pair, and as many as there are.
 
     Raises
     ------
@@ -84,13 +95,9 @@ def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ..
         Placement(kind=PlacementKind.IN_PROCESS, tp_size=whole),
     ]
     if num_gpus >= 2:
-        splits = [(1, _largest_tp(shape, num_gpus - 1))]
-        half = _largest_tp(shape, num_gpus // 2)
-        if (half, half) not in splits:
-            splits.append((half, half))
         found += [
-            Placement(kind=PlacementKind.SEPARATE, tp_size=tp_size, num_cache_gpus=caches)
-            for tp_size, caches in splits
+            Placement(kind=PlacementKind.SEPARATE, tp_size=size, num_cache_gpus=size)
+            for size in sorted({1, _largest_tp(shape, num_gpus // 2)})
         ]
     return tuple(found)
 

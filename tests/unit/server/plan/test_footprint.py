@@ -160,7 +160,9 @@ def test_placements_divide_the_heads_and_use_no_more_gpus(gpus: int) -> None:
     [
         (1, ["dense-tp1", "in-process-tp1"]),
         (2, ["dense-tp2", "in-process-tp2", "1+1"]),
-        (4, ["dense-tp4", "in-process-tp4", "1+2", "tp2+2"]),
+        (3, ["dense-tp2", "in-process-tp2", "1+1"]),
+        (4, ["dense-tp4", "in-process-tp4", "1+1", "tp2+2"]),
+        (6, ["dense-tp4", "in-process-tp4", "1+1", "tp2+2"]),
     ],
 )
 def test_placements_of_few_gpus(gpus: int, names: list[str]) -> None:
