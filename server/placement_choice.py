@@ -14,7 +14,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 from .plan.choose import break_even_tokens, check_fits, choose_placement
-from .plan.placement import Placement, PlacementKind
+from .plan.placement import Placement, PlacementKind, possible_placements
 from .plan.shape import shape_of_config
 from .plan.workload import Workload
 from .settings import ServeSettings
@@ -57,9 +57,17 @@ def resolve_placement(
         If nothing fits these GPUs, with the numbers.
     """
     settings = _with_index(_with_anchors(settings, spec), device)
+    if device == "cpu":
+        _check_without_gpus(settings)
     if settings.cache_ranks is None:
         settings = _choose(settings, spec, model_dir, device=device, progress=progress)
     in_process = settings.rank_settings.exchange.is_in_process
+    if settings.tensor_parallel > 1 and not in_process:
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel} needs --cache-ranks 0 or --transport peer "
+            "in this version, and this policy or transport a cache rank in a process of its own; "
+            "use --tp 1"
+        )
     if settings.selection.scan_ahead and not in_process:
         raise SettingsError(
             "scan_ahead: only a cache rank in the inference rank's process scans ahead; add "
@@ -101,6 +109,20 @@ def resolve_placement(
     return _with_dense_tokens(settings, spec, model_dir, progress)
 
 
+def _check_without_gpus(settings: ServeSettings) -> None:
+    """Refuse what takes GPUs, for a model on the CPU."""
+    if settings.tensor_parallel > 1:
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel} splits a model over GPUs, and this one is "
+            "on cpu; use --tp 1, or --device cuda on a machine with GPUs"
+        )
+    if settings.transport == "peer":
+        raise SettingsError(
+            "exchange.transport=peer drives two GPUs from one process, and the model is on cpu; "
+            "leave --transport out, or use --device cuda on a machine with two GPUs"
+        )
+
+
 def find_share(selection: SelectionSettings, spec: ModelSpec) -> LayerShare | None:
     """Return which layers share selections, and how; None if none do.
 
@@ -136,12 +158,13 @@ def index_on_gpu(selection: SelectionSettings) -> str:
     """Return the `index_dtype` that `serve` takes on GPUs: int4 where none is set."""
     is_set = "index_dtype" in selection.model_fields_set
     # With fewer recent tokens candidates would lie in unfinished pages.
-    if is_set or _needs_own_process(selection) or selection.num_recent_tokens < CUDA_PAGE_SIZE:
+    if is_set or needs_own_process(selection) or selection.num_recent_tokens < CUDA_PAGE_SIZE:
         return selection.index_dtype
     return "int4"
 
 
-def _needs_own_process(selection: SelectionSettings) -> bool:
+def needs_own_process(selection: SelectionSettings) -> bool:
+    """Whether no cache rank in the inference rank's process can do this."""
     return (
         selection.policy not in IN_PROCESS_POLICIES
         or (selection.policy == "kascade" and selection.kascade_fraction > 0.0)
@@ -228,9 +251,10 @@ def _choose(
     progress: Callable[[str], None],
 ) -> ServeSettings:
     if device == "cpu" or "transport" in settings.exchange.model_fields_set:
-        return settings.model_copy(update={"cache_ranks": 1})
+        is_local = settings.exchange.transport == "local"
+        return settings.model_copy(update={"cache_ranks": 0 if is_local else 1})
     selection, num_gpus = settings.selection, torch.cuda.device_count()
-    if _needs_own_process(selection):
+    if needs_own_process(selection):
         if num_gpus < 2:
             raise SettingsError(
                 f"policy={selection.policy} with these settings needs a cache rank in a process of "
@@ -239,11 +263,18 @@ def _choose(
             )
         progress(f"cache rank in a process of its own: policy {selection.policy} needs one")
         return settings.model_copy(update={"cache_ranks": 1})
-    available = {"in-process-tp1", f"in-process-tp{num_gpus}", "1+1"}
-    if _crosses_heads(find_share(selection, spec)):
-        available &= {"in-process-tp1", "1+1"}  # no head follows one of another GPU
+    if settings.tensor_parallel > 1:
+        progress(f"placement in-process-tp{settings.tensor_parallel}: as --tp says")
+        return settings.model_copy(update={"cache_ranks": 0})
+    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    crosses = _crosses_heads(find_share(selection, spec))  # no head follows one of another GPU
+    available = {
+        placement.name
+        for placement in possible_placements(shape, num_gpus)
+        if placement.kind is PlacementKind.IN_PROCESS and (placement.tp_size == 1 or not crosses)
+    } | {"1+1"}
     choice = choose_placement(
-        shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype),
+        shape,
         _load(settings, spec),
         num_gpus=num_gpus,
         gpu_bytes=min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)),

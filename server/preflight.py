@@ -18,7 +18,7 @@ from .devices import (
     resolve_transport,
 )
 from .memory import available_bytes, estimate_memory, gib
-from .placement_choice import resolve_placement
+from .placement_choice import IN_PROCESS_POLICIES, resolve_placement
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL, ServeSettings
 from .sglang_args import check_sglang_args
@@ -142,7 +142,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
     from tandemkv.cache_rank.gate import check_gate
     from tandemkv.cache_rank.policies.base import PolicyError
-    from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
+    from tandemkv.cache_rank.policies.registry import POLICIES, check_pooling, find_policy
 
     selection = settings.selection
     own = {
@@ -156,6 +156,15 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
                 "--transport peer"
             )
     policy = find_policy(selection.policy)
+    if (
+        settings.rank_settings.exchange.is_in_process
+        and selection.policy in POLICIES
+        and selection.policy not in IN_PROCESS_POLICIES
+    ):
+        raise SettingsError(
+            f"policy={selection.policy} needs a cache rank in a process of its own: use "
+            "--cache-ranks 1, and not --transport peer"
+        )
     try:
         check_gate(policy, selection)
         check_pooling(policy, selection)
@@ -184,6 +193,14 @@ def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, obje
         raise SettingsError(
             f"selection.exact_layers={beyond} do not exist: {settings.model} has layers 0 to "
             f"{spec.num_layers - 1}; correct --exact-layers"
+        )
+    tp_size = settings.tensor_parallel
+    if spec.num_qo_heads % tp_size or max(spec.num_kv_heads, tp_size) % min(
+        spec.num_kv_heads, tp_size
+    ):
+        raise SettingsError(
+            f"tensor_parallel={tp_size} does not divide the {spec.num_qo_heads} query and "
+            f"{spec.num_kv_heads} KV heads of {settings.model}; use another --tp"
         )
     limit = config.get("max_position_embeddings")
     if settings.max_context is not None and isinstance(limit, int) and settings.max_context > limit:

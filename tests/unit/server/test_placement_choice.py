@@ -94,6 +94,41 @@ def test_two_gpus_split_the_heads(tmp_path: Path, gpus: Any) -> None:
     assert "1+1" in said[0]
 
 
+def test_gpus_that_the_heads_do_not_divide_into_are_left(tmp_path: Path, gpus: Any) -> None:
+    for count, tp_size in ((3, 2), (5, 4), (6, 4), (12, 8)):
+        gpus(count)
+        settings, said = resolve(tmp_path)
+        assert (settings.cache_ranks, settings.tensor_parallel) == (0, tp_size), said
+
+
+def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
+    gpus(4)
+    settings, said = resolve(tmp_path, tensor_parallel=2)
+    assert (settings.cache_ranks, settings.tensor_parallel) == (0, 2)
+    assert said[0] == "placement in-process-tp2: as --tp says"
+    with pytest.raises(SettingsError, match="use --tp 1"):
+        resolve(tmp_path, tensor_parallel=2, selection={"policy": "sync_kv"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tensor_parallel": 2}, "use --tp 1"),
+        ({"tensor_parallel": 2, "cache_ranks": 0}, "use --tp 1"),
+        ({"exchange": {"transport": "peer"}}, "leave --transport out"),
+        ({"exchange": {"transport": "peer"}, "cache_ranks": 1}, "leave --transport out"),
+    ],
+)
+def test_a_cpu_has_no_gpus_to_divide(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        resolve(tmp_path, device="cpu", **changes)
+
+
+def test_local_is_in_process(tmp_path: Path) -> None:
+    settings, _ = resolve(tmp_path, device="cpu", exchange={"transport": "local"})
+    assert (settings.cache_ranks, settings.transport) == (0, "local")
+
+
 def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
     settings, said = resolve(

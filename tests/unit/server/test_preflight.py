@@ -12,9 +12,10 @@ from tandemkv.cache_rank.calibration import resolve as resolve_module
 from tandemkv.cache_rank.calibration.resolve import Resolved
 from tandemkv.cache_rank.policies.base import LayerShare
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.model_spec import read_config, read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.server import doctor, ports, preflight
+from tandemkv.server import doctor, placement_choice, ports, preflight
 from tandemkv.server.ports import choose_port, server_url
 from tandemkv.server.preflight import ResolvedLaunch, check_policy, resolve_launch
 from tandemkv.server.serve import make_plan
@@ -52,6 +53,26 @@ def test_resolves_every_auto(model_dir: Path) -> None:
     assert (launch.device, launch.spec.dtype, launch.model_dir) == ("cpu", "float32", model_dir)
     assert launch.port > 0
     assert preflight.resolve_dtype("auto", "cuda", model_dir) == "bfloat16"
+
+
+def test_refuses_a_policy_that_cannot_run_in_the_process(model_dir: Path) -> None:
+    for policy in ("lfps", "quest", "sfi", "sync_kv"):
+        selection = {"policy": policy, "exact_layers": []}
+        with pytest.raises(SettingsError, match=f"policy={policy} needs .*use --cache-ranks 1"):
+            resolve(model_dir, cache_ranks=0, selection=selection)
+
+
+@pytest.mark.parametrize(("tp_size", "divides"), [(1, True), (2, True), (4, True), (3, False)])
+def test_gpus_have_to_divide_the_heads(model_dir: Path, tp_size: int, divides: bool) -> None:
+    """8 query heads and 2 KV heads; with more GPUs than KV heads several have the same one."""
+    settings = ServeSettings(model=str(model_dir), cache_ranks=0, tensor_parallel=tp_size)
+    spec = read_model_spec(model_dir, dtype="float32")
+    config = read_config(model_dir)
+    if divides:
+        preflight.check_model(settings, spec, config)
+        return
+    with pytest.raises(SettingsError, match="does not divide the 8 query and 2 KV heads"):
+        preflight.check_model(settings, spec, config)
 
 
 def test_refuses_models_that_cannot_be_served(model_dir: Path) -> None:
@@ -107,6 +128,7 @@ def test_head_maps_do_not_cross_gpus(model_dir: Path, monkeypatch: pytest.Monkey
     share = LayerShare((0, 0, 2, 2), ((0, 1), (1, 0)) * 2)
     measured = Resolved(share=share, origin="kascade.json")
     monkeypatch.setattr(resolve_module, "resolve_calibration", lambda *_: measured)
+    monkeypatch.setattr(placement_choice, "_check_without_gpus", lambda _: None)
     parallel = {"tensor_parallel": 2, "cache_ranks": 0}
     with pytest.raises(SettingsError, match=r"kascade\.json lead .* use --anchors 0,2, .* --tp 1"):
         resolve(model_dir, selection={"policy": "kascade"}, **parallel)
