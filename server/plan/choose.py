@@ -193,6 +193,12 @@ def _overflow(plan: PlacementPlan, shape: ModelShape, load: Workload, gpu_bytes:
     concurrency = largest_fitting(placement, shape, load, "concurrency", gpu_bytes=gpu_bytes)
     context = largest_fitting(placement, shape, load, "context_tokens", gpu_bytes=gpu_bytes)
     advice = [f"{concurrency} requests of this length would fit"] if concurrency else []
+    if not advice and context < 1024:
+        alone = largest_fitting(
+            placement, shape, replace(load, concurrency=1), "context_tokens", gpu_bytes=gpu_bytes
+        )
+        if alone >= 1024:
+            advice.append(f"one request of {alone // 256 * 256} tokens would fit")
     if context >= 1024:
         advice.append(f"{load.concurrency} requests of {context // 256 * 256} tokens would fit")
     return (

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.options import RANK_FLAGS, with_flags
-from tandemkv.server.placement_choice import index_on_gpu
-from tandemkv.server.preflight import check_policy
+from tandemkv.server.placement_choice import index_on_gpu, needs_own_process
+from tandemkv.server.preflight import check_policy, resolve_model
+from tandemkv.server.settings import EMBEDDED_MODEL
 from tandemkv.server.settings_sources import Sourced, load_settings
 
 from .choose import choose_placement
 from .footprint import GIB
+from .placement import Placement
 from .shape import BUILT_IN_SHAPES, find_shape
 from .view import plan_json, plan_view
 from .workload import INDEX_DTYPES, Workload
@@ -25,6 +30,7 @@ _KEYS = (
     "policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens",
     "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers", "kascade_fraction",
 )  # fmt: skip
+NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_SHAPES))
 PLAN_FLAGS = tuple(flag for flag in RANK_FLAGS if flag.key in {f"selection.{key}" for key in _KEYS})
 
 
@@ -33,7 +39,7 @@ def plan(
     flags: dict[str, Sourced],
     model: Annotated[
         str,
-        typer.Option("--model", help=f"Model directory, or one of {', '.join(BUILT_IN_SHAPES)}."),
+        typer.Option("--model", help=f"Model directory, or one of {NAMES}."),
     ],
     gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="GPUs of one host.")] = 1,
     gpu_memory: Annotated[
@@ -74,6 +80,12 @@ def plan(
     flags["model"] = Sourced(model, "--model")
     selection = load_settings(flags, os.environ).selection
     check_policy(selection.policy)
+    if needs_own_process(selection):
+        raise SettingsError(
+            f"policy={selection.policy} with these settings needs a cache rank in a process of its "
+            "own, whose time per token is not predicted; add --cache-device cpu to "
+            "`tandemkv serve` for one that keeps K/V in host memory"
+        )
     load = Workload.from_selection(
         selection,
         context_tokens=context,
@@ -82,7 +94,10 @@ def plan(
         capacity_tokens=cache_tokens,
         index_dtype=index_dtype or index_on_gpu(selection),
     )
-    shape = find_shape(model, dtype=dtype)
+    if model == EMBEDDED_MODEL:
+        shape = find_shape(str(resolve_model(model, lambda _: None)), dtype=dtype)
+    else:
+        shape = find_shape(model, dtype=dtype)
     gpu_bytes = int(gpu_memory * GIB)
     choice = choose_placement(shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
     if as_json:
@@ -93,5 +108,18 @@ def plan(
         console = Console(highlight=False)
         for part in plan_view(choice, shape, load, gpu_bytes):
             console.print(part)
+        if choice.chosen is not None:
+            command = _command(model, choice.chosen.placement, load, flags)
+            console.print(Text(f"start it with\n  {command}"), soft_wrap=True)
     if choice.chosen is None:
         raise typer.Exit(1)
+
+
+def _command(model: str, placement: Placement, load: Workload, flags: dict[str, Sourced]) -> str:
+    """Return the command that serves `load` in `placement`; what was given is given again."""
+    words = ["tandemkv", "serve", "/path/to/model" if model.lower() in BUILT_IN_SHAPES else model]
+    words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
+    words += ["--cache-tokens", str(load.total_tokens)]
+    for value, name in (flags[flag.key] for flag in PLAN_FLAGS if flag.key in flags):
+        words += [name] if isinstance(value, bool) else [name, str(value)]
+    return shlex.join(words)

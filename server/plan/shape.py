@@ -111,7 +111,7 @@ def find_shape(model: str, *, dtype: str = "bfloat16") -> ModelShape:
     if not path.is_dir():
         raise SettingsError(
             f"model={model}: neither a model directory nor a built-in shape "
-            f"({', '.join(BUILT_IN_SHAPES)})"
+            f"({', '.join(BUILT_IN_SHAPES)}); nothing is downloaded"
         )
     return shape_of_config(read_config(path), name=path.resolve().name, dtype=dtype)
 

@@ -83,6 +83,7 @@ def _plan_json(plan: PlacementPlan) -> dict[str, Any]:
         "kind": placement.kind.value,
         "tp_size": placement.tp_size,
         "cache_gpus": placement.num_cache_gpus,
+        "serve_flags": list(placement.flags),
         "fits": plan.fits,
         "bytes_per_gpu": {
             role: {**asdict(footprint), "total": footprint.total}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -91,6 +92,14 @@ def test_refusal_has_the_numbers() -> None:
 def test_a_gpu_too_small_for_the_weights_is_refused_without_advice_on_requests() -> None:
     with pytest.raises(SettingsError, match="use more GPUs or a smaller model"):
         check_fits(IN_PROCESS, QWEN, LOAD, gpu_bytes=12 * GIB)
+
+
+def test_too_many_requests_at_any_length_are_told_how_long_one_may_be() -> None:
+    with pytest.raises(SettingsError, match=r"; one request of \d+ tokens would fit") as caught:
+        check_fits(IN_PROCESS, QWEN, replace(LOAD, context_tokens=131072), gpu_bytes=24 * GIB)
+    tokens = int(str(caught.value).rpartition("request of ")[2].split()[0])
+    alone = replace(LOAD, concurrency=1, context_tokens=tokens)
+    check_fits(IN_PROCESS, QWEN, alone, gpu_bytes=24 * GIB)
 
 
 @given(
@@ -188,7 +197,7 @@ def test_only_anchors_are_scanned(selection: dict[str, Any], scanned: int) -> No
         ([], "", "int4"),
         ([], "int8", "int8"),
         (["--index-dtype", "native"], "int8", "native"),
-        (["--policy", "sync_kv"], "", "native"),
+        (["--recent-tokens", "32"], "", "native"),
     ],
 )
 def test_plan_takes_the_index_that_serve_would(
@@ -206,6 +215,8 @@ def test_plan_takes_the_index_that_serve_would(
         (["--model", "qwen3-8b", "--concurrency", "64"], 1, "nothing to recommend"),
         (["--model", "gpt5"], 2, "built-in shape"),
         (["--model", "qwen3-8b", "--policy", "magic"], 2, "known: async_spade"),
+        (["--model", "qwen3-8b", "--policy", "lfps"], 2, "policy=lfps with these settings"),
+        (["--model", "qwen3-8b", "--policy", "sync_kv"], 2, "add --cache-device cpu"),
         (["--model", "qwen3-8b", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["--model", "qwen3-8b", "--index-dtype", "int2"], 2, "index_dtype=int2"),
         ([], 2, "--model"),
@@ -236,3 +247,36 @@ def test_dense_up_to_the_break_even(tp_size: int) -> None:
 def test_break_even_of_a_short_context_is_all_of_it() -> None:
     load = replace(LOAD, context_tokens=2048)
     assert break_even_tokens(QWEN, load, 1) <= max(2048, load.attended_tokens)
+
+
+@pytest.mark.parametrize(
+    ("more", "command"),
+    [
+        (
+            ["--gpus", "2", "--budget-tokens", "2048", "--exact-layers", "none"],
+            "tandemkv serve /path/to/model --cache-ranks 0 --tp 2 --max-running-requests 8 "
+            "--cache-tokens 524288 --budget-tokens 2048 --exact-layers none",
+        ),
+        (
+            ["--concurrency", "1", "--policy", "kascade", "--share-layers"],
+            "tandemkv serve /path/to/model --cache-ranks 0 --max-running-requests 1 "
+            "--cache-tokens 65536 --policy kascade --share-layers",
+        ),
+    ],
+)
+def test_says_how_to_start_what_it_recommends(
+    runner: CliRunner, more: list[str], command: str
+) -> None:
+    result = runner.invoke(app, ["plan", "--model", "Qwen3-8B", *more])
+    assert result.output.rstrip().endswith(f"start it with\n  {command}"), result.output
+
+
+def test_every_placement_can_be_started() -> None:
+    for gpus in range(1, 17):
+        dense, *own = possible_placements(QWEN, gpus)
+        assert dense.flags == ()
+        for placement in own:
+            flags = dict(pairwise(placement.flags))
+            is_peer = flags.get("--transport") == "peer"
+            assert flags["--cache-ranks"] == ("1" if is_peer else "0")
+            assert int(flags.get("--tp", "1")) * (1 + is_peer) == placement.num_gpus
