@@ -107,7 +107,7 @@ def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callabl
 def _annotation(flag: Flag) -> Any:
     field: FieldInfo = setting_fields()[flag.key]
     default = _default_text(field)
-    text = f"{field.description or 'See docs.'}"
+    text = field.description or ""
     if field.default is not None:
         text += f" [default: {default}]"
     text = text.replace("[", r"\[")

@@ -440,8 +440,12 @@ class ExchangeSettings(_Strict):
     transfer_timeout_s: float = Field(
         default=60.0, gt=0, le=3600, description="A transfer that takes longer ends the epoch."
     )
-    heartbeat_interval_s: float = Field(default=1.0, gt=0, le=60)
-    heartbeat_misses: int = Field(default=3, ge=1, le=60)
+    heartbeat_interval_s: float = Field(
+        default=1.0, gt=0, le=60, description="Seconds between two signs of life of each rank."
+    )
+    heartbeat_misses: int = Field(
+        default=3, ge=1, le=60, description="Missed signs of life until a rank counts as lost."
+    )
     transport: Literal["gloo", "nccl", "peer", "local"] = Field(
         default="gloo",
         description="Data plane between the ranks: gloo to a cache rank on a CPU, nccl between "
