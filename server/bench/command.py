@@ -107,8 +107,13 @@ def decode(
             timeout_s=timeout_s,
             model_dir=model.resolve() if model is not None else None,
         )
-        result = run_decode(run, console.print, headline=headline)
         gpu = query_gpu()
+        if gpu is None:
+            raise SettingsError(
+                "this benchmark times GPU work and no GPU is visible; run it on one, or let "
+                "`tandemkv plan` predict"
+            )
+        result = run_decode(run, console.print, headline=headline)
     report = make_report(
         "decode", result.rows, command=_command(), failures=result.failures, gpu=gpu
     )

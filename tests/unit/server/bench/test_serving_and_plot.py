@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.bench import gpu_query
 from tandemkv.server.bench.command import parse_points
 from tandemkv.server.bench.measured import Point
 from tandemkv.server.bench.plot import draw, tpot_series
@@ -168,6 +169,17 @@ def test_bad_input_is_exit_code_2(runner: CliRunner, arguments: list[str], expec
     result = runner.invoke(app, ["bench", *arguments])
     assert result.exit_code == 2
     assert expected in result.stderr
+
+
+def test_decode_without_a_gpu_starts_nothing(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_query, "query_gpu", lambda: None)
+    arguments = ["bench", "decode", "--tokenizer", str(tmp_path), "--out", str(tmp_path / "x.json")]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "no GPU is visible; run it on one, or let `tandemkv plan` predict" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_plot_command(runner: CliRunner, tmp_path: Path) -> None:
