@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -235,6 +236,12 @@ def _sparse(
     budget as its ring.
     """
     defaults = {key: field.default for key, field in SelectionSettings.model_fields.items()}
+    for name in sorted(base.keys() - defaults.keys()):
+        near = difflib.get_close_matches(name, defaults, n=1, cutoff=0.5)
+        raise SettingsError(
+            f"policy={policy}: no setting {name} of selection; "
+            + (f"did you mean {near[0]}?" if near else "`tandemkv serve --print-settings` has all")
+        )
     sink = int(str(base.get("num_sink_tokens", defaults["num_sink_tokens"])))
     recent = int(str(base.get("num_recent_tokens", defaults["num_recent_tokens"])))
     factor = float(str(base.get("resident_factor", defaults["resident_factor"])))

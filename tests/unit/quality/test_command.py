@@ -50,6 +50,11 @@ def test_help_names_tasks_and_options() -> None:
         (("--tasks", "no_such_task"), "task=no_such_task is unknown"),
         (("--policies", "look_ahed"), "policy='look_ahed' is unknown"),
         (("--budgets", "12,5%x"), "budget=5%x"),
+        (
+            ("--policies", "look_ahead+fetch=3"),
+            "no setting fetch of selection; did you mean fetch_",
+        ),
+        (("--policies", "look_ahead+xyzzy=3"), "`tandemkv serve --print-settings` has all"),
         (("--budgets", "20"), "budget=20 (20 tokens) is not possible for policy=look_ahead"),
         (("--policies", ",", "--no-dense"), "nothing to measure"),
         (("--set", "selection.lagg=2"), "did you mean selection.lag?"),
