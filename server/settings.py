@@ -52,10 +52,13 @@ class ServeSettings(BaseModel):
     cache_ranks: int | None = Field(
         None,
         description="Cache ranks; 0: inside the inference rank's process. Default 1 on cpu, on "
-        "cuda what `tandemkv plan` recommends.",
+        "cuda the faster by the prediction of `tandemkv plan`.",
     )
     tensor_parallel: int = Field(
-        1, ge=1, le=64, description="GPUs that the model is split over; needs cache_ranks=0."
+        1,
+        ge=1,
+        le=64,
+        description="GPUs that the model is split over; needs cache_ranks=0 or transport=peer.",
     )
     max_running_requests: int = Field(
         8, ge=1, le=4096, description="Requests that decode together; sizes the resident set."
