@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -138,7 +139,10 @@ def transport(only: OnlyOption = None, out: OutOption = None) -> None:
 @bench_app.command()
 def serve(
     tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="Directory with the served model's tokenizer.")
+        str,
+        typer.Option(
+            "--tokenizer", help="Directory with the served model's tokenizer, or smollm2."
+        ),
     ],
     url: Annotated[
         str, typer.Option("--url", help="Server on this machine.")
@@ -167,6 +171,11 @@ def serve(
         concurrency=concurrency,
         num_requests=requests,
     )
+    if find_spec("datasets") is None:
+        raise SettingsError(
+            "sglang.bench_serving needs the package datasets, which is not installed; "
+            "`pip install datasets`"
+        )
     console = _console()
     with _folder(None) as folder:
         result = folder / "serving.jsonl"

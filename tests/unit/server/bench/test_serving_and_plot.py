@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.bench import command as bench_command
 from tandemkv.server.bench import gpu_query
 from tandemkv.server.bench.command import parse_points
 from tandemkv.server.bench.measured import Point
@@ -180,6 +181,15 @@ def test_decode_without_a_gpu_starts_nothing(
     assert result.exit_code == 2
     assert "no GPU is visible; run it on one, or let `tandemkv plan` predict" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_serve_says_which_package_it_needs(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench_command, "find_spec", lambda _: None)
+    result = runner.invoke(app, ["bench", "serve", "--tokenizer", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "`pip install datasets`" in result.stderr
 
 
 def test_plot_command(runner: CliRunner, tmp_path: Path) -> None:
