@@ -342,10 +342,7 @@ class SelectionSettings(_Strict):
 
     @property
     def keeps_dense_while_fits(self) -> bool:
-        """Whether contexts of R + ring tokens skip selection.
-
-        With lfps and streaming always: they select nothing that would fill R later.
-        """
+        """Whether contexts of R + ring tokens skip selection; lfps, streaming never fill R."""
         return self.dense_while_fits or self.policy in ("lfps", "streaming")
 
     @property
