@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 from pydantic.fields import FieldInfo
 
+from tandemkv.cache_rank.protocol.token_count import COUNTED
+
 from .settings_sources import Sourced, setting_fields
 
 
@@ -131,6 +133,9 @@ def _default_text(field: FieldInfo) -> str:
 def _metavar(field: FieldInfo) -> str:
     hint: Any = field.annotation
     origin = typing.get_origin(hint)
+    inner = (getattr(item, "__metadata__", ()) for item in typing.get_args(hint))
+    if any(COUNTED in metadata for metadata in (field.metadata, *inner)):
+        return "TOKENS"
     if origin is Literal:
         return "|".join(str(item) for item in typing.get_args(hint))
     if origin in (typing.Union, types.UnionType):

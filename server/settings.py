@@ -19,6 +19,7 @@ from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
     SelectionSettings,
 )
+from tandemkv.cache_rank.protocol.token_count import TokenCount
 
 EMBEDDED_MODEL = "smollm2"
 
@@ -63,7 +64,7 @@ class ServeSettings(BaseModel):
     max_running_requests: int = Field(
         8, ge=1, le=4096, description="Requests that decode together; sizes the resident set."
     )
-    max_context: int | None = Field(
+    max_context: TokenCount | None = Field(
         None, ge=128, le=1 << 24, description="Longest request in tokens; default the model's own."
     )
     chunked_prefill_size: int | None = Field(

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from .token_count import TokenCount
+
 SETTINGS_VARIABLE = "TANDEMKV_SETTINGS"
 RUN_DIR_VARIABLE = "TANDEMKV_RUN_DIR"
 PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
@@ -142,7 +144,7 @@ class SelectionSettings(_Strict):
     dense_while_fits: bool = Field(
         default=True, description="Skip selection while everything is resident; off only for tests."
     )
-    dense_tokens: int | None = Field(
+    dense_tokens: TokenCount | None = Field(
         default=None,
         ge=0,
         le=1 << 24,
@@ -464,11 +466,8 @@ class ExchangeSettings(_Strict):
 class CacheSettings(_Strict):
     """The store on the cache rank."""
 
-    capacity_tokens: int = Field(
-        default=65536,
-        ge=256,
-        le=1 << 30,
-        description="Tokens that the cache rank holds, all requests.",
+    capacity_tokens: TokenCount = Field(
+        default=65536, ge=256, le=1 << 30, description="Tokens that the cache rank holds in all."
     )
     poison_freed_slots: bool = Field(
         default=False, description="Fill freed slots with NaN, so that a stale read shows at once."

@@ -16,13 +16,14 @@ import typer
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.token_count import read_token_count
 
 from .measured import Point
 from .report import BenchError, Failure, Report, Row, make_report, write_report
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and write reports as JSON.")
 DEFAULT_FOLDER = Path("docs/benchmarks")
-_POINT = re.compile(r"(\d+)x(\d+)(k?)", re.IGNORECASE)
+_POINT = re.compile(r"(\d{1,6})x(\d{1,9}[km]?)", re.IGNORECASE)
 
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Default docs/benchmarks/<name>.json.")
@@ -214,9 +215,9 @@ def parse_points(text: str) -> tuple[Point, ...]:
     points = []
     for item in text.split(","):
         match = _POINT.fullmatch(item.strip())
-        if match is None or int(match[1]) < 1 or int(match[2]) < 1:
+        point = Point(*(int(read_token_count(part)) for part in match.groups())) if match else None
+        if point is None or point.batch < 1 or point.context < 1:
             raise SettingsError(f"--points {item}: batch x context is required, e.g. 8x64k")
-        point = Point(int(match[1]), int(match[2]) * (1024 if match[3] else 1))
         if point in points:
             raise SettingsError(f"--points {item}: given twice")
         points.append(point)

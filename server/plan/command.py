@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.options import RANK_FLAGS, with_flags
 from tandemkv.server.placement_choice import index_on_gpu, needs_own_process
 from tandemkv.server.preflight import check_policy, resolve_model
@@ -26,12 +27,23 @@ from .shape import BUILT_IN_SHAPES, find_shape
 from .view import plan_json, plan_view
 from .workload import INDEX_DTYPES, Workload
 
+_MOST_TOKENS = 1 << 30
 _KEYS = (
     "policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens",
     "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers", "kascade_fraction",
 )  # fmt: skip
 NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_SHAPES))
 PLAN_FLAGS = tuple(flag for flag in RANK_FLAGS if flag.key in {f"selection.{key}" for key in _KEYS})
+
+
+def _token_count(text: str | int) -> int:
+    try:
+        count = int(read_token_count(str(text)))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not 0 < count <= _MOST_TOKENS:
+        raise typer.BadParameter(f"{text}: give 1 to {_MOST_TOKENS >> 20}m tokens")
+    return count
 
 
 @with_flags(PLAN_FLAGS)
@@ -47,14 +59,22 @@ def plan(
         typer.Option("--gpu-memory", min=1, max=4096, help="GiB of each GPU, as programs see it."),
     ] = 139.0,
     context: Annotated[
-        int, typer.Option("--context", min=1, max=1 << 24, help="Tokens of one request.")
+        int,
+        typer.Option(
+            "--context", parser=_token_count, metavar="TOKENS", help="Of one request, e.g. 64k."
+        ),
     ] = 65536,
     concurrency: Annotated[
         int, typer.Option("--concurrency", min=1, max=4096, help="Requests that decode together.")
     ] = 8,
     cache_tokens: Annotated[
         int | None,
-        typer.Option("--cache-tokens", min=1, help="KV capacity; default context x concurrency."),
+        typer.Option(
+            "--cache-tokens",
+            parser=_token_count,
+            metavar="TOKENS",
+            help="KV capacity; default context x concurrency.",
+        ),
     ] = None,
     chunked_prefill_size: Annotated[
         int,

@@ -84,9 +84,14 @@ def test_text_forms_of_flags() -> None:
             selection__fetch_cap="none",
             exchange__deterministic=False,
             sglang_args="--log-level 'very low'",
+            cache__capacity_tokens="64k",
+            max_context="4K",
+            selection__dense_tokens="2048",
         ),
         {},
     )
+    assert settings.cache.capacity_tokens == 65536
+    assert (settings.max_context, settings.selection.dense_tokens) == (4096, 2048)
     assert settings.selection.exact_layers == (4, 2)
     assert settings.selection.fetch_cap is None
     assert not settings.exchange.deterministic
@@ -130,6 +135,7 @@ def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -
         ("", {}, {"cache_ranks": "1", "exchange__transport": "local"}, ["--cache-ranks 0"]),
         ("", {}, {"cache_ranks": "2"}, ["cache_ranks=2", "not available in this version"]),
         ("", {}, {"host": "0.0.0.0"}, ["host=0.0.0.0", "--allow-remote", "--host"]),
+        ("cache: {capacity_tokens: 64z}", {}, {}, ["'64z' is no number of tokens", "serve.yaml"]),
         ("", {}, {"max_context": "70000"}, ["capacity_tokens=65536", "max_context=70000"]),
         ("device: tpu", {}, {}, ["device=tpu", "serve.yaml", "'cuda'"]),
     ],

@@ -122,13 +122,14 @@ def test_drawings(tmp_path: Path) -> None:
         ("8x64k", (Point(8, 65536),)),
         ("1x8k, 2x1000", (Point(1, 8192), Point(2, 1000))),
         ("8X8K", (Point(8, 8192),)),
+        ("1x1m", (Point(1, 1 << 20),)),
     ],
 )
 def test_points(text: str, points: tuple[Point, ...]) -> None:
     assert parse_points(text) == points
 
 
-@pytest.mark.parametrize("text", ["", "8", "0x8k", "8x0", "8x8m", "1x8k,1x8192"])
+@pytest.mark.parametrize("text", ["", "8", "0x8k", "8x0", "8x8g", "1x8k,1x8192"])
 def test_wrong_points_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="--points"):
         parse_points(text)

@@ -219,6 +219,13 @@ def test_plan_takes_the_index_that_serve_would(
         (["--model", "qwen3-8b", "--policy", "sync_kv"], 2, "add --cache-device cpu"),
         (["--model", "qwen3-8b", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["--model", "qwen3-8b", "--index-dtype", "int2"], 2, "index_dtype=int2"),
+        (["--model", "qwen3-8b", "--context", "64q"], 2, "'64q' is no number of tokens"),
+        (["--model", "qwen3-8b", "--context", "0"], 2, "give 1 to 1024m tokens"),
+        (
+            ["--model", "qwen3-8b", "--context", "48k", "--cache-tokens", "512k"],
+            0,
+            "8 x 49152 tokens",
+        ),
         ([], 2, "--model"),
     ],
 )
