@@ -10,7 +10,6 @@ import functools
 
 import torch
 import triton
-import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandemkv.kernels.streams import may_chain
@@ -42,16 +41,6 @@ def follow(CHAINED):
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(pointers, CHAINED):
-    """Ask for the lines that `pointers` are in, to have them in the L2 cache after `follow`."""
-    if CHAINED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @functools.cache

@@ -14,19 +14,18 @@ import triton
 import triton.language as tl
 
 from tandemkv.kernels.mirror import MirrorScratch
-from tandemkv.kernels.triton_ops.chained import follow, is_chained, prefetch
+from tandemkv.kernels.triton_ops.chained import follow, is_chained
 from tandemkv.kernels.triton_ops.samples import offsets_of
 from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
-# With eight warps a thread holds twice as much: all kernels of a layer take 194.8 us instead of
-# 192.6 (H200, 8 x 96K, chained).
+# With eight warps of 168 registers all kernels of a layer take 194.5 us instead of 193.4 (H200,
+# 8 x 96K, chained), with 16 of 80 194.9. With 128 191.7, but then a program fills a multiprocessor:
+# fewer fit in sooner beside a scan of all keys, see `shortlist`, and beside two programs of the
+# product with W_q, see `query`. Larger blocks need all.
 _NUM_WARPS = 16
-# Fewer registers fit in sooner beside a scan of all keys, see `shortlist`, and beside a product
-# with W_q, see `query`; larger blocks need all.
-_REGISTERS, _LARGEST_LIMITED = 80, 4096
+_REGISTERS, _LARGEST_LIMITED = 96, 4096
 _MIN_BLOCK, _MAX_HEAD = 16, 256
-_LINE = tl.constexpr(32)  # slots of a line of the cache
 _MAX_WORDS = 8192  # of bits that are looked up in shared memory
 _MAX_ZEROS = 2048
 _NO_PLACE = tl.constexpr(2**31 - 1)
@@ -139,7 +138,7 @@ def _mirror_kernel(
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_HEAD: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, BLOCK_ZEROS: tl.constexpr, BLOCK_CAP: tl.constexpr,
     BLOCK_FILL: tl.constexpr, NUM_SAMPLES: tl.constexpr,
-    BLOCK_S: tl.constexpr, NUM_LINES: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_S: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     req, head = index // num_heads, index % num_heads
@@ -170,6 +169,7 @@ def _mirror_kernel(
     slot = num_first + tl.arange(0, BLOCK_R)
     in_set = (slot < num_resident) & is_active
     position = tl.load(positions + slot * pos_stride_n, mask=in_set, other=-1)
+    used = tl.load(uses + slot * used_stride_n, mask=in_set, other=0)
     is_filled = position >= 0
     num_filled = tl.sum(is_filled.to(tl.int32), 0)
     num_empty_first = tl.zeros([], tl.int32)
@@ -184,8 +184,6 @@ def _mirror_kernel(
         num_filled_first = tl.sum(is_first.to(tl.int32), 0)
         num_empty_first = tl.where(is_active, num_first - num_filled_first, 0)
         num_filled += num_filled_first
-    line = tl.minimum(tl.arange(0, NUM_LINES) * _LINE, num_resident - 1)
-    prefetch(uses + line * used_stride_n, CHAINED)
     if NUM_SAMPLES:
         sample, end = tl.arange(0, BLOCK_S), tl.load(hi + req).to(tl.int32)
         offset, span, _ = offsets_of(sample, end - num_protected, NUM_SAMPLES)
@@ -217,7 +215,6 @@ def _mirror_kernel(
         missing &= first == place
     tl.debug_barrier()
     chosen_words = _load_bits(is_chosen, num_words, BLOCK_WORDS)
-    used = tl.load(uses + slot * used_stride_n, mask=in_set, other=0)
     if BLOCK_HEAD:
         is_used = _is_set(chosen_words, is_chosen, first_position, is_first, 0)
         touched = tl.zeros([BLOCK_HEAD], used.dtype) + now
@@ -292,9 +289,8 @@ def _mirror_kernel(
         # Samples that are resident count once, as they are.
         _set_bits(is_resident, to_fetch, is_fetched)
         one = tl.full([], 1, tl.int32)
-        tl.atomic_xor(
-            is_resident + (evicted >> 5), one << (evicted & 31), mask=evicted >= 0, sem="relaxed"
-        )
+        others = ~(one << (evicted & 31))
+        tl.atomic_and(is_resident + (evicted >> 5), others, mask=evicted >= 0, sem="relaxed")
         tl.debug_barrier()
         sampled = num_protected + offset
         is_held = exists & (sampled < num_words * 32)
@@ -380,8 +376,7 @@ def mirror_diff(
         BLOCK_WORDS=block_words if block_words <= _MAX_WORDS else 0,
         BLOCK_ZEROS=min(2 * block_words, _MAX_ZEROS), BLOCK_CAP=block_cap, BLOCK_FILL=1024,
         NUM_SAMPLES=num_samples, BLOCK_S=max(16, triton.next_power_of_2(max(1, num_samples))),
-        NUM_LINES=max(1, block_r // _LINE.value), CHAINED=chained, launch_pdl=chained,
-        num_warps=_NUM_WARPS,
+        CHAINED=chained, launch_pdl=chained, num_warps=_NUM_WARPS,
         maxnreg=_REGISTERS if max(block_k, block_r) <= _LARGEST_LIMITED else None,
     )  # fmt: skip
     return fetch_pos, fetch_slot

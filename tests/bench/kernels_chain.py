@@ -8,8 +8,8 @@ keys, books and pools of its own; figures are per layer. Queries move a little f
 replay, so that rows are fetched as in decoding. ``--filter`` tries tokens, warps and programs of
 the pass that filters scores, ``--scan`` as ``--tuning`` of kernels_score.py does; ``--pool 1 0``
 chooses by scores pooled over neighbours. ``--samples 128`` weighs samples too; ``--chained``
-launches kernels as on a GPU that does nothing but select. The choice is compared with the reference
-first.
+launches kernels as on a GPU that does nothing but select; ``--width`` is the longest context that
+is allowed for, by default the length. The choice is compared with the reference first.
 """
 
 import argparse
@@ -38,7 +38,9 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     books = books.expand(args.layers, reqs + 1, HEADS, args.resident).contiguous()
     used = torch.zeros_like(books) - 1
     rows = torch.randperm(reqs, device=device) + 1
-    table = (torch.randperm(num_pages - 1, device=device).int() + 1).view(reqs, -1)
+    width = max(length, args.width)
+    pages = (torch.randperm(num_pages - 1, device=device).int() + 1).view(reqs, -1)
+    table = torch.nn.functional.pad(pages, (0, (width - length) // PAGE))
     base = torch.randn(reqs, QO_HEADS, DIM, device=device)
     q = base.bfloat16()
     lo = torch.full((reqs,), 4, dtype=torch.int32, device=device)
@@ -48,10 +50,10 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     step = torch.zeros((), dtype=torch.int32, device=device)
     counters = torch.zeros(4, dtype=torch.int64, device=device)
     weight = torch.zeros(reqs + 1, HEADS, args.samples, device=device) if args.samples else None
-    scratch = make_select_scratch(reqs, QO_HEADS, HEADS, length, args.k, device)
-    mirror_scratch = make_mirror_scratch(reqs, HEADS, length, device, may_repeat=False)
+    scratch = make_select_scratch(reqs, QO_HEADS, HEADS, width, args.k, device)
+    mirror_scratch = make_mirror_scratch(reqs, HEADS, width, device, may_repeat=False)
     options = {
-        "width": length, "scale": DIM**-0.5, "page_size": PAGE, "pooled_positions": args.pool,
+        "width": width, "scale": DIM**-0.5, "page_size": PAGE, "pooled_positions": args.pool,
     }  # fmt: skip
 
     def select(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,8 +102,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--index", default="int4", choices=("bf16", "int8", "int4"))
     for name, default in (
-        ("length", 65536), ("requests", 8), ("layers", 8), ("k", 2048), ("resident", 4100),
-        ("cap", 128), ("samples", 0), ("replays", 30),
+        ("length", 65536), ("width", 0), ("requests", 8), ("layers", 8), ("k", 2048),
+        ("resident", 4100), ("cap", 128), ("samples", 0), ("replays", 30),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--pool", nargs=2, type=int, default=(0, 0), metavar=("BEFORE", "AFTER"))

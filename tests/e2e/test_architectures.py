@@ -70,7 +70,10 @@ def make_model(name: str, folder: Path) -> None:
         shutil.copy(Path(model_dir()) / file, folder / file)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=["qwen3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", "mistral"))],
+)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """One prompt that fits the resident set, and two that are several times as long."""
     folder = tmp_path_factory.mktemp(request.param)
