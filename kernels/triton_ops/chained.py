@@ -10,6 +10,7 @@ import functools
 
 import torch
 import triton
+import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandemkv.kernels.streams import may_chain
@@ -18,7 +19,7 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def lead(CHAINED):
+def lead(CHAINED: tl.constexpr):
     """Let the next kernel of a chain be launched, as soon as all programs of this one have begun.
 
     For the first of a chain, which was launched when all before it had ended.
@@ -28,7 +29,7 @@ def lead(CHAINED):
 
 
 @triton.jit
-def follow(CHAINED):
+def follow(CHAINED: tl.constexpr):
     """Wait until the kernel before this one has ended, and do as `lead` does.
 
     Every program has to call this, before it writes anything, or reads what any kernel of the chain
