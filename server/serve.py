@@ -38,7 +38,6 @@ SETTINGS_FILE = "cache_rank.yaml"
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _METRICS_DIR = "metrics"
 _CACHE_RANK_LOG, _SGLANG_LOG = "cache_rank.log", "sglang.log"
-_SOCKETS = ("control.sock", "heartbeat.sock", "inference.sock")
 _STATUS_TIMEOUT_S = 0.5
 _LONG_MESSAGE_S = 10.0
 """What a cache rank that works is not busy with for minutes on end: a single message."""
@@ -216,9 +215,8 @@ def clean_run_dir(run_dir: RunDir, *, is_ours: bool, keep_logs: bool) -> None:
         run_dir.remove()
         return
     remove_leftovers(run_dir)
-    names = [*_SOCKETS, *(f"{name}.lock" for name in _SOCKETS), "token", SETTINGS_FILE]
-    for path in (*(run_dir.path / name for name in names), *run_dir.path.glob("store-[0-9]*")):
-        path.unlink(missing_ok=True)
+    run_dir.clear()
+    (run_dir.path / SETTINGS_FILE).unlink(missing_ok=True)
 
 
 def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:

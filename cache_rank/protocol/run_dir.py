@@ -172,6 +172,13 @@ class RunDir:
         """Delete the directory with all that it holds."""
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def clear(self) -> None:
+        """Remove sockets, token and rendezvous files; what else is there stays, and so does it."""
+        names = [*_SOCKET_NAMES, *(f"{name}.lock" for name in _SOCKET_NAMES), "token"]
+        stores = (p for p in self.path.glob("store-*") if _STORE_NAME.fullmatch(p.name))
+        for path in (*(self.path / name for name in names), *stores):
+            path.unlink(missing_ok=True)
+
     def _create_token(self) -> None:
         # Written aside and linked into place, so that nobody ever reads half a token and of
         # two processes that start together one wins.

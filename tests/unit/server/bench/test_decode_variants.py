@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `tests/bench/decode_variants.py` sets, and how it says that it cannot."""
 
-import importlib.util
+import importlib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -9,17 +9,13 @@ import pytest
 
 from tandemkv.kernels.triton_ops import query
 
-_FILE = Path(__file__).parents[3] / "bench" / "decode_variants.py"
+_BENCH = Path(__file__).parents[3] / "bench"
 
 
 @pytest.fixture
-def variants() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("decode_variants", _FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def variants(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(_BENCH)
+    return importlib.import_module("decode_variants")
 
 
 def test_sets_and_gives_back_items_of_modules_and_of_the_rank(
