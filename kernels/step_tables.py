@@ -83,10 +83,10 @@ def load_attended(
         ``[num_reqs]``, int32 or int64. Row of each request, and its tokens. On a GPU ranges
         are not checked.
     req_to_token : torch.Tensor
-        ``[num_rows, context]``, int32 or int64. Slot of each position. Columns of `slots`
-        that no position stands for get one of these as well.
+        ``[num_rows, context]``, int32 or int64. Slot of each position.
     slots : torch.Tensor
-        ``[max_batch, width]``, int32. The first `num_reqs` rows are written.
+        ``[max_batch, width]``, int32. Of the first `num_reqs` rows as many columns are written
+        as `attended` says; `width` is at least that.
     attended : torch.Tensor
         ``[max_batch]``, int64. The number of slots; the first `num_reqs` are written.
     num_resident, num_recent, num_dense, first_slot : int

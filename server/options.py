@@ -47,7 +47,7 @@ RANK_FLAGS: tuple[Flag, ...] = (
         "recent-tokens=num_recent_tokens sample-tokens fetch-cap index-dtype exact-layers "
         "look-ahead-layers late-layers predictor-dtype scan-ahead shortlist-factor lag "
         "refresh-every gate-cosine seed-window pooling pool-before pool-after "
-        "dense-while-fits dense-tokens "
+        "dense-while-fits dense-tokens dense-batch-tokens "
         "quest-page-tokens ridge-window ridge-eps "
         "lfps-rows lfps-decay lfps-sparsity lfps-threshold lfps-bypass "
         "ridge-sign ridge-normalise ridge-unrotate "

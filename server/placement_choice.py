@@ -13,12 +13,17 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
-from .plan.choose import break_even_tokens, check_fits, choose_placement
+from .pages import with_int4_index
+from .plan.choose import (
+    break_even_batch_tokens,
+    break_even_tokens,
+    check_fits,
+    choose_placement,
+)
 from .plan.placement import Placement, PlacementKind, possible_placements
 from .plan.shape import shape_of_config
 from .plan.workload import Workload
 from .settings import ServeSettings
-from .sglang_command import CUDA_PAGE_SIZE
 
 if TYPE_CHECKING:
     from tandemkv.cache_rank.policies.base import LayerShare
@@ -44,11 +49,12 @@ def resolve_placement(
 
     `cache_ranks` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what `tandemkv
     plan` predicts to be fastest for `max_running_requests` requests that share the cache.
-    `dense_tokens`, in-process on a GPU: the context from which selecting is predicted to pay.
+    `dense_tokens`, `dense_batch_tokens`, in-process on a GPU: the context of each request, and the
+    tokens of a whole step, from which selecting is predicted to pay.
     `anchors`: those of a calibration that maps every head to itself, which tensor-parallel ranks
     can use as well.
     `index_dtype`: int4 where a GPU scans pages, a quarter of the bytes of bf16 keys; what is
-    attended to is never quantised.
+    attended to is never quantised. `num_recent_tokens`: with it as many as a page has.
     `late_layers`: 1 where another GPU of this process selects, for nothing hides a first selection.
 
     Raises
@@ -78,6 +84,13 @@ def resolve_placement(
             "index_dtype=int4: only a cache rank in the inference rank's process has such an "
             "index; use --index-dtype int8, or add --cache-ranks 0, or --transport peer on two GPUs"
         )
+    for name in ("dense_tokens", "dense_batch_tokens"):
+        if getattr(settings.selection, name) and not in_process:
+            raise SettingsError(
+                f"{name}={getattr(settings.selection, name)}: between processes only what is "
+                "resident can be attended to as a whole; add --cache-ranks 0, or leave "
+                f"--{name.replace('_', '-')} out"
+            )
     if settings.selection.num_late and not in_process:
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: only a cache rank in the inference "
@@ -154,13 +167,9 @@ def _with_anchors(settings: ServeSettings, spec: ModelSpec) -> ServeSettings:
     return settings.model_copy(update={"selection": changed})
 
 
-def index_on_gpu(selection: SelectionSettings) -> str:
-    """Return the `index_dtype` that `serve` takes on GPUs: int4 where none is set."""
-    is_set = "index_dtype" in selection.model_fields_set
-    # With fewer recent tokens candidates would lie in unfinished pages.
-    if is_set or needs_own_process(selection) or selection.num_recent_tokens < CUDA_PAGE_SIZE:
-        return selection.index_dtype
-    return "int4"
+def selection_on_gpu(selection: SelectionSettings) -> SelectionSettings:
+    """Return what `serve` takes on GPUs: an int4 index, where none is set."""
+    return selection if needs_own_process(selection) else with_int4_index(selection)
 
 
 def needs_own_process(selection: SelectionSettings) -> bool:
@@ -177,10 +186,9 @@ def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
     in_process = settings.rank_settings.exchange.is_in_process or (
         settings.cache_ranks is None and "transport" not in exchange.model_fields_set
     )
-    if device != "cuda" or not in_process or index_on_gpu(selection) == selection.index_dtype:
+    if device != "cuda" or not in_process:
         return settings
-    changed = selection.model_copy(update={"index_dtype": index_on_gpu(selection)})
-    return settings.model_copy(update={"selection": changed})
+    return settings.model_copy(update={"selection": selection_on_gpu(selection)})
 
 
 def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> ServeSettings:
@@ -236,9 +244,16 @@ def _with_dense_tokens(
     if selection.dense_tokens is not None or not selection.dense_while_fits:
         return settings
     shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
-    tokens = break_even_tokens(shape, _load(settings, spec), settings.tensor_parallel)
-    progress(f"requests of up to {tokens} tokens attend to everything: selecting pays beyond")
-    changed = selection.model_copy(update={"dense_tokens": tokens})
+    load, tp_size = _load(settings, spec), settings.tensor_parallel
+    tokens = break_even_tokens(shape, load, tp_size)
+    changes = {"dense_tokens": tokens}
+    said = f"requests of up to {tokens} tokens attend to everything"
+    if selection.dense_batch_tokens is None:
+        together = break_even_batch_tokens(shape, load, tp_size)
+        changes["dense_batch_tokens"] = together
+        said += f", and so do all of a step that has no more than {together} in all"
+    progress(f"{said}: selecting pays beyond")
+    changed = selection.model_copy(update=changes)
     return settings.model_copy(update={"selection": changed})
 
 

@@ -11,14 +11,12 @@ from tandemkv.cache_rank.protocol.nccl_transport import NCCL_ENVIRONMENT
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
 
 from .cores import usable_cores
+from .pages import page_tokens
 from .settings import ServeSettings
 from .settings_sources import ENVIRONMENT_PREFIX
 
 CPU_CHUNK_TOKENS = 2048
 """Default of --chunked-prefill-size on cpu: bounds the memory of one forward pass."""
-
-CUDA_PAGE_SIZE = 64
-"""Tokens in consecutive slots: the key index shares its scales over them and scans them in one."""
 
 _CUDA_FLAGS = ("--device", "cuda", "--cuda-graph-backend-prefill", "disabled")
 # Each layer waits on the host for its exchange, so no pass can be captured; and a lost cache rank
@@ -47,6 +45,8 @@ def sglang_argv(
         Resolved, i.e. not 0.
     """
     exchanges = is_gpu_with_cache_process(settings, device)
+    selection = settings.selection
+    page_size = page_tokens(selection.index_dtype, selection.num_recent_tokens)
     argv = [
         sys.executable, "-P", "-m", "sglang.launch_server",
         "--model-path", str(model_dir),
@@ -55,7 +55,7 @@ def sglang_argv(
         "--host", settings.host,
         "--port", str(port),
         "--dtype", dtype,
-        "--page-size", "1" if device == "cpu" or exchanges else str(CUDA_PAGE_SIZE),
+        "--page-size", "1" if device == "cpu" or exchanges else str(page_size),
         "--max-running-requests", str(settings.max_running_requests),
         "--max-total-tokens", str(settings.cache.capacity_tokens),
         "--enable-metrics",

@@ -106,6 +106,7 @@ class DecodeBatch:
         *,
         lag: int,
         num_layers: int,
+        num_cold: int | None = None,
     ) -> None:
         """Take over the requests of a step; see `LocalCacheRank.begin_decode`.
 
@@ -128,6 +129,6 @@ class DecodeBatch:
             num_sink=self._sink,
             num_excluded=self._num_recent - lag,
             num_resident=self._num_resident,
-            num_cold=self._lengths.num_cold,
+            num_cold=self._lengths.num_cold if num_cold is None else num_cold,
             num_layers=num_layers,
         )

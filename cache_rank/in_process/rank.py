@@ -312,12 +312,15 @@ class InProcessCacheRank:
         self._counters.begin_step()
 
     def begin_decode(
-        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
-    ) -> None:
+        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor,
+        *, num_cold: int | None = None,
+    ) -> None:  # fmt: skip
         """See `LocalCacheRank.begin_decode`."""
         lag = self._selection.lag_steps if self.selects_for_next_step else 0
         num_layers = len(self._selecting) if self.selects_in_step else 0
-        self.batch.load(rows, lengths, req_to_token, lag=lag, num_layers=num_layers)
+        self.batch.load(
+            rows, lengths, req_to_token, lag=lag, num_layers=num_layers, num_cold=num_cold
+        )
 
     def end_step(self) -> None:
         """See `LocalCacheRank.end_step`."""

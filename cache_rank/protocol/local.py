@@ -252,8 +252,9 @@ class LocalCacheRank(Protocol):
         """Count a decode step; not to be captured."""
 
     def begin_decode(
-        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
-    ) -> None:
+        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor,
+        *, num_cold: int | None = None,
+    ) -> None:  # fmt: skip
         """Load the requests of a decode step into the fixed buffers; not to be captured.
 
         Needed where the step indexes, selects or attends (`attend`).
@@ -265,6 +266,8 @@ class LocalCacheRank(Protocol):
             that was named to `let_load_from`.
         req_to_token : torch.Tensor
             ``[rows, max_context]`` int32, the slot of each position.
+        num_cold : int, optional
+            Longest request that is not selected for in this step; default by the settings.
         """
 
     def end_step(self) -> None:

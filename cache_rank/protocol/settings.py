@@ -61,9 +61,7 @@ class SelectionSettings(_Strict):
     resident_factor: float = Field(
         default=2.0, ge=1.0, le=16.0, description="c: the resident set holds num_sink + c*K tokens."
     )
-    num_sink_tokens: int = Field(
-        default=4, ge=0, le=1024, description="First tokens, always resident."
-    )
+    num_sink_tokens: int = Field(default=4, ge=0, le=1024, description="First tokens, resident.")
     num_recent_tokens: int = Field(default=64, ge=2, le=16384, description="Latest tokens, a ring.")
     sample_tokens: int | None = Field(
         default=None,
@@ -151,6 +149,13 @@ class SelectionSettings(_Strict):
         description="In-process only: requests up to this length attend to everything; default "
         "what is resident anyway, with serve the length from which selecting is faster.",
     )
+    dense_batch_tokens: TokenCount | None = Field(
+        default=None,
+        ge=0,
+        le=1 << 20,
+        description="In-process on the model's GPU: so do all requests of a step that has no more "
+        "tokens than this in all; default none, with serve as many as take no longer.",
+    )
     pooling: Literal["softmax_mean", "max_logit", "mean_logit"] = Field(
         default="softmax_mean", description="How the query heads of a group are pooled."
     )
@@ -237,12 +242,8 @@ class SelectionSettings(_Strict):
     sfi_decay: float = Field(
         default=1.0, ge=0.0, le=64.0, description="sfi: beta of the position prior, Eq. 11."
     )
-    sfi_decay_power: float = Field(
-        default=2.0, ge=1.0, le=16.0, description="sfi: p of the position prior, Eq. 11."
-    )
-    sfi_tail_brake: float = Field(
-        default=1.0, ge=0.0, le=16.0, description="sfi: eta of the position prior, Eq. 11."
-    )
+    sfi_decay_power: float = Field(default=2.0, ge=1.0, le=16.0, description="sfi: p, Eq. 11.")
+    sfi_tail_brake: float = Field(default=1.0, ge=0.0, le=16.0, description="sfi: eta, Eq. 11.")
     sfi_lambda_clip: float = Field(
         default=0.02, ge=0.0, le=1.0, description="sfi: most weight of the prior, Eq. 18."
     )

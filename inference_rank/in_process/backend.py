@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from tandemkv.cache_rank.protocol.local import DenseLengths, LocalCacheRank
+from tandemkv.cache_rank.protocol.local import LocalCacheRank
 from tandemkv.inference_rank.residual_hooks import install_logits_hook
 from tandemkv.kernels.flags import raise_flags, wait_flags
 
+from .dense_steps import DenseSteps
 from .far_attention import FarAttention
 from .graph_variants import PlanFence, PlansApart, StepKind
 from .layer_streams import LayerStreams
@@ -47,7 +48,7 @@ class InProcessBackend(AttentionBackend):
 
     def __init__(
         self, runner: Any, full: AttentionBackend, rank: LocalCacheRank, home: ResidentHome,
-        *, cache_device: torch.device, seed_window: int, lengths: DenseLengths, num_resident: int,
+        *, cache_device: torch.device, seed_window: int, dense: DenseSteps, num_resident: int,
         runtime: Any,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -57,7 +58,7 @@ class InProcessBackend(AttentionBackend):
         self._home, self._table = home, home.table
         self._runtime = runtime
         self._seed_window, self._num_resident = seed_window, num_resident
-        self._lengths = lengths
+        self._dense, self._lengths = dense, dense.base
         self._pool = runner.req_to_token_pool
         is_cuda = cache_device.type == "cuda"
         self._sparse: FlashInferResident | PagedResident = (
@@ -315,12 +316,14 @@ class InProcessBackend(AttentionBackend):
         rows, lengths = forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size]
         req_to_token = self._pool.req_to_token
         on_host = forward_batch.seq_lens_cpu[:size]
+        dense = self._dense.of(on_host)
         if not in_capture:
             self._make_sparse(rows, on_host, req_to_token)
-            self._count(on_host[: size - getattr(forward_batch, "num_padding", 0)])
-        self._table.load(rows, lengths, req_to_token)
+            self._count(on_host[: size - getattr(forward_batch, "num_padding", 0)], dense.num_dense)
+            self._dense.advance(on_host)
+        self._table.load(rows, lengths, req_to_token, dense.num_dense)
         if self._home.samples is not None:
-            self._home.samples.load(rows, lengths, req_to_token)
+            self._home.samples.load(rows, lengths, req_to_token, dense.num_dense)
         self._home.begin_step()
         self._join()  # nothing to wait for, unless a step failed
         if self._ahead is not None:
@@ -328,7 +331,8 @@ class InProcessBackend(AttentionBackend):
         self._rank.begin_step()
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)
         if in_capture or kind is not StepKind.DENSE or self._far is not None:
-            self._rank.begin_decode(rows, lengths, req_to_token)  # every lane reads what this loads
+            # Every lane reads what this loads.
+            self._rank.begin_decode(rows, lengths, req_to_token, num_cold=dense.num_cold)
         with self._fence.planning():
             self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph, kind=kind)
             if self._needs_full and in_graph:
@@ -347,7 +351,7 @@ class InProcessBackend(AttentionBackend):
         rank = self._rank
         if not rank.selects:
             return StepKind.DENSE
-        if rank.selects_in_step and bool((lengths > self._lengths.num_cold).any()):
+        if rank.selects_in_step and bool((lengths > self._dense.of(lengths).num_cold).any()):
             return StepKind.SELECTING
         every = rank.index_interval
         indexes = every > 0 and bool((lengths % every == 0).any())
@@ -407,13 +411,13 @@ class InProcessBackend(AttentionBackend):
         counters.extend_steps_total += 1
         counters.seeded_rows_total += len(self._seeds)
 
-    def _count(self, lengths: torch.Tensor) -> None:
+    def _count(self, lengths: torch.Tensor, num_dense: int) -> None:
         counters = self._runtime.counters
-        num_sparse = int((lengths > self._lengths.num_dense).sum())
+        num_sparse = int((lengths > num_dense).sum())
         counters.decode_steps_total += 1
         counters.sparse_rows_total += num_sparse
         counters.dense_rows_total += len(lengths) - num_sparse
-        attended = self._table.attended_on_host(lengths)
+        attended = self._table.attended_on_host(lengths, num_dense)
         if self._home.samples is not None:
             attended = attended + (lengths - attended).clamp(max=self._home.samples.num_samples)
         counters.attended_tokens_total += int(attended.sum())

@@ -27,6 +27,8 @@ class AttendTable:
     attended : torch.Tensor
         ``[max_batch]`` int64: all tokens of a request of up to `num_dense`, else
         ``min(length, R + num_recent)``.
+    num_dense : int
+        As of the step that was loaded last.
     """
 
     def __init__(
@@ -42,25 +44,29 @@ class AttendTable:
         self._most = num_resident + num_recent
         self.width = max(self._most, num_dense)
         self._num_resident, self._num_recent = num_resident, num_recent
-        self._num_dense, self._first_slot = num_dense, first_slot
+        self.num_dense, self._first_slot = num_dense, first_slot
         self.slots = torch.zeros((max_batch, self.width), dtype=torch.int32, device=device)
         self.attended = torch.ones(max_batch, dtype=torch.int64, device=device)
 
-    def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
+    def load(
+        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int
+    ) -> None:
         """Fill in the requests of a step; ``rows, lengths [B]`` on the device.
 
         A sparse request has ``min(R, length - num_recent)`` resident slots; token positions
-        count from the end in both kinds, for a dense one has all of them.
+        count from the end in both kinds, for a dense one has all of them. `num_dense` is this
+        step's, at most that of the table.
         """
+        self.num_dense = num_dense
         load_attended(
             rows, lengths, req_to_token, self.slots, self.attended,
             num_resident=self._num_resident, num_recent=self._num_recent,
-            num_dense=self._num_dense, first_slot=self._first_slot,
+            num_dense=num_dense, first_slot=self._first_slot,
         )  # fmt: skip
 
-    def attended_on_host(self, lengths: torch.Tensor) -> torch.Tensor:
+    def attended_on_host(self, lengths: torch.Tensor, num_dense: int) -> torch.Tensor:
         """`attended` for lengths ``[B]`` that are known on the host."""
-        return torch.where(lengths > self._num_dense, lengths.clamp(max=self._most), lengths)
+        return torch.where(lengths > num_dense, lengths.clamp(max=self._most), lengths)
 
 
 class RingTable(AttendTable):
@@ -92,12 +98,15 @@ class RingTable(AttendTable):
         self.rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.write_slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
 
-    def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
+    def load(
+        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int
+    ) -> None:
         """See `AttendTable.load`; `req_to_token` is not needed."""
+        self.num_dense = num_dense
         load_ring(
             rows, lengths, self.slots, self.attended, self.rows, self.write_slots,
             num_resident=self._num_resident, num_recent=self._num_recent,
-            num_dense=self._num_dense,
+            num_dense=num_dense,
         )  # fmt: skip
 
 
@@ -160,7 +169,7 @@ class FlashInferResident:
     def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: StepKind) -> None:
         """See `ResidentAttention.plan`."""
         table, size = self._table, forward_batch.batch_size
-        on_host = table.attended_on_host(forward_batch.seq_lens_cpu[:size])
+        on_host = table.attended_on_host(forward_batch.seq_lens_cpu[:size], table.num_dense)
         view = SimpleNamespace(
             batch_size=size,
             req_pool_indices=self._batch_index[:size],

@@ -34,7 +34,9 @@ class StepSamples(Protocol):
     def num_samples(self) -> int:
         """Samples of a request."""
 
-    def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
+    def load(
+        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int
+    ) -> None:
         """Take over the requests of a step; ``rows, lengths [B]`` on the device."""
 
     def attend(
@@ -50,15 +52,14 @@ class _StepRows:
     `rows` and `active`, ``[max_batch]`` int64 and bool: their rows, and whether they are sparse.
     """
 
-    def __init__(self, num_dense: int, max_batch: int, device: torch.device) -> None:
-        self._num_dense = num_dense
+    def __init__(self, max_batch: int, device: torch.device) -> None:
         self.rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.active = torch.zeros(max_batch, dtype=torch.bool, device=device)
 
-    def load(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+    def load(self, rows: torch.Tensor, lengths: torch.Tensor, num_dense: int) -> None:
         """Take over the requests of a step."""
         self.rows[: len(rows)] = rows
-        torch.gt(lengths, self._num_dense, out=self.active[: len(rows)])
+        torch.gt(lengths, num_dense, out=self.active[: len(rows)])
 
 
 class PoolSamples:
@@ -66,22 +67,24 @@ class PoolSamples:
 
     def __init__(
         self, pool: Any, log_weight: torch.Tensor, *, num_sink: int, num_recent: int,
-        num_dense: int, max_batch: int,
+        max_batch: int,
     ) -> None:  # fmt: skip
         self._pool, self.log_weight = pool, log_weight
         self._num_sink, self._num_recent = num_sink, num_recent
         shape = (max_batch, log_weight.shape[-1])
         self._slots = torch.zeros(shape, dtype=torch.int32, device=log_weight.device)
-        self._step = _StepRows(num_dense, max_batch, log_weight.device)
+        self._step = _StepRows(max_batch, log_weight.device)
 
     @property
     def num_samples(self) -> int:
         """See `StepSamples`."""
         return self._slots.shape[1]
 
-    def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
+    def load(
+        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int
+    ) -> None:
         """See `StepSamples.load`."""
-        self._step.load(rows, lengths)
+        self._step.load(rows, lengths, num_dense)
         load_sample_slots(
             rows, lengths, req_to_token, self._slots, num_sink=self._num_sink,
             num_recent=self._num_recent,
@@ -114,7 +117,7 @@ class OwnSamples:
             "num_recent": num_recent,
             "num_dense": num_dense,
         }
-        self._step = _StepRows(num_dense, max_batch, device)
+        self._step = _StepRows(max_batch, device)
         self._slots_of = samples.slots(torch.arange(samples.k.shape[1], device=device))
         self._slots = samples.slots(self._step.rows)
         self._moved = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
@@ -130,10 +133,12 @@ class OwnSamples:
         """See `StepSamples`."""
         return self._set.num_samples
 
-    def load(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> None:
+    def load(
+        self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int
+    ) -> None:
         """See `StepSamples.load`; `req_to_token` is not needed."""
         size = len(rows)
-        self._step.load(rows, lengths)
+        self._step.load(rows, lengths, num_dense)
         torch.index_select(self._slots_of, 0, self._step.rows[:size], out=self._slots[:size])
         load_sample_moves(lengths, self._moved, self._sources, **self._sizes)
 

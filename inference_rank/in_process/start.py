@@ -20,13 +20,14 @@ from tandemkv.cache_rank.protocol.local import (
 )
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.resident_set import ResidentSet
 from tandemkv.inference_rank.sample_set import make_log_weights
 
 from .backend import InProcessBackend
+from .dense_steps import DenseSteps
 from .peer_memory import seen_from, with_index
 from .pool import token_slots
 from .query_predictor import LiveQueryPredictor
@@ -156,10 +157,16 @@ def create_backend(runner: Any) -> InProcessBackend:
         home,
         cache_device=cache_device,
         seed_window=selection.seed_window,
-        lengths=DenseLengths.of(selection, selection.num_resident),
+        dense=dense_steps(selection),
         num_resident=selection.num_resident,
         runtime=local,
     )
+
+
+def dense_steps(selection: SelectionSettings) -> DenseSteps:
+    """Return what is attended to as a whole, by these settings."""
+    base = DenseLengths.of(selection, selection.num_resident)
+    return DenseSteps(base, selection.dense_batch_tokens or 0)
 
 
 def cache_device_of(runner: Any, settings: RankSettings) -> torch.device:
@@ -189,18 +196,17 @@ def make_home(
     selection, pool = settings.selection, runner.token_to_kv_pool
     rows1 = int(runner.req_to_token_pool.req_to_token.shape[0])
     width, num_slots = selection.num_resident, token_slots(pool)
-    sizes: dict[str, Any] = {
-        "num_recent": selection.num_recent_tokens,
-        "num_dense": DenseLengths.of(selection, width).num_dense,
-        "max_batch": rows1 - 1,
-    }
+    sizes: dict[str, Any] = {"num_recent": selection.num_recent_tokens, "max_batch": rows1 - 1}
     sample_sizes = {**sizes, "num_sink": selection.num_sink_tokens}
-    sizes |= {"num_resident": width, "device": device}
+    num_dense = dense_steps(selection).num_dense
+    sizes |= {"num_resident": width, "num_dense": num_dense, "device": device}
     if settings.exchange.transport == "peer":
         resident = ResidentSet(model, selection, rows1 - 1, device)
         own = None
         if resident.samples is not None:
-            own = OwnSamples(resident.samples, num_resident=width, **sample_sizes)
+            own = OwnSamples(
+                resident.samples, num_resident=width, num_dense=num_dense, **sample_sizes
+            )
         return OwnSet(pool, RingTable(**sizes), resident, own)
     needed = num_slots + rows1 * width
     if pool.k_buffer[0].shape[0] < needed:
@@ -269,6 +275,11 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
         raise SettingsError(
             f"dense_tokens={selection.dense_tokens}: with transport=peer only what is resident can "
             f"be attended to as a whole, {fitting} tokens; lower --dense-tokens"
+        )
+    if settings.exchange.transport == "peer" and selection.dense_batch_tokens:
+        raise SettingsError(
+            f"dense_batch_tokens={selection.dense_batch_tokens}: with transport=peer only what is "
+            "resident can be attended to as a whole; leave --dense-batch-tokens out"
         )
     if selection.index_dtype == "int4" and selection.num_recent_tokens < page_size:
         raise SettingsError(

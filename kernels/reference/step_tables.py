@@ -27,7 +27,8 @@ def load_attended(
     positions = (lengths - count + column).clamp(min=0, max=req_to_token.shape[1] - 1)
     in_pool = req_to_token[rows, positions]
     resident = first_slot + rows * num_resident + column
-    slots[:size] = torch.where(is_sparse & (column < filled), resident, in_pool)
+    found = torch.where(is_sparse & (column < filled), resident, in_pool).to(slots.dtype)
+    slots[:size] = torch.where(column < count, found, slots[:size])
     attended[:size] = count[:, 0]
 
 
@@ -57,7 +58,8 @@ def load_ring(
 
     in_set = is_sparse & (column < filled)
     slot = torch.where(in_set, column, slot_of(lengths - count + column))
-    slots[:size] = rows * slots.shape[1] + slot
+    found = (rows * slots.shape[1] + slot).to(slots.dtype)
+    slots[:size] = torch.where(column < count, found, slots[:size])
     attended[:size] = count[:, 0]
     set_rows[:size] = rows[:, 0]
     write_slots[:size] = slot_of(lengths - 1)[:, 0]

@@ -41,7 +41,7 @@ def _attended_kernel(
     row, length = _request(rows, lengths, req, rows_stride, lengths_stride)
     count, filled, is_sparse = _counts(row, length, num_resident, num_recent, num_dense)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
+    mask = column < tl.minimum(count, width)  # the rest of a wide table is not read
     in_set = is_sparse & (column < filled)
     position = tl.minimum(tl.maximum(length - count + column, 0), context - 1)
     in_pool = tl.load(
@@ -80,7 +80,7 @@ def _ring_kernel(
     slot = tl.where(is_sparse & (column < filled), column, latest)
     tl.store(
         slots + req * slots_stride_b + column * slots_stride_c,
-        (row * width).to(tl.int32) + slot, mask=column < width,
+        (row * width).to(tl.int32) + slot, mask=column < tl.minimum(count, width),
     )  # fmt: skip
     if block == 0:
         newest = _slot_of(length - 1, is_sparse, num_resident, num_recent)

@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.pages import LONG_PAGE_TOKENS
 from tandemkv.server.placement_choice import with_late_layers
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import Sourced, load_settings
@@ -127,6 +128,7 @@ def _own(tp_size: int, **more: Any) -> Configuration:
         "dtype": "bfloat16",
         "selection.index_dtype": "int4",
         "selection.budget_tokens": 2048,
+        "selection.num_recent_tokens": LONG_PAGE_TOKENS,
         "selection.exact_layers": [],
         "selection.sample_tokens": 0,
         # Below it ours is dense attention; a benchmark wants to see what selecting costs.
@@ -148,7 +150,7 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "-no-selection": {
         "selection.policy": "streaming",
         "selection.budget_tokens": 0,
-        "selection.num_recent_tokens": 4160,
+        "selection.num_recent_tokens": 4224,
     },
     "-exact": {"selection.policy": "exact"},
 }

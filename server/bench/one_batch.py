@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tandemkv.server.pages import LONG_PAGE_TOKENS
 from tandemkv.server.plan.shape import ModelShape
 
 from .measured import Measured, Point, Spread
@@ -63,8 +64,6 @@ if __name__ == "__main__":
 '''
 DRIVER_FILE = "one_batch_driver.py"
 RESULT_FILE = "one_batch.jsonl"
-PAGE_TOKENS = 64
-"""Largest page that a configuration uses."""
 MIN_CAPACITY_TOKENS = 256
 """Smallest capacity that the settings accept."""
 
@@ -113,8 +112,8 @@ def capacity_tokens(batch: int, contexts: Sequence[int], output_tokens: int) -> 
     Room for five times `output_tokens`, which `decode_steps` needs: it warms up, waits for each
     step once, and queues them three times.
     """
-    pages = -(-(max(contexts) + 5 * output_tokens) // PAGE_TOKENS) + 1
-    return max(MIN_CAPACITY_TOKENS, batch * pages * PAGE_TOKENS)
+    pages = -(-(max(contexts) + 5 * output_tokens) // LONG_PAGE_TOKENS) + 1
+    return max(MIN_CAPACITY_TOKENS, batch * pages * LONG_PAGE_TOKENS)
 
 
 def write_driver(work_dir: Path) -> None:

@@ -161,6 +161,22 @@ def break_even_tokens(
     return 256 * low
 
 
+def break_even_batch_tokens(
+    shape: ModelShape, load: Workload, tp_size: int, cost: CostConstants = H200
+) -> int:
+    """Return the tokens of a whole batch up to which attending to everything is no slower.
+
+    What it costs is how many tokens there are, whoever's they are, so one number does for batches
+    of every size: the least that is predicted for those of up to the concurrency of `load`, and
+    at most what one request may have.
+    """
+    found = []
+    for size in (1 << n for n in range(load.concurrency.bit_length())):
+        trial = replace(load, concurrency=size, context_tokens=load.total_tokens // size)
+        found.append(size * break_even_tokens(shape, trial, tp_size, cost))
+    return min(found)
+
+
 def _plan(
     placement: Placement,
     shape: ModelShape,

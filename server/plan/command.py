@@ -15,7 +15,7 @@ from rich.text import Text
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.options import RANK_FLAGS, with_flags
-from tandemkv.server.placement_choice import index_on_gpu, needs_own_process
+from tandemkv.server.placement_choice import needs_own_process, selection_on_gpu
 from tandemkv.server.preflight import check_policy, resolve_model
 from tandemkv.server.settings import EMBEDDED_MODEL
 from tandemkv.server.settings_sources import Sourced, load_settings
@@ -106,13 +106,14 @@ def plan(
             "own, whose time per token is not predicted; add --cache-device cpu to "
             "`tandemkv serve` for one that keeps K/V in host memory"
         )
+    if index_dtype is not None:
+        selection = selection.model_copy(update={"index_dtype": index_dtype})
     load = Workload.from_selection(
-        selection,
+        selection_on_gpu(selection),
         context_tokens=context,
         concurrency=concurrency,
         chunk_tokens=chunked_prefill_size,
         capacity_tokens=cache_tokens,
-        index_dtype=index_dtype or index_on_gpu(selection),
     )
     if model == EMBEDDED_MODEL:
         shape = find_shape(str(resolve_model(model, lambda _: None)), dtype=dtype)

@@ -9,12 +9,11 @@ from typing import Self
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.server.pages import page_tokens
 
 from .shape import ModelShape
 
 INDEX_DTYPES = ("native", "int8", "int4")
-INT4_SCALE_BLOCK = 64
-"""Tokens that share one scale and zero point (2 + 2 bytes) per channel in the int4 index."""
 CALIBRATED_ANCHORS = 5
 """Anchor layers of a calibration where nothing else is asked for, and of those that are shipped."""
 
@@ -147,4 +146,6 @@ class Workload:
             return shape.head_dim * shape.item_bytes
         if self.index_dtype == "int8":
             return shape.head_dim + 4.0
-        return shape.head_dim / 2 + 4.0 * shape.head_dim / INT4_SCALE_BLOCK
+        # A page of tokens shares scale and zero point, 2 + 2 bytes, per channel.
+        page = page_tokens(self.index_dtype, self.num_recent_tokens)
+        return shape.head_dim / 2 + 4.0 * shape.head_dim / page

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time per token of one request at a time, over HTTP, of two servers that are asked in turns.
+"""Time per token, and to the first, of one request at a time, over HTTP, of two servers in turns.
 
     python tests/bench/http_decode.py stock=http://127.0.0.1:31000 ours=http://127.0.0.1:31001 \
         --contexts 2048,8192 --out batch1_http.json
 
 Both may share a GPU, where an idle server takes none of it: figures of two GPUs of one machine
 differ by 2 %. A figure is what 416 tokens take longer than 32, after prompts of one length that no
-cache has seen: prefill and HTTP are not in it. ``p10`` and ``p90`` hold the least and the largest.
+cache has seen: prefill and HTTP are not in it. The first token is the whole of a request for one:
+prefill, HTTP and all. ``p10`` and ``p90`` hold the least and the largest.
 """
 
 from __future__ import annotations
@@ -44,6 +45,19 @@ def seconds(url: str, num_prompt: int, num_new: int) -> float:
     return end - begin
 
 
+def rows_of(figure: str, found: dict[str, list[float]], context: int) -> list[dict[str, Any]]:
+    """Return a row a server, and the second over the first."""
+    rows: list[dict[str, Any]] = []
+    for name, values in found.items():
+        spread = {"p10": min(values), "p90": max(values), "n": len(values)}
+        value = statistics.median(values)
+        rows.append(
+            {"figure": f"{figure}_{name}_1x{context}", "value": value, "unit": "ms", **spread}
+        )
+    ratio = rows[1]["value"] / rows[0]["value"]
+    return [*rows, {"figure": f"{figure}_ratio_1x{context}", "value": ratio, "unit": ""}]
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -59,20 +73,17 @@ def main() -> None:
     for context in map(int, args.contexts.split(",")):
         for url in servers.values():
             seconds(url, context, LONG)  # compiles what is new
-        found: dict[str, list[float]] = {name: [] for name in servers}
+        first: dict[str, list[float]] = {name: [] for name in servers}
+        later: dict[str, list[float]] = {name: [] for name in servers}
         for _ in range(args.turns):
             for name, url in servers.items():
+                first[name].append(1e3 * seconds(url, context, 1))
                 extra = seconds(url, context, LONG) - seconds(url, context, SHORT)
-                found[name].append(1e3 * extra / (LONG - SHORT))
-        medians = [statistics.median(values) for values in found.values()]
-        for name, values in found.items():
-            spread = {"p10": min(values), "p90": max(values), "n": len(values)}
-            value = statistics.median(values)
-            figure = f"http_ms_per_token_{name}_1x{context}"
-            rows.append({"figure": figure, "value": value, "unit": "ms", **spread})
-        ratio = medians[1] / medians[0]
-        rows.append({"figure": f"http_ratio_1x{context}", "value": ratio, "unit": ""})
-        print(*(json.dumps(row) for row in rows[-3:]), sep="\n")
+                later[name].append(1e3 * extra / (LONG - SHORT))
+        added = rows_of("http_first_token_ms", first, context)
+        added += rows_of("http_ms_per_token", later, context)
+        rows += added
+        print(*map(json.dumps, added), sep="\n", flush=True)
         args.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

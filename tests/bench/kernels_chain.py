@@ -9,7 +9,8 @@ replay, so that rows are fetched as in decoding. ``--filter`` tries tokens, warp
 the pass that filters scores, ``--scan`` as ``--tuning`` of kernels_score.py does; ``--pool 1 0``
 chooses by scores pooled over neighbours. ``--samples 128`` weighs samples too; ``--chained``
 launches kernels as on a GPU that does nothing but select; ``--width`` is the longest context that
-is allowed for, by default the length. The choice is compared with the reference first.
+is allowed for, by default the length; ``--page`` how many tokens share scales. The choice is
+compared with the reference first.
 """
 
 import argparse
@@ -30,9 +31,9 @@ from tandemkv.kernels.triton_ops import select as triton_select
 def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     """Build `args.layers` layers; returns what enqueues one step, of all of them."""
     reqs, length, device = args.requests, args.length, torch.device("cuda")
-    num_pages = reqs * length // PAGE + 1
-    pools = [make_pool(args.index, num_pages) for _ in range(args.layers)]
-    kv = torch.randn(2, num_pages * PAGE, HEADS, DIM, device=device).bfloat16()
+    num_pages, page = reqs * length // args.page + 1, args.page
+    pools = [make_pool(args.index, num_pages, page) for _ in range(args.layers)]
+    kv = torch.randn(2, num_pages * page, HEADS, DIM, device=device).bfloat16()
     res = torch.zeros(2, reqs + 1, args.resident, HEADS, DIM, device=device).bfloat16()
     books = torch.arange(args.resident, device=device, dtype=torch.int32)
     books = books.expand(args.layers, reqs + 1, HEADS, args.resident).contiguous()
@@ -40,7 +41,7 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     rows = torch.randperm(reqs, device=device) + 1
     width = max(length, args.width)
     pages = (torch.randperm(num_pages - 1, device=device).int() + 1).view(reqs, -1)
-    table = torch.nn.functional.pad(pages, (0, (width - length) // PAGE))
+    table = torch.nn.functional.pad(pages, (0, (width - length) // page))
     base = torch.randn(reqs, QO_HEADS, DIM, device=device)
     q = base.bfloat16()
     lo = torch.full((reqs,), 4, dtype=torch.int32, device=device)
@@ -53,7 +54,7 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     scratch = make_select_scratch(reqs, QO_HEADS, HEADS, width, args.k, device)
     mirror_scratch = make_mirror_scratch(reqs, HEADS, width, device, may_repeat=False)
     options = {
-        "width": width, "scale": DIM**-0.5, "page_size": PAGE, "pooled_positions": args.pool,
+        "width": width, "scale": DIM**-0.5, "page_size": page, "pooled_positions": args.pool,
     }  # fmt: skip
 
     def select(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +82,7 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
                 hi=hi, lo=0, fetch_cap=args.cap, selected_scores=scores, active=active, rows=rows,
                 counters=counters, log_weight=weight, scratch=mirror_scratch,
             )  # fmt: skip
-            exchange_rows(*kv, table, *fetched, *res, rows, page_size=PAGE)
+            exchange_rows(*kv, table, *fetched, *res, rows, page_size=page)
 
     run.counters = counters  # type: ignore[attr-defined]
     return run
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("--index", default="int4", choices=("bf16", "int8", "int4"))
     for name, default in (
         ("length", 65536), ("width", 0), ("requests", 8), ("layers", 8), ("k", 2048),
-        ("resident", 4100), ("cap", 128), ("samples", 0), ("replays", 30),
+        ("resident", 4100), ("cap", 128), ("samples", 0), ("replays", 30), ("page", PAGE),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--pool", nargs=2, type=int, default=(0, 0), metavar=("BEFORE", "AFTER"))

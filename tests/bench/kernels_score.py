@@ -27,19 +27,21 @@ KINDS = {"bf16": "native", "int8": "int8", "int4": "int4"}
 MIN_ROTATED_BYTES = 1 << 30
 
 
-def make_pool(index: str, num_pages: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def make_pool(
+    index: str, num_pages: int, page: int = PAGE
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys of one layer: random bits are as good as quantized keys."""
     cuda = torch.device("cuda")
     if index == "bf16":
-        keys = torch.randn(num_pages * PAGE, HEADS, DIM, device=cuda, dtype=torch.bfloat16)
+        keys = torch.randn(num_pages * page, HEADS, DIM, device=cuda, dtype=torch.bfloat16)
         return keys, None
     if index == "int8":
         codes = torch.randint(
-            -127, 128, (num_pages * PAGE, HEADS, DIM), device=cuda, dtype=torch.int8
+            -127, 128, (num_pages * page, HEADS, DIM), device=cuda, dtype=torch.int8
         )
         return codes, torch.rand(codes.shape[:2], device=cuda) * 0.02 + 0.01
     codes = torch.randint(
-        0, 256, (num_pages, HEADS, PAGE, DIM // 2), device=cuda, dtype=torch.uint8
+        0, 256, (num_pages, HEADS, page, DIM // 2), device=cuda, dtype=torch.uint8
     )
     scales = torch.rand(num_pages, HEADS, 2, DIM, device=cuda, dtype=torch.float16)
     scales[:, :, 0].mul_(0.2).add_(0.1)

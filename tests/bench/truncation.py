@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-PAGE = 64  # tokens that share scales, and a largest share
+TILE = 64  # tokens that share a largest share
 _MODE = re.compile(r"dense|(own|predicted|before)(\+rest|\+sample[1-9]\d*)?")
 
 
@@ -46,10 +46,10 @@ class Decoding:
 
     def __init__(
         self, budget: int, sink: int, recent: int, index: str = "native", num_exact: int = 2,
-        num_late: int = 0,
+        num_late: int = 0, page: int = 64,
     ) -> None:  # fmt: skip
         self.budget, self.sink, self.recent, self.index = budget, sink, recent, index
-        self.num_exact, self.num_late = num_exact, num_late
+        self.num_exact, self.num_late, self.page = num_exact, num_late, page
         self.mode = "dense"
         self.hidden: dict[int, torch.Tensor] = {}
         self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -85,7 +85,7 @@ class Decoding:
                 self._queries[module.layer_idx] = query
             else:
                 asks = self._predict(module, query) if kind == "predicted" else query
-            keys = k[0] if self.index == "native" else in_int4(k[0])
+            keys = k[0] if self.index == "native" else in_int4(k[0], self.page)
             chooses = torch.einsum("hgd,hnd->hgn", asks, keys) * scaling
         is_candidate = torch.zeros(k.shape[2], dtype=torch.bool)
         is_candidate[self.sink : k.shape[2] - self.recent] = True
@@ -132,10 +132,10 @@ class Decoding:
         return (query * cos + turned * sin).view_as(like)
 
 
-def in_int4(keys: torch.Tensor) -> torch.Tensor:
+def in_int4(keys: torch.Tensor, page: int) -> torch.Tensor:
     """Return keys ``[H, N, D]`` as an int4 index has them; those of a page not yet full stay."""
-    full = keys.shape[1] // PAGE * PAGE
-    pages = keys[:, :full].unflatten(1, (-1, PAGE))
+    full = keys.shape[1] // page * page
+    pages = keys[:, :full].unflatten(1, (-1, page))
     zero = pages.amin(2, keepdim=True)
     scale = (pages.amax(2, keepdim=True) - zero) / 15
     scale, zero = scale.half().float(), zero.half().float()
@@ -144,11 +144,11 @@ def in_int4(keys: torch.Tensor) -> torch.Tensor:
 
 
 def coded_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the softmax over the last dimension, from a byte of each share of a page's largest."""
+    """Return the softmax over the last dimension, from a byte of each share of a tile's largest."""
     length = logits.shape[-1]
-    pages = F.pad(logits, (0, -length % PAGE), value=-math.inf).unflatten(-1, (-1, PAGE))
-    top = pages.amax(-1, keepdim=True).clamp(min=-1e30)
-    bits = (pages - top).exp().half().view(torch.int16)
+    tiles = F.pad(logits, (0, -length % TILE), value=-math.inf).unflatten(-1, (-1, TILE))
+    top = tiles.amax(-1, keepdim=True).clamp(min=-1e30)
+    bits = (tiles - top).exp().half().view(torch.int16)
     shares = ((bits + 64) >> 7 << 7).view(torch.float16).float()
     found = shares * (top - logits.logsumexp(-1)[..., None, None]).exp()
     return found.flatten(-2)[..., :length]
@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("--sink", type=int, default=4)
     parser.add_argument("--recent", type=int, default=64)
     parser.add_argument("--index", default="native", choices=("native", "int4", "codes"))
+    parser.add_argument("--page", type=int, default=64, help="tokens that share int4 scales")
     parser.add_argument("--exact", type=int, default=2, help="so many first layers stay dense")
     parser.add_argument("--late", type=int, default=0, help="so many first layers select late")
     parser.add_argument("--out", type=Path, help="JSON lines, written as they come")
@@ -226,7 +227,7 @@ def main() -> None:
 
     decode = AutoTokenizer.from_pretrained(args.model).decode
     decoding = Decoding(
-        args.budget, args.sink, args.recent, args.index, args.exact, args.late
+        args.budget, args.sink, args.recent, args.index, args.exact, args.late, args.page
     )  # fmt: skip
     model = load(args.model, decoding)
     rows = [json.loads(line) for line in args.samples.read_text(encoding="utf-8").splitlines()]

@@ -127,28 +127,29 @@ def test_a_request_grows_out_of_dense_attention(small: Server, token_ids: list[i
     assert mean[1] > mean[0] - 1.0, mean
 
 
-def test_dense_up_to_a_length(
+def test_dense_up_to_a_length_or_while_there_is_little_else(
     prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:
-    """Up to `dense_tokens` a request is attended to as a whole; beyond it is selected for."""
+    """A request alone is attended to as a whole, two long ones at once are selected for."""
     selection = {
         "policy": "look_ahead",
         "budget_tokens": 96,
         "resident_factor": 1.0,
         "num_recent_tokens": 16,
         "exact_layers": [],
-        "dense_tokens": 720,
+        "dense_tokens": 200,
+        "dense_batch_tokens": 720,
     }
     with ours({"cache_ranks": 0, "selection": selection}) as server:
         found = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
         assert found["pass"], found
         before, _ = server.values()
-        longest = max(prompts, key=len)
-        server.generate(
-            input_ids=longest,
-            sampling_params={"max_new_tokens": 60, "temperature": 0, "ignore_eos": True},
-        )
+        longest = sorted(prompts, key=len)[-2:]
+        assert 720 < sum(map(len, longest)) < 2 * 720
+        run(server, longest, new_tokens=90, at_once=2)
         after, _ = server.values()
-    assert before["sparse_rows_total"] == 0
-    assert after["sparse_rows_total"] > 0
-    assert after["fetched_rows_total"] > before["fetched_rows_total"]
+        assert before["sparse_rows_total"] == 0
+        assert after["sparse_rows_total"] > 0
+        assert after["fetched_rows_total"] > before["fetched_rows_total"]
+        again = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
+        assert again["pass"], again

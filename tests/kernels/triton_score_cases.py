@@ -119,7 +119,7 @@ def test_score_window(kind: str, lo: int, hi: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("dim", "page_size"), [(64, 16), (128, 64), (20, 32)])
+@pytest.mark.parametrize(("dim", "page_size"), [(64, 16), (128, 64), (128, 128), (20, 32)])
 def test_quantize_equals_the_reference(dtype: torch.dtype, dim: int, page_size: int) -> None:
     torch.manual_seed(7)
     num_pages, heads = 7, 3

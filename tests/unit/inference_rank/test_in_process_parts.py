@@ -17,6 +17,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.inference_rank.in_process import far_attention, graph_variants
 from tandemkv.inference_rank.in_process.backend import InProcessBackend
+from tandemkv.inference_rank.in_process.dense_steps import DenseSteps
 from tandemkv.inference_rank.in_process.graph_variants import StepKind
 from tandemkv.inference_rank.in_process.layer_streams import LayerStreams
 from tandemkv.inference_rank.in_process.resident_attention import AttendTable, RingTable
@@ -65,10 +66,10 @@ def test_table_lists_the_set_and_the_latest_tokens(length: int, num_dense: int) 
         device=CPU,
     )
     slots, lengths = slot_table(), torch.tensor([length, 1])
-    table.load(torch.tensor([2, 0]), lengths, slots)
+    table.load(torch.tensor([2, 0]), lengths, slots, num_dense)
     count = int(table.attended[0])
     listed = table.slots[0, :count].tolist()
-    assert table.attended_on_host(lengths).tolist() == table.attended[:2].tolist()
+    assert table.attended_on_host(lengths, num_dense).tolist() == table.attended[:2].tolist()
     if length <= num_dense:
         assert listed == slots[2, :length].tolist()
         return
@@ -100,7 +101,7 @@ def test_own_set_holds_what_the_table_lists(prompt: int, steps: int) -> None:
     if prompt > lengths.num_dense:  # as the cache rank would: the first R tokens
         resident.k[0, row, :NUM_RESIDENT] = pool[slots[row, :NUM_RESIDENT].long()]
     for length in range(prompt + 1, min(CONTEXT, prompt + steps) + 1):
-        table.load(torch.tensor([row]), torch.tensor([length]), slots)
+        table.load(torch.tensor([row]), torch.tensor([length]), slots, lengths.num_dense)
         newest = pool[slots[row, length - 1].long()][None]
         home.pool.set_kv_buffer(SimpleNamespace(layer_id=0), None, newest, newest)
         held = home.pool.get_kv_buffer(0)[0][table.slots[0, : int(table.attended[0])].long()]
@@ -290,7 +291,8 @@ def test_what_a_step_does(
     interval: int, lengths: list[int], by_interval: dict[int, StepKind]
 ) -> None:
     rank = SimpleNamespace(selects=True, selects_in_step=True, index_interval=interval)
-    backend: Any = SimpleNamespace(_rank=rank, _lengths=SimpleNamespace(num_cold=40))
+    dense = DenseSteps(DenseLengths(num_dense=40, num_cold=40), 0)
+    backend: Any = SimpleNamespace(_rank=rank, _dense=dense)
     kind = InProcessBackend.kind_of(backend, torch.tensor(lengths))
     assert kind is by_interval[interval]
     assert kind in kinds_of(interval)
@@ -298,6 +300,31 @@ def test_what_a_step_does(
     assert InProcessBackend.kind_of(backend, torch.tensor(lengths)) is not StepKind.SELECTING
     rank.selects = False  # every layer is exact: no other graph is captured
     assert InProcessBackend.kind_of(backend, torch.tensor(lengths)) is StepKind.DENSE
+
+
+def test_a_small_step_attends_to_all_and_sets_are_made_ready_before_they_are_used() -> None:
+    """Few tokens in all: nothing is selected, whoever has them. Then it is, and used later."""
+    base = DenseLengths(num_dense=200, num_cold=140)
+    dense = DenseSteps(base, 1000)
+    assert dense.num_dense == 1000 + WARM_UP_STEPS
+    alone, padded = torch.tensor([900]), torch.tensor([900, 1, 1])
+    many = torch.tensor([900, 140])
+    assert dense.of(many) == base  # nothing fell behind
+    for lengths in (alone, padded, torch.tensor([500, 500])):
+        whole = dense.of(lengths)
+        assert (whole.num_dense, whole.num_cold) == (dense.num_dense, dense.num_dense)
+    dense.advance(torch.tensor([100, 140]))  # neither has a set that is selected for
+    assert dense.of(many) == base
+    dense.advance(alone)
+    for step in range(1, WARM_UP_STEPS + 1):
+        joined = many + step
+        assert dense.of(joined) == DenseLengths(num_dense=dense.num_dense, num_cold=140)
+        dense.advance(joined)
+    assert dense.of(many + WARM_UP_STEPS + 1) == base
+    dense.advance(alone)
+    assert dense.of(torch.tensor([800, 700])) == base  # who fell behind is gone
+    assert DenseSteps(base, 0).of(alone) == base
+    assert DenseSteps(base, 0).num_dense == 200
 
 
 class _Backend:

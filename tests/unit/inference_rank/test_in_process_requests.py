@@ -21,6 +21,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.in_process.backend import InProcessBackend
+from tandemkv.inference_rank.in_process.dense_steps import DenseSteps
 from tandemkv.inference_rank.in_process.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.in_process.resident_home import OwnSet, PoolTail, ResidentHome
 from tandemkv.inference_rank.in_process.samples import OwnSamples, PoolSamples
@@ -30,7 +31,7 @@ from tandemkv.kernels.samples import sample_offsets
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, QUERY_HEADS, DIM, ROWS1, CONTEXT, NUM_SLOTS = 4, 2, 4, 8, 5, 256, 1024
-SINK, RECENT, PAGE, MOST = 4, 16, 16, 1000
+SINK, RECENT, PAGE, MOST, WARM_UP = 4, 16, 16, 1000, 5
 MODEL = ModelSpec(
     architecture="LlamaForCausalLM", num_layers=LAYERS, num_qo_heads=QUERY_HEADS,
     num_kv_heads=HEADS, head_dim=DIM, hidden_size=QUERY_HEADS * DIM, max_context=CONTEXT,
@@ -47,6 +48,8 @@ class Request:
     last: int
     row: int = 0
     pages: list[int] = field(default_factory=list)
+    behind: int = 0
+    """Steps until its set has caught up."""
 
 
 class Pool:
@@ -124,6 +127,7 @@ class World:
         self.selection = settings.selection
         self.num_resident = self.selection.num_resident
         self.lengths = DenseLengths.of(self.selection, self.num_resident)
+        self.dense = DenseSteps(self.lengths, self.selection.dense_batch_tokens or 0)
         self.pool = Pool(ROWS1 * self.num_resident)
         self.table = torch.zeros((ROWS1, CONTEXT), dtype=torch.int32)
         self.home = self.make_home()
@@ -154,7 +158,7 @@ class World:
         )  # fmt: skip
         self.backend = InProcessBackend(
             runner, Full(self.pool), self.rank, self.home, cache_device=CPU,
-            seed_window=self.selection.seed_window, lengths=self.lengths,
+            seed_window=self.selection.seed_window, dense=self.dense,
             num_resident=self.num_resident, runtime=self.runtime,
         )  # fmt: skip
         self.attend_to_sets = self.backend._sparse.attend
@@ -164,18 +168,19 @@ class World:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.kept: list[tuple[Request, list[int]]] = []  # as SGLang's radix tree keeps them
-        self.num_made = self.num_checked = self.num_decoded = 0
+        self.num_made = self.num_checked = self.num_decoded = self.num_small = 0
 
     def make_home(self) -> ResidentHome:
         selection, pool, width = self.selection, self.pool, self.num_resident
-        sizes: dict[str, Any] = {
-            "num_recent": RECENT, "num_dense": self.lengths.num_dense, "max_batch": ROWS1 - 1,
-        }  # fmt: skip
-        tables = {**sizes, "num_resident": width, "device": CPU}
+        sizes: dict[str, Any] = {"num_recent": RECENT, "max_batch": ROWS1 - 1}
+        whole = {"num_dense": self.dense.num_dense}
+        tables = {**sizes, **whole, "num_resident": width, "device": CPU}
         if self.own:
             resident, samples = ResidentSet(MODEL, selection, ROWS1 - 1, CPU), None
             if resident.samples is not None:
-                samples = OwnSamples(resident.samples, num_sink=SINK, num_resident=width, **sizes)
+                samples = OwnSamples(
+                    resident.samples, num_sink=SINK, num_resident=width, **whole, **sizes
+                )
             return OwnSet(pool, RingTable(**tables), resident, samples)
         shape = (ROWS1, width, HEADS, DIM)
         sets = [
@@ -242,6 +247,7 @@ class World:
         padding = self.random.choice([0, ROWS1 - 1 - len(rows)])
         rows, lengths = rows + [0] * padding, lengths + [1] * padding
         self.num_decoded += len(self.running)
+        self.note_load(sum(lengths[: len(self.running)]))
         tokens = [r.tokens[r.length - 1] for r in self.running] + [torch.tensor(0)] * padding
         at = zip(rows, lengths, strict=True)
         self.forward(
@@ -265,6 +271,20 @@ class World:
                 self.waiting.append(request)
         if self.random.random() < 0.2:
             self.random.shuffle(self.running)
+
+    def note_load(self, total: int) -> None:
+        """Work out what the step has to attend to as a whole, by the number of its tokens."""
+        few, self.num_dense = self.selection.dense_batch_tokens, self.lengths.num_dense
+        is_small = bool(few) and total <= few
+        self.num_small += is_small
+        for request in self.running:
+            if is_small:
+                request.behind = WARM_UP if request.length > self.lengths.num_cold else 0
+            elif request.behind:
+                request.behind -= 1
+                self.num_dense = self.dense.num_dense
+        if is_small:
+            self.num_dense = self.dense.num_dense
 
     def admit(self) -> None:
         """Prefill a request, perhaps in chunks with decode steps between them."""
@@ -323,7 +343,7 @@ class World:
                 for tensor in (*self.pool.k, *self.pool.v):
                     tensor[page * PAGE : (page + 1) * PAGE] = torch.nan
         self.rows.append(request.row)
-        request.pages = []
+        request.pages, request.behind = [], 0
 
     # -- what must hold ------------------------------------------------------------------
 
@@ -333,7 +353,7 @@ class World:
         slots = table.slots[place, : int(table.attended[place])].long()
         k, v = (t[slots][..., 0].t() for t in self.home.pool.get_kv_buffer(layer))
         assert torch.equal(k, v)
-        is_sparse = length > self.lengths.num_dense
+        is_sparse = length > self.num_dense
         held = (k.long() % MOST).sort(1).values
         assert torch.equal(k.sort(1).values.long(), request.tokens[held].sort(1).values)
         assert bool((held.diff(dim=1) > 0).all()), "a token twice"
@@ -372,10 +392,20 @@ class World:
         {"scan_ahead": True, "exact_layers": (0,)},
         {"policy": "last_query", "share_layers": True, "anchors": (1, 2), "exact_layers": (0,)},
         {"policy": "streaming", "dense_while_fits": False},
+        {"sample_tokens": 8, "dense_batch_tokens": 150},
+        {"policy": "last_query", "dense_batch_tokens": 150, "exact_layers": (0,)},
     ],
-    ids=["late", "refresh", "scan ahead", "shared, next step", "streaming"],
-)
-def test_requests_attend_to_their_own(own: bool, selection: dict[str, Any]) -> None:
+    ids=[
+        "late", "refresh", "scan ahead", "shared, next step", "streaming", "small batches",
+        "small batches, next step",
+    ],
+)  # fmt: skip
+def test_requests_attend_to_their_own(
+    own: bool, selection: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if own and "dense_batch_tokens" in selection:
+        pytest.skip("another GPU's K/V are not at hand")
+    monkeypatch.setattr("tandemkv.inference_rank.in_process.dense_steps.WARM_UP_STEPS", WARM_UP)
     torch.manual_seed(0)
     world = World(own=own, seed=5, **selection)
     for _ in range(110):
@@ -388,3 +418,4 @@ def test_requests_attend_to_their_own(own: bool, selection: dict[str, Any]) -> N
     assert min(counters.sparse_rows_total, counters.dense_rows_total) > 0
     assert world.num_checked > 0
     assert world.num_made > len(world.running) + ROWS1
+    assert bool(world.num_small) == ("dense_batch_tokens" in selection)

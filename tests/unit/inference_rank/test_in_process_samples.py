@@ -53,12 +53,14 @@ class Pool:
 
 
 def make_home(pool: Pool, *, own: bool) -> ResidentHome:
-    sizes = {"num_recent": RECENT, "num_dense": NUM_DENSE, "max_batch": 3}
-    tables = {**sizes, "num_resident": NUM_RESIDENT, "device": CPU}
+    sizes, dense = {"num_recent": RECENT, "max_batch": 3}, {"num_dense": NUM_DENSE}
+    tables = {**sizes, **dense, "num_resident": NUM_RESIDENT, "device": CPU}
     if own:
         resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
         assert resident.samples is not None
-        samples = OwnSamples(resident.samples, num_sink=SINK, num_resident=NUM_RESIDENT, **sizes)
+        samples = OwnSamples(
+            resident.samples, num_sink=SINK, num_resident=NUM_RESIDENT, **dense, **sizes
+        )
         return OwnSet(pool, RingTable(**tables), resident, samples)
     tail = [x[NUM_SLOTS:].view(ROWS1, NUM_RESIDENT, HEADS, DIM) for x in (pool.k, pool.v)]
     weights = make_log_weights(MODEL, SELECTION, ROWS1 - 1, CPU)
@@ -104,8 +106,8 @@ def test_a_request_attends_to_its_set_and_samples(own: bool, prompt: int) -> Non
         home.samples.log_weight[0].fill_(9.0)
         home.samples.log_weight[0, row] = log_weight
         rows, lengths = torch.tensor([row, 0]), torch.tensor([length, 1])
-        home.table.load(rows, lengths, table)
-        home.samples.load(rows, lengths, table)
+        home.table.load(rows, lengths, table, NUM_DENSE)
+        home.samples.load(rows, lengths, table, NUM_DENSE)
         q = torch.randn(2, 4 * DIM, generator=generator)
         k, v = torch.randn(2, 2, HEADS * DIM, generator=generator)
         batch = SimpleNamespace(

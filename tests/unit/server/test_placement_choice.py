@@ -19,6 +19,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.server import placement_choice
 from tandemkv.server.placement_choice import resolve_placement
 from tandemkv.server.settings import ServeSettings
+from tandemkv.server.sglang_command import sglang_argv
 
 SPEC = ModelSpec(
     architecture="Qwen3ForCausalLM",
@@ -83,6 +84,8 @@ def test_one_gpu_is_its_own_cache_rank(tmp_path: Path, gpus: Any) -> None:
     assert (settings.cache_ranks, settings.tensor_parallel, settings.transport) == (0, 1, "local")
     assert settings.selection.dense_tokens is not None
     assert 4096 < settings.selection.dense_tokens < 65536
+    assert settings.selection.dense_batch_tokens is not None
+    assert 16384 < settings.selection.dense_batch_tokens < 65536  # one alone
     assert said[0].startswith("placement in-process-tp1: ")
     assert "attend to everything" in said[1]
 
@@ -139,6 +142,14 @@ def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
         tmp_path, cache_ranks=0, selection={"budget_tokens": 512, "dense_tokens": 9000}
     )
     assert (settings.selection.dense_tokens, said) == (9000, [])
+    assert settings.selection.dense_batch_tokens is None
+    both = {"budget_tokens": 512, "dense_batch_tokens": 9000}
+    settings, said = resolve(tmp_path, cache_ranks=0, selection=both)
+    assert settings.selection.dense_batch_tokens == 9000
+    assert "in all" not in said[0]
+    for name in ("dense_tokens", "dense_batch_tokens"):
+        with pytest.raises(SettingsError, match=f"{name}=9000: between processes"):
+            resolve(tmp_path, device="cpu", selection={name: 9000})
 
 
 def test_a_policy_that_needs_a_process_gets_one(tmp_path: Path, gpus: Any) -> None:
@@ -201,6 +212,30 @@ def test_a_gpu_scans_int4_unless_told_otherwise(tmp_path: Path, gpus: Any) -> No
     short = resolve(tmp_path, selection=plain | {"num_recent_tokens": 32})[0]
     assert short.selection.index_dtype == "native"
     assert resolve(tmp_path, device="cpu", selection=plain)[0].selection.index_dtype == "native"
+
+
+@pytest.mark.parametrize(
+    ("selection", "recent"),
+    [
+        ({}, 128),
+        ({"index_dtype": "int4"}, 128),
+        ({"num_recent_tokens": 64}, 64),
+        ({"num_recent_tokens": 200}, 200),
+        ({"index_dtype": "int8"}, 64),
+        ({"budget_tokens": 100}, 64),  # no room for more
+        ({"policy": "streaming"}, 64),
+    ],
+    ids=str,
+)
+def test_an_int4_index_comes_with_as_many_recent_tokens_as_a_long_page(
+    tmp_path: Path, gpus: Any, selection: dict[str, Any], recent: int
+) -> None:
+    gpus(1)
+    settings = resolve(tmp_path, selection={"budget_tokens": 2048} | selection)[0]
+    assert settings.selection.num_recent_tokens == recent
+    argv = sglang_argv(settings, model_dir=tmp_path, device="cuda", dtype="bfloat16", port=1)
+    is_long = recent >= 128 and settings.selection.index_dtype == "int4"
+    assert argv[argv.index("--page-size") + 1] == ("128" if is_long else "64")
 
 
 @pytest.mark.parametrize("option", [{"scan_ahead": True}, {"late_layers": 2}], ids=str)

@@ -98,9 +98,8 @@ def test_argv() -> None:
     assert argv[-2:] == ("--tp-size", "2")
     at = argv.index("--input-len")
     assert argv[at + 1 : at + 3] == ("8192", "65536")
-    assert argv[argv.index("--max-total-tokens") + 1] == str(
-        8 * (65536 + 4 * 64)
-    )  # room for 5 x 32, and a page
+    most = 8 * (65536 + 3 * 128)  # room for 5 x 32, and a page
+    assert argv[argv.index("--max-total-tokens") + 1] == str(most)
     assert argv[argv.index("--load-format") + 1] == "dummy"
     assert argv[argv.index("--profile-stage") + 1] == "decode"
 
@@ -127,7 +126,7 @@ def test_argv_is_what_sglang_parses() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "contexts", "tokens", "capacity"),
-    [(8, [8192, 65536], 32, 8 * (65536 + 256)), (2, [64, 128], 4, 2 * 256), (1, [1], 2, 256)],
+    [(8, [8192, 65536], 32, 8 * (65536 + 384)), (2, [64, 128], 4, 2 * 384), (1, [1], 2, 256)],
 )
 def test_capacity_is_whole_pages_and_one_that_the_settings_accept(
     batch: int, contexts: list[int], tokens: int, capacity: int

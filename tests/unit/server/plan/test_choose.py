@@ -17,6 +17,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.commands import app
 from tandemkv.server.plan.choose import (
+    break_even_batch_tokens,
     break_even_tokens,
     check_fits,
     choose_placement,
@@ -161,8 +162,8 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
         "dense-tp2", "in-process-tp2", "1+1",
     ]  # fmt: skip
     load = Workload(
-        context_tokens=65536, concurrency=8, num_resident=1028, fetch_cap_tokens=64,
-        exact_layers=(), index_dtype="int4",
+        context_tokens=65536, concurrency=8, num_resident=1028, num_recent_tokens=128,
+        fetch_cap_tokens=64, exact_layers=(), index_dtype="int4",
     )  # fmt: skip
     placement = Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=1)
     memory = memory_of(placement, QWEN, load)
@@ -254,6 +255,21 @@ def test_dense_up_to_the_break_even(tp_size: int) -> None:
 def test_break_even_of_a_short_context_is_all_of_it() -> None:
     load = replace(LOAD, context_tokens=2048)
     assert break_even_tokens(QWEN, load, 1) <= max(2048, load.attended_tokens)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 48])
+def test_a_batch_is_dense_up_to_what_pays_for_none_of_its_size(concurrency: int) -> None:
+    load = replace(LOAD, concurrency=concurrency)
+    found = break_even_batch_tokens(QWEN, load, 1)
+    dense = Placement(kind=PlacementKind.DENSE, tp_size=1)
+    own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
+    for size in (1, 2, 4, 8, 32):
+        trial = replace(load, concurrency=size, context_tokens=found // size)
+        times = [predict_step(x, QWEN, trial).tpot_ms for x in (dense, own)]
+        assert times[0] <= times[1] or size > concurrency, (size, times)
+    alone = replace(load, concurrency=1, context_tokens=load.total_tokens)
+    assert found <= break_even_tokens(QWEN, alone, 1)
+    assert concurrency > 1 or found == break_even_tokens(QWEN, alone, 1)
 
 
 @pytest.mark.parametrize(
