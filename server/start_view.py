@@ -45,8 +45,15 @@ def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> Renderab
         f"{values['plan_refresh_steps']:.0f}",
         f"{values['plan_dense_tokens']:.0f}",
     )
-    lines = [text for text in (info.get("plan_note"), _counted(info)) if text]
+    lines = [text for text in (_dense(values), info.get("plan_note"), _counted(info)) if text]
     return Group(table, *(Text(line) for line in lines))
+
+
+def _dense(values: Mapping[str, float]) -> str:
+    tokens = values.get("plan_dense_batch_tokens", 0.0)
+    return (
+        f"a step of no more than {tokens:.0f} tokens in all attends to them all" if tokens else ""
+    )
 
 
 def _counted(info: Mapping[str, str]) -> str:

@@ -80,7 +80,7 @@ class SelectionSettings(_Strict):
     index_dtype: Literal["native", "int8", "int4"] = Field(
         default="native",
         description="Precision of the keys that are scanned; attention is never quantised. With "
-        "serve int4 where a GPU is its own cache rank.",
+        "serve int4 where a GPU is its own cache rank, and 128 recent tokens with it.",
     )
     exact_layers: tuple[int, ...] | None = Field(
         default=None,

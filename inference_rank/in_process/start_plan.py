@@ -40,6 +40,8 @@ class StartPlan:
         What is used.
     dense_tokens : int
         Requests up to this length are attended to as a whole.
+    dense_batch_tokens : int
+        So are all of a step of no more tokens in all; 0: not for that reason.
     chosen : bool
         Whether `refresh_every` was raised here.
     exposed_us : float or None
@@ -54,6 +56,7 @@ class StartPlan:
     refresh_every: int
     lag: int
     dense_tokens: int
+    dense_batch_tokens: int = 0
     chosen: bool = False
     exposed_us: float | None = None
     note: str = ""
@@ -73,6 +76,8 @@ class StartPlan:
             "plan_lag_steps": float(self.lag),
             "plan_dense_tokens": float(self.dense_tokens),
         }
+        if self.dense_batch_tokens:
+            found["plan_dense_batch_tokens"] = float(self.dense_batch_tokens)
         if self.selection is not None:
             found["plan_scan_us"] = self.selection.scan_us
             found["plan_transfer_us"] = self.selection.transfer_us
@@ -175,6 +180,7 @@ def make_plan(
         refresh_every=refresh,
         lag=selection.lag_steps,
         dense_tokens=dense_tokens,
+        dense_batch_tokens=selection.dense_batch_tokens or 0,
         chosen=chosen,
         exposed_us=exposed,
         note=note,

@@ -117,6 +117,11 @@ def test_unknown_times_are_left_out() -> None:
     assert set(found.values()) == {"plan_refresh_steps", "plan_lag_steps", "plan_dense_tokens"}
     assert found.is_hidden is None
     assert "nothing is selected" in found.text()
+    small = make_plan(
+        SelectionSettings(dense_batch_tokens=9), Timing.SAME_STEP_HIDDEN, measured=None, layer=None,
+        has_own_gpu=False, is_cuda=False, dense_tokens=7,
+    )  # fmt: skip
+    assert small.values()["plan_dense_batch_tokens"] == 9
 
 
 MODEL = ModelSpec(

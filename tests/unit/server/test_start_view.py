@@ -36,6 +36,10 @@ def test_every_figure_is_shown() -> None:
     for part in ("a GPU of its own", "8 x 65536", "240.2", "10.0", "200.0", "25.1", "no", "4164"):
         assert part in text
     assert "chosen" in text
+    assert "tokens in all" not in text
+    assert "no more than 30720 tokens in all" in shown(
+        VALUES | {"plan_dense_batch_tokens": 30720.0}
+    )
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
