@@ -295,8 +295,15 @@ def score_window(
 
     Notes
     -----
-    On a GPU keys are read twice, in chunks of tokens, with no host sync; at
-    most 128 MiB of logits and keys are held at a time.
+    On a GPU the last dimension of `k_pool` must be dense, of int4 scales the last
+    two; two launches, asynchronous, no host sync. Each reads the keys once, and
+    logits stay in registers: the first leaves the queries' sums of exponentials,
+    for a bounded number of parts, and the second the scores. Queries are rounded
+    to the dtype that tensor cores multiply in: the keys' own for native ones,
+    float16 relative to the largest element for quantized ones (which is exact
+    for bfloat16 queries but for what is tiny). int4 keys are dequantized to
+    float16 in registers; an int8 scale multiplies the logit. Nothing is compiled
+    again for another length of the prompt.
     """
     dims = Dims()
     dims.check("q_window", q_window, "window_len num_qo_heads head_dim", FLOATS)

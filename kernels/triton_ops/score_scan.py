@@ -72,7 +72,8 @@ def _widen_int4(x, USE_ASM: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def _widen_int8(x, USE_ASM: tl.constexpr, DOT: tl.constexpr):
+def widen_int8(x, USE_ASM: tl.constexpr, DOT: tl.constexpr):
+    """Convert by way of float16, exactly."""
     if USE_ASM:
         return tl.inline_asm_elementwise(
             _ASM_INT8, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4
@@ -231,7 +232,7 @@ def scan_kernel(
             if PAGE % BLOCK_N == 0:
                 token = page * PAGE + start % PAGE + row
             token_scale = tl.load(k_scale + token * scale_stride_s + head * scale_stride_h)
-            acc = tl.dot(_widen_int8(k, USE_ASM, DOT), query)
+            acc = tl.dot(widen_int8(k, USE_ASM, DOT), query)
             x = acc * unit[None, :] * token_scale.to(tl.float32)[:, None]
         else:
             x = tl.dot(k.to(DOT), query, input_precision=PRECISION) * unit[None, :]

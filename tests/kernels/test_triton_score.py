@@ -13,7 +13,7 @@ from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys, sco
 from tandemkv.kernels.testing import assert_close
 
 pytest.importorskip("triton")
-CASES = ("triton_score_cases.py", "triton_fused_cases.py")
+CASES = ("triton_score_cases.py", "triton_score_window_cases.py", "triton_fused_cases.py")
 
 
 @pytest.mark.timeout(900)  # interpreted, minutes on a busy core
@@ -90,3 +90,26 @@ def test_appends_replay_and_the_window_never_waits() -> None:
     quantize_int4_pages(k_pool, table[1, 4:], want, want_scales)
     assert torch.equal(codes, want)
     assert (scale8 > 0).any(dim=1).nonzero()[:, 0].tolist() == [5, 9]
+
+
+@pytest.mark.gpu
+def test_other_lengths_compile_no_window_again() -> None:
+    from tandemkv.kernels.triton_ops import score_window_kernels
+
+    keys = make_keys(
+        "int4", num_reqs=1, heads=8, group=4, dim=128, page_size=64, num_pages=80, device="cuda"
+    )
+    q_window = torch.randn(16, 32, 128, device="cuda").bfloat16()
+
+    def num_compiled(hi: int) -> int:
+        positions = torch.arange(hi, hi + 16, device="cuda")
+        score_window(
+            q_window, keys.k_pool, keys.table[0], 4, hi, positions, scale=0.1,
+            k_scale=keys.k_scale, page_size=64,
+        )  # fmt: skip
+        kernels = (score_window_kernels.lse_kernel, score_window_kernels.weigh_kernel)
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    first = num_compiled(2048)
+    assert first >= 2
+    assert [num_compiled(hi) for hi in (33, 64, 100, 999, 1024, 5120)] == [first] * 6

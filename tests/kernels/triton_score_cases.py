@@ -7,7 +7,6 @@ from interpreted_loops import allow_loaded_bounds
 from score_inputs import EXACT_LOGITS, KINDS, NATIVE, ON_GPU, expected, magnitude, make_keys
 
 from tandemkv.kernels.reference import quantize as reference_quantize
-from tandemkv.kernels.reference.score import score_window as reference_window
 from tandemkv.kernels.score import POOLINGS, make_score_scratch
 from tandemkv.kernels.testing import assert_close
 from tandemkv.kernels.triton_ops import quantize
@@ -100,22 +99,6 @@ def test_odd_shapes(kind: str) -> None:
             got = scores[req, :, lo[req] : hi[req]]
             largest = magnitude(keys, req, lo[req], hi[req], pooling, 0.1)
             assert_close(got / largest, want / largest, ON_GPU)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("lo", "hi"), [(3, 260), (0, 1), (250, 262), (5, 5)])
-def test_score_window(kind: str, lo: int, hi: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandemkv.kernels.triton_ops.score_window._MAX_ELEMENTS", 6000)
-    torch.manual_seed(6)
-    keys = make_keys(
-        kind, num_reqs=1, heads=2, group=3, dim=20, page_size=16, num_pages=18, device=DEVICE
-    )
-    q_window = torch.randn(7, 6, 20, device=DEVICE)
-    positions = tensor([0, 2, 3, 140, 250, 256, 270])
-    options = {"scale": 0.2, "k_scale": keys.k_scale, "page_size": 16}
-    arguments = (q_window, keys.k_pool, keys.table[0], lo, hi, positions)
-    got = triton_score.score_window(*arguments, **options)
-    assert_close(got, reference_window(*arguments, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
