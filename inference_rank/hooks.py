@@ -225,9 +225,15 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
 def _run_local_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any,
                      **kwargs: Any) -> Any:  # fmt: skip
     runtime = runtime_module.current_local()
-    if runtime is not None:
-        _note_batch(runtime, scheduler, batch)
-    return original(scheduler, batch, *args, **kwargs)
+    if runtime is None:
+        return original(scheduler, batch, *args, **kwargs)
+    _note_batch(runtime, scheduler, batch)
+    rows = [req.req_pool_idx for req in batch.reqs]
+    runtime.rows_on_host = None if None in rows else [int(row) for row in rows]
+    try:
+        return original(scheduler, batch, *args, **kwargs)
+    finally:
+        runtime.rows_on_host = None
 
 
 def _note_batch(runtime: Any, scheduler: Any, batch: Any) -> None:

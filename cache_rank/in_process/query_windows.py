@@ -12,6 +12,7 @@ from tandemkv.cache_rank.policies.base import Policy, PolicyError
 from tandemkv.cache_rank.policies.mean_query import MeanQueryPolicy
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.kernels.placing import place
 from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, push_and_predict
 
 _PREDICTIONS = {AsyncSpadePolicy: "ridge", MeanQueryPolicy: "mean"}
@@ -91,7 +92,7 @@ class DeviceQueryWindows:
     def begin_prompt(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget whatever `rows` held: their windows begin behind the prompt's `lengths`."""
         device = self._starts.device
-        self._starts[torch.tensor(rows, device=device)] = torch.tensor(lengths, device=device)
+        self._starts[place(rows, device)] = place(lengths, device, self._starts.dtype)
 
     def observe_prompt(
         self, layer: int, row: int, queries: torch.Tensor, positions: torch.Tensor

@@ -13,6 +13,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.seeding import choose_seed
 from tandemkv.kernels.exchange import exchange_rows
+from tandemkv.kernels.placing import place
 
 
 class Seeder:
@@ -86,7 +87,7 @@ class Seeder:
         )
         if book is not None:
             self._mirror.seed(book, row, chosen)
-        rows = torch.tensor([row], dtype=torch.int64, device=slots.device)
+        rows = place([row], slots.device)  # the host goes on with the layer's other kernels
         if self._pools.log_weight is not None:  # samples count once something is selected
             self._pools.log_weight[layer, row] = float("-inf")
         self._copy(layer, rows, slots[None], chosen[None])

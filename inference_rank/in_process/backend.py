@@ -393,7 +393,9 @@ class InProcessBackend(AttentionBackend):
             self._ahead.begin_step()
         prefixes = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
         lengths = [int(n) for n in forward_batch.seq_lens_cpu.tolist()]
-        rows = forward_batch.req_pool_indices.tolist()
+        rows = self._runtime.rows_on_host
+        if rows is None:  # this waits for the GPU
+            rows = forward_batch.req_pool_indices.tolist()
         req_to_token = self._pool.req_to_token
         tables = [req_to_token[row, :n] for row, n in zip(rows, lengths, strict=True)]
         with self._side.fork(*tables):

@@ -48,6 +48,8 @@ class LocalRuntime:
     resident_bytes: int
     measurement: StartMeasurement
     middle_chunk_row: int | None = None
+    rows_on_host: list[int] | None = None
+    """Rows of the pass that is being made; None if it is not SGLang's scheduler that makes it."""
     running_reqs: list[Any] = field(default_factory=list)
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None

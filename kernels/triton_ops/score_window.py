@@ -40,9 +40,10 @@ class Tuning:
     registers: int | None
 
 
-# Both passes, by keys. Not tuned yet: what compiles without spills such that two programs run on
-# an SM, one multiplying while the other takes exponentials. Wide heads leave less room for tiles,
-# and float32 has no tensor cores.
+# Both passes, by keys: what compiles without spills such that two programs run on an SM, one
+# multiplying while the other takes exponentials. Of other shapes that were tried with int4 none
+# gained more than 2 % (H200, docs/decisions/0024). Wide heads leave less room for tiles, and
+# float32 has no tensor cores.
 TUNING = {
     "half": (
         Tuning(rows=128, tokens=128, stages=2, warps=8, registers=128),

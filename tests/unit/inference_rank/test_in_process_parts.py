@@ -15,6 +15,7 @@ from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.local import WARM_UP_STEPS, DenseLengths
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.inference_rank import hooks
 from tandemkv.inference_rank.in_process import far_attention, graph_variants
 from tandemkv.inference_rank.in_process.backend import InProcessBackend
 from tandemkv.inference_rank.in_process.dense_steps import DenseSteps
@@ -325,6 +326,33 @@ def test_a_small_step_attends_to_all_and_sets_are_made_ready_before_they_are_use
     assert dense.of(torch.tensor([800, 700])) == base  # who fell behind is gone
     assert DenseSteps(base, 0).of(alone) == base
     assert DenseSteps(base, 0).num_dense == 200
+
+
+def test_rows_are_known_on_the_host_while_the_scheduler_runs_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nobody says so, asking the device for them waits for all that it has to do."""
+    runtime = SimpleNamespace(
+        rows_on_host=None, settings=SimpleNamespace(evaluation=False), running_reqs=[]
+    )
+    monkeypatch.setattr(hooks.runtime_module, "current_local", lambda: runtime)
+    seen: list[list[int] | None] = []
+
+    def run(_scheduler: object, batch: Any) -> str:
+        seen.append(runtime.rows_on_host)
+        if batch.fails:
+            raise RuntimeError("no memory")
+        return "done"
+
+    def batch(*rows: int | None, fails: bool = False) -> Any:
+        return SimpleNamespace(reqs=[SimpleNamespace(req_pool_idx=x) for x in rows], fails=fails)
+
+    assert hooks._run_local_batch(run, None, batch(4, 2)) == "done"
+    with pytest.raises(RuntimeError, match="no memory"):
+        hooks._run_local_batch(run, None, batch(3, fails=True))
+    hooks._run_local_batch(run, None, batch(4, None))
+    assert seen == [[4, 2], [3], None]
+    assert runtime.rows_on_host is None
 
 
 class _Backend:

@@ -150,7 +150,9 @@ class World:
         self.model.model = nn.Module()
         self.model.model.layers = nn.ModuleList(Layer(i, self.attend) for i in range(LAYERS))
         self.model.logits_processor = nn.Identity()
-        self.runtime = SimpleNamespace(model=MODEL, counters=Counters(), middle_chunk_row=None)
+        self.runtime = SimpleNamespace(
+            model=MODEL, counters=Counters(), middle_chunk_row=None, rows_on_host=None
+        )
         config = SimpleNamespace(num_hidden_layers=LAYERS, hidden_size=QUERY_HEADS * DIM)
         runner = SimpleNamespace(
             req_to_token_pool=SimpleNamespace(req_to_token=self.table), model_config=config,
@@ -226,6 +228,8 @@ class World:
     def prefill(self, request: Request, start: int, end: int) -> None:
         """Compute a chunk of a request's tokens."""
         self.runtime.middle_chunk_row = request.row if end < request.length else None
+        # From SGLang's scheduler, or, without one, from the device.
+        self.runtime.rows_on_host = self.random.choice([None, [request.row]])
         self.forward(
             SimpleNamespace(
                 forward_mode=SimpleNamespace(is_decode=lambda: False, is_idle=lambda: False),
