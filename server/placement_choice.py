@@ -11,7 +11,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings import KEEPS_SINK_ONLY, SelectionSettings
 
 from .pages import with_int4_index
 from .plan.choose import (
@@ -91,6 +91,12 @@ def resolve_placement(
                 "resident can be attended to as a whole; add --cache-ranks 0, or leave "
                 f"--{name.replace('_', '-')} out"
             )
+    if settings.selection.dense_batch_tokens and settings.transport == "peer":
+        raise SettingsError(
+            f"dense_batch_tokens={settings.selection.dense_batch_tokens}: with transport=peer only "
+            "what is resident can be attended to as a whole; add --cache-ranks 0, or leave "
+            "--dense-batch-tokens out"
+        )
     if settings.selection.num_late and not in_process:
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: only a cache rank in the inference "
@@ -244,6 +250,8 @@ def _with_dense_tokens(
     if selection.dense_tokens is not None or not selection.dense_while_fits:
         return settings
     shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    if selection.policy in KEEPS_SINK_ONLY:  # which attend to so much at any length
+        return settings
     load, tp_size = _load(settings, spec), settings.tensor_parallel
     tokens = break_even_tokens(shape, load, tp_size)
     changes = {"dense_tokens": tokens}

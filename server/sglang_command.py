@@ -7,11 +7,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.nccl_transport import NCCL_ENVIRONMENT
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
 
 from .cores import usable_cores
-from .pages import page_tokens
+from .pages import PAGE_TOKENS, page_tokens
 from .settings import ServeSettings
 from .settings_sources import ENVIRONMENT_PREFIX
 
@@ -43,10 +44,17 @@ def sglang_argv(
         Resolved, i.e. not ``auto``.
     port : int
         Resolved, i.e. not 0.
+
+    Raises
+    ------
+    SettingsError
+        If a chunk of a prompt would end within a page, which SGLang asserts that none does.
     """
     exchanges = is_gpu_with_cache_process(settings, device)
     selection = settings.selection
-    page_size = page_tokens(selection.index_dtype, selection.num_recent_tokens)
+    page_size = 1
+    if device != "cpu" and not exchanges:
+        page_size = page_tokens(selection.index_dtype, selection.num_recent_tokens)
     argv = [
         sys.executable, "-P", "-m", "sglang.launch_server",
         "--model-path", str(model_dir),
@@ -55,7 +63,7 @@ def sglang_argv(
         "--host", settings.host,
         "--port", str(port),
         "--dtype", dtype,
-        "--page-size", "1" if device == "cpu" or exchanges else str(page_size),
+        "--page-size", str(page_size),
         "--max-running-requests", str(settings.max_running_requests),
         "--max-total-tokens", str(settings.cache.capacity_tokens),
         "--enable-metrics",
@@ -64,6 +72,12 @@ def sglang_argv(
     if settings.tensor_parallel > 1:
         argv += ["--tp-size", str(settings.tensor_parallel)]
     chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
+    if chunk is not None and chunk % page_size:
+        raise SettingsError(
+            f"chunked_prefill_size={chunk} must be a multiple of the {page_size} tokens of a page; "
+            f"use {-(-chunk // page_size) * page_size}"
+            + (", or --recent-tokens 64 for shorter pages" if page_size > PAGE_TOKENS else "")
+        )
     if chunk is not None:
         argv += ["--chunked-prefill-size", str(chunk)]
     if settings.max_context is not None:

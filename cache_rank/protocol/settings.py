@@ -233,15 +233,9 @@ class SelectionSettings(_Strict):
     sfi_window: int = Field(
         default=16, ge=1, le=1024, description="sfi: W, prompt queries that are evidence."
     )
-    sfi_alpha: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="sfi: exponent of the power mean, Eq. 7."
-    )
-    sfi_norm_exponent: float = Field(
-        default=1.0, ge=0.0, le=16.0, description="sfi: gamma of the key-norm prior, Eq. 9."
-    )
-    sfi_decay: float = Field(
-        default=1.0, ge=0.0, le=64.0, description="sfi: beta of the position prior, Eq. 11."
-    )
+    sfi_alpha: float = Field(default=0.5, gt=0.0, le=1.0, description="sfi: exponent, Eq. 7.")
+    sfi_norm_exponent: float = Field(default=1.0, ge=0.0, le=16.0, description="sfi: gamma, Eq. 9.")
+    sfi_decay: float = Field(default=1.0, ge=0.0, le=64.0, description="sfi: beta, Eq. 11.")
     sfi_decay_power: float = Field(default=2.0, ge=1.0, le=16.0, description="sfi: p, Eq. 11.")
     sfi_tail_brake: float = Field(default=1.0, ge=0.0, le=16.0, description="sfi: eta, Eq. 11.")
     sfi_lambda_clip: float = Field(
@@ -411,6 +405,11 @@ class SelectionSettings(_Strict):
             )
         if not self.dense_while_fits and not is_every_step:
             raise ValueError("dense_while_fits=false needs refresh_every=1 and lag=1")
+        if not self.dense_while_fits and self.dense_batch_tokens:
+            raise ValueError(
+                f"dense_batch_tokens={self.dense_batch_tokens}: sets would not fill meanwhile, and "
+                "dense_while_fits=false uses them at any length; drop one of the two"
+            )
         if any(layer < 0 for layer in self.anchors) or list(self.anchors) != sorted(
             set(self.anchors)
         ):

@@ -14,8 +14,8 @@ class DenseSteps:
     What selecting costs hardly depends on how many tokens there are, and what attending costs is
     their number, of all requests of a step together. So a step of few tokens attends to all of
     them, however long one request is. Nothing is selected meanwhile, and resident sets fall
-    behind; when the load grows, they are made ready for `WARM_UP_STEPS` while all is attended to
-    still, for the fetch cap bounds how fast they follow.
+    behind; when the load grows, they are made ready for `WARM_UP_STEPS` while their requests, and
+    shorter ones, are attended to as a whole still, for the fetch cap bounds how fast they follow.
 
     Parameters
     ----------
@@ -31,7 +31,6 @@ class DenseSteps:
         # A request that was alone may grow while its set is made ready.
         most = max(base.num_dense, batch_tokens + WARM_UP_STEPS if batch_tokens else 0)
         self._whole = DenseLengths(num_dense=most, num_cold=most)
-        self._warming = DenseLengths(num_dense=most, num_cold=base.num_cold)
         self._steps_left = 0
         self._behind: set[int] = set()
 
@@ -44,7 +43,11 @@ class DenseSteps:
         """Return what holds for the next step, of ``lengths [B]`` on the host, padding being 1."""
         if self._is_small(lengths):
             return self._whole
-        return self._warming if self._still_behind(lengths) else self.base
+        behind = self._still_behind(lengths)
+        if not behind:
+            return self.base
+        num_dense = max(self.base.num_dense, *behind)
+        return DenseLengths(num_dense=num_dense, num_cold=self.base.num_cold)
 
     def advance(self, lengths: torch.Tensor) -> None:
         """Note that the step of `lengths` was begun."""

@@ -286,7 +286,8 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
     if selection.index_dtype == "int4" and selection.num_recent_tokens < page_size:
         raise SettingsError(
             f"index_dtype=int4 needs num_recent_tokens={selection.num_recent_tokens} of at least "
-            f"page_size={page_size}, so that every candidate lies in a finished page"
+            f"page_size={page_size}, so that every candidate lies in a finished page; use "
+            f"--recent-tokens {page_size}, or leave out SGLang's --page-size"
         )
 
 

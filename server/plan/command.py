@@ -131,6 +131,8 @@ def plan(
             console.print(part)
         if choice.chosen is not None:
             command = _command(model, choice.chosen.placement, load, flags)
+            if index_dtype is not None:
+                command += f" --index-dtype {index_dtype}"
             console.print(Text(f"start it with\n  {command}"), soft_wrap=True)
     if choice.chosen is None:
         raise typer.Exit(1)

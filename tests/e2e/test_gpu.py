@@ -132,14 +132,15 @@ def test_requests_outgrow_dense_attention_alike(index_dtype: str, token_ids: lis
     """Steps of each kind: some complete a page before anything is selected, some after."""
     sizes = {"budget_tokens": 256, "dense_tokens": 0}
     selection = {"policy": "look_ahead", **sizes, "exact_layers": [0, 1]}
-    fitting = 4 + 2 * 256 + 64  # sink, c * K, the latest tokens
+    recent = 128 if index_dtype == "int4" else 64  # as many as a page has
+    fitting = 4 + 2 * 256 + recent  # sink, c * K, the latest tokens
     starts = [(37 * i, fitting - 70 + 9 * i) for i in range(8)]
     growing = [token_ids[start : start + length] for start, length in starts]
     answers = {}
     for transport, placement in _ON_ONE_AND_TWO.items():
         own = _NATIVELY if transport == "peer" else {}
         with served({**selection, "index_dtype": index_dtype, **own}, **placement) as server:
-            answers[transport] = run(server, growing, new_tokens=200, at_once=1)
+            answers[transport] = run(server, growing, new_tokens=400, at_once=1)
             values = server.values()[0]
             assert min(values["dense_rows_total"], values["sparse_rows_total"]) > 200, values
     # Layers 0 and 1 are exact: FlashInfer's rounding on one, ours on the other.

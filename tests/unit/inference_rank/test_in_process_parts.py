@@ -318,10 +318,10 @@ def test_a_small_step_attends_to_all_and_sets_are_made_ready_before_they_are_use
     assert dense.of(many) == base
     dense.advance(alone)
     for step in range(1, WARM_UP_STEPS + 1):
-        joined = many + step
-        assert dense.of(joined) == DenseLengths(num_dense=dense.num_dense, num_cold=140)
+        joined = torch.cat([alone + step, many + 1000])
+        assert dense.of(joined) == DenseLengths(num_dense=900 + step, num_cold=140)
         dense.advance(joined)
-    assert dense.of(many + WARM_UP_STEPS + 1) == base
+    assert dense.of(joined + 1) == base
     dense.advance(alone)
     assert dense.of(torch.tensor([800, 700])) == base  # who fell behind is gone
     assert DenseSteps(base, 0).of(alone) == base

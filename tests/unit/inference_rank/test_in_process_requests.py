@@ -286,7 +286,7 @@ class World:
                 request.behind = WARM_UP if request.length > self.lengths.num_cold else 0
             elif request.behind:
                 request.behind -= 1
-                self.num_dense = self.dense.num_dense
+                self.num_dense = max(self.num_dense, request.length)
         if is_small:
             self.num_dense = self.dense.num_dense
 
@@ -398,10 +398,14 @@ class World:
         {"policy": "streaming", "dense_while_fits": False},
         {"sample_tokens": 8, "dense_batch_tokens": 150},
         {"policy": "last_query", "dense_batch_tokens": 150, "exact_layers": (0,)},
+        {
+            "late_layers": 1, "sample_tokens": 8, "refresh_every": 3, "index_dtype": "int8",
+            "dense_batch_tokens": 150,
+        },
     ],
     ids=[
         "late", "refresh", "scan ahead", "shared, next step", "streaming", "small batches",
-        "small batches, next step",
+        "small batches, next step", "small batches, refresh",
     ],
 )  # fmt: skip
 def test_requests_attend_to_their_own(

@@ -40,6 +40,7 @@ def test_samples_by_default_and_on_demand(given: dict[str, object], samples: int
         ({"policy": "lfps", "sample_tokens": 16}, "use --sample-tokens 0"),
         ({"policy": "kascade", "predictor_dtype": "int8"}, "or drop --predictor-dtype"),
         ({"policy": "kascade", "late_layers": 1}, "or drop --late-layers"),
+        ({"dense_while_fits": False, "dense_batch_tokens": 9}, "sets would not fill meanwhile"),
     ],
 )
 def test_what_is_refused_says_what_to_do(given: dict[str, object], message: str) -> None:

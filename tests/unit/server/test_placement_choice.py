@@ -150,6 +150,9 @@ def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
     for name in ("dense_tokens", "dense_batch_tokens"):
         with pytest.raises(SettingsError, match=f"{name}=9000: between processes"):
             resolve(tmp_path, device="cpu", selection={name: 9000})
+    gpus(2)
+    with pytest.raises(SettingsError, match="transport=peer only what is resident"):
+        resolve(tmp_path, cache_ranks=1, selection=both, exchange={"transport": "peer"})
 
 
 def test_a_policy_that_needs_a_process_gets_one(tmp_path: Path, gpus: Any) -> None:
@@ -234,6 +237,14 @@ def test_an_int4_index_comes_with_as_many_recent_tokens_as_a_long_page(
     settings = resolve(tmp_path, selection={"budget_tokens": 2048} | selection)[0]
     assert settings.selection.num_recent_tokens == recent
     argv = sglang_argv(settings, model_dir=tmp_path, device="cuda", dtype="bfloat16", port=1)
+    for chunk in (8192, 192):
+        chunked = settings.model_copy(update={"chunked_prefill_size": chunk})
+        size = 128 if recent >= 128 and settings.selection.index_dtype == "int4" else 64
+        if chunk % size == 0:
+            sglang_argv(chunked, model_dir=tmp_path, device="cuda", dtype="bfloat16", port=1)
+            continue
+        with pytest.raises(SettingsError, match="multiple of the 128 tokens of a page; use 256"):
+            sglang_argv(chunked, model_dir=tmp_path, device="cuda", dtype="bfloat16", port=1)
     is_long = recent >= 128 and settings.selection.index_dtype == "int4"
     assert argv[argv.index("--page-size") + 1] == ("128" if is_long else "64")
 

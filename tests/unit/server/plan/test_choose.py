@@ -285,6 +285,11 @@ def test_a_batch_is_dense_up_to_what_pays_for_none_of_its_size(concurrency: int)
             "tandemkv serve /path/to/model --cache-ranks 0 --max-running-requests 1 "
             "--cache-tokens 65536 --policy kascade --share-layers",
         ),
+        (
+            ["--index-dtype", "int8"],
+            "tandemkv serve /path/to/model --cache-ranks 0 --max-running-requests 8 "
+            "--cache-tokens 524288 --index-dtype int8",
+        ),
     ],
 )
 def test_says_how_to_start_what_it_recommends(
