@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError, TransferTimeoutError
+from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.pack_layout import PackLayout
-from tandemkv.cache_rank.protocol.settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.tally import DeviceTally
 from tandemkv.kernels.placing import SideReader, place
 from tandemkv.kernels.scatter import scatter_pack

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.local import check_dense
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 from tandemkv.cache_rank.protocol.settings import KEEPS_SINK_ONLY, SelectionSettings
 
@@ -68,6 +69,23 @@ def resolve_placement(
     if settings.cache_ranks is None:
         settings = _choose(settings, spec, model_dir, device=device, progress=progress)
     in_process = settings.rank_settings.exchange.is_in_process
+    _check_contradictions(settings, spec)
+    before, settings = settings, with_late_layers(settings, spec.num_layers)
+    if settings is not before:
+        progress(
+            "the first layer is selected for a step ahead, for nothing hides its selection: "
+            "--late-layers 0 turns that off"
+        )
+    if device == "cuda" and in_process:
+        _check_gpus(settings, spec, model_dir)
+    if device == "cpu" or settings.transport != "local":
+        return settings
+    return _with_dense_tokens(settings, spec, model_dir, progress)
+
+
+def _check_contradictions(settings: ServeSettings, spec: ModelSpec) -> None:
+    """Refuse options that the placement, or the model, has no use for."""
+    in_process = settings.rank_settings.exchange.is_in_process
     if settings.tensor_parallel > 1 and not in_process:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel} needs --cache-ranks 0 or --transport peer "
@@ -84,19 +102,7 @@ def resolve_placement(
             "index_dtype=int4: only a cache rank in the inference rank's process has such an "
             "index; use --index-dtype int8, or add --cache-ranks 0, or --transport peer on two GPUs"
         )
-    for name in ("dense_tokens", "dense_batch_tokens"):
-        if getattr(settings.selection, name) and not in_process:
-            raise SettingsError(
-                f"{name}={getattr(settings.selection, name)}: between processes only what is "
-                "resident can be attended to as a whole; add --cache-ranks 0, or leave "
-                f"--{name.replace('_', '-')} out"
-            )
-    if settings.selection.dense_batch_tokens and settings.transport == "peer":
-        raise SettingsError(
-            f"dense_batch_tokens={settings.selection.dense_batch_tokens}: with transport=peer only "
-            "what is resident can be attended to as a whole; add --cache-ranks 0, or leave "
-            "--dense-batch-tokens out"
-        )
+    check_dense(settings.selection, settings.transport)
     if settings.selection.num_late and not in_process:
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: only a cache rank in the inference "
@@ -115,17 +121,6 @@ def resolve_placement(
             "all must have attended when a step's last selection begins; use --late-layers "
             f"{settings.selection.most_late(spec.num_layers)}"
         )
-    before, settings = settings, with_late_layers(settings, spec.num_layers)
-    if settings is not before:
-        progress(
-            "the first layer is selected for a step ahead, for nothing hides its selection: "
-            "--late-layers 0 turns that off"
-        )
-    if device == "cuda" and in_process:
-        _check_gpus(settings, spec, model_dir)
-    if device == "cpu" or settings.transport != "local":
-        return settings
-    return _with_dense_tokens(settings, spec, model_dir, progress)
 
 
 def _check_without_gpus(settings: ServeSettings) -> None:

@@ -13,9 +13,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
 from tandemkv.cache_rank.protocol.settings import (
-    CacheSettings,
-    ExchangeSettings,
     RankSettings,
     SelectionSettings,
 )

@@ -76,7 +76,11 @@ def sglang_argv(
         raise SettingsError(
             f"chunked_prefill_size={chunk} must be a multiple of the {page_size} tokens of a page; "
             f"use {-(-chunk // page_size) * page_size}"
-            + (", or --recent-tokens 64 for shorter pages" if page_size > PAGE_TOKENS else "")
+            + (
+                ""
+                if chunk % PAGE_TOKENS
+                else f", or --recent-tokens {PAGE_TOKENS} for shorter pages"
+            )
         )
     if chunk is not None:
         argv += ["--chunked-prefill-size", str(chunk)]

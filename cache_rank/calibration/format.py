@@ -6,10 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.strict import Strict
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 16 << 20
@@ -19,11 +20,7 @@ class CalibrationError(SettingsError):
     """A calibration cannot be made, read, or used with this model; the text says what to do."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class CalibratedModel(_Strict):
+class CalibratedModel(Strict):
     """The model that was measured.
 
     `model_hash` is `tandemkv.cache_rank.protocol.model_spec.model_hash`: of ``config.json`` and of
@@ -59,7 +56,7 @@ class CalibratedModel(_Strict):
         return all(getattr(model, name) == value for name, value in mine.items())
 
 
-class KascadeCalibration(_Strict):
+class KascadeCalibration(Strict):
     """Anchors, ascending from layer 0, and for each layer the anchor's head of each KV head.
 
     ``similarity`` (Eq. 3, weighted by importance) and ``importance`` are kept for inspection;
@@ -73,7 +70,7 @@ class KascadeCalibration(_Strict):
     similarity: tuple[tuple[float, ...], ...] = ()
 
 
-class SyncKVCalibration(_Strict):
+class SyncKVCalibration(Strict):
     """For each layer the cluster of each KV head, and the representative head of each cluster."""
 
     clusters: tuple[tuple[int, ...], ...]
@@ -81,7 +78,7 @@ class SyncKVCalibration(_Strict):
     top_k: int = Field(default=64, ge=1)
 
 
-class Corpus(_Strict):
+class Corpus(Strict):
     """The text that was read: names of its sources, and their size in tokens."""
 
     sources: tuple[str, ...]
@@ -89,7 +86,7 @@ class Corpus(_Strict):
     num_tokens: int = Field(ge=0)
 
 
-class Calibration(_Strict):
+class Calibration(Strict):
     """One calibration file. `source` tells a measurement from figures printed in a paper."""
 
     format: Literal["tandemkv-calibration"] = "tandemkv-calibration"

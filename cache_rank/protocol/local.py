@@ -15,6 +15,7 @@ from typing import Protocol, Self
 
 import torch
 
+from .errors import SettingsError
 from .model_spec import ModelSpec
 from .settings import RankSettings, SelectionSettings
 
@@ -58,6 +59,27 @@ class DenseLengths:
         fitting = num_resident + selection.num_recent_tokens
         num_dense = max(fitting, selection.dense_tokens or 0)
         return cls(num_dense=num_dense, num_cold=max(fitting, num_dense - WARM_UP_STEPS))
+
+
+def check_dense(selection: SelectionSettings, transport: str) -> None:
+    """Refuse to attend as a whole to more than is at hand.
+
+    Raises
+    ------
+    SettingsError
+        With what to do.
+    """
+    if transport == "local":  # all of it is
+        return
+    fitting = selection.num_resident + selection.num_recent_tokens
+    for name, most in (("dense_tokens", fitting), ("dense_batch_tokens", 0)):
+        asked = getattr(selection, name) or 0
+        if asked > most:
+            raise SettingsError(
+                f"{name}={asked}: with transport={transport} requests of more than the {fitting} "
+                "tokens that can be resident are not attended to as a whole; add --cache-ranks 0, "
+                f"or leave --{name.replace('_', '-')} out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

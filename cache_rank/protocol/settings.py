@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from .exchange_settings import CacheSettings, ExchangeSettings
+from .strict import Strict
 from .token_count import TokenCount
 
 SETTINGS_VARIABLE = "TANDEMKV_SETTINGS"
@@ -45,11 +47,7 @@ def _sign(value: Any) -> Any:
     return {"1": 1, "+1": 1, "-1": -1}.get(value, value) if isinstance(value, str) else value
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SelectionSettings(_Strict):
+class SelectionSettings(Strict):
     """What is attended to, and who decides it. Token counts are per KV head."""
 
     policy: str = Field(
@@ -61,7 +59,9 @@ class SelectionSettings(_Strict):
     resident_factor: float = Field(
         default=2.0, ge=1.0, le=16.0, description="c: the resident set holds num_sink + c*K tokens."
     )
-    num_sink_tokens: int = Field(default=4, ge=0, le=1024, description="First tokens, resident.")
+    num_sink_tokens: int = Field(
+        default=4, ge=0, le=1024, description="First tokens, always resident."
+    )
     num_recent_tokens: int = Field(default=64, ge=2, le=16384, description="Latest tokens, a ring.")
     sample_tokens: int | None = Field(
         default=None,
@@ -233,11 +233,21 @@ class SelectionSettings(_Strict):
     sfi_window: int = Field(
         default=16, ge=1, le=1024, description="sfi: W, prompt queries that are evidence."
     )
-    sfi_alpha: float = Field(default=0.5, gt=0.0, le=1.0, description="sfi: exponent, Eq. 7.")
-    sfi_norm_exponent: float = Field(default=1.0, ge=0.0, le=16.0, description="sfi: gamma, Eq. 9.")
-    sfi_decay: float = Field(default=1.0, ge=0.0, le=64.0, description="sfi: beta, Eq. 11.")
-    sfi_decay_power: float = Field(default=2.0, ge=1.0, le=16.0, description="sfi: p, Eq. 11.")
-    sfi_tail_brake: float = Field(default=1.0, ge=0.0, le=16.0, description="sfi: eta, Eq. 11.")
+    sfi_alpha: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="sfi: exponent of the power mean, Eq. 7."
+    )
+    sfi_norm_exponent: float = Field(
+        default=1.0, ge=0.0, le=16.0, description="sfi: gamma of the key-norm prior, Eq. 9."
+    )
+    sfi_decay: float = Field(
+        default=1.0, ge=0.0, le=64.0, description="sfi: beta of the position prior, Eq. 11."
+    )
+    sfi_decay_power: float = Field(
+        default=2.0, ge=1.0, le=16.0, description="sfi: p of the position prior, Eq. 11."
+    )
+    sfi_tail_brake: float = Field(
+        default=1.0, ge=0.0, le=16.0, description="sfi: eta of the position prior, Eq. 11."
+    )
     sfi_lambda_clip: float = Field(
         default=0.02, ge=0.0, le=1.0, description="sfi: most weight of the prior, Eq. 18."
     )
@@ -423,58 +433,7 @@ class SelectionSettings(_Strict):
         return self
 
 
-class ExchangeSettings(_Strict):
-    """How the ranks talk."""
-
-    layers_per_pack: int = Field(default=6, ge=1, le=128, description="Layers in one bulk message.")
-    deterministic: bool = Field(
-        default=True, description="Await every reply; lateness is an error instead of a stale set."
-    )
-    deadline_us: int = Field(
-        default=2000,
-        ge=10,
-        le=60_000_000,
-        description="Longest wait for a selection when not deterministic.",
-    )
-    transfer_timeout_s: float = Field(
-        default=60.0, gt=0, le=3600, description="A transfer that takes longer ends the epoch."
-    )
-    heartbeat_interval_s: float = Field(
-        default=1.0, gt=0, le=60, description="Seconds between two signs of life of each rank."
-    )
-    heartbeat_misses: int = Field(
-        default=3, ge=1, le=60, description="Missed signs of life until a rank counts as lost."
-    )
-    transport: Literal["gloo", "nccl", "peer", "local"] = Field(
-        default="gloo",
-        description="Data plane between the ranks: gloo to a cache rank on a CPU, nccl between "
-        "two GPUs; peer: one process drives both GPUs; local: and on the same GPU.",
-    )
-
-    @property
-    def is_in_process(self) -> bool:
-        """Whether the inference rank's process drives the cache rank, on its GPU or another."""
-        return self.transport in ("local", "peer")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.transfer_timeout_s * 1e6 < self.deadline_us:
-            raise ValueError("deadline_us must not exceed transfer_timeout_s")
-        return self
-
-
-class CacheSettings(_Strict):
-    """The store on the cache rank."""
-
-    capacity_tokens: TokenCount = Field(
-        default=65536, ge=256, le=1 << 30, description="Tokens that the cache rank holds in all."
-    )
-    poison_freed_slots: bool = Field(
-        default=False, description="Fill freed slots with NaN, so that a stale read shows at once."
-    )
-
-
-class RankSettings(_Strict):
+class RankSettings(Strict):
     """Everything that both ranks must agree on."""
 
     selection: SelectionSettings = Field(default_factory=SelectionSettings)

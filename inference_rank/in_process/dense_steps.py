@@ -73,4 +73,4 @@ class DenseSteps:
     def _is_small(self, lengths: torch.Tensor) -> bool:
         if not self._batch_tokens:
             return False
-        return int(lengths[lengths > 1].sum()) <= self._batch_tokens
+        return sum(n for n in lengths.tolist() if n > 1) <= self._batch_tokens

@@ -16,6 +16,7 @@ from tandemkv.cache_rank.protocol.local import (
     DenseLengths,
     LocalCacheRank,
     LocalPools,
+    check_dense,
     create_local_cache_rank,
 )
 from tandemkv.cache_rank.protocol.messages import StatusReply
@@ -272,17 +273,7 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
             f"{runner.max_total_num_tokens}; lower --cache-tokens, or pass a higher "
             "--mem-fraction-static to SGLang"
         )
-    fitting = selection.num_resident + selection.num_recent_tokens
-    if settings.exchange.transport == "peer" and (selection.dense_tokens or 0) > fitting:
-        raise SettingsError(
-            f"dense_tokens={selection.dense_tokens}: with transport=peer only what is resident can "
-            f"be attended to as a whole, {fitting} tokens; lower --dense-tokens"
-        )
-    if settings.exchange.transport == "peer" and selection.dense_batch_tokens:
-        raise SettingsError(
-            f"dense_batch_tokens={selection.dense_batch_tokens}: with transport=peer only what is "
-            "resident can be attended to as a whole; leave --dense-batch-tokens out"
-        )
+    check_dense(selection, settings.exchange.transport)
     if selection.index_dtype == "int4" and selection.num_recent_tokens < page_size:
         raise SettingsError(
             f"index_dtype=int4 needs num_recent_tokens={selection.num_recent_tokens} of at least "

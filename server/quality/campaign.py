@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
-from tandemkv.cache_rank.protocol.settings import CacheSettings
 from tandemkv.server.devices import resolve_device
 from tandemkv.server.preflight import resolve_dtype, resolve_model
 from tandemkv.server.settings import ServeSettings

@@ -25,13 +25,12 @@ from tandemkv.cache_rank.policies.base import (
     Rotary,
 )
 from tandemkv.cache_rank.policies.registry import find_policy, make_policy
+from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
 from tandemkv.cache_rank.protocol.fake_transport import fake_pair
 from tandemkv.cache_rank.protocol.host_staged import HostStagedTransport
 from tandemkv.cache_rank.protocol.messages import FreeSlots, RefreshRule, StepBegin
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import (
-    CacheSettings,
-    ExchangeSettings,
     RankSettings,
     SelectionSettings,
 )

@@ -18,13 +18,12 @@ from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     ProtocolError,
 )
+from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
 from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello, open_epoch
 from tandemkv.cache_rank.protocol.messages import Hello, Message, Refused, Welcome, decode
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import (
-    CacheSettings,
-    ExchangeSettings,
     RankSettings,
     SelectionSettings,
 )

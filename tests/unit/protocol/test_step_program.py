@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.messages import (
     PolicyTraits,
     RowFlag,
@@ -22,7 +23,6 @@ from tandemkv.cache_rank.protocol.messages import (
 )
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import (
-    ExchangeSettings,
     RankSettings,
     SelectionSettings,
 )

@@ -148,10 +148,10 @@ def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
     assert settings.selection.dense_batch_tokens == 9000
     assert "in all" not in said[0]
     for name in ("dense_tokens", "dense_batch_tokens"):
-        with pytest.raises(SettingsError, match=f"{name}=9000: between processes"):
+        with pytest.raises(SettingsError, match=f"{name}=9000: with transport=gloo requests"):
             resolve(tmp_path, device="cpu", selection={name: 9000})
     gpus(2)
-    with pytest.raises(SettingsError, match="transport=peer only what is resident"):
+    with pytest.raises(SettingsError, match="dense_batch_tokens=9000: with transport=peer"):
         resolve(tmp_path, cache_ranks=1, selection=both, exchange={"transport": "peer"})
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec
-from tandemkv.cache_rank.protocol.settings import CacheSettings
 from tandemkv.server.bench.measured import Point
 from tandemkv.server.bench.one_batch import (
     DRIVER,
