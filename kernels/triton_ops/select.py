@@ -15,8 +15,9 @@ For `list_best` the list itself is what is wanted, and 3 only looks whether its 
 With `pooled_positions` scores are written, pooled, and chosen from: their neighbours count, so
 none can be dropped by its own.
 
-If the sample misled, 3 writes the head's scores over its logits or codes and searches in
-memory: slower, and exact as well. The other poolings need no second pass; their scores stand in
+Where more have one score than fit into a list, what is above it is listed, and 3 adds the lowest
+positions of those. If the sample misled, 3 writes the head's scores over its logits or codes and
+searches in memory: slower, and exact as well. The other poolings need no second pass; their scores stand in
 the scratch where logits would.
 """
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from tandemkv.kernels.triton_ops.chained import follow, lead
 from tandemkv.kernels.triton_ops.score_scan import bounds_of, decode_share
 from tandemkv.kernels.triton_ops.topk import choose_listed, select_listed, select_streamed
-from tandemkv.kernels.triton_ops.topk_search import reach, score_key
+from tandemkv.kernels.triton_ops.topk_search import key_score, reach, score_key
 
 
 @triton.jit
@@ -84,6 +84,29 @@ def _search_memory(
 
 
 @triton.jit
+def _add_equal(
+    out, out_scores, logits, tile_max, lse, base, begin, end, wanted, num_chosen, k, scratch_width,
+    scratch_tiles, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    CODED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the lowest positions of the key `wanted` to what is chosen; return how many are then."""
+    while (begin < end) & (num_chosen < k):
+        position = begin + tl.arange(0, BLOCK)
+        score = _scores_at(
+            logits, tile_max, lse, base, position, position < end, scratch_width,
+            scratch_tiles, GROUP, PAD_G, BLOCK_N, CODED,
+        )  # fmt: skip
+        is_equal = score_key(score) == wanted
+        rank = num_chosen + tl.cumsum(is_equal.to(tl.int32), 0) - 1
+        keep = is_equal & (rank < k)
+        tl.store(out + rank, position, mask=keep)
+        tl.store(out_scores + rank, score, mask=keep)
+        num_chosen += tl.sum(keep.to(tl.int32), 0)
+        begin += BLOCK
+    return num_chosen
+
+
+@triton.jit
 def _sampled_bound(
     logits, tile_max, lse, base, begin, num, k, scratch_width, scratch_tiles,
     GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr, CODED: tl.constexpr,
@@ -108,16 +131,18 @@ def _sampled_bound(
     mean = SAMPLE * (k * 1.0 / num)
     rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
     fitting = tl.sqrt(SAMPLE * (CAPACITY * 1.0 / num) + 6.25) - 2.5
-    slack = (fitting * fitting).to(tl.int32) - rank
-    if not LISTING:
-        slack = tl.minimum(slack, rank // 4)
+    room = tl.maximum((fitting * fitting).to(tl.int32) - rank, 0)
+    slack = room if LISTING else tl.minimum(room, rank // 4)
     num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
     bound = tl.full([], -(2**31) + 1, tl.int32)
     if num_valid > rank:
         # From the least one on: scores that differ little take no more steps than others.
         least = tl.min(tl.where(key > -(2**31), key, 2**31 - 1), 0)
         most = tl.max(key, 0) + 1
-        bound, _ = reach(key, rank, least, most, num_valid, tl.maximum(slack, 0))
+        bound, found = reach(key, rank, least, most, num_valid, slack)
+        if not LISTING:
+            # So many have just this score that they would not fit: `select_kernel` adds some.
+            bound += (found > rank + room).to(tl.int32)
     return bound
 
 
@@ -277,10 +302,23 @@ def select_kernel(
             out_row, score_row, key, position, num_listed, tl.maximum(bound, 0), k, True
         )
     else:
-        num_chosen = _search_memory(
-            out_row, score_row, logits, tile_max, lse, base, begin, end, k, scratch_width,
-            scratch_tiles, GROUP, PAD_G, BLOCK_N, CODED, True, BLOCK,
-        )  # fmt: skip
+        if num_listed < k:
+            # All that reach the bound, and next to them only what is equal to the one below.
+            in_list = place < num_listed
+            key = tl.load(row + 2 + place, mask=in_list, other=0)
+            position = tl.load(row + 2 + CAPACITY + place, mask=in_list, other=0)
+            tl.store(out_row + place, position, mask=in_list)
+            tl.store(score_row + place, key_score(key), mask=in_list)
+            num_chosen = _add_equal(
+                out_row, score_row, logits, tile_max, lse, base, begin, end, bound - 1, num_listed,
+                k, scratch_width, scratch_tiles, GROUP, PAD_G, BLOCK_N, CODED, BLOCK,
+            )  # fmt: skip
+        if num_chosen < k:
+            tl.debug_barrier()  # the same places are written again
+            num_chosen = _search_memory(
+                out_row, score_row, logits, tile_max, lse, base, begin, end, k, scratch_width,
+                scratch_tiles, GROUP, PAD_G, BLOCK_N, CODED, True, BLOCK,
+            )  # fmt: skip
     start = num_chosen
     while start < k:
         column = start + tl.arange(0, BLOCK_PAD)

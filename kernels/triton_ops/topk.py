@@ -176,9 +176,19 @@ def select_streamed(
     out, out_scores, base, stride, begin, num, k, HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Choose among all candidates, read again for each count; return how many."""
-    low = tl.full([], -(2**31) + 1, tl.int32)
-    high = tl.full([], 2**31 - 1, tl.int32)
-    found = tl.full([], 2**31 - 1, tl.int32)
+    # From the least to the largest that there is: equal scores, which are what brings most heads
+    # here, take no search at all, and scores that differ little a short one.
+    least, most = tl.full([], 2**31 - 1, tl.int32), tl.full([], -(2**31), tl.int32)
+    found, start = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    while start < num:
+        key, _ = _load_keys(base, stride, begin, start, num, BLOCK)
+        is_valid = key > -(2**31)
+        least = tl.minimum(least, tl.min(tl.where(is_valid, key, 2**31 - 1), 0))
+        most = tl.maximum(most, tl.max(key, 0))
+        found += tl.sum(is_valid.to(tl.int32), 0)
+        start += BLOCK
+    low = tl.where(found > 0, least, -(2**31) + 1)
+    high = tl.where(found > 0, most, -(2**31) + 1) + 1
     while (low + 1 < high) & (found > k):
         first, second = thirds(low, high)
         at_first, at_second = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -200,7 +210,7 @@ def select_streamed(
     need = k - num_above
     num_chosen, num_ties = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int32)
-    while start < num:
+    while (start < num) & (num_chosen < k):
         key, position = _load_keys(base, stride, begin, start, num, BLOCK)
         is_tie = key == bound
         tie_rank = num_ties + tl.cumsum(is_tie.to(tl.int32), 0)

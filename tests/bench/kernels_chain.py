@@ -9,8 +9,9 @@ replay, so that rows are fetched as in decoding. ``--filter`` tries tokens, warp
 the pass that filters scores, ``--scan`` as ``--tuning`` of kernels_score.py does; ``--pool 1 0``
 chooses by scores pooled over neighbours. ``--samples 128`` weighs samples too; ``--chained``
 launches kernels as on a GPU that does nothing but select; ``--width`` is the longest context that
-is allowed for, by default the length; ``--page`` how many tokens share scales. The choice is
-compared with the reference first.
+is allowed for, by default the length; ``--page`` how many tokens share scales; ``--queries 0``
+makes all scores of a head equal, as SGLang's dummy weights do. The choice is compared with the
+reference first.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
     width = max(length, args.width)
     pages = (torch.randperm(num_pages - 1, device=device).int() + 1).view(reqs, -1)
     table = torch.nn.functional.pad(pages, (0, (width - length) // page))
-    base = torch.randn(reqs, QO_HEADS, DIM, device=device)
+    base = args.queries * torch.randn(reqs, QO_HEADS, DIM, device=device)
     q = base.bfloat16()
     lo = torch.full((reqs,), 4, dtype=torch.int32, device=device)
     hi = torch.full((reqs,), length - 64, dtype=torch.int32, device=device)
@@ -74,7 +75,7 @@ def make_layers(args: argparse.Namespace) -> Callable[[], None]:
 
     def run() -> None:
         step.add_(1)
-        q.copy_(base + 0.3 * torch.randn_like(base))
+        q.copy_(base + 0.3 * args.queries * torch.randn_like(base))
         for layer in range(args.layers):
             chosen, scores = select(layer)
             fetched = mirror_diff(
@@ -108,6 +109,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--pool", nargs=2, type=int, default=(0, 0), metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--queries", type=float, default=1.0, metavar="FACTOR")
     parser.add_argument("--chained", action="store_true")
     parser.add_argument("--filter", nargs="*", default=[], metavar="TOKENS,WARPS,PROGRAMS")
     parser.add_argument(

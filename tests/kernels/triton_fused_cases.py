@@ -275,19 +275,35 @@ def test_chooses_neighbourhoods(pooling: str) -> None:
     assert torch.equal(got.sort(-1).values, want.sort(-1).values.int())
 
 
-@pytest.mark.parametrize("kind", ["equal", "two_values"])
-def test_where_the_sample_is_of_no_use(kind: str) -> None:
-    """Many equal scores: more than fit reach the bound, and the lowest positions count."""
+def sampled(begin: int, num: int, size: int) -> list[int]:
+    """Positions of the sample of `size` that a bound is derived from."""
+    part = torch.arange(size)
+    whole, rest = num // size, num % size
+    left = part * whole + part * rest // size
+    width = (part + 1) * whole + (part + 1) * rest // size - left
+    noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
+    return (begin + left + ((noise * width) >> 16)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "best"),
+    [("equal", []), ("two_values", [7, 250, 290]), ("all_seen", sampled(2, 299, 64)[5:62:3])],
+)
+def test_where_the_sample_is_of_no_use(kind: str, best: list[int]) -> None:
+    """Of many equal scores, more than fit into a list, the lowest positions count.
+
+    Of `all_seen` each high score is in the sample: fewer than are wanted reach the bound, and
+    none has the score next to it. Only then a head is searched in memory, over its logits.
+    """
     keys = make_keys(
         "float32", num_reqs=1, heads=2, group=2, dim=16, page_size=16, num_pages=20, device=DEVICE
     )
     keys.k_pool.zero_()
-    best = []
-    if kind == "two_values":
-        best = [7, 250, 290]
+    if best:
         keys.q.fill_(1.0)
         at = torch.tensor(best, device=DEVICE)
         keys.k_pool[keys.table[0].long()[at // 16] * 16 + at % 16] = 0.5
+    assert len(best) < 20
     scratch = filled_scratch(1, 2, 2, 320, 20)
     got, scores = triton_select.score_topk(
         keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 20, width=320, scale=1.0,
@@ -296,6 +312,10 @@ def test_where_the_sample_is_of_no_use(kind: str) -> None:
     want = sorted([*best, *[p for p in range(2, 40) if p not in best][: 20 - len(best)]])
     assert got.sort(-1).values.tolist() == [[want, want]]
     assert bool(scores.isfinite().all())
+    high = [score for score in scores[0, 0].tolist() if score > min(scores[0, 0].tolist())]
+    assert len(high) == len(best)
+    relative = scratch.score.logits[0, :, 2:301]
+    assert bool((relative <= 0).all()) == (kind != "all_seen")
 
 
 @pytest.mark.parametrize(("group", "k", "size"), [(1, 5, 40), (4, 20, 100), (3, 100, 300)])
@@ -375,11 +395,7 @@ def test_more_equal_scores_than_fit() -> None:
 
 def test_a_sample_that_saw_all_high_scores() -> None:
     """Nine are high, and all of them are in the sample of 64: fewer than ten reach the bound."""
-    part = torch.arange(64)
-    left = part * 9 + part * 24 // 64
-    width = (part + 1) * 9 + (part + 1) * 24 // 64 - left
-    noise = ((part * 40503) ^ ((part * 30011) >> 7)) & 0xFFFF
-    high = (4 + left + ((noise * width) >> 16))[5:50:5].tolist()
+    high = sampled(4, 600, 64)[5:50:5]
     assert len(high) == 9
     found = listed_where(high, 0.5, 10, 300)
     assert len(found) == 300
