@@ -65,7 +65,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
     settings = runtime_module.settings_from_environment()
     elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]
     return [
-        *(elsewhere if settings.exchange.transport == "peer" else []),
+        *(elsewhere if settings.exchange.is_peer else []),
         _support_triton_hook(backend),
         (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_each, HookType.AROUND),
         (f"{_GRAPHS}._resolve_lora_variant", graph_variants.resolve, HookType.AROUND),
@@ -143,7 +143,7 @@ def _build_local_pool(original: Callable[..., Any], self: Any, **kwargs: Any) ->
 
     settings = runtime_module.settings_from_environment()
     selection, base = settings.selection, kwargs["mha_pool_class"]
-    if settings.exchange.transport == "peer":
+    if settings.exchange.is_peer:
         from .in_process.start import cache_device_of
 
         kwargs["mha_pool_class"] = make_peer_pool_class(base, cache_device_of(self, settings))

@@ -12,6 +12,7 @@ import torch
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.local import check_dense
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
+from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
 from tandemkv.cache_rank.protocol.settings import KEEPS_SINK_ONLY, SelectionSettings
 
 from .pages import with_int4_index
@@ -109,7 +110,8 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec) -> None:
             "rank's process selects at the end of a step; add --cache-ranks 0, or --transport peer "
             "on two GPUs, or leave --late-layers out"
         )
-    if settings.selection.predictor_dtype is not None and settings.transport != "peer":
+    is_peer = settings.rank_settings.exchange.is_peer
+    if settings.selection.predictor_dtype is not None and not is_peer:
         raise SettingsError(
             f"predictor_dtype={settings.selection.predictor_dtype}: only a second GPU of the "
             "inference rank's process has a copy of W_q of its own dtype; add --transport peer, or "
@@ -130,7 +132,7 @@ def _check_without_gpus(settings: ServeSettings) -> None:
             f"tensor_parallel={settings.tensor_parallel} splits a model over GPUs, and this one is "
             "on cpu; use --tp 1, or --device cuda on a machine with GPUs"
         )
-    if settings.transport == "peer":
+    if settings.rank_settings.exchange.is_peer and not is_peer_on_one_device():
         raise SettingsError(
             "exchange.transport=peer drives two GPUs from one process, and the model is on cpu; "
             "leave --transport out, or use --device cuda on a machine with two GPUs"
@@ -197,8 +199,8 @@ def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> 
 
     A model of too few layers has none; without `num_layers` it is one that has enough.
     """
-    selection = settings.selection
-    if settings.transport != "peer" or selection.late_between_gpus == selection.num_late:
+    selection, is_peer = settings.selection, settings.rank_settings.exchange.is_peer
+    if not is_peer or selection.late_between_gpus == selection.num_late:
         return settings
     if num_layers is not None and selection.late_between_gpus > selection.most_late(num_layers):
         return settings
@@ -208,8 +210,9 @@ def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> 
 
 def _check_gpus(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> None:
     """Refuse what these GPUs cannot hold, before SGLang loads the weights."""
-    tp_size, is_peer = settings.tensor_parallel, settings.transport == "peer"
-    num_needed, num_gpus = tp_size * (2 if is_peer else 1), torch.cuda.device_count()
+    tp_size, is_peer = settings.tensor_parallel, settings.rank_settings.exchange.is_peer
+    has_cache_gpus = is_peer and not is_peer_on_one_device()
+    num_needed, num_gpus = tp_size * (2 if has_cache_gpus else 1), torch.cuda.device_count()
     if num_gpus < num_needed:
         raise SettingsError(
             f"tensor_parallel={tp_size} with transport={settings.transport} needs {num_needed} "
@@ -217,9 +220,9 @@ def _check_gpus(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> No
             + (", or use --cache-ranks 0" if is_peer else "")
         )
     placement = Placement(
-        kind=PlacementKind.SEPARATE if is_peer else PlacementKind.IN_PROCESS,
+        kind=PlacementKind.SEPARATE if has_cache_gpus else PlacementKind.IN_PROCESS,
         tp_size=tp_size,
-        num_cache_gpus=tp_size if is_peer else 0,
+        num_cache_gpus=tp_size if has_cache_gpus else 0,
     )
     shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
     gpu_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus))

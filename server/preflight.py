@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
+from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
 
 from .devices import (
     choose_cache_device,
@@ -57,10 +58,11 @@ def resolve_launch(
         If the model cannot be served.
     """
     check_policy(settings.selection.policy)
+    on_one_device = settings.rank_settings.exchange.is_peer and is_peer_on_one_device()
     device = resolve_device(
         settings.device,
         cache_ranks=settings.cache_ranks,
-        num_ranks_here=num_ranks_here,
+        num_ranks_here=1 if on_one_device else num_ranks_here,
         cache_device=choose_cache_device(
             settings.cache_device, settings.device, policy_devices(settings.selection.policy)
         ),

@@ -81,7 +81,7 @@ def measure(
         resident=[make_sets(shape)],
         page_size=page_size,
         log_weight=weights if selection.num_samples else None,
-        is_far=settings.exchange.transport == "peer",
+        is_far=settings.exchange.is_peer,
     )
     own = settings.model_copy(
         update={

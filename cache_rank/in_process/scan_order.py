@@ -18,7 +18,7 @@ class ScanOrder:
     Attributes
     ----------
     is_kept : bool
-        Whether anyone waits; False at first.
+        Whether anyone waits; False at first. On a CPU one thing is done after the other anyway.
 
     Parameters
     ----------
@@ -42,6 +42,6 @@ class ScanOrder:
 
     def note_choice(self) -> None:
         """Mark that a selection has queued its choice on the current stream."""
-        if self.is_kept:
+        if self.is_kept and self._device.type == "cuda":
             self._chosen = torch.cuda.Event()
             self._chosen.record(torch.cuda.current_stream(self._device))

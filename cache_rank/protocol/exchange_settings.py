@@ -44,6 +44,14 @@ class ExchangeSettings(Strict):
         """Whether the inference rank's process drives the cache rank, on its GPU or another."""
         return self.transport in ("local", "peer")
 
+    @property
+    def is_peer(self) -> bool:
+        """Whether that is another GPU: K/V lie there, and what is attended to lies here.
+
+        In tests both may be one device (`one_device`), and all is done as if they were two.
+        """
+        return self.transport == "peer"
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.transfer_timeout_s * 1e6 < self.deadline_us:

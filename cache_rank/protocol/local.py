@@ -100,8 +100,9 @@ class LocalPools:
         ``[L, rows, H, num_samples]`` float32: with how much weight samples count
         (`tandemkv.kernels.samples`). It may lie in another GPU's memory.
     is_far : bool
-        Whether `resident` and `log_weight` do. Then the cache rank takes its GPU for its own, and
-        chains its kernels (`tandemkv.kernels.streams.let_chain`).
+        Whether `resident` and `log_weight` do, or are to be used as if they did. Then the cache
+        rank takes its GPU for its own, and chains its kernels
+        (`tandemkv.kernels.streams.let_chain`).
     """
 
     k: Sequence[torch.Tensor]

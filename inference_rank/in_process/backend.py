@@ -44,12 +44,14 @@ class InProcessBackend(AttentionBackend):
         Where they lie, and what decode attends to.
     cache_device : torch.device
         Where the cache rank works.
+    is_far : bool
+        Whether that is another GPU, or to be taken for one.
     """
 
     def __init__(
         self, runner: Any, full: AttentionBackend, rank: LocalCacheRank, home: ResidentHome,
-        *, cache_device: torch.device, seed_window: int, dense: DenseSteps, num_resident: int,
-        runtime: Any,
+        *, cache_device: torch.device, is_far: bool, seed_window: int, dense: DenseSteps,
+        num_resident: int, runtime: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self._full, self._rank = full, rank
@@ -70,7 +72,7 @@ class InProcessBackend(AttentionBackend):
         layers = range(self._num_layers)
         self._is_sparse = [rank.is_sparse_layer(x) for x in layers]
         device = home.table.slots.device
-        is_far, all_sparse = cache_device != device, all(self._is_sparse)
+        all_sparse = all(self._is_sparse)
         # Exact layers: by SGLang's backend here, or by the GPU that has the K/V.
         self._needs_full = not (all_sparse or is_far)
         model, max_batch = runtime.model, len(home.table.slots)
@@ -82,19 +84,19 @@ class InProcessBackend(AttentionBackend):
         }
         attends_far = int(is_far and not all_sparse)  # `FarAttention` has the last of each
         num_rows, num_lanes = self._num_layers + attends_far, rank.num_lanes + attends_far
-        self._side = SideStream(device, cache_device, num_rows, num_lanes, max_batch)
+        self._side = SideStream(device, cache_device, num_rows, num_lanes, max_batch, is_far=is_far)
         # On the same GPU the cache rank reads the queries where they are.
         self._queries = self._far = None
         sizes["width"] = model.num_qo_heads * model.head_dim
         if is_far and (rank.needs_query or attends_far):
-            self._queries = LayerStreams(num_layers=self._num_layers, **sizes)
+            self._queries = LayerStreams(num_layers=self._num_layers, is_far=is_far, **sizes)
         if self._queries is not None and attends_far:
             self._far = FarAttention(
                 rank, runner.token_to_kv_pool, self._side, self._queries, lane=rank.num_lanes,
                 row=self._num_layers, **sizes,
             )  # fmt: skip
         self._kind = self.captured_kind = StepKind.DENSE
-        self.shares_gpu = not is_far
+        self.shares_gpu = cache_device == device
         self._is_decode = False
         self._seeds: list[tuple[int, int, int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
@@ -104,7 +106,8 @@ class InProcessBackend(AttentionBackend):
         if rank.needs_hidden:
             sizes["width"] = int(runner.model_config.hidden_size)
             self._ahead = LookAhead(
-                runner.model, rank, self._side, LayerStreams(num_layers=self._num_layers, **sizes),
+                runner.model, rank, self._side,
+                LayerStreams(num_layers=self._num_layers, is_far=is_far, **sizes),
                 is_selecting=lambda: self._is_decode and self._kind is StepKind.SELECTING,
                 fetch=self._fetch, num_layers=self._num_layers, sends_beside=is_far,
             )  # fmt: skip
@@ -325,6 +328,7 @@ class InProcessBackend(AttentionBackend):
         if self._home.samples is not None:
             self._home.samples.load(rows, lengths, req_to_token, dense.num_dense)
         self._home.begin_step()
+        self._side.begin_step()
         self._join()  # nothing to wait for, unless a step failed
         if self._ahead is not None:
             self._ahead.begin_step()
@@ -389,6 +393,7 @@ class InProcessBackend(AttentionBackend):
             self._rank.seed_identity(chosen, None if self._home.holds_dense else tables)
 
     def _begin_extend(self, forward_batch: Any) -> None:
+        self._side.begin_step()
         if self._ahead is not None:
             self._ahead.begin_step()
         prefixes = [int(n) for n in forward_batch.extend_prefix_lens_cpu]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tandemkv.kernels.flags import raise_flags, send_rows
-from tandemkv.kernels.streams import shared_stream
+from tandemkv.kernels.streams import FORWARD_PRIORITY, LOWEST_PRIORITY, shared_stream
 
 from .peer_flags import Signal
 from .peer_memory import seen_from
@@ -19,6 +19,17 @@ class LayerStreams:
 
     The decoder layer adds and normalises its inputs in place, so what the cache rank reads
     beside it must be a copy. On another GPU the sum is written there directly.
+
+    Parameters
+    ----------
+    num_layers, max_batch, width : int
+        Of the buffers.
+    dtype : torch.dtype
+        Of what is written.
+    device, cache_device : torch.device
+        Of the forward pass and of the cache rank.
+    is_far : bool
+        Whether the cache rank works as on another GPU; only then anything is put beside.
     """
 
     def __init__(
@@ -30,13 +41,13 @@ class LayerStreams:
         dtype: torch.dtype,
         device: torch.device,
         cache_device: torch.device,
+        is_far: bool,
     ) -> None:
         self._device, self._is_beside = device, False
-        self._beside = shared_stream(device) if device != cache_device else None
+        self._beside = _stream_beside(device, cache_device) if is_far else None
         shape = (num_layers, max_batch, width)
         self._there = torch.zeros(shape, dtype=dtype, device=cache_device)
-        is_far = device != cache_device
-        self._here = seen_from(device, self._there) if is_far and num_layers else self._there
+        self._here = seen_from(device, self._there) if num_layers else self._there
 
     def put(
         self,
@@ -93,3 +104,16 @@ class LayerStreams:
     def last(self, layer: int, size: int) -> torch.Tensor:
         """Return what was last written for `layer`, ``[size, hidden]`` on the cache device."""
         return self._there[layer, :size]
+
+
+def _stream_beside(
+    device: torch.device, cache_device: torch.device
+) -> torch.cuda.Stream | None:  # fmt: skip
+    """Return the stream for what is sent beside the forward pass; None on a CPU.
+
+    On the cache rank's own GPU, whose lanes spin until it has arrived, it must not come to lie
+    behind them in a queue of the GPU: it is none of theirs, and of the forward pass's priority.
+    """
+    if device != cache_device:
+        return shared_stream(device, LOWEST_PRIORITY)
+    return shared_stream(device, FORWARD_PRIORITY, number=1)

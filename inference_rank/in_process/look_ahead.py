@@ -20,7 +20,7 @@ from .side_stream import SideStream
 class LookAhead:
     """Lets the cache rank select for a layer where the forward pass enters an earlier one.
 
-    Between two GPUs, inside a capture, the stream is sent beside the product with the layer's
+    Between two GPUs, where flags are used, the stream is sent beside the product with the layer's
     queries, keys and values, from where its norm has left it; else it is copied before the norm.
 
     Attributes
@@ -97,7 +97,7 @@ class LookAhead:
     ) -> None:
         if not self._is_selecting():
             return
-        if self._sends_beside and torch.cuda.is_current_stream_capturing():
+        if self._sends_beside and self._side.uses_flags:
             self._unsent = layer
         else:
             self._select(layer, hidden_states, residual, beside=False)

@@ -3,7 +3,8 @@
 
 Over NVLink a kernel may read and write another GPU's memory by plain addresses. PyTorch refuses
 to mix devices in one operation, so such memory gets a second tensor that carries the device of
-the kernels that use it. Both tensors name the same bytes.
+the kernels that use it. Both tensors name the same bytes. Where one device stands for both, one
+tensor does, too.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def enable_peer_access(first: torch.device, second: torch.device) -> None:
-    """Let kernels on either GPU use the memory of the other.
+    """Let kernels on either GPU use the memory of the other; on one device they can.
 
     Raises
     ------
     SettingsError
         If the two GPUs cannot.
     """
+    if first == second:
+        return
     for here, there in ((first, second), (second, first)):
         if not torch.cuda.can_device_access_peer(here, there):
             raise SettingsError(
@@ -42,10 +45,13 @@ def enable_peer_access(first: torch.device, second: torch.device) -> None:
 
 
 def seen_from(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, which is on another GPU, as a tensor for kernels on `device`.
+    """Return `tensor`, which may be on another GPU, as a tensor for kernels on `device`.
 
-    It does not own the memory: keep `tensor` alive at least as long.
+    It does not own the memory: keep `tensor` alive at least as long. What is on `device` is
+    returned itself.
     """
+    if tensor.device == device:
+        return tensor
     storage = torch._C._construct_storage_from_data_pointer(
         tensor.data_ptr(), device, tensor.numel() * tensor.element_size()
     )

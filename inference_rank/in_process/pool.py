@@ -44,7 +44,7 @@ def make_local_pool_class(base: Any, num_extra: int) -> type:
 
 
 def make_peer_pool_class(base: Any, cache_device: torch.device) -> type:
-    """Return a subclass of SGLang's ``MHATokenToKVPool`` whose K/V are another GPU's memory.
+    """Return a subclass of SGLang's ``MHATokenToKVPool`` whose K/V are the cache rank's memory.
 
     SGLang's own kernels write and read them over NVLink; what the cache rank uses are the same
     bytes as tensors of its own device, ``cache_k`` and ``cache_v``.

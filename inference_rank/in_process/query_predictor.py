@@ -42,7 +42,7 @@ class LiveQueryPredictor:
     device : torch.device
         Where to predict.
     is_far : bool
-        Whether that is another GPU than the model's.
+        Whether that is another GPU than the model's, or to be taken for one.
     is_int8 : bool
         Whether to keep a copy of W_q in int8, where the whole prediction is one operation.
 

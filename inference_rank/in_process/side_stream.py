@@ -27,7 +27,10 @@ class SideStream:
     Between two GPUs an edge of a graph costs 20 to 35 us, and edges follow one another. There,
     inside a capture, lanes are entered by one edge, whatever their number, and joined by one; in
     between one GPU raises flags in the memory of the other (`tandemkv.kernels.flags`). Deferred
-    work that no such fork takes along has an edge of its own.
+    work that no such fork takes along has an edge of its own. Where one device stands for two GPUs
+    (`is_far`), this is done alike: in a capture two branches of the graph wait for each other. A
+    CPU, which captures nothing, has flags in every decode step, and one thing runs after the
+    other: whoever waits for what was not raised before raises an error.
 
     Parameters
     ----------
@@ -41,6 +44,8 @@ class SideStream:
         Streams.
     max_batch : int
         Rows of a step at most.
+    is_far : bool
+        Whether the side streams are, or are taken for, another GPU's.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class SideStream:
         num_layers: int,
         num_lanes: int = 1,
         max_batch: int = 1,
+        *,
+        is_far: bool = False,
     ) -> None:
         is_cuda = cache_device.type == "cuda"
         self._device = device
@@ -61,6 +68,7 @@ class SideStream:
         if is_cuda and cache_device != device:
             with torch.cuda.device(cache_device):
                 self._pool = torch.cuda.MemPool()
+        if is_far:
             self._flags = PeerFlags(device, cache_device, num_layers, max_batch)
             self._gate = torch.zeros(1, dtype=torch.int32, device=cache_device)
         self._cache_device = cache_device
@@ -71,12 +79,28 @@ class SideStream:
         self._forked: set[int] = set()
         self._deferred: list[tuple[int, Callable[[], None]]] = []
 
+    @property
+    def uses_flags(self) -> bool:
+        """Whether flags, and not events, order what is queued now."""
+        if self._flags is None:
+            return False
+        return not self._lanes or torch.cuda.is_current_stream_capturing()
+
+    def begin_step(self) -> None:
+        """Forget what a step that failed has left to be waited for, where flags need no capture.
+
+        A captured step either runs as a whole or ends the process.
+        """
+        if self._flags is not None and not self._lanes:
+            self._pending.clear()
+            self._flags.take_down()
+
     def signal(self, layer: int, size: int) -> Signal | None:
         """Return flags to raise when `size` rows for `layer` are written; None: not needed.
 
         Whoever asks must raise them, and pass them to the fork that reads the rows.
         """
-        if self._flags is None or not torch.cuda.is_current_stream_capturing():
+        if self._flags is None or not self.uses_flags:
             return None
         self._enter()
         return self._flags.to_side(layer, size)
@@ -97,6 +121,8 @@ class SideStream:
         which the last fork was for what the forward pass has just queued; deferred work goes first.
         """
         if not self._lanes:
+            if signal is not None:
+                wait_flags(signal.waited)
             yield
             return
         self._kept += [t for t in reads if t is not None]
@@ -155,7 +181,7 @@ class SideStream:
     def finish_deferred(self) -> None:
         """Run what is still deferred, after what the forward pass has queued."""
         lanes = sorted({lane for lane, _ in self._deferred})
-        if self._flags is None or not torch.cuda.is_current_stream_capturing():
+        if not self.uses_flags:
             for lane in lanes:
                 with self.fork(lane=lane):
                     pass
@@ -170,16 +196,16 @@ class SideStream:
 
         Where there are any, what is queued before `note_done`, of the same size, must raise them.
         """
-        if self._flags is None or not torch.cuda.is_current_stream_capturing():
+        if self._flags is None or not self.uses_flags:
             return None
         return self._flags.to_main(layer, size).raised
 
     def note_done(self, layer: int, size: int = 1) -> None:
         """Mark, inside a fork, that everything for `layer` has been queued in its lane."""
         event = self._done[layer]
-        if event is None:
-            return
-        if self.done_flags(layer) is None:
+        if not self.uses_flags:
+            if event is None:
+                return
             event.record(torch.cuda.current_stream(self._cache_device))
         self._pending[layer] = size
 
@@ -193,11 +219,12 @@ class SideStream:
         """Like `join`, but leave it to the caller to wait for flags: those returned, if any."""
         event = self._done[layer]
         size = self._pending.pop(layer, 0)
-        if event is None or not size:
+        if not size:
             return None
-        if self._flags is not None and torch.cuda.is_current_stream_capturing():
+        if self._flags is not None and self.uses_flags:
             return self._flags.to_main(layer, size).waited
-        torch.cuda.current_stream(self._device).wait_event(event)
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
         return None
 
     def join_all(self) -> None:
@@ -205,10 +232,12 @@ class SideStream:
         for layer in sorted(self._pending):
             self.join(layer)
         self.finish_deferred()
-        if self._flags is not None and self._forked and torch.cuda.is_current_stream_capturing():
+        if self._forked and self.uses_flags:
             self._leave()
         for lane in sorted(self._forked):
             torch.cuda.current_stream(self._device).wait_stream(self._lanes[lane])
+        if self._flags is not None and not self._lanes:
+            self._flags.require_down()
         self._forked.clear()
         self._kept.clear()
 

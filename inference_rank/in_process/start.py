@@ -21,6 +21,7 @@ from tandemkv.cache_rank.protocol.local import (
 )
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
@@ -108,11 +109,10 @@ def create_backend(runner: Any) -> InProcessBackend:
     keys, values = getattr(pool, "cache_k", pool.k_buffer), getattr(pool, "cache_v", pool.v_buffer)
     sets = home.sets
     log_weight = None if home.samples is None else home.samples.log_weight
-    is_far = cache_device != device
-    if is_far:
-        if log_weight is not None:
-            log_weight = seen_from(cache_device, log_weight)
-        sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
+    is_far = settings.exchange.is_peer
+    if log_weight is not None:
+        log_weight = seen_from(cache_device, log_weight)
+    sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
     predictor = LiveQueryPredictor(
         runner.model,
         num_qo_heads=model.num_qo_heads,
@@ -159,6 +159,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         rank,
         home,
         cache_device=cache_device,
+        is_far=is_far,
         seed_window=selection.seed_window,
         dense=dense_steps(selection),
         num_resident=selection.num_resident,
@@ -175,14 +176,22 @@ def dense_steps(selection: SelectionSettings) -> DenseSteps:
 def cache_device_of(runner: Any, settings: RankSettings) -> torch.device:
     """Where the cache rank works: this rank's own device, or with ``peer`` the next GPU.
 
-    With tensor parallelism over n GPUs the cache GPUs are the n after them.
+    With tensor parallelism over n GPUs the cache GPUs are the n after them. Tests may have it on
+    its own device with ``peer``, too (`one_device`).
+
+    Raises
+    ------
+    SettingsError
+        With ``peer``, if the model is on no GPU.
     """
-    device = torch.device(runner.device)
-    if device.type == "cpu":
-        return device
-    own = with_index(device)
-    if settings.exchange.transport != "peer":
+    own = with_index(torch.device(runner.device))
+    if not settings.exchange.is_peer or is_peer_on_one_device():
         return own
+    if own.type != "cuda":
+        raise SettingsError(
+            f"transport=peer drives two GPUs from one process, and the model is on {own}; use "
+            "--cache-ranks 0"
+        )
     return torch.device("cuda", own.index + int(runner.ps.tp_size))
 
 
@@ -203,7 +212,7 @@ def make_home(
     sample_sizes = {**sizes, "num_sink": selection.num_sink_tokens}
     num_dense = dense_steps(selection).num_dense
     sizes |= {"num_resident": width, "num_dense": num_dense, "device": device}
-    if settings.exchange.transport == "peer":
+    if settings.exchange.is_peer:
         resident = ResidentSet(model, selection, rows1 - 1, device)
         own = None
         if resident.samples is not None:

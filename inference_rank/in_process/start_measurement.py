@@ -83,15 +83,13 @@ class StartMeasurement:
         if not self._rank.selects:
             self._finish()
             return
-        selection, peer = self._settings.selection, self._cache_device != self._device
+        selection = self._settings.selection
         layers = range(self._model.num_layers)
         first = next(x for x in layers if self._rank.is_sparse_layer(x))
 
         def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
             dtype = getattr(torch, self._model.dtype)
             k, v = (torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(2))
-            if not peer:
-                return k, v
             kept.extend((k, v))
             return seen_from(self._cache_device, k), seen_from(self._cache_device, v)
 

@@ -2,7 +2,7 @@
 """The in-process cache rank on a GPU against stock SGLang with FlashInfer, in bfloat16.
 
 Overlap scheduling and CUDA graphs are on. `stock_agreement` says what agreement is, and how the
-same runs on a CPU.
+same runs on a CPU. Tests of two GPUs run on one with ``TANDEMKV_PEER_ON_ONE_DEVICE=1``.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _ON_ONE_AND_TWO = {
 _NATIVELY = {"predictor_dtype": "native"}  # as one GPU predicts
 
 
-@pytest.mark.multi_gpu(2)
+@pytest.mark.multi_gpu(2, or_one_device=True)
 @pytest.mark.parametrize("index_dtype", ["native", "int8", "int4"])
 def test_two_gpus_give_the_tokens_of_one(index_dtype: str, prompts: list[list[int]]) -> None:
     """Rows that are fetched over NVLink, and flags, beside rows that are copied on one GPU."""
@@ -126,7 +126,7 @@ def test_two_gpus_give_the_tokens_of_one(index_dtype: str, prompts: list[list[in
     assert fetched["peer"] == pytest.approx(fetched["local"], rel=0.05)
 
 
-@pytest.mark.multi_gpu(2)
+@pytest.mark.multi_gpu(2, or_one_device=True)
 @pytest.mark.parametrize("index_dtype", ["native", "int8", "int4"])
 def test_requests_outgrow_dense_attention_alike(index_dtype: str, token_ids: list[int]) -> None:
     """Steps of each kind: some complete a page before anything is selected, some after."""
@@ -147,7 +147,7 @@ def test_requests_outgrow_dense_attention_alike(index_dtype: str, token_ids: lis
     check(agreement(answers["peer"], answers["local"]), f"growing, {index_dtype}")
 
 
-@pytest.mark.multi_gpu(2)
+@pytest.mark.multi_gpu(2, or_one_device=True)
 @pytest.mark.parametrize(
     "selection",
     [{"policy": "exact"}, {**_SPARSE, **COVERING, "exact_layers": [0, 1]}],
@@ -166,7 +166,7 @@ def test_exact_layers_attend_on_the_other_gpu(
         check(agreement(together, reference["alone"]), "eight at a time")
 
 
-@pytest.mark.multi_gpu(2)
+@pytest.mark.multi_gpu(2, or_one_device=True)
 def test_two_gpus_as_served_give_stock_tokens_where_everything_is_covered(
     prompts: list[list[int]], reference: dict[str, list[dict[str, Any]]]
 ) -> None:

@@ -75,8 +75,14 @@ def test_an_append_is_not_done_before_the_flags_are_up() -> None:
     assert not up.any()
 
 
-@pytest.mark.multi_gpu(2)
-def test_two_gpus_take_turns_in_one_graph() -> None:
+@pytest.mark.parametrize(
+    "far_index",
+    [
+        pytest.param(0, marks=pytest.mark.gpu, id="one GPU for both"),
+        pytest.param(1, marks=pytest.mark.multi_gpu(2), id="two GPUs"),
+    ],
+)
+def test_two_gpus_take_turns_in_one_graph(far_index: int) -> None:
     """Rows travel there and back by flags, over many replays of graphs of two sizes.
 
     Appends wait for them and for the weights of samples that come along, what is deferred has run
@@ -85,11 +91,11 @@ def test_two_gpus_take_turns_in_one_graph() -> None:
     from tandemkv.inference_rank.in_process.peer_memory import enable_peer_access, seen_from
     from tandemkv.inference_rank.in_process.side_stream import SideStream
 
-    main, far = torch.device("cuda", 0), torch.device("cuda", 1)
+    main, far = torch.device("cuda", 0), torch.device("cuda", far_index)
     enable_peer_access(main, far)
     torch.cuda.set_device(main)
     num_layers, shape = 6, (4, 512)
-    side = SideStream(main, far, num_layers, num_lanes=4, max_batch=4)
+    side = SideStream(main, far, num_layers, num_lanes=4, max_batch=4, is_far=True)
     there = torch.zeros((num_layers, *shape), device=far)
     there_from_main = seen_from(main, there)
     ahead = torch.zeros((num_layers + 1, *shape), device=far)

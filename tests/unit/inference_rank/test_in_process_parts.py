@@ -156,8 +156,9 @@ def test_dense_lengths() -> None:
 
 def test_stream_is_a_copy() -> None:
     streams = LayerStreams(
-        num_layers=2, max_batch=4, width=3, dtype=torch.float32, device=CPU, cache_device=CPU
-    )
+        num_layers=2, max_batch=4, width=3, dtype=torch.float32, device=CPU, cache_device=CPU,
+        is_far=False,
+    )  # fmt: skip
     hidden, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
     first = streams.put(0, hidden, None)
     second = streams.put(1, hidden, residual)
@@ -177,9 +178,8 @@ def test_side_stream_without_cuda_runs_in_place() -> None:
     assert seen == ["fork"]
 
 
-def test_far_attention_writes_before_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_far_attention_writes_before_it_asks() -> None:
     """One device stands for both GPUs: what comes back is for the query that was sent."""
-    monkeypatch.setattr(far_attention, "seen_from", lambda _device, tensor: tensor)
     seen: list[object] = []
 
     class Pool:
@@ -194,8 +194,9 @@ def test_far_attention_writes_before_it_asks(monkeypatch: pytest.MonkeyPatch) ->
     sizes: dict[str, Any] = {"max_batch": 3, "dtype": torch.float32, "width": 4}
     devices = {"device": CPU, "cache_device": CPU}
     far = far_attention.FarAttention(
-        Rank(), Pool(), SideStream(CPU, CPU, 3, num_lanes=2),
-        LayerStreams(num_layers=2, **sizes, **devices), lane=1, row=2, **sizes, **devices,
+        Rank(), Pool(), SideStream(CPU, CPU, 3, num_lanes=2, max_batch=3, is_far=True),
+        LayerStreams(num_layers=2, is_far=True, **sizes, **devices), lane=1, row=2, **sizes,
+        **devices,
     )  # fmt: skip
     layer = SimpleNamespace(layer_id=1, tp_k_head_num=1, head_dim=2)
     batch = SimpleNamespace(out_cache_loc=torch.tensor([5, 9]))

@@ -96,8 +96,10 @@ class Layer(nn.Module):
     def __init__(self, index: int, attend: Any) -> None:
         super().__init__()
         self._index, self._attend = index, attend
+        self.input_layernorm = nn.Identity()
 
     def forward(self, _positions: Any, hidden: torch.Tensor, batch: Any, _residual: Any) -> Any:
+        self.input_layernorm(hidden)
         self._attend(self._index, batch)
         return torch.randn_like(hidden)
 
@@ -159,7 +161,7 @@ class World:
             dtype=torch.float32, token_to_kv_pool=self.pool, model=self.model,
         )  # fmt: skip
         self.backend = InProcessBackend(
-            runner, Full(self.pool), self.rank, self.home, cache_device=CPU,
+            runner, Full(self.pool), self.rank, self.home, cache_device=CPU, is_far=own,
             seed_window=self.selection.seed_window, dense=self.dense,
             num_resident=self.num_resident, runtime=self.runtime,
         )  # fmt: skip

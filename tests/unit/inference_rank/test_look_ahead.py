@@ -89,12 +89,12 @@ def step(
     """Run a step of one request whose stream is 5, 6, 7, 8 at the entries of the layers."""
     layers = nn.ModuleList(Layer(is_fused=is_fused) for _ in range(LAYERS))
     model = SimpleNamespace(model=SimpleNamespace(layers=layers))
-    side = SideStream(CPU, CPU, LAYERS, num_lanes=2)
+    side = SideStream(CPU, CPU, LAYERS, num_lanes=2, max_batch=2, is_far=sends_beside)
     ahead = LookAhead(
         model, rank, side,
         LayerStreams(
             num_layers=LAYERS, max_batch=2, width=WIDTH, dtype=torch.float32, device=CPU,
-            cache_device=CPU,
+            cache_device=CPU, is_far=sends_beside,
         ),
         is_selecting=lambda: selecting,
         fetch=lambda *found, size: rank.seen.append(("rows", *found, size)),
@@ -109,11 +109,8 @@ def step(
 
 @pytest.mark.parametrize("sends_beside", [False, True])
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_what_is_selected_when(
-    late: int, sends_beside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_selected_when(late: int, sends_beside: bool) -> None:
     """Before the norm or behind it the stream is the same; late layers come last, with theirs."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     rank = Rank(tuple(range(late)))
     ahead = step(rank, sends_beside=sends_beside)
     in_step = [(0, 5.0), (1, 5.0), (2, 6.0), (3, 7.0)][late:]
@@ -132,10 +129,7 @@ def test_other_steps_select_nothing() -> None:
     assert rank.seen == []
 
 
-def test_a_norm_that_is_not_called_as_a_module_stops_the_capture(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+def test_a_norm_that_is_not_called_as_a_module_stops_the_capture() -> None:
     with pytest.raises(ContractError, match=r"layer 0: SGLang has not called.*--cache-ranks 0"):
         step(Rank(()), sends_beside=True, is_fused=True)
     step(Rank(()), is_fused=True)  # the stream is taken at the entry

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,10 @@ from tandemkv.cache_rank import device_memory
 from tandemkv.cache_rank.protocol.connect import check_transport
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.server.devices import as_pair, resolve_device, resolve_transport
+from tandemkv.server.preflight import resolve_launch
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
 
@@ -37,6 +42,23 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
 def test_a_cache_rank_needs_a_gpu_of_its_own(gpus: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r"needs 2 GPUs, 1 seen.*--cache-ranks 0"):
         resolve_device("cuda", cache_ranks=1)
@@ -47,6 +69,31 @@ def test_a_cache_rank_needs_a_gpu_of_its_own(gpus: pytest.MonkeyPatch) -> None:
     )
     gpus.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device("cuda", cache_ranks=1) == resolve_device("auto", cache_ranks=1) == "cuda"
+
+
+def test_one_gpu_stands_for_two_where_tests_ask_for_it(
+    gpus: pytest.MonkeyPatch, model_dir: Path
+) -> None:
+    given: dict[str, Any] = {"model": str(model_dir), "cache_ranks": 1, "port": 0}
+    peer = ServeSettings.model_validate(given | {"exchange": {"transport": "peer"}})
+    pair = ServeSettings.model_validate(given)
+    said: list[str] = []
+    memory = SimpleNamespace(total_memory=139 << 30)
+    gpus.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
+    gpus.delenv(ONE_DEVICE_VARIABLE, raising=False)
+    for settings in (peer, pair):
+        on_gpu = settings.model_copy(update={"device": "cuda"})
+        with pytest.raises(SettingsError, match=r"needs 2 GPUs, 1 seen"):
+            resolve_launch(on_gpu, said.append)
+    gpus.setenv(ONE_DEVICE_VARIABLE, "1")
+    for device in ("cuda", "auto"):
+        launch = resolve_launch(peer.model_copy(update={"device": device}), said.append)
+        assert (launch.device, launch.settings.transport) == ("cuda", "peer")
+        environ = {ONE_DEVICE_VARIABLE: "1"}
+        env = sglang_env(launch.settings, environ, run_dir=model_dir, device=launch.device)
+        assert env[ONE_DEVICE_VARIABLE] == "1"
+    with pytest.raises(SettingsError, match=r"needs 2 GPUs, 1 seen"):
+        resolve_launch(pair.model_copy(update={"device": "cuda"}), said.append)
 
 
 def test_the_device_decides_the_data_plane_unless_given() -> None:

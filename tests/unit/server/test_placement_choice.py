@@ -16,6 +16,7 @@ import torch
 from tandemkv.cache_rank.policies.base import LayerShare
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.server import placement_choice
 from tandemkv.server.placement_choice import resolve_placement
 from tandemkv.server.settings import ServeSettings
@@ -125,6 +126,38 @@ def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
 def test_a_cpu_has_no_gpus_to_divide(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         resolve(tmp_path, device="cpu", **changes)
+
+
+def test_one_device_stands_for_two_gpus_where_tests_ask_for_it(
+    tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is as between two, but what has to be there; other refusals stay."""
+    peer: dict[str, Any] = {"cache_ranks": 1, "exchange": {"transport": "peer"}}
+    predicting = {"selection": {"budget_tokens": 2048, "predictor_dtype": "int8"}}
+    gpus(1)
+    for value, is_asked in (("0", False), ("", False), ("1", True)):
+        monkeypatch.setenv(ONE_DEVICE_VARIABLE, value)
+        for device in ("cpu", "cuda"):
+            if not is_asked:
+                with pytest.raises(SettingsError, match=r"two GPUs|needs 2 GPUs, 1 seen"):
+                    resolve(tmp_path, device=device, **peer)
+                continue
+            settings, said = resolve(tmp_path, device=device, **peer | predicting)
+            assert (settings.cache_ranks, settings.transport) == (1, "peer")
+            assert (settings.selection.num_late, len(said)) == (1, 1)
+            assert settings.selection.dense_tokens is None
+    with pytest.raises(SettingsError, match="needs 2 GPUs, 1 seen"):
+        resolve(tmp_path, tensor_parallel=2, **peer)
+    with pytest.raises(SettingsError, match="use --tp 1"):
+        resolve(tmp_path, device="cpu", tensor_parallel=2, **peer)
+    with pytest.raises(SettingsError, match="GiB usable"):
+        resolve(tmp_path, **peer | {"cache": {"capacity_tokens": 1 << 21}})
+    gpus(1, gib=92)  # K/V of 512K tokens take 72 GiB, and now the weights lie there, too
+    with pytest.raises(SettingsError, match="GiB usable"):
+        resolve(tmp_path, **peer)
+    monkeypatch.delenv(ONE_DEVICE_VARIABLE)
+    gpus(2, gib=92)
+    assert resolve(tmp_path, **peer)[0].transport == "peer"
 
 
 def test_local_is_in_process(tmp_path: Path) -> None:
