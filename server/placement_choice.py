@@ -110,12 +110,11 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec) -> None:
             "rank's process selects at the end of a step; add --cache-ranks 0, or --transport peer "
             "on two GPUs, or leave --late-layers out"
         )
-    is_peer = settings.rank_settings.exchange.is_peer
-    if settings.selection.predictor_dtype is not None and not is_peer:
+    if settings.selection.predictor_dtype is not None and not in_process:
         raise SettingsError(
-            f"predictor_dtype={settings.selection.predictor_dtype}: only a second GPU of the "
-            "inference rank's process has a copy of W_q of its own dtype; add --transport peer, or "
-            "leave --predictor-dtype out"
+            f"predictor_dtype={settings.selection.predictor_dtype}: only a cache rank in the "
+            "inference rank's process has a copy of W_q of a dtype of its own; add --cache-ranks "
+            "0, or --transport peer on two GPUs, or leave --predictor-dtype out"
         )
     if settings.selection.num_late > settings.selection.most_late(spec.num_layers):
         raise SettingsError(
@@ -136,6 +135,11 @@ def _check_without_gpus(settings: ServeSettings) -> None:
         raise SettingsError(
             "exchange.transport=peer drives two GPUs from one process, and the model is on cpu; "
             "leave --transport out, or use --device cuda on a machine with two GPUs"
+        )
+    if settings.selection.index_dtype == "int4":
+        raise SettingsError(
+            "index_dtype=int4 takes pages of many tokens, which SGLang has on GPUs only, and the "
+            "model is on cpu; use --index-dtype int8, or --device cuda on a machine with GPUs"
         )
 
 

@@ -103,8 +103,8 @@ class SelectionSettings(Strict):
     )
     predictor_dtype: Literal["native", "int8"] | None = Field(
         default=None,
-        description="look_ahead, transport=peer: precision of the second GPU's copy of W_q, which "
-        "predicts queries; default int8 with an int4 index, else native.",
+        description="look_ahead, in-process: precision of the W_q that predicts queries; int8 is a "
+        "copy. Default int8 where a second GPU has an int4 index, else native.",
     )
     scan_ahead: bool = Field(
         default=False,
@@ -327,10 +327,10 @@ class SelectionSettings(Strict):
         selecting = set(range(num_layers)) - set(self.exact_layer_ids)
         return max(0, max(selecting, default=0) - self.look_ahead_layers)
 
-    @property
-    def far_predictor_dtype(self) -> str:
-        """`predictor_dtype`, or what it is where it is left open."""
-        return self.predictor_dtype or ("int8" if self.index_dtype == "int4" else "native")
+    def predictor_dtype_of(self, *, is_far: bool) -> str:
+        """Return `predictor_dtype`, or what it is on another GPU or the model's if left open."""
+        is_int8 = is_far and self.index_dtype == "int4"
+        return self.predictor_dtype or ("int8" if is_int8 else "native")
 
     @property
     def refresh_steps(self) -> int:

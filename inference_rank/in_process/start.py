@@ -119,7 +119,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         head_dim=model.head_dim,
         device=cache_device,
         is_far=is_far,
-        is_int8=is_far and settings.selection.far_predictor_dtype == "int8",
+        is_int8=settings.selection.predictor_dtype_of(is_far=is_far) == "int8",
     )
     rank = create_local_cache_rank(
         model=model,

@@ -17,8 +17,8 @@ none can be dropped by its own.
 
 Where more have one score than fit into a list, what is above it is listed, and 3 adds the lowest
 positions of those. If the sample misled, 3 writes the head's scores over its logits or codes and
-searches in memory: slower, and exact as well. The other poolings need no second pass; their scores stand in
-the scratch where logits would.
+searches in memory: slower, and exact as well. The other poolings need no second pass; their
+scores stand in the scratch where logits would.
 """
 
 import math

@@ -46,10 +46,12 @@ class CostConstants:
     - `sample_weights_us`: what the mirror takes longer for weights of samples
       (docs/benchmarks/mirror.json).
     - `samples_fixed_us`, `samples_bandwidth`: attention over 128, 256 and 512 samples, 4.6, 9.0 and
-      15.8 us at batch 8 (docs/benchmarks/samples.json).
-    - `scan_overlap`, `in_process_overlap`: shares of the scan and of the rest of a selection that
-      hide behind the model when both use one GPU. The scan needs the memory bandwidth that the
-      weights need; the rest is a few programs, and latency.
+      15.8 us at batch 8 (docs/benchmarks/samples.json), and what a layer takes longer for them in a
+      step: 8.3 to 9.4 us at batch 8, 9.0 to 10.0 at batch 1, runs ZO and ZS.
+    - `scan_overlap`, `in_process_overlap`: shares of what a scan reads, and of the rest of a
+      selection, that hide behind the model when both use one GPU. Reading needs the memory
+      bandwidth that the weights need; the rest is a few programs, and latency. Of it 0.19 to 0.22
+      show at 1 x 16K to 1 x 64K, 8 x 32K and 8 x 64K, and 0.30 at 8 x 8K (runs ZO and ZS).
     """
 
     weight_bandwidth: float = 4.2e12
@@ -69,10 +71,10 @@ class CostConstants:
     selection_fixed_us: float = 10.0
     gather_us: float = 26.0
     sample_weights_us: float = 1.8
-    samples_fixed_us: float = 1.0
+    samples_fixed_us: float = 6.0
     samples_bandwidth: float = 1.15e12
     scan_overlap: float = 0.0
-    in_process_overlap: float = 0.8
+    in_process_overlap: float = 0.78
 
     def scan_bandwidth(self, index_dtype: str) -> float:
         """Return the bytes per second at which keys of `index_dtype` are scored."""
@@ -173,8 +175,11 @@ def predict_step(
     if placement.kind is PlacementKind.IN_PROCESS:
         select_us = scanned_us = 0.0
         if load.selects:
-            select_us = scanned * selection_us(shape, load, tp_size, cost) + rest_us
-            scanned_us = scanned * scan_us(shape, load, tp_size, cost)
+            dtype = load.own_predictor_dtype
+            own_us = selection_us(shape, load, tp_size, cost, predictor_dtype=dtype)
+            select_us = scanned * own_us + rest_us
+            scanned_us = scan_us(shape, load, tp_size, cost) - cost.scan_fixed_us
+            scanned_us *= scanned
         exposed_us = scanned_us * (1 - cost.scan_overlap)
         exposed_us += (select_us - scanned_us) * (1 - cost.in_process_overlap)
         if load.waits:
@@ -185,7 +190,7 @@ def predict_step(
         select_us = exposed_us = 0.0
         if load.selects:
             dtype = load.predictor_dtype if placement.may_be_peer else "native"
-            own_us = selection_us(shape, load, caches, cost, far_dtype=dtype)
+            own_us = selection_us(shape, load, caches, cost, predictor_dtype=dtype)
             select_us = scanned * own_us + rest_us + cost.exchange_us
             own_us += cost.exchange_us
             # An anchor's selection has one layer to hide behind, however few anchors there are.
@@ -223,13 +228,13 @@ def selection_us(
     num_shards: int,
     cost: CostConstants,
     *,
-    far_dtype: str | None = None,
+    predictor_dtype: str = "native",
 ) -> float:
     """Return the time to predict, scan, choose and gather for one layer on one of its shards.
 
-    With `far_dtype` on a cache GPU, which has a copy of W_q in that dtype.
+    `predictor_dtype` is that of the W_q that is read, a copy unless ``native``.
     """
-    size = shape.far_predictor_bytes(far_dtype or "native")
+    size = shape.far_predictor_bytes(predictor_dtype)
     predictor = size / shape.num_layers / num_shards / cost.weight_bandwidth
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
     scan = scan_us(shape, load, num_shards, cost)

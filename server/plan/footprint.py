@@ -103,6 +103,9 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     resident = _shard(rows * shape.kv_token_bytes, tp_size)
     index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
     if placement.kind is PlacementKind.IN_PROCESS:
+        if load.own_predictor_dtype != "native":
+            copy = shape.far_predictor_bytes(load.own_predictor_dtype)
+            model["weights"] += _shard(copy, tp_size)
         return PlacementMemory(
             inference=Footprint(
                 kv=_shard(kv, tp_size),

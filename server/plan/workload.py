@@ -27,7 +27,8 @@ class Workload:
     those are scanned that follow no earlier one of `anchors` (`()`: as many as calibrations have;
     None: nobody follows). `waits` says that a scanned layer selects with its own query, which
     nothing hides. Between two GPUs `num_late` first layers are selected for in the step
-    before, and the copy of W_q has `predictor_dtype`, ``native`` or ``int8``.
+    before, and the copy of W_q has `predictor_dtype`, ``native`` or ``int8``. In the inference
+    rank's own GPU `own_predictor_dtype` is ``native``, the model's W_q, or an ``int8`` copy.
     """
 
     context_tokens: int
@@ -45,6 +46,7 @@ class Workload:
     waits: bool = False
     num_late: int = 0
     predictor_dtype: str = "int8"
+    own_predictor_dtype: str = "native"
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -97,7 +99,8 @@ class Workload:
             exact_layers=selection.exact_layer_ids,
             waits=is_own,
             num_late=selection.late_between_gpus,
-            predictor_dtype=changed.far_predictor_dtype,
+            predictor_dtype=changed.predictor_dtype_of(is_far=True),
+            own_predictor_dtype=changed.predictor_dtype_of(is_far=False),
         )
 
     @property

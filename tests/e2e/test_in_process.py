@@ -11,7 +11,21 @@ import pytest
 from exactness import compare, flush, run
 from rank_servers import Server, ours
 
+from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+_SMALL = {
+    "policy": "look_ahead",
+    "budget_tokens": 96,
+    "resident_factor": 1.0,
+    "num_recent_tokens": 16,
+    "fetch_cap": 8,
+    "exact_layers": [],
+    "scan_ahead": True,
+    "late_layers": 1,
+    "sample_tokens": 16,
+}
+"""A resident set, and a shortlist, much smaller than the prompts."""
 
 
 @pytest.fixture(
@@ -41,19 +55,7 @@ def covering(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """A resident set, and a shortlist, much smaller than the prompts."""
-    selection = {
-        "policy": "look_ahead",
-        "budget_tokens": 96,
-        "resident_factor": 1.0,
-        "num_recent_tokens": 16,
-        "fetch_cap": 8,
-        "exact_layers": [],
-        "scan_ahead": True,
-        "late_layers": 1,
-        "sample_tokens": 16,
-    }
-    with ours({"cache_ranks": 0, "selection": selection, "evaluation": True}) as server:
+    with ours({"cache_ranks": 0, "selection": _SMALL, "evaluation": True}) as server:
         yield server
 
 
@@ -85,6 +87,34 @@ def test_attends_to_a_bounded_set(small: Server, token_ids: list[int]) -> None:
     steps = after["decode_steps_total"] - before["decode_steps_total"]
     assert attended == steps * (4 + 96 + 16 + 16)
     assert after["fetched_rows_total"] > before["fetched_rows_total"]
+
+
+def test_rows_that_are_sent_give_the_same_answers(
+    small: Server, prompts: list[list[int]], token_ids: list[int], new_tokens: int
+) -> None:
+    """``--transport peer`` on this one device, its queries predicted by the model's own weights.
+
+    One text outgrows dense attention while it is decoded, one stays dense, two are seeded.
+    """
+    texts = [token_ids[60:168], prompts[0], *prompts[-2:]]
+    names = ("fetched_rows_total", "sparse_rows_total", "dense_rows_total")
+    flush(small)
+    before, _ = small.values()
+    want = run(small, texts, new_tokens=new_tokens, at_once=1)
+    after, _ = small.values()
+    peer = {
+        "cache_ranks": 1,
+        "exchange": {"transport": "peer"},
+        "selection": {**_SMALL, "predictor_dtype": "native"},
+    }
+    with ours(peer, environ={ONE_DEVICE_VARIABLE: "1"}) as server:
+        found = run(server, texts, new_tokens=new_tokens, at_once=1)
+        values, _ = server.values()
+    for mine, other in zip(found, want, strict=True):
+        assert mine["ids"] == other["ids"]
+        assert mine["logprobs"] == other["logprobs"]
+    for name in names:
+        assert values[name] == after[name] - before[name] > 0, name
 
 
 def test_start_was_measured(small: Server) -> None:

@@ -121,6 +121,7 @@ def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
         ({"tensor_parallel": 2, "cache_ranks": 0}, "use --tp 1"),
         ({"exchange": {"transport": "peer"}}, "leave --transport out"),
         ({"exchange": {"transport": "peer"}, "cache_ranks": 1}, "leave --transport out"),
+        ({"cache_ranks": 0}, "use --index-dtype int8"),
     ],
 )
 def test_a_cpu_has_no_gpus_to_divide(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -161,7 +162,9 @@ def test_one_device_stands_for_two_gpus_where_tests_ask_for_it(
 
 
 def test_local_is_in_process(tmp_path: Path) -> None:
-    settings, _ = resolve(tmp_path, device="cpu", exchange={"transport": "local"})
+    settings, _ = resolve(
+        tmp_path, device="cpu", exchange={"transport": "local"}, selection={"budget_tokens": 2048}
+    )
     assert (settings.cache_ranks, settings.transport) == (0, "local")
 
 
@@ -282,7 +285,9 @@ def test_an_int4_index_comes_with_as_many_recent_tokens_as_a_long_page(
     assert argv[argv.index("--page-size") + 1] == ("128" if is_long else "64")
 
 
-@pytest.mark.parametrize("option", [{"scan_ahead": True}, {"late_layers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"scan_ahead": True}, {"late_layers": 2}, {"predictor_dtype": "int8"}], ids=str
+)
 @pytest.mark.parametrize(("device", "changes"), [("cpu", {}), ("cuda", {"cache_ranks": 1})])
 def test_only_a_cache_rank_in_the_process_can(
     tmp_path: Path, gpus: Any, device: str, changes: dict[str, Any], option: dict[str, Any]

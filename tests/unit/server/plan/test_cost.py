@@ -68,14 +68,15 @@ def test_selection_by_hand() -> None:
     assert selection_us(TINY, TINY_LOAD, 1, UNIT) == pytest.approx(expected)
     # Four rows of two int8 and a float32 each, and the norm.
     far = expected - 2 * 5 * 2 + 4 * (2 + 4) + 2 * 2
-    assert selection_us(TINY, TINY_LOAD, 1, UNIT, far_dtype="int8") == pytest.approx(far)
+    assert selection_us(TINY, TINY_LOAD, 1, UNIT, predictor_dtype="int8") == pytest.approx(far)
 
 
 def test_in_process_exposes_what_does_not_overlap() -> None:
     step = predict_step(Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), TINY, TINY_LOAD, UNIT)
-    scan, total = scan_us(TINY, TINY_LOAD, 1, UNIT), selection_us(TINY, TINY_LOAD, 1, UNIT)
+    total = selection_us(TINY, TINY_LOAD, 1, UNIT)
+    read = scan_us(TINY, TINY_LOAD, 1, UNIT) - 17
     assert step.selection_ms * 1e3 == pytest.approx(total)
-    assert step.exposed_selection_ms * 1e3 == pytest.approx(0.5 * scan + 0.75 * (total - scan))
+    assert step.exposed_selection_ms * 1e3 == pytest.approx(0.5 * read + 0.75 * (total - read))
     assert step.attention_ms == pytest.approx((1 + 3 * 10 * 16) / 1e3)
 
 
@@ -83,11 +84,11 @@ def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1)
     step = predict_step(placement, TINY, TINY_LOAD, UNIT)
     hidden_us = (step.weights_ms + step.overhead_ms + step.attention_ms) * 1e3
-    select_us = selection_us(TINY, TINY_LOAD, 1, UNIT, far_dtype="int8") + 11
+    select_us = selection_us(TINY, TINY_LOAD, 1, UNIT, predictor_dtype="int8") + 11
     # Its only layer is the first one too, which nothing hides.
     assert step.exposed_selection_ms * 1e3 == pytest.approx(select_us - hidden_us + select_us)
     quick = replace(UNIT, scan_bandwidth_native=1e9, topk_bandwidth=1e9, weight_bandwidth=1e6)
-    first_us = selection_us(TINY, TINY_LOAD, 1, quick, far_dtype="int8") + 11
+    first_us = selection_us(TINY, TINY_LOAD, 1, quick, predictor_dtype="int8") + 11
     hidden = predict_step(placement, TINY, TINY_LOAD, quick)
     assert hidden.exposed_selection_ms * 1e3 == pytest.approx(first_us + UNIT.handover_us)
     # An exact first layer hides the selection of the one after it.
@@ -104,17 +105,17 @@ def test_layers_that_follow_an_anchor_by_hand() -> None:
     four = replace(TINY, num_layers=4)
     load = replace(TINY_LOAD, anchors=(0,))
     own = predict_step(Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), four, load, UNIT)
-    select, scan = selection_us(four, load, 1, UNIT), scan_us(four, load, 1, UNIT)
-    hidden = (1 - UNIT.in_process_overlap) * (select - scan + 3 * UNIT.gather_us)
+    select, read = selection_us(four, load, 1, UNIT), scan_us(four, load, 1, UNIT) - 17
+    hidden = (1 - UNIT.in_process_overlap) * (select - read + 3 * UNIT.gather_us)
     assert own.selection_ms * 1e3 == pytest.approx(select + 3 * UNIT.gather_us)
-    assert own.exposed_selection_ms * 1e3 == pytest.approx(scan * (1 - UNIT.scan_overlap) + hidden)
+    assert own.exposed_selection_ms * 1e3 == pytest.approx(read * (1 - UNIT.scan_overlap) + hidden)
     waiting = replace(load, waits=True)
     own = predict_step(Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), four, waiting, UNIT)
     assert own.exposed_selection_ms * 1e3 == pytest.approx(
         select + 3 * UNIT.gather_us * (1 - UNIT.in_process_overlap)
     )
     far = predict_step(Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), four, waiting, UNIT)
-    select = selection_us(four, load, 1, UNIT, far_dtype="int8")
+    select = selection_us(four, load, 1, UNIT, predictor_dtype="int8")
     assert far.exposed_selection_ms * 1e3 == pytest.approx(
         4 * UNIT.handover_us + select + UNIT.exchange_us
     )
@@ -156,9 +157,11 @@ def test_dense_prediction_is_near_what_was_measured(
 @pytest.mark.parametrize(
     ("placement", "batch", "context", "measured_ms"),
     [
-        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 8, 65536, 10.33),
-        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 8, 8192, 7.74),
-        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 1, 65536, 6.23),
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 8, 65536, 9.94),
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 8, 32768, 8.57),
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 8, 8192, 7.77),
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 1, 65536, 6.22),
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 1, 16384, 5.95),
         (Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), 8, 65536, 6.58),
         (Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), 8, 8192, 5.30),
         (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8, 98304, 7.77),
@@ -169,15 +172,35 @@ def test_dense_prediction_is_near_what_was_measured(
 def test_selecting_prediction_is_near_what_was_measured(
     placement: Placement, batch: int, context: int, measured_ms: float
 ) -> None:
-    """In-process, all but the first had logits between scan and choice, which hardly shows."""
+    """On two GPUs in-process older code was measured: it had logits between scan and choice."""
     load = replace(LOAD, concurrency=batch, context_tokens=context, num_resident=4100, num_late=1)
-    assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.05)
+    rel = 0.06 if placement.tp_size == 2 else 0.04
+    assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=rel)
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "dense_ms", "own_ms", "sampled_ms"),
+    [(1, 24576, 5.93, 5.95, 6.29), (1, 32768, 6.20, 5.98, 6.33), (1, 49152, 6.75, 6.08, 6.42),
+     (8, 8192, 7.47, 7.77, 8.07), (8, 32768, 13.70, 8.57, 8.88)],
+)  # fmt: skip
+def test_selecting_pays_where_it_was_measured_to(
+    batch: int, context: int, dense_ms: float, own_ms: float, sampled_ms: float
+) -> None:
+    """Of one machine and run each; what `serve` goes by is which of two is less."""
+    load = replace(
+        LOAD, concurrency=batch, context_tokens=context, num_resident=4100, num_recent_tokens=128
+    )
+    own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
+    whole = predict_step(dense(1), QWEN, load).tpot_ms
+    for measured_ms, num_samples in ((own_ms, 0), (sampled_ms, 128)):
+        step = predict_step(own, QWEN, replace(load, num_samples=num_samples))
+        assert step.tpot_ms / whole == pytest.approx(measured_ms / dense_ms, abs=0.06)
 
 
 @pytest.mark.parametrize(
     ("placement", "measured_ms"),
     [
-        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 10.63),
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 10.28),
         (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 7.07),
     ],
 )
@@ -186,7 +209,7 @@ def test_samples_cost_what_was_measured(placement: Placement, measured_ms: float
     without = predict_step(placement, QWEN, load).tpot_ms
     step = predict_step(placement, QWEN, replace(load, num_samples=128))
     assert step.tpot_ms == pytest.approx(measured_ms, rel=0.03)
-    assert 1.015 < step.tpot_ms / without < 1.045
+    assert 1.02 < step.tpot_ms / without < 1.055
 
 
 def test_samples_by_hand() -> None:
@@ -198,17 +221,18 @@ def test_samples_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "measured_ms"),
+    ("placement", "measured"),
     [
-        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 11.62),
-        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), 7.00),
-        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8.15),
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=1), 11.62 / 10.91),
+        (Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), 7.00 / 6.58),
+        (Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), 8.15 / 7.40),
     ],
 )
-def test_exact_layers_cost_what_was_measured(placement: Placement, measured_ms: float) -> None:
+def test_exact_layers_cost_what_was_measured(placement: Placement, measured: float) -> None:
+    """Over none, by runs of older code (H, I and G): the prediction is of today's."""
     load = replace(LOAD, concurrency=8, context_tokens=65536, num_resident=4100)
-    step = predict_step(placement, QWEN, replace(load, exact_layers=(0, 1)))
-    assert step.tpot_ms == pytest.approx(measured_ms, rel=0.05)
+    steps = [predict_step(placement, QWEN, replace(load, exact_layers=x)) for x in ((0, 1), ())]
+    assert steps[0].tpot_ms / steps[1].tpot_ms == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize(

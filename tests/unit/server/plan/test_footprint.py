@@ -87,6 +87,13 @@ def test_in_process_keeps_everything_on_the_inference_gpus() -> None:
     assert memory.inference.key_index == 300 * 2 * 2 * (4 + 4) // 2
     assert memory.inference.selection_scratch == 2 * 300 * 2 * (4 + 1 + 1 / 4) // 2
     assert memory.inference.staging == 0
+    copied = memory_of(
+        Placement(kind=PlacementKind.IN_PROCESS, tp_size=2),
+        TINY,
+        replace(LOAD, own_predictor_dtype="int8"),
+    )
+    more = copied.inference.weights - memory.inference.weights
+    assert more == TINY.far_predictor_bytes("int8") // 2
     idle = memory_of(
         Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), TINY, replace(LOAD, selects=False)
     )
