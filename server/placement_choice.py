@@ -12,7 +12,7 @@ import torch
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.local import check_dense
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
-from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
+from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
 from tandemkv.cache_rank.protocol.settings import KEEPS_SINK_ONLY, SelectionSettings
 
 from .pages import with_int4_index
@@ -70,6 +70,11 @@ def resolve_placement(
     if settings.cache_ranks is None:
         settings = _choose(settings, spec, model_dir, device=device, progress=progress)
     in_process = settings.rank_settings.exchange.is_in_process
+    if settings.rank_settings.exchange.is_peer and is_peer_on_one_device():
+        progress(
+            f"{ONE_DEVICE_VARIABLE}=1: the model's own device stands for the second GPU; that is "
+            "for tests, and slow"
+        )
     _check_contradictions(settings, spec)
     before, settings = settings, with_late_layers(settings, spec.num_layers)
     if settings is not before:

@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 class LiveQueryPredictor:
     """``rope(q_norm(W_q^l norm_l(h)))`` with the weights of SGLang's own layers.
 
-    On the model's own GPU no weight is held twice, and under tensor parallelism each rank predicts
-    its own heads. Where a layer is built of plain RMS norms and rotary embeddings (Llama, Qwen2,
-    Qwen3) its query is made in one operation (`tandemkv.kernels.query`), else by calling the
-    layer's modules.
+    Under tensor parallelism each rank predicts its own heads, and on the model's own GPU no weight
+    is held twice, but for an int8 copy. Where a layer is built of plain RMS norms and rotary
+    embeddings (Llama, Qwen2, Qwen3) its query is made in one operation (`tandemkv.kernels.query`),
+    else by calling the layer's modules.
 
     On another GPU the weights are copies, made by `load` and not refreshed. With
-    `is_int8`, where a query is made in one operation, the copy of ``W_q`` has a scale per row:
+    `is_int8`, where a query is made in one operation, ``W_q`` is a copy with a scale per row:
     reading it is most of the operation's time, and what is predicted only chooses tokens.
 
     Parameters
@@ -86,8 +86,13 @@ class LiveQueryPredictor:
         num_fused = sum(layer.fused is not None for layer in self._layers)
         logger.info(
             "queries of %d of %d layers in one operation%s",
-            num_fused, len(self._layers), ", W_q in int8" if self._is_int8 else "",
+            num_fused, len(self._layers), ", W_q in int8" if self._is_int8 and num_fused else "",
         )  # fmt: skip
+        if self._is_int8 and num_fused < len(self._layers):
+            logger.warning(
+                "predictor_dtype=int8: %d layers of %s are built of other norms or rotary "
+                "embeddings, and keep W_q as it is", len(self._layers) - num_fused, name,
+            )  # fmt: skip
 
     def __call__(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``; `hidden` stays as it is."""

@@ -9,6 +9,9 @@ from tandemkv.kernels.triton_ops.score_scan import bounds_of, decode_share
 from tandemkv.kernels.triton_ops.topk import choose_listed, select_listed, select_streamed
 from tandemkv.kernels.triton_ops.topk_search import key_score, reach, score_key
 
+# Keys of one score that is added up in two orders are nearer to each other than this.
+ROUNDING = tl.constexpr(64)
+
 
 @triton.jit
 def _put(pointer, value, keep, USE_ASM: tl.constexpr):
@@ -302,10 +305,13 @@ def select_kernel(
             out_row, score_row, key, position, num_listed, tl.maximum(bound, 0), k, True
         )
     else:
-        if num_listed < k:
+        in_list = place < num_listed
+        key = tl.load(row + 2 + place, mask=in_list, other=2**31 - 1)
+        # Scores made anew may be apart from those of the filter in their last bits: nothing that is
+        # listed may be taken for what is added.
+        is_apart = tl.min(key, 0) - bound >= ROUNDING
+        if (num_listed < k) & (num_listed <= CAPACITY) & is_apart:
             # All that reach the bound, and next to them only what is equal to the one below.
-            in_list = place < num_listed
-            key = tl.load(row + 2 + place, mask=in_list, other=0)
             position = tl.load(row + 2 + CAPACITY + place, mask=in_list, other=0)
             tl.store(out_row + place, position, mask=in_list)
             tl.store(score_row + place, key_score(key), mask=in_list)

@@ -49,7 +49,8 @@ class ServeLoad:
 def bench_serving_argv(load: ServeLoad, result: Path) -> tuple[str, ...]:
     """Return the command line of ``sglang.bench_serving`` (0.5.17).
 
-    Prompts are random token ids, of exactly the stated lengths: nothing is downloaded.
+    Prompts are random token ids, as many as stated, sent as text: nothing is downloaded. Read again
+    they may be more tokens (33.5K of 32000 with SmolLM2's tokenizer).
     """
     return (
         sys.executable, "-P", "-m", "sglang.bench_serving",

@@ -25,6 +25,8 @@ class CostConstants:
     - `weight_bandwidth`: reading 16.4 GB of weights once takes 3.9 ms.
     - `layer_overhead_us`, `request_layer_us`: what is left of SGLang's dense step (steps queued:
       5.1 ms at 1 x 2K, 7.6 ms at 8 x 8K on one GPU) without weights and attention.
+    - `sparse_request_us`: what each request adds where it is selected for; with it predictions
+      meet steps at batch 1 and 8 alike (runs ZO and ZS).
     - `tp_request_layer_us`: the same on two GPUs (5.0 ms at 8 x 8K). All-reduce latency is inside
       `layer_overhead_us`.
     - `attention_fixed_us`, `attention_bandwidth`: line through FlashInfer's decode kernel under a
@@ -56,7 +58,8 @@ class CostConstants:
 
     weight_bandwidth: float = 4.2e12
     layer_overhead_us: float = 32.0
-    request_layer_us: float = 1.5
+    request_layer_us: float = 0.9
+    sparse_request_us: float = 0.6
     tp_request_layer_us: float = 1.6
     attention_fixed_us: float = 10.0
     attention_bandwidth: float = 4.61e12
@@ -163,6 +166,7 @@ def predict_step(
             overhead_ms=overhead_us / 1e3,
             attention_ms=layers * dense_us / 1e3,
         )
+    overhead_us += layers * batch * cost.sparse_request_us
     exact = min(len(load.exact_layers), layers)
     sparse = layers - exact
     set_tokens = min(load.context_tokens, load.set_tokens)

@@ -55,9 +55,6 @@ def test_tokens_equal_stock(
     inference, cache = covering.values()
     assert cache == {}
     assert min(inference["sparse_rows_total"], inference["seeded_rows_total"]) > 0
-
-
-def test_all_was_done_as_between_two_gpus(covering: Server) -> None:
     _, status = covering.get("/tandemkv/status")
     info = status["inference_rank"]["info"]
     assert (info["transport"], info["plan_placement"]) == ("peer", "CPU")

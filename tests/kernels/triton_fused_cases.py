@@ -318,6 +318,50 @@ def test_where_the_sample_is_of_no_use(kind: str, best: list[int]) -> None:
     assert bool((relative <= 0).all()) == (kind != "all_seen")
 
 
+def test_more_than_fit_and_fewer_than_wanted_reach_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A list that is shorter than k is none to add to: the head is searched in memory."""
+    monkeypatch.setattr(triton_topk, "MAX_CAPACITY", 64)
+    keys = make_keys(
+        "float32", num_reqs=1, heads=2, group=2, dim=16, page_size=16, num_pages=20, device=DEVICE
+    )
+    keys.k_pool.zero_()
+    keys.q.fill_(1.0)
+    best = list(range(20, 100))
+    at = torch.tensor(best, device=DEVICE)
+    keys.k_pool[keys.table[0].long()[at // 16] * 16 + at % 16] = 50.0
+    got, _ = triton_select.score_topk(
+        keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]), 100, width=320, scale=1.0,
+        page_size=16, scratch=filled_scratch(1, 2, 2, 320, 100),
+    )  # fmt: skip
+    for row in got[0].tolist():
+        assert len(set(row)) == 100
+        assert set(best) <= set(row) <= set(range(2, 301))
+
+
+def test_fewer_codes_than_wanted_are_not_zero() -> None:
+    """Beside the best of a tile its other codes are zero; the lowest positions of other tiles."""
+    keys = make_keys(
+        "int4", num_reqs=1, heads=2, group=4, dim=64, page_size=16, num_pages=20, device=DEVICE
+    )
+    keys.k_scale.zero_()
+    keys.k_scale[:, :, 0, 0] = 2
+    keys.k_pool.zero_()
+    best = [150, 290]
+    at = torch.tensor(best, device=DEVICE)
+    keys.k_pool[keys.table[0].long()[at // 16], :, at % 16, 0] = 15
+    keys.q.fill_(1.0)
+    arguments = (keys.q, keys.k_pool, keys.table, tensor([2]), tensor([301]))
+    options = {"width": 320, "scale": math.log(2), "k_scale": keys.k_scale, "page_size": 16}
+    got, scores = triton_select.score_topk(
+        *arguments, 20, **options, scratch=filled_scratch(1, 4, 2, 320, 20)
+    )
+    assert got.sort(-1).values.tolist() == [[sorted([*range(2, 20), *best])] * 2]
+    want = reference(*arguments, 20, **options)[1]
+    torch.testing.assert_close(scores.sort(-1).values, want.sort(-1).values, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(("group", "k", "size"), [(1, 5, 40), (4, 20, 100), (3, 100, 300)])
 def test_lists_between_k_and_size(
     group: int, k: int, size: int, monkeypatch: pytest.MonkeyPatch

@@ -145,7 +145,8 @@ def test_one_device_stands_for_two_gpus_where_tests_ask_for_it(
                 continue
             settings, said = resolve(tmp_path, device=device, **peer | predicting)
             assert (settings.cache_ranks, settings.transport) == (1, "peer")
-            assert (settings.selection.num_late, len(said)) == (1, 1)
+            assert (settings.selection.num_late, len(said)) == (1, 2)
+            assert said[0].startswith(f"{ONE_DEVICE_VARIABLE}=1")
             assert settings.selection.dense_tokens is None
     with pytest.raises(SettingsError, match="needs 2 GPUs, 1 seen"):
         resolve(tmp_path, tensor_parallel=2, **peer)

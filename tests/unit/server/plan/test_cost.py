@@ -29,6 +29,7 @@ LOAD = Workload(
 # One layer, all bandwidths 1 byte per us, so that every term is its bytes.
 UNIT = CostConstants(
     weight_bandwidth=1e6, layer_overhead_us=5.0, request_layer_us=2.0, tp_request_layer_us=3.0,
+    sparse_request_us=4.0,
     attention_fixed_us=1.0, attention_bandwidth=1e6, scan_bandwidth_native=1e6,
     scan_fixed_us=17.0, topk_fixed_us=7.0,
     topk_bandwidth=1e6, exchange_us=11.0, selection_fixed_us=19.0, gather_us=13.0,
@@ -78,6 +79,7 @@ def test_in_process_exposes_what_does_not_overlap() -> None:
     assert step.selection_ms * 1e3 == pytest.approx(total)
     assert step.exposed_selection_ms * 1e3 == pytest.approx(0.5 * read + 0.75 * (total - read))
     assert step.attention_ms == pytest.approx((1 + 3 * 10 * 16) / 1e3)
+    assert step.overhead_ms == pytest.approx((5 + 3 * (2 + 4)) / 1e3)
 
 
 def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
@@ -172,10 +174,9 @@ def test_dense_prediction_is_near_what_was_measured(
 def test_selecting_prediction_is_near_what_was_measured(
     placement: Placement, batch: int, context: int, measured_ms: float
 ) -> None:
-    """On two GPUs in-process older code was measured: it had logits between scan and choice."""
+    """In-process on two GPUs older code was measured: it had logits between scan and choice."""
     load = replace(LOAD, concurrency=batch, context_tokens=context, num_resident=4100, num_late=1)
-    rel = 0.06 if placement.tp_size == 2 else 0.04
-    assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=rel)
+    assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.04)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,10 @@ def test_selecting_pays_where_it_was_measured_to(
     whole = predict_step(dense(1), QWEN, load).tpot_ms
     for measured_ms, num_samples in ((own_ms, 0), (sampled_ms, 128)):
         step = predict_step(own, QWEN, replace(load, num_samples=num_samples))
-        assert step.tpot_ms / whole == pytest.approx(measured_ms / dense_ms, abs=0.06)
+        predicted, measured = step.tpot_ms / whole, measured_ms / dense_ms
+        assert predicted == pytest.approx(measured, abs=0.04)
+        if abs(measured - 1) > 0.02:
+            assert (predicted > 1) == (measured > 1)
 
 
 @pytest.mark.parametrize(
