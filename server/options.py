@@ -136,10 +136,10 @@ def _metavar(field: FieldInfo) -> str:
     inner = (getattr(item, "__metadata__", ()) for item in typing.get_args(hint))
     if any(COUNTED in metadata for metadata in (field.metadata, *inner)):
         return "TOKENS"
-    if origin is Literal:
-        return "|".join(str(item) for item in typing.get_args(hint))
     if origin in (typing.Union, types.UnionType):
         hint = next(item for item in typing.get_args(hint) if item is not type(None))
+    if typing.get_origin(hint) is Literal:
+        return "|".join(str(item) for item in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return "0,1|none"
     return {int: "INTEGER", float: "NUMBER"}.get(hint, "TEXT")

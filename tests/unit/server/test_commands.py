@@ -85,6 +85,13 @@ def test_help_mentions_every_option(runner: CliRunner, command: str, options: st
     assert [option for option in options.split() if option not in result.output] == []
 
 
+def test_help_names_the_values_of_a_choice(runner: CliRunner) -> None:
+    """Also of one that may be left open."""
+    output = " ".join(runner.invoke(app, ["serve", "--help"]).output.split())
+    for option, values in (("index-dtype", "native|int8|int4"), ("predictor-dtype", "native|int8")):
+        assert f"--{option} {values} " in output, option
+
+
 def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:
     arguments = ["serve", "m", "--print-settings", "--budget-tokens", "512", "--no-deterministic"]
     result = runner.invoke(app, [*arguments, "--", "--log-level", "debug"])
