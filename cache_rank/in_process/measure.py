@@ -48,11 +48,12 @@ def measure(
     order, more than once if the scratch is smaller than the pool.
     """
     selection = settings.selection
+    num_cold = DenseLengths.of(selection, selection.num_resident).num_cold
     load = largest_load(
         num_slots=num_slots,
         max_batch=max_batch,
         max_context=model.max_context,
-        num_cold=DenseLengths.of(selection, selection.num_resident).num_cold,
+        num_cold=num_cold,
     )
     if load is None:
         return None
@@ -104,6 +105,12 @@ def measure(
     every = torch.arange(slots, device=device)
     rank.begin_extend([0], [0], [slots], [every])
     rank.extend(0, every)
+    longest = min(model.max_context, num_slots)
+    for length in prompt_lengths(num_cold + 1, longest):
+        prompt = _page_tables(slots, page_size, 1, length, generator)[1]
+        rank.begin_extend([1], [length], [length], [prompt])
+        window = min(selection.seed_window, length)
+        rank.seed(0, 0, 1, random(window, model.num_qo_heads, model.head_dim))
     rank.seed_identity(rows, None)
     table = _page_tables(slots, page_size, measured, context, generator)
     lengths = torch.full((measured,), context, device=device)
@@ -140,6 +147,18 @@ def largest_load(
     context = min(max_context, max(num_slots // max_batch, num_cold + 1))
     batch = min(max_batch, num_slots // context)
     return (batch, context) if context > num_cold and batch else None
+
+
+def prompt_lengths(shortest: int, longest: int) -> list[int]:
+    """Return lengths of prompts to seed at start, so that none that is served compiles a kernel.
+
+    A kernel is compiled for each power of two in which a prompt's length lies, roughly: on a GPU
+    that holds a request up for a second or two.
+    """
+    found = [min(shortest, longest)]
+    while 2 * found[-1] <= longest:
+        found.append(2 * found[-1])
+    return [*found, longest] if longest > found[-1] else found
 
 
 def _page_tables(

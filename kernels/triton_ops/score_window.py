@@ -21,6 +21,9 @@ _TRITON_DTYPE = {
 # Whole 256 bytes a row: Triton compiles a kernel again for strides that 16 does not divide.
 _ROW = 64
 _MIN_DOT = 16  # the smallest extent that tensor cores multiply
+# Shorter windows, of prompts whose beginning was in the radix cache, take the kernels of this one:
+# to compile others would hold up the server for a second.
+_USUAL_WINDOW = 64
 # Programs of the first pass: what runs at once. The second pass reads a result of each part.
 PROGRAMS_PER_SM = 2
 MAX_SPLITS = 64
@@ -119,7 +122,9 @@ def score_window(
     num_blocks = -(-num_rows // sums.rows)
     padded_rows = num_blocks * sums.rows
     num_programs = _num_sms(device) * PROGRAMS_PER_SM
-    most_splits = max(1, min(MAX_SPLITS, num_programs // (num_kv_heads * num_blocks)))
+    block_w = triton.next_power_of_2(max(window_len, _USUAL_WINDOW))
+    most_blocks = -(-block_w * group // sums.rows)
+    most_splits = max(1, min(MAX_SPLITS, num_programs // (num_kv_heads * most_blocks)))
     num_splits = min(most_splits, -(-hi // tokens) - lo // tokens)
     queries = torch.empty(
         (num_kv_heads, padded_rows, num_parts * block_d), dtype=multiplied, device=device
@@ -146,7 +151,7 @@ def score_window(
         lo, hi, num_rows, padded_rows, num_kv_heads, num_splits, scores.stride(0),
         *strides, q_positions.stride(0),
         BLOCK_M=weighs.rows, BLOCK_N=weighs.tokens, BLOCK_S=triton.next_power_of_2(most_splits),
-        BLOCK_W=triton.next_power_of_2(window_len), STAGES=weighs.stages,
+        BLOCK_W=block_w, STAGES=weighs.stages,
         num_warps=weighs.warps, maxnreg=weighs.registers, **options,
     )  # fmt: skip
     return scores

@@ -140,3 +140,30 @@ def test_large_queries_behind_all(kind: str) -> None:
     q_window = make_queries("bfloat16", 4, 2, 64).float()
     for power in (-60, 60):  # beyond float16 either way
         check(keys, q_window * 2.0**power, 0, 90, [130, 140, 150, 200], scale=0.1 * 2.0**-power)
+
+
+def test_short_windows_take_the_kernels_of_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each other combination of constants is compiled while requests wait."""
+    constants: list[dict[str, object]] = []
+
+    class Recorder:
+        def __init__(self, kernel: object) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: object) -> object:
+            def launch(*args: object, **options: object) -> None:
+                constants.append(options)
+                self.kernel[grid](*args, **options)  # type: ignore[index]
+
+            return launch
+
+    for name in ("lse_kernel", "weigh_kernel"):
+        monkeypatch.setattr(window_ops, name, Recorder(getattr(window_ops, name)))
+    keys = make_keys(
+        "int4", num_reqs=1, heads=2, group=4, dim=64, page_size=16, num_pages=12, device=DEVICE
+    )
+    for window in (64, 1, 5, 33):
+        positions = list(range(170 - window, 170))
+        check(keys, make_queries("int4", window, 8, 64), 2, 160, positions, 0.1)
+    assert len(constants) == 8
+    assert all(found in constants[:2] for found in constants)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.in_process import measure as measure_module
-from tandemkv.cache_rank.in_process.measure import largest_load
+from tandemkv.cache_rank.in_process.measure import largest_load, prompt_lengths
+from tandemkv.cache_rank.in_process.rank import InProcessCacheRank
 from tandemkv.cache_rank.protocol.local import measure_selection
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -65,6 +66,21 @@ def test_largest_load(
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("shortest", "longest", "expected"),
+    [
+        (100, 450, [100, 200, 400, 450]),
+        (100, 400, [100, 200, 400]),
+        (100, 100, [100]),
+        (100, 60, [60]),
+    ],
+)
+def test_prompts_of_each_power_of_two_are_seeded(
+    shortest: int, longest: int, expected: list[int]
+) -> None:
+    assert prompt_lengths(shortest, longest) == expected
+
+
 @pytest.mark.parametrize("policy", ["look_ahead", "last_query", "streaming"])
 @pytest.mark.parametrize(("index_dtype", "page_size"), [("native", 1), ("int8", 1), ("int4", 16)])
 def test_selection_is_timed(
@@ -84,6 +100,14 @@ def test_selection_is_timed(
         hidden_shapes.append(tuple(hidden.shape))
         return hidden.view(-1, QUERY_HEADS, DIM)
 
+    seeded: list[int] = []
+
+    def note_seed(rank: InProcessCacheRank, *args: Any) -> None:
+        seed(rank, *args)
+        seeded.append(len(args[3]))
+
+    seed = InProcessCacheRank.seed
+    monkeypatch.setattr(InProcessCacheRank, "seed", note_seed)
     monkeypatch.setattr(measure_module, "_MOST_TOKENS", {"cpu": 3 * CONTEXT})
     found = measure_selection(
         model=MODEL, settings=settings, num_slots=4 * CONTEXT, page_size=page_size,
@@ -94,6 +118,7 @@ def test_selection_is_timed(
         return
     assert found is not None
     assert (found.batch, found.context) == (4, CONTEXT)
+    assert seeded == [min(64, n) for n in prompt_lengths(4 + 48 + 16 + 1, CONTEXT)]
     assert found.transfer_us > 0
     assert found.scan_us >= 0
     assert sets[0].shape == (
