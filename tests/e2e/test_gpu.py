@@ -130,9 +130,9 @@ def test_two_gpus_give_the_tokens_of_one(index_dtype: str, prompts: list[list[in
 @pytest.mark.parametrize("index_dtype", ["native", "int8", "int4"])
 def test_requests_outgrow_dense_attention_alike(index_dtype: str, token_ids: list[int]) -> None:
     """Steps of each kind: some complete a page before anything is selected, some after."""
-    sizes = {"budget_tokens": 256, "dense_tokens": 0}
-    selection = {"policy": "look_ahead", **sizes, "exact_layers": [0, 1]}
     recent = 128 if index_dtype == "int4" else 64  # as many as a page has
+    sizes = {"budget_tokens": 256, "num_recent_tokens": recent, "dense_tokens": 0}
+    selection = {"policy": "look_ahead", **sizes, "exact_layers": [0, 1]}
     fitting = 4 + 2 * 256 + recent  # sink, c * K, the latest tokens
     starts = [(37 * i, fitting - 70 + 9 * i) for i in range(8)]
     growing = [token_ids[start : start + length] for start, length in starts]
