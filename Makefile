@@ -5,6 +5,9 @@ VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 ARGS ?=
+# Processes that share the tests, a file at a time; 0 runs them in one, as a debugger needs. More than
+# cores is no faster: end-to-end tests have two busy processes each.
+WORKERS ?= 2
 
 # PYTHONSAFEPATH: the folder kernels/ would shadow a PyPI package of that name, which transformers
 # imports. OMP_NUM_THREADS: teams of spinning threads on shared cores cost 10x.
@@ -13,6 +16,8 @@ PACKAGES := server inference_rank cache_rank kernels
 KUBERNETES_VERSION := 1.33
 # Longest file that CI accepts, in lines.
 MAX_LINES := 500
+# In the order of collection, so that servers are not what is left for the end.
+SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup serve test test-all lint format deploy-lint types imports size wheel ci acceptance clean
 
@@ -26,10 +31,10 @@ serve: setup ## serve the embedded model on loopback; options in ARGS="..."
 	@PYTHONSAFEPATH=1 $(BIN)/tandemkv serve smollm2 $(ARGS)
 
 test: setup ## the tests that CI runs, end to end included (no GPU, nothing slow)
-	@$(TEST_ENV) $(BIN)/pytest -m "not gpu and not multi_gpu and not slow" $(ARGS)
+	@$(TEST_ENV) $(BIN)/pytest $(SHARED) -m "not gpu and not multi_gpu and not slow" $(ARGS)
 
 test-all: setup ## also the slow tests
-	@$(TEST_ENV) $(BIN)/pytest -m "not gpu and not multi_gpu" $(ARGS)
+	@$(TEST_ENV) $(BIN)/pytest $(SHARED) -m "not gpu and not multi_gpu" $(ARGS)
 
 lint: setup ## ruff and codespell
 	@$(BIN)/ruff check .
