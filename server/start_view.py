@@ -14,12 +14,14 @@ _TIMES = (
     ("scan", "plan_scan_us"),
     ("transfer", "plan_transfer_us"),
     ("model", "plan_layer_us"),
-    ("exposed", "plan_exposed_us"),
+    ("exposed: added by selecting", "plan_exposed_us"),
 )
 
 
 def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> RenderableType | None:
     """Return the table of an inference rank's status; None if it reports no plan.
+
+    A figure a line, so that it fits a terminal of 80 columns; what was not measured has none.
 
     Parameters
     ----------
@@ -30,23 +32,30 @@ def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> Renderab
         return None
     load = info.get("plan_load", "")
     what = f"measured at start, {escape(load)} tokens: us per layer" if load else "selection"
-    table = Table(title=what, title_justify="left")
-    table.add_column("selection on", style="bold")
-    for name, _ in _TIMES:
-        table.add_column(name, justify="right")
-    for name in ("hidden", "lag", "refresh", "dense up to"):
-        table.add_column(name, justify="right")
-    hidden = values.get("plan_is_hidden")
-    table.add_row(
-        escape(info.get("plan_placement", "")),
-        *(f"{values[key]:,.1f}" if key in values else "-" for _, key in _TIMES),
-        "-" if hidden is None else "[green]yes[/]" if hidden else "[yellow]no[/]",
-        f"{values['plan_lag_steps']:.0f}",
-        f"{values['plan_refresh_steps']:.0f}",
-        f"{values['plan_dense_tokens']:.0f}",
-    )
+    table = Table(title=what, title_justify="left", show_header=False)
+    table.add_column("what", style="bold")
+    table.add_column("value")
+    table.add_row("selection on", escape(info.get("plan_placement", "")))
+    for name, key in _TIMES:
+        if key in values:
+            table.add_row(name, f"{values[key]:,.1f}{_hidden(values, key)}")
+    table.add_row("refresh every", _steps(values["plan_refresh_steps"]))
+    table.add_row("lag", _steps(values["plan_lag_steps"]))
+    dense = values["plan_dense_tokens"]
+    table.add_row("attends to everything", f"up to {dense:.0f} tokens" if dense else "never")
     lines = [text for text in (_dense(values), info.get("plan_note"), _counted(info)) if text]
     return Group(table, *(Text(line) for line in lines))
+
+
+def _hidden(values: Mapping[str, float], key: str) -> str:
+    hidden = values.get("plan_is_hidden") if key == "plan_exposed_us" else None
+    if hidden is None:
+        return ""
+    return " ([green]hidden[/])" if hidden else " ([yellow]not hidden[/])"
+
+
+def _steps(number: float) -> str:
+    return "1 step" if number == 1 else f"{number:.0f} steps"
 
 
 def _dense(values: Mapping[str, float]) -> str:

@@ -22,19 +22,34 @@ VALUES = {
 INFO = {"plan_placement": "a GPU of its own", "plan_load": "8 x 65536", "plan_note": "chosen"}
 
 
-def shown(values: dict[str, float]) -> str:
+def shown(values: dict[str, float], width: int = 80) -> str:
     """Render."""
-    console = Console(width=140, file=io.StringIO(), record=True)
+    console = Console(width=width, file=io.StringIO(), record=True)
     view = start_view(values, INFO)
     assert view is not None
     console.print(view)
     return console.export_text()
 
 
-def test_every_figure_is_shown() -> None:
+def rows(text: str) -> dict[str, str]:
+    """The table's lines by their names."""
+    found = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
+    return {name.strip(): value.strip() for name, value in found}
+
+
+def test_every_figure_is_shown_in_80_columns() -> None:
     text = shown(VALUES)
-    for part in ("a GPU of its own", "8 x 65536", "240.2", "10.0", "200.0", "25.1", "no", "4164"):
-        assert part in text
+    assert "measured at start, 8 x 65536 tokens: us per layer" in text
+    assert rows(text) == {
+        "selection on": "a GPU of its own",
+        "scan": "240.2",
+        "transfer": "10.0",
+        "model": "200.0",
+        "exposed: added by selecting": "25.1 (not hidden)",
+        "refresh every": "2 steps",
+        "lag": "1 step",
+        "attends to everything": "up to 4164 tokens",
+    }
     assert "chosen" in text
     assert "tokens in all" not in text
     assert "no more than 30720 tokens in all" in shown(
@@ -42,9 +57,16 @@ def test_every_figure_is_shown() -> None:
     )
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_what_is_hidden_and_never_dense_says_so() -> None:
+    found = rows(shown(VALUES | {"plan_is_hidden": 1.0, "plan_dense_tokens": 0.0}))
+    assert found["exposed: added by selecting"] == "25.1 (hidden)"
+    assert found["attends to everything"] == "never"
+
+
+def test_what_was_not_measured_has_no_line() -> None:
     text = shown({k: v for k, v in VALUES.items() if not k.endswith(("_us", "hidden"))})
-    assert text.count(" - ") == 5
+    names = ["selection on", "refresh every", "lag", "attends to everything"]
+    assert list(rows(text)) == names
 
 
 def test_without_a_plan_nothing_is_shown() -> None:
