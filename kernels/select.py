@@ -18,7 +18,7 @@ from tandemkv.kernels.topk import make_topk_scratch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectScratch:
-    """Buffers of `score_topk` and `list_best` on a GPU, reused over layers and replays of a graph.
+    """Buffers of `score_topk` on a GPU, reused over layers and replays of a graph.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ def make_select_scratch(
     k: int,
     device: torch.device,
 ) -> SelectScratch:
-    """Allocate the buffers of `score_topk`, or of `list_best` with its size for `k`.
+    """Allocate the buffers of `score_topk`.
 
     Parameters
     ----------
@@ -138,64 +138,6 @@ def score_topk(
         pooled_positions=pooled_positions,
     )  # fmt: skip
     return chosen
-
-
-def list_best(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    slots: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    k: int,
-    size: int,
-    *,
-    width: int,
-    scale: float,
-    pooling: str = "softmax_mean",
-    k_scale: torch.Tensor | None = None,
-    page_size: int = 1,
-    active: torch.Tensor | None = None,
-    scratch: SelectScratch | None = None,
-    scan_stream: torch.cuda.Stream | None = None,
-) -> torch.Tensor:
-    """Return positions of the best `k` to `size` scores, however many that is cheapest for.
-
-    For a choice among them with another query (`tandemkv.kernels.shortlist`): an exact number of
-    them would take as long as half of `score_topk` without its scan, and nobody needs it.
-
-    Parameters
-    ----------
-    q, k_pool, slots, lo, hi, width, scale, pooling, k_scale, page_size, active, scan_stream
-        As in `score_topk`.
-    k, size : int
-        Positions per KV head, at least and at most; ``0 <= k <= size``.
-    scratch : SelectScratch, optional
-        From `make_select_scratch` for ``k >= size``; else allocated on a GPU.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[num_reqs, num_kv_heads, size]``, int32, contiguous: distinct positions in any order,
-        padded with ``-1`` at the end. What scores more than one on the list is on it. All
-        candidates where there are no more than `size`; else half way between `k` and `size`
-        on CPU, on a GPU any number between. Scores of zero may be left out. Where scores are coded
-        (`score_topk`) all this is said of the coded ones.
-
-    Raises
-    ------
-    ValueError
-        As in `score_topk`.
-    """
-    check_int("size", size, minimum=0)
-    check_int("k", k, minimum=0, maximum=size)
-    _check(q, k_pool, slots, lo, hi, k, width, pooling, k_scale, page_size, active, scratch)
-    run = resolve("select", "list_best", q.device)
-    listed: torch.Tensor = run(
-        q, k_pool, slots, lo, hi, k, size, width=width, scale=scale, pooling=pooling,
-        k_scale=k_scale, page_size=page_size, active=active, scratch=scratch,
-        scan_stream=scan_stream,
-    )  # fmt: skip
-    return listed
 
 
 def _check(

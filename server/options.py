@@ -45,7 +45,7 @@ RANK_FLAGS: tuple[Flag, ...] = (
         "Selection", "selection",
         "policy budget-tokens resident-factor sink-tokens=num_sink_tokens "
         "recent-tokens=num_recent_tokens sample-tokens fetch-cap index-dtype exact-layers "
-        "look-ahead-layers late-layers predictor-dtype scan-ahead shortlist-factor lag "
+        "look-ahead-layers late-layers predictor-dtype lag "
         "refresh-every gate-cosine seed-window pooling pool-before pool-after "
         "dense-while-fits dense-tokens dense-batch-tokens "
         "quest-page-tokens ridge-window ridge-eps "

@@ -98,11 +98,6 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec) -> None:
             "in this version, and this policy or transport a cache rank in a process of its own; "
             "use --tp 1"
         )
-    if settings.selection.scan_ahead and not in_process:
-        raise SettingsError(
-            "scan_ahead: only a cache rank in the inference rank's process scans ahead; add "
-            "--cache-ranks 0, or --transport peer on two GPUs, or leave --scan-ahead out"
-        )
     if settings.selection.index_dtype == "int4" and not in_process:
         raise SettingsError(
             "index_dtype=int4: only a cache rank in the inference rank's process has such an "

@@ -8,8 +8,7 @@ synchronisation: SGLang captures it in its decode graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 
@@ -25,8 +24,7 @@ from tandemkv.cache_rank.protocol.step_program import StepProgram
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
-from tandemkv.kernels.select import list_best, make_select_scratch, score_topk
-from tandemkv.kernels.shortlist import choose_listed, make_shortlist_scratch
+from tandemkv.kernels.select import make_select_scratch, score_topk
 from tandemkv.kernels.streams import let_chain, shared_stream
 
 from .batch import DecodeBatch
@@ -38,13 +36,6 @@ from .scan_order import ScanOrder
 from .seeder import Seeder
 from .stress import StressSigns
 
-_Chosen = TypeVar("_Chosen")
-_FIRST_SOURCE = 2
-"""Scans look ahead from the entry of this layer on: before, the residual stream changes too much.
-
-SmolLM2: of what layers attend to with the query of one layer earlier, the query of two layers
-earlier finds nearly all from layer 4 on, far less in layer 2 (decision record 9).
-"""
 _NUM_LANES = 2
 """Layers that are selected for at once: what waits in one overlaps what computes in the other.
 
@@ -117,28 +108,18 @@ class InProcessCacheRank:
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         context = model.max_context
         self.late_layers = self._find_late()  # see `LocalCacheRank.late_layers`
-        self._scanned_ahead = self._find_scanned_ahead()
         # Layers of different lanes are worked on at once.
         num_lanes = self.num_lanes if self._selecting else 0
-        most = selection.num_shortlisted if self._scanned_ahead else selection.budget_tokens
-        sizes = max_batch, model.num_qo_heads, heads
-        self._scratch = [
-            make_select_scratch(*sizes, context, most, device) for _ in range(num_lanes)
-        ]
+        sizes = max_batch, model.num_qo_heads, heads, context, selection.budget_tokens
+        self._scratch = [make_select_scratch(*sizes, device) for _ in range(num_lanes)]
         self._mirror_scratch = [
             make_mirror_scratch(max_batch, heads, context, device, may_repeat=False)
-            for _ in range(min(num_lanes, _NUM_LANES))
+            for _ in range(num_lanes)
         ]
-        self.weights = LaneWeights(pools, min(num_lanes, _NUM_LANES))
+        self.weights = LaneWeights(pools, num_lanes)
         self._num_done = torch.zeros((_NUM_LANES, 1), dtype=torch.int32, device=device)
-        self._list_scratch = [
-            make_shortlist_scratch(*sizes, most, device)
-            for _ in range(_NUM_LANES if self._scanned_ahead else 0)
-        ]
         # What sources chose, for those that follow.
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Read in another lane than they are made in: kept until their layer's next.
-        self._listed: dict[int, torch.Tensor] = {}
         # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
         # a few programs each, would wait for all of it.
         self._scan_streams = [shared_stream(device, number=n) for n in range(self.num_lanes)]
@@ -196,15 +177,11 @@ class InProcessCacheRank:
     @property
     def num_lanes(self) -> int:
         """See `LocalCacheRank.num_lanes`."""
-        return _NUM_LANES * (2 if self._scanned_ahead else 1)
+        return _NUM_LANES
 
     def lane_of(self, layer: int) -> int:
         """See `LocalCacheRank.lane_of`."""
         return self._place_of.get(self._program.source_of(layer), 0) % _NUM_LANES
-
-    def scan_lane_of(self, layer: int) -> int:
-        """See `LocalCacheRank.scan_lane_of`."""
-        return _NUM_LANES + self.lane_of(layer)
 
     def is_sparse_layer(self, layer: int) -> bool:
         """Whether `layer` attends to a resident set."""
@@ -229,11 +206,6 @@ class InProcessCacheRank:
         """Layers whose query is predicted from the residual stream at the entry of `layer`."""
         return tuple(x for x in self._program.targets_of(layer) if x not in self.late_layers)
 
-    def scans_of(self, layer: int) -> tuple[int, ...]:
-        """See `LocalCacheRank.scans_of`."""
-        scanned = layer + self._selection.look_ahead_layers + 1
-        return (scanned,) if scanned in self._scanned_ahead else ()
-
     def _find_late(self) -> tuple[int, ...]:
         """Return late layers; see `LocalCacheRank.late_layers`.
 
@@ -248,22 +220,6 @@ class InProcessCacheRank:
             message = f"late_layers={count}: too many for {num_layers} layers; use at most {most}"
             raise SettingsError(message)
         return tuple(x for x in self._sources if x < count)
-
-    def _find_scanned_ahead(self) -> frozenset[int]:
-        """Layers that are chosen for among what an earlier scan found.
-
-        That scan is forked off from the choice for the layer before, so there must be one.
-        """
-        if not self._selection.scan_ahead:
-            return frozenset()
-        first = _FIRST_SOURCE + self._selection.look_ahead_layers + 1
-        return frozenset(
-            layer
-            for layer in self._selecting
-            if layer >= first
-            and layer - 1 in self._book_of
-            and not {layer, layer - 1} & set(self.late_layers)
-        )
 
     # -- prefill -------------------------------------------------------------------------
 
@@ -347,23 +303,9 @@ class InProcessCacheRank:
             rows, positions = self.batch.rows[: len(query)], self.batch.positions[: len(query)]
             self._windows.push(self._place_of[layer], rows, query, positions)
 
-    def choose_ahead(
-        self, layer: int, hidden: torch.Tensor, *, await_scan: Callable[[], None] | None = None
-    ) -> None:
+    def choose_ahead(self, layer: int, hidden: torch.Tensor) -> None:
         """See `LocalCacheRank.choose_ahead`."""
-        query = self._predict(layer, hidden, self.batch.positions[: len(hidden)])
-        if await_scan is not None:
-            await_scan()
-        self.choose(layer, query)
-
-    def scan_ahead(self, layer: int, hidden: torch.Tensor) -> None:
-        """See `LocalCacheRank.scan_ahead`."""
-        query = self._predict(layer, hidden, self.batch.positions[: len(hidden)])
-        if self._stress is not None:
-            query = self._stress.apply(query, self.batch.step)
-        lane, selection = self.scan_lane_of(layer), self._selection
-        sizes = selection.budget_tokens, selection.num_shortlisted
-        self._listed[layer] = self._scan(list_best, layer, query, *sizes, lane=lane)
+        self.choose(layer, self._predict(layer, hidden, self.batch.positions[: len(hidden)]))
 
     def choose_late(self, layer: int, hidden: torch.Tensor) -> None:
         """See `LocalCacheRank.choose_late`."""
@@ -374,25 +316,32 @@ class InProcessCacheRank:
     def choose(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.choose`."""
         size, batch, selection = len(query), self.batch, self._selection
-        lane, pages = self.lane_of(layer), batch.pages[:size]
+        lane, (hi, _) = self.lane_of(layer), self._ends_of(layer)
         if self._windows is not None:
             query = self._windows.push_and_predict(
                 self._place_of[layer], batch.rows[:size], query, batch.positions[:size]
             )
         if self._stress is not None:
             query = self._stress.apply(query, batch.step)
-        if layer in self._scanned_ahead:
-            self._chosen[layer] = choose_listed(
-                query, self._pools.k[layer], pages, self._listed[layer], selection.budget_tokens,
-                scale=self._model.scale, pooling=selection.pooling,
-                page_size=self._pools.page_size, scratch=self._list_scratch[lane],
-            )  # fmt: skip
-        else:
-            self._order.await_choice()
-            self._chosen[layer] = self._scan(
-                score_topk, layer, query, selection.budget_tokens, lane=lane,
-                pooled_positions=selection.pooled_positions,
-            )  # fmt: skip
+        self._order.await_choice()
+        keys, k_scale = self._index.keys(layer)
+        self._chosen[layer] = score_topk(
+            query,
+            keys,
+            batch.pages[:size],
+            batch.lo[:size],
+            hi[:size],
+            selection.budget_tokens,
+            width=self._model.max_context,
+            scale=self._model.scale,
+            pooling=selection.pooling,
+            k_scale=k_scale,
+            page_size=self._pools.page_size,
+            active=batch.active[:size],
+            scratch=self._scratch[lane],
+            scan_stream=self._scan_streams[lane],
+            pooled_positions=selection.pooled_positions,
+        )
 
     def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
         """See `LocalCacheRank.fetch`."""
@@ -428,36 +377,6 @@ class InProcessCacheRank:
             weights=self.weights.carried(layer, lane, active), flag=flag,
             num_done=None if flag is None else self._num_done[lane],
         )  # fmt: skip
-
-    def _scan(
-        self,
-        choose: Callable[..., _Chosen],
-        layer: int,
-        query: torch.Tensor,
-        *sizes: int,
-        lane: int,
-        **options: tuple[int, int],
-    ) -> _Chosen:
-        """Scan all candidates, and `choose` as many of them."""
-        size, batch, (hi, _) = len(query), self.batch, self._ends_of(layer)
-        keys, k_scale = self._index.keys(layer)
-        return choose(
-            query,
-            keys,
-            batch.pages[:size],
-            batch.lo[:size],
-            hi[:size],
-            *sizes,
-            width=self._model.max_context,
-            scale=self._model.scale,
-            pooling=self._selection.pooling,
-            k_scale=k_scale,
-            page_size=self._pools.page_size,
-            active=batch.active[:size],
-            scratch=self._scratch[lane],
-            scan_stream=self._scan_streams[lane],
-            **options,
-        )
 
     def _ends_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where candidates end, and slots to be filled, in the step that uses them."""

@@ -12,8 +12,7 @@ class ScanOrder:
     A scan fills every multiprocessor for 100 us. What a choice still has to launch, a program for
     each head, then waits for one to drain, and so does the layer that it is for: with 1 + 1 H200,
     8 x 64K, a mirror took 47 us instead of 23, and the second layer of a step waited 105 us. On
-    the GPU of the forward pass scans give way to everything, and waiting gains nothing. Scans
-    ahead (`scan_ahead`) do not wait.
+    the GPU of the forward pass scans give way to everything, and waiting gains nothing.
 
     Attributes
     ----------

@@ -206,9 +206,6 @@ class LocalCacheRank(Protocol):
     def lane_of(self, layer: int) -> int:
         """Which of them everything for `layer` has to be queued in."""
 
-    def scan_lane_of(self, layer: int) -> int:
-        """Which of them `scan_ahead` for `layer` has to be queued in."""
-
     def is_sparse_layer(self, layer: int) -> bool:
         """Whether `layer` attends to a resident set."""
 
@@ -231,12 +228,6 @@ class LocalCacheRank(Protocol):
 
         They are no `targets_of` any layer. All have attended where the last layer that has targets
         begins.
-        """
-
-    def scans_of(self, layer: int) -> tuple[int, ...]:
-        """Layers whose keys are scanned with the residual stream at the entry of `layer`.
-
-        Each of them is selected for at the entry of the layer after, from what was found.
         """
 
     def begin_extend(
@@ -306,13 +297,8 @@ class LocalCacheRank(Protocol):
         another GPU than the K/V.
         """
 
-    def choose_ahead(
-        self, layer: int, hidden: torch.Tensor, *, await_scan: Callable[[], None] | None = None
-    ) -> None:
-        """`choose` with the residual stream ``[B, hidden_size]`` of an earlier layer.
-
-        `await_scan` is called when the query is predicted, and what `scan_ahead` found is needed.
-        """
+    def choose_ahead(self, layer: int, hidden: torch.Tensor) -> None:
+        """`choose` with the residual stream ``[B, hidden_size]`` of an earlier layer."""
 
     def choose_late(self, layer: int, hidden: torch.Tensor) -> None:
         """`choose` for a late layer and the next step, with the stream at its own entry.
@@ -320,9 +306,6 @@ class LocalCacheRank(Protocol):
         ``hidden [B, hidden_size]`` is this step's. Late layers are chosen for in their order, in
         lanes that are behind this step's other selections; `fetch` follows as usual.
         """
-
-    def scan_ahead(self, layer: int, hidden: torch.Tensor) -> None:
-        """Scan the keys of `layer` for what `choose_ahead` will choose from, one layer later."""
 
     def choose(self, layer: int, query: torch.Tensor) -> None:
         """Scan for `layer` with a query ``[B, Hq, D]``, and keep what is best for `fetch`.

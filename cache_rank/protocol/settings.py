@@ -23,9 +23,6 @@ PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
 DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
 """``1``: every step is probed, and the sets of tokens are written too."""
 
-MOST_SHORTLISTED = 8192
-"""Tokens of a shortlist: one program of a kernel keeps their scores in registers."""
-
 DEFAULT_SAMPLES = 128
 """Tokens that stand for the rest, where nothing else is asked for and K is not less."""
 
@@ -105,17 +102,6 @@ class SelectionSettings(Strict):
         default=None,
         description="look_ahead, in-process: precision of the W_q that predicts queries; int8 is a "
         "copy. Default int8 where a second GPU has an int4 index, else native.",
-    )
-    scan_ahead: bool = Field(
-        default=False,
-        description="look_ahead, in-process: scan all keys with the query predicted one layer "
-        "earlier still, and choose among the best of them. No faster: docs/decisions/0009.",
-    )
-    shortlist_factor: float = Field(
-        default=2.0,
-        ge=1.0,
-        le=64.0,
-        description="With scan_ahead: tokens that are chosen from per KV head at most, times K.",
     )
     lag: int | None = Field(
         default=None,
@@ -343,11 +329,6 @@ class SelectionSettings(Strict):
         return self.pool_before, self.pool_after
 
     @property
-    def num_shortlisted(self) -> int:
-        """Tokens that `scan_ahead` leaves to choose from, per KV head."""
-        return int(self.shortlist_factor * self.budget_tokens)
-
-    @property
     def keeps_dense_while_fits(self) -> bool:
         """Whether contexts of R + ring tokens skip selection; lfps, streaming never fill R."""
         return self.dense_while_fits or self.policy in ("lfps", "streaming")
@@ -378,26 +359,14 @@ class SelectionSettings(Strict):
                 "--sample-tokens 0"
             )
         is_every_step = self.refresh_steps == 1 and self.lag_steps == 1
-        for name in ("scan_ahead", "late_layers", "predictor_dtype"):
+        for name in ("late_layers", "predictor_dtype"):
             if getattr(self, name) and self.policy != "look_ahead":
                 raise ValueError(
                     f"{name} is for policy=look_ahead, not {self.policy}; use --policy look_ahead, "
                     f"or drop --{name.replace('_', '-')}"
                 )
-        for name in ("scan_ahead", "late_layers"):
-            if getattr(self, name) and (self.share_layers or self.gate_cosine):
-                raise ValueError(f"{name} goes with neither share_layers nor gate_cosine; drop it")
-        if self.scan_ahead and any(self.pooled_positions):
-            raise ValueError(
-                "scan_ahead ranks tokens by their own scores; drop it, or pool_before and "
-                "pool_after"
-            )
-        if self.scan_ahead and self.num_shortlisted > MOST_SHORTLISTED:
-            raise ValueError(
-                f"shortlist_factor={self.shortlist_factor} times budget_tokens="
-                f"{self.budget_tokens} must be at most {MOST_SHORTLISTED}; lower one of the two, "
-                "or turn scan_ahead off"
-            )
+        if self.late_layers and (self.share_layers or self.gate_cosine):
+            raise ValueError("late_layers goes with neither share_layers nor gate_cosine; drop it")
         if self.num_late and set(self.exact_layer_ids) & set(range(self.num_late)):
             raise ValueError(
                 f"late_layers={self.late_layers}: nothing is selected for exact layers, and "

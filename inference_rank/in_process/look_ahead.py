@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -129,11 +128,7 @@ class LookAhead:
             targets, signals, lanes, (None, *lanes), strict=False
         ):
             with side.fork(lane=lane, signal=signal, after=after):
-                # The stream has arrived: a scan begins as soon as the lane of its own is free.
-                for scanned in rank.scans_of(layer):
-                    with side.branch(rank.scan_lane_of(scanned), scanned):
-                        rank.scan_ahead(scanned, stream)
-                rank.choose_ahead(target, stream, await_scan=partial(side.await_branch, target))
+                rank.choose_ahead(target, stream)
                 self._fetch(target, *rank.followers_of(target), size=size)
         if targets and layer == self._last_entry:
             self._select_late(size, behind=lanes[-1])

@@ -73,7 +73,6 @@ class SideStream:
             self._gate = torch.zeros(1, dtype=torch.int32, device=cache_device)
         self._cache_device = cache_device
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(num_layers)]
-        self._branched: dict[int, torch.cuda.Event] = {}
         self._pending: dict[int, int] = {}  # flags to wait for
         self._kept: list[torch.Tensor] = []
         self._forked: set[int] = set()
@@ -141,29 +140,6 @@ class SideStream:
                 wait_flags(signal.waited)
             yield
             self._run_deferred(lane)
-
-    @contextmanager
-    def branch(self, lane: int, layer: int) -> Iterator[None]:
-        """Run the body for `layer` in another lane, after what this one, of a fork, has queued.
-
-        Only to be used inside a fork.
-        """
-        if not self._lanes:
-            yield
-            return
-        self._lanes[lane].wait_stream(torch.cuda.current_stream(self._cache_device))
-        self._forked.add(lane)
-        with torch.cuda.stream(self._lanes[lane]):
-            yield
-            done = torch.cuda.Event()
-            done.record(self._lanes[lane])
-        self._branched[layer] = done
-
-    def await_branch(self, layer: int) -> None:
-        """Let the lane of a fork wait for the branch for `layer`, if there was one."""
-        done = self._branched.pop(layer, None)
-        if done is not None:
-            torch.cuda.current_stream(self._cache_device).wait_event(done)
 
     def defer(self, lane: int, work: Callable[[], None]) -> None:
         """Run `work` in a lane, after what the forward pass has queued, when it next forks there.

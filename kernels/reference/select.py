@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference of `tandemkv.kernels.select`: scores, then the best of them."""
 
-from typing import Any
-
 import torch
 
 from tandemkv.kernels.position_pooling import pool_positions
@@ -38,17 +36,3 @@ def score_topk(
     scores = pool_positions(scores, *pooled_positions)
     out_scores = torch.empty((*scores.shape[:2], k), device=q.device)
     return topk_positions(scores, k, sort=False, out_scores=out_scores), out_scores
-
-
-def list_best(*arguments: Any, **options: Any) -> torch.Tensor:
-    """List positions; see `tandemkv.kernels.select.list_best`."""
-    k, size = arguments[5:]
-    lo, hi = arguments[3:5]
-    listed, scores = score_topk(*(*arguments[:5], size), **options)
-    if not size:
-        return listed
-    is_cut = (hi.clamp(max=options["width"]) - lo.clamp(min=0) > size)[:, None, None]
-    best = scores.argsort(dim=-1, descending=True)
-    listed = listed.gather(-1, best)
-    listed[..., (k + size) // 2 :].masked_fill_(is_cut, -1)
-    return listed

@@ -21,7 +21,7 @@ from tandemkv.kernels.triton_ops.topk_search import reach, score_key
 MAX_RESIDENT = 32767  # two counts of slots share 32 bits
 # With eight warps of 168 registers all kernels of a layer take 194.5 us instead of 193.4 (H200,
 # 8 x 96K, chained), with 16 of 80 194.9. With 128 191.7, but then a program fills a multiprocessor:
-# fewer fit in sooner beside a scan of all keys, see `shortlist`, and beside two programs of the
+# fewer fit in sooner beside a scan of all keys, and beside two programs of the
 # product with W_q, see `query`. Larger blocks need all.
 _NUM_WARPS = 16
 _REGISTERS, _LARGEST_LIMITED = 96, 4096

@@ -10,8 +10,6 @@ they stand for, from which three more launches choose:
 2. Several programs per head turn logits into scores and list what reaches the bound.
 3. One program per head searches the exact threshold in its list, in registers.
 
-For `list_best` the list itself is what is wanted, and 3 only looks whether its length will do.
-
 With `pooled_positions` scores are written, pooled, and chosen from: their neighbours count, so
 none can be dropped by its own.
 
@@ -20,9 +18,6 @@ positions of those. If the sample misled, 3 writes the head's scores over its lo
 searches in memory: slower, and exact as well. The other poolings need no second pass; their
 scores stand in the scratch where logits would.
 """
-
-import math
-from typing import Any
 
 import torch
 import triton
@@ -36,7 +31,6 @@ from tandemkv.kernels.triton_ops.score import scan, score_keys
 from tandemkv.kernels.triton_ops.select_kernels import (
     bound_kernel,
     filter_kernel,
-    relist_kernel,
     select_kernel,
 )
 from tandemkv.kernels.triton_ops.streams import on_stream
@@ -44,7 +38,7 @@ from tandemkv.kernels.triton_ops.streams import on_stream
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _BLOCK = 1024  # tokens that a program takes at a time
 _BOUND_WARPS, _FILTER_WARPS, _SELECT_WARPS = 8, 4, 8
-# Fewer fit in sooner beside a scan of all keys, see `shortlist`; longer lists need them all.
+# Fewer fit in sooner beside a scan of all keys; longer lists need them all.
 _SELECT_REGISTERS, _SHORT_LIST = 128, 4096
 # More sums at once reach the threads by shuffles, without a barrier, and ptxas then loads the
 # sample one by one: 14.7 us instead of 10.1 at 8 x 64K. A sample of 8192 takes as long either way.
@@ -74,24 +68,19 @@ def score_topk(
     scratch: SelectScratch | None = None,
     scan_stream: torch.cuda.Stream | None = None,
     pooled_positions: tuple[int, int] = (0, 0),
-    list_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose positions; see `tandemkv.kernels.select.score_topk`.
-
-    With `list_size` at most as many are listed, as for `list_best`, and scores are not written.
-    """
+    """Choose positions; see `tandemkv.kernels.select.score_topk`."""
     num_reqs, num_qo_heads = q.shape[:2]
     heads = k_pool.shape[1]
     group, pad_g = num_qo_heads // heads, padded_group(num_qo_heads // heads)
-    is_listing, size = list_size is not None, k if list_size is None else list_size
-    out = torch.empty((num_reqs, heads, size), dtype=torch.int32, device=q.device)
+    out = torch.empty((num_reqs, heads, k), dtype=torch.int32, device=q.device)
     out_scores = torch.empty(out.shape, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, out_scores
     if not width:
         return out.fill_(-1), out_scores.fill_(float("-inf"))
     if scratch is None:
-        scratch = make_select_scratch(num_reqs, num_qo_heads, heads, width, size, q.device)
+        scratch = make_select_scratch(num_reqs, num_qo_heads, heads, width, k, q.device)
     if any(pooled_positions):
         with on_stream(scan_stream):
             own = score_keys(
@@ -99,10 +88,10 @@ def score_topk(
                 k_scale=k_scale, page_size=page_size, active=active, scratch=scratch.score,
             )  # fmt: skip
         pooled = pool_positions(own, *pooled_positions)
-        return _best_of(pooled, size, lo, hi, active, scratch.lists, out_scores)
+        return _best_of(pooled, k, lo, hi, active, scratch.lists, out_scores)
     buffers, lists = scratch.score, scratch.lists
-    capacity = size if is_listing else topk.capacity_of(k)
-    if lists.shape[1] < 2 + (0 if is_listing else 2 * capacity):
+    capacity = topk.capacity_of(k)
+    if lists.shape[1] < 2 + 2 * capacity:
         have = tuple(lists.shape)
         message = f"scratch.lists.shape={have}: too small for k={k}; use make_select_scratch"
         raise ValueError(message)
@@ -115,7 +104,7 @@ def score_topk(
             may_code=True,
         )  # fmt: skip
     if pooling != "softmax_mean":
-        return _best_of(scores[..., :width], size, lo, hi, active, lists, out_scores)
+        return _best_of(scores[..., :width], k, lo, hi, active, lists, out_scores)
     num_rows = num_reqs * heads
     ranges = (lo, hi, lo if active is None else active.view(torch.int8))
     sizes = (heads, buffers.logits.shape[2], buffers.tile_max.shape[2])
@@ -124,40 +113,33 @@ def score_topk(
         "HAS_ACTIVE": active is not None, "GROUP": group, "PAD_G": pad_g,
         "BLOCK_N": scanned.block_n, "CODED": scanned.is_coded,
     }  # fmt: skip
-    listing, chained = {"CAPACITY": capacity, "LISTING": is_listing}, is_chained(q.device)
+    chained = is_chained(q.device)
     sample, splits = topk.sample_of(width), triton.next_power_of_2(scanned.num_splits)
-    # A list that is shorter than usual has room for what the longest contexts' sample tells.
-    levels = 1 if is_listing else max(1, (sample // _LEAST_SAMPLE).bit_length())
+    levels = max(1, (sample // _LEAST_SAMPLE).bit_length())
     bound_kernel[(num_rows,)](
-        *ranges, scanned.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists, out,
+        *ranges, scanned.logits, buffers.tile_max, buffers.split_lse, scratch.head_lse, lists,
         width, k, heads, scanned.num_splits, *sizes[1:], *strides,
-        **flags, **listing, BLOCK_S=splits, SAMPLE=sample, LEVELS=levels,
-        PER_SAMPLE=topk.POSITIONS_PER_SAMPLE, BLOCK_PAD=_BLOCK, BLOCK_P=min(splits, _SPLITS),
+        **flags, CAPACITY=capacity, BLOCK_S=splits, SAMPLE=sample, LEVELS=levels,
+        PER_SAMPLE=topk.POSITIONS_PER_SAMPLE, BLOCK_P=min(splits, _SPLITS),
         CHAINED=chained, num_warps=_BOUND_WARPS if sample < topk.MAX_SAMPLE else 16,
     )  # fmt: skip
-    found = (scanned.logits, buffers.tile_max, scratch.head_lse, lists, out)
+    found = (scanned.logits, buffers.tile_max, scratch.head_lse, lists)
     if width > capacity:
         block = max(scanned.block_n, _BLOCK)
         columns = max(_COLUMNS, block // 8)  # at most eight members, of four bits each
         run = min(block // columns, max(2, 16 // (pad_g * scanned.logits.element_size())))
         parts = min(triton.cdiv(width, block), max(1, _FILTER_PROGRAMS // num_rows))
         filter_kernel[(num_rows, parts)](
-            *ranges, *found, width, *sizes, *strides, **flags, **listing,
+            *ranges, *found, width, *sizes, *strides, **flags, CAPACITY=capacity,
             BLOCK_T=block // scanned.block_n, ROWS=block // (run * columns), COLUMNS=columns,
             RUN=run, USE_ASM=not _INTERPRETED, CHAINED=chained, num_warps=_FILTER_WARPS,
             maxnreg=_FILTER_REGISTERS if pad_g <= 8 else None, launch_pdl=chained,
         )  # fmt: skip
-    if is_listing:
-        relist_kernel[(num_rows,)](
-            *ranges, *found, width, k, *sizes, *strides, **flags, CAPACITY=capacity, BLOCK=_BLOCK,
-            num_warps=4,
-        )  # fmt: skip
-    else:
-        select_kernel[(num_rows,)](
-            *ranges, *found, out_scores, width, k, *sizes, *strides, **flags, CAPACITY=capacity,
-            BLOCK=2048, BLOCK_PAD=_BLOCK, CHAINED=chained, num_warps=_SELECT_WARPS,
-            maxnreg=_SELECT_REGISTERS if capacity <= _SHORT_LIST else None, launch_pdl=chained,
-        )  # fmt: skip
+    select_kernel[(num_rows,)](
+        *ranges, *found, out, out_scores, width, k, *sizes, *strides, **flags, CAPACITY=capacity,
+        BLOCK=2048, BLOCK_PAD=_BLOCK, CHAINED=chained, num_warps=_SELECT_WARPS,
+        maxnreg=_SELECT_REGISTERS if capacity <= _SHORT_LIST else None, launch_pdl=chained,
+    )  # fmt: skip
     return out, out_scores
 
 
@@ -176,20 +158,3 @@ def _best_of(
         scores, k, lo=lo, hi=ends, sort=False, scratch=lists, out_scores=out_scores
     )
     return chosen, out_scores
-
-
-def list_best(*arguments: Any, **options: Any) -> torch.Tensor:
-    """List positions; see `tandemkv.kernels.select.list_best`."""
-    k, size = arguments[5:]
-    if _has_room(k, size, options["width"]):
-        return score_topk(*arguments[:6], **options, list_size=size)[0]
-    return score_topk(*(*arguments[:5], size), **options)[0]
-
-
-def _has_room(k: int, size: int, width: int) -> bool:
-    """Whether a bound from a sample can be both above `k` and below `size`, all but surely.
-
-    By the formulas of `bound_kernel`, for as many candidates as there can be.
-    """
-    mean, fitting = (topk.sample_of(width) * count / max(1, width) for count in (k, size))
-    return mean + 4.5 * math.sqrt(mean) + 4 <= (math.sqrt(fitting + 6.25) - 2.5) ** 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of `tandemkv.kernels.select`: bound, filter, choice, and a list made anew."""
+"""Triton kernels of `tandemkv.kernels.select`: bound, filter, choice."""
 
 import triton
 import triton.language as tl
@@ -64,7 +64,7 @@ def _scores_at(
 def _search_memory(
     out, out_scores, logits, tile_max, lse, base, begin, end, k, scratch_width, scratch_tiles,
     GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr, CODED: tl.constexpr,
-    HAS_SCORES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Choose among all candidates of a head; return how many. Its logits or codes are lost."""
     # A token's logits, two at least, or four codes make room for its score.
@@ -81,9 +81,7 @@ def _search_memory(
         tl.store(scores + position * stride, score, mask=position < end)
         start += BLOCK
     tl.debug_barrier()
-    return select_streamed(
-        out, out_scores, scores, stride, begin, end - begin, k, HAS_SCORES, BLOCK
-    )
+    return select_streamed(out, out_scores, scores, stride, begin, end - begin, k, True, BLOCK)
 
 
 @triton.jit
@@ -113,7 +111,7 @@ def _add_equal(
 def _sampled_bound(
     logits, tile_max, lse, base, begin, num, k, scratch_width, scratch_tiles,
     GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr, CODED: tl.constexpr,
-    CAPACITY: tl.constexpr, SAMPLE: tl.constexpr, LISTING: tl.constexpr,
+    CAPACITY: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Return what more than `k` scores, and fewer than `CAPACITY`, all but certainly reach."""
     # One random candidate of each of SAMPLE equal parts, as in `topk`.
@@ -135,7 +133,7 @@ def _sampled_bound(
     rank = (mean + 4.5 * tl.sqrt(mean) + 4).to(tl.int32)
     fitting = tl.sqrt(SAMPLE * (CAPACITY * 1.0 / num) + 6.25) - 2.5
     room = tl.maximum((fitting * fitting).to(tl.int32) - rank, 0)
-    slack = room if LISTING else tl.minimum(room, rank // 4)
+    slack = tl.minimum(room, rank // 4)
     num_valid = tl.sum((key > -(2**31)).to(tl.int32), 0)
     bound = tl.full([], -(2**31) + 1, tl.int32)
     if num_valid > rank:
@@ -143,23 +141,22 @@ def _sampled_bound(
         least = tl.min(tl.where(key > -(2**31), key, 2**31 - 1), 0)
         most = tl.max(key, 0) + 1
         bound, found = reach(key, rank, least, most, num_valid, slack)
-        if not LISTING:
-            # So many have just this score that they would not fit: `select_kernel` adds some.
-            bound += (found > rank + room).to(tl.int32)
+        # So many have just this score that they would not fit: `select_kernel` adds some.
+        bound += (found > rank + room).to(tl.int32)
     return bound
 
 
 @triton.jit(do_not_specialize=["width", "k", "num_splits", "scratch_tiles"])
 def bound_kernel(
-    lo, hi, active, logits, tile_max, split_lse, head_lse, lists, listed,
+    lo, hi, active, logits, tile_max, split_lse, head_lse, lists,
     width, k, num_heads, num_splits, scratch_width, scratch_tiles, list_stride,
     lo_stride, hi_stride,
     HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
     CODED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, CAPACITY: tl.constexpr,
-    SAMPLE: tl.constexpr, LEVELS: tl.constexpr, PER_SAMPLE: tl.constexpr, LISTING: tl.constexpr,
-    BLOCK_PAD: tl.constexpr, CHAINED: tl.constexpr,
+    SAMPLE: tl.constexpr, LEVELS: tl.constexpr, PER_SAMPLE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Find a bound for the filter; with LISTING also all of a list that needs no filter."""
+    """Find a bound for the filter."""
     lead(CHAINED)
     base = tl.program_id(0).to(tl.int64)
     req = base // num_heads
@@ -188,33 +185,21 @@ def bound_kernel(
                 if fits:
                     bound = _sampled_bound(
                         logits, tile_max, lse, base, begin, num, k, scratch_width, scratch_tiles,
-                        GROUP, PAD_G, BLOCK_N, CODED, CAPACITY, SAMPLE >> level, LISTING,
+                        GROUP, PAD_G, BLOCK_N, CODED, CAPACITY, SAMPLE >> level,
                     )  # fmt: skip
-            if LISTING:
-                # Where most scores vanish, those that do not are few enough.
-                bound = tl.maximum(bound, 1)
-    if LISTING:
-        start = tl.zeros([], tl.int32)
-        row = listed + base * CAPACITY
-        while start < CAPACITY:
-            place = start + tl.arange(0, BLOCK_PAD)
-            is_all = (num <= CAPACITY) & (place < num)
-            tl.store(row + place, tl.where(is_all, begin + place, -1), mask=place < CAPACITY)
-            start += BLOCK_PAD
     tl.store(lists + base * list_stride, 0)
     tl.store(lists + base * list_stride + 1, bound)
 
 
 @triton.jit(do_not_specialize=["width", "scratch_tiles"])
 def filter_kernel(
-    lo, hi, active, logits, tile_max, head_lse, lists, listed,
+    lo, hi, active, logits, tile_max, head_lse, lists,
     width, num_heads, scratch_width, scratch_tiles, list_stride, lo_stride, hi_stride,
     HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
     CODED: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    RUN: tl.constexpr, CAPACITY: tl.constexpr, LISTING: tl.constexpr, USE_ASM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    RUN: tl.constexpr, CAPACITY: tl.constexpr, USE_ASM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """List what reaches the bound: positions, and without LISTING scores."""
+    """List what reaches the bound: positions and scores."""
     base = tl.program_id(0).to(tl.int64)
     req = base // num_heads
     begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
@@ -259,11 +244,8 @@ def filter_kernel(
             rank = (start + ends - num_kept)[None, :, None]
             rank += (before[None, :, None] >> (place * 4)) & 15
             keep = keep & (rank < CAPACITY)
-            if LISTING:
-                _put(listed + base * CAPACITY + rank, position, keep, USE_ASM)
-            else:
-                _put(row + 2 + rank, score.to(tl.int32, bitcast=True), keep, USE_ASM)
-                _put(row + 2 + CAPACITY + rank, position, keep, USE_ASM)
+            _put(row + 2 + rank, score.to(tl.int32, bitcast=True), keep, USE_ASM)
+            _put(row + 2 + CAPACITY + rank, position, keep, USE_ASM)
             at += tl.num_programs(1)
 
 
@@ -323,7 +305,7 @@ def select_kernel(
             tl.debug_barrier()  # the same places are written again
             num_chosen = _search_memory(
                 out_row, score_row, logits, tile_max, lse, base, begin, end, k, scratch_width,
-                scratch_tiles, GROUP, PAD_G, BLOCK_N, CODED, True, BLOCK,
+                scratch_tiles, GROUP, PAD_G, BLOCK_N, CODED, BLOCK,
             )  # fmt: skip
     start = num_chosen
     while start < k:
@@ -331,26 +313,3 @@ def select_kernel(
         tl.store(out_row + column, -1, mask=column < k)
         tl.store(score_row + column, float("-inf"), mask=column < k)
         start += BLOCK_PAD
-
-
-@triton.jit(do_not_specialize=["width", "k", "scratch_tiles"])
-def relist_kernel(
-    lo, hi, active, logits, tile_max, head_lse, lists, listed,
-    width, k, num_heads, scratch_width, scratch_tiles, list_stride, lo_stride, hi_stride,
-    HAS_ACTIVE: tl.constexpr, GROUP: tl.constexpr, PAD_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    CODED: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Where the sample misled, and fewer than `k` or more than fit are listed: list the best."""
-    base = tl.program_id(0).to(tl.int64)
-    req = base // num_heads
-    begin, end = bounds_of(lo, hi, active, req, lo_stride, hi_stride, width, HAS_ACTIVE)
-    num_listed, bound = tl.load(lists + base * list_stride), tl.load(lists + base * list_stride + 1)
-    # The lowest bound lists all scores but zeros, however few.
-    is_short = (num_listed < k) & (bound > 1)
-    if (end - begin > CAPACITY) & ((num_listed > CAPACITY) | is_short):
-        lse = tl.load(head_lse + base * PAD_G + tl.arange(0, PAD_G))
-        row = listed + base * CAPACITY
-        _search_memory(
-            row, row, logits, tile_max, lse, base, begin, end, CAPACITY, scratch_width,
-            scratch_tiles, GROUP, PAD_G, BLOCK_N, CODED, False, BLOCK,
-        )  # fmt: skip

@@ -21,22 +21,21 @@ _SMALL = {
     "num_recent_tokens": 16,
     "fetch_cap": 8,
     "exact_layers": [],
-    "scan_ahead": True,
     "late_layers": 1,
     "sample_tokens": 16,
 }
-"""A resident set, and a shortlist, much smaller than the prompts."""
+"""A resident set much smaller than the prompts."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
         {},
-        {"scan_ahead": True, "exact_layers": [], "late_layers": 2},
+        {"exact_layers": [], "late_layers": 2},
         {"policy": "kascade", "anchors": [0, 10, 20]},
         {"policy": "async_spade", "share_layers": True, "anchors": [1, 10, 20]},
     ],
-    ids=["look_ahead", "scan_ahead_late_layers", "kascade", "shared_async_spade"],
+    ids=["look_ahead", "late_layers", "kascade", "shared_async_spade"],
 )
 def covering(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Everything is selected, nothing skipped; int8, so that the index is kept as well."""

@@ -6,7 +6,7 @@ import torch
 from score_inputs import expected, make_keys
 
 from tandemkv.kernels.score import POOLINGS
-from tandemkv.kernels.select import list_best, make_select_scratch, score_topk
+from tandemkv.kernels.select import make_select_scratch, score_topk
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -59,22 +59,6 @@ def test_pools_over_positions() -> None:
         )  # fmt: skip
 
 
-def test_lists_half_way_between() -> None:
-    torch.manual_seed(5)
-    keys = make_keys("float32", num_reqs=2, heads=2, group=2, dim=16, page_size=16, num_pages=20)
-    lo, hi = [4, 0], [150, 21]
-    listed = list_best(
-        keys.q, keys.k_pool, keys.table, torch.tensor(lo), torch.tensor(hi), 11, 21, width=160,
-        scale=0.25, page_size=16,
-    )  # fmt: skip
-    assert listed.shape == (2, 2, 21)
-    want = expected(keys, 0, 4, 150, "softmax_mean", 0.25)
-    for head in range(2):
-        best = (want[head].topk(16).indices + 4).tolist()
-        assert sorted(listed[0, head].tolist()) == sorted([*best, -1, -1, -1, -1, -1])
-        assert sorted(listed[1, head].tolist()) == list(range(21))
-
-
 def test_errors_name_the_argument() -> None:
     k_pool, q = torch.zeros(8, 2, 4), torch.zeros(1, 4, 4)
     slots, lo, hi = torch.arange(6)[None], torch.tensor([0]), torch.tensor([6])
@@ -82,8 +66,6 @@ def test_errors_name_the_argument() -> None:
         score_topk(q, k_pool, slots, lo, hi, 2, width=7, scale=1.0)
     with pytest.raises(ValueError, match="k=-1"):
         score_topk(q, k_pool, slots, lo, hi, -1, width=6, scale=1.0)
-    with pytest.raises(ValueError, match="k=3: must be >= 0 and <= 2"):
-        list_best(q, k_pool, slots, lo, hi, 3, 2, width=6, scale=1.0)
     with pytest.raises(ValueError, match="pooling='mean'"):
         score_topk(q, k_pool, slots, lo, hi, 2, width=6, scale=1.0, pooling="mean")
     with pytest.raises(ValueError, match="active"):

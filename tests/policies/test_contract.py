@@ -143,8 +143,6 @@ def test_only_what_ranks_tokens_pools_them():
     for name in ("pool_before", "pool_after"):
         with pytest.raises(ValueError, match=name):
             SelectionSettings(**{name: MAX_REACH + 1})
-    with pytest.raises(ValueError, match="scan_ahead"):
-        SelectionSettings(pool_after=3, scan_ahead=True)
 
 
 def test_a_prompt_is_seeded_with_neighbours():

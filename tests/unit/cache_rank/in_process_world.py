@@ -106,8 +106,6 @@ class World:
         if hidden is None:
             hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=self.generator)
         for layer in range(LAYERS):
-            for scanned in self.rank.scans_of(layer):
-                self.rank.scan_ahead(scanned, hidden)
             for target in self.rank.targets_of(layer):
                 self.rank.choose_ahead(target, hidden)
                 self.rank.fetch(target, len(rows))

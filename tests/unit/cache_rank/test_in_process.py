@@ -205,9 +205,8 @@ def test_a_share_of_the_context_needs_a_process() -> None:
 @pytest.mark.parametrize(
     ("index_dtype", "page_size"), [("native", 1), ("int8", 1), ("int8", 16), ("int4", 16)]
 )
-@pytest.mark.parametrize("scan_ahead", [False, True])
-def test_books_are_what_is_resident(index_dtype: str, page_size: int, scan_ahead: bool) -> None:
-    world = World(index_dtype=index_dtype, page_size=page_size, scan_ahead=scan_ahead)
+def test_books_are_what_is_resident(index_dtype: str, page_size: int) -> None:
+    world = World(index_dtype=index_dtype, page_size=page_size)
     world.prefill(1, 130)
     world.prefill(3, 97)
     for step in range(1, 40):
@@ -244,44 +243,6 @@ def test_selects_what_a_float64_scan_would() -> None:
     _, positions = world.resident(1, 2)
     for head in range(HEADS):
         assert set(best[head].tolist()) <= set(positions[head].tolist())
-
-
-def test_a_scan_ahead_leaves_candidates_to_choose_from() -> None:
-    """The best 32, under one query, of the best 48 under an earlier one (1.5 K)."""
-    world = World(index_dtype="native", fetch_cap=32, scan_ahead=True, pooling="max_logit")
-    rank = world.rank
-    assert [rank.scans_of(layer) for layer in range(LAYERS)] == [(), (), (4,), (5,), (), ()]
-    assert {rank.scan_lane_of(4), rank.scan_lane_of(5)} == {2, 3}
-    assert rank.num_lanes == 4
-    world.prefill(2, 200)
-    rank.begin_step()
-    rank.begin_decode(torch.tensor([2]), torch.tensor([201]), world.table)
-    early, late = torch.randn((2, 1, QUERY_HEADS * DIM), generator=world.generator)
-    rank.scan_ahead(4, early)
-    rank.choose_ahead(4, late)
-    rank.fetch(4, 1)
-    listed = world.best(4, 2, 201 - 16, early, 48, pooling="max_logit")
-    _, positions = world.resident(4, 2)
-    for head in range(HEADS):
-        among = world.best(4, 2, 201 - 16, late, 181, pooling="max_logit")[head].tolist()
-        allowed = set(listed[head].tolist())
-        want = [p for p in among if p in allowed][:32]
-        assert set(want) <= set(positions[head].tolist())
-
-
-def test_layers_are_scanned_ahead_only_behind_one_that_is_selected_for() -> None:
-    world = World(scan_ahead=True, exact_layers=(0, 3))
-    assert [world.rank.scans_of(layer) for layer in range(LAYERS)] == [(), (), (), (5,), (), ()]
-    assert World().rank.num_lanes == 2
-
-
-def test_only_look_ahead_scans_ahead() -> None:
-    with pytest.raises(ValueError, match="scan_ahead is for policy=look_ahead, not last_query"):
-        World(policy="last_query", scan_ahead=True)
-    with pytest.raises(ValueError, match="must be at most 8192; lower one"):
-        World(budget_tokens=4096, shortlist_factor=3.0, scan_ahead=True)
-    with pytest.raises(ValueError, match="neither share_layers nor gate_cosine; drop it"):
-        World(scan_ahead=True, share_layers=True)
 
 
 def test_identity_seed_of_a_request_that_grew() -> None:

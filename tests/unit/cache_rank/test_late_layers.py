@@ -45,13 +45,11 @@ def test_a_set_that_is_not_full_has_what_leaves_the_ring_next() -> None:
                 assert sorted(held) == list(range(end)), (length, layer)
 
 
-def test_targets_and_scans_leave_late_layers_out() -> None:
+def test_targets_leave_late_layers_out() -> None:
     rank = World(exact_layers=(), late_layers=1).rank
     assert [rank.targets_of(x) for x in range(LAYERS)] == [(1,), (2,), (3,), (4,), (5,), ()]
     rank = World(exact_layers=(), late_layers=2).rank
     assert [rank.targets_of(x) for x in range(LAYERS)] == [(), (2,), (3,), (4,), (5,), ()]
-    rank = World(exact_layers=(), late_layers=4, scan_ahead=True).rank
-    assert [rank.scans_of(x) for x in range(LAYERS)] == [(), (), (), (5,), (), ()]
     assert World(exact_layers=()).rank.late_layers == ()
 
 

@@ -395,7 +395,6 @@ class World:
     [
         {"late_layers": 1, "sample_tokens": 8},
         {"late_layers": 1, "sample_tokens": 8, "refresh_every": 3, "index_dtype": "int8"},
-        {"scan_ahead": True, "exact_layers": (0,)},
         {"policy": "last_query", "share_layers": True, "anchors": (1, 2), "exact_layers": (0,)},
         {"policy": "streaming", "dense_while_fits": False},
         {"sample_tokens": 8, "dense_batch_tokens": 150},
@@ -406,7 +405,7 @@ class World:
         },
     ],
     ids=[
-        "late", "refresh", "scan ahead", "shared, next step", "streaming", "small batches",
+        "late", "refresh", "shared, next step", "streaming", "small batches",
         "small batches, next step", "small batches, refresh",
     ],
 )  # fmt: skip

@@ -62,9 +62,6 @@ class Rank:
     def lane_of(self, layer: int) -> int:
         return layer % 2
 
-    def scans_of(self, layer: int) -> tuple[int, ...]:
-        return ()
-
     def followers_of(self, layer: int) -> tuple[int, ...]:
         return ()
 
@@ -72,8 +69,7 @@ class Rank:
         found = (0, 1) if layer == 0 else (layer + 1,)
         return tuple(x for x in found if x < LAYERS and x not in self.late_layers)
 
-    def choose_ahead(self, layer: int, hidden: torch.Tensor, *, await_scan: Any) -> None:
-        await_scan()
+    def choose_ahead(self, layer: int, hidden: torch.Tensor) -> None:
         self.seen.append(("ahead", layer, float(hidden[0, 0])))
 
     def choose_late(self, layer: int, hidden: torch.Tensor) -> None:

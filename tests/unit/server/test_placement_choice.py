@@ -287,7 +287,7 @@ def test_an_int4_index_comes_with_as_many_recent_tokens_as_a_long_page(
 
 
 @pytest.mark.parametrize(
-    "option", [{"scan_ahead": True}, {"late_layers": 2}, {"predictor_dtype": "int8"}], ids=str
+    "option", [{"late_layers": 2}, {"predictor_dtype": "int8"}], ids=str
 )
 @pytest.mark.parametrize(("device", "changes"), [("cpu", {}), ("cuda", {"cache_ranks": 1})])
 def test_only_a_cache_rank_in_the_process_can(
