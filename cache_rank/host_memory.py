@@ -11,6 +11,7 @@ from .store import bytes_per_token
 
 _GIB = 1 << 30
 
+
 def check_memory(model: ModelSpec, settings: RankSettings, *, num_slots: int) -> None:
     """Refuse a store that does not fit.
 

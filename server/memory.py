@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandemkv.cache_rank.protocol.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 
 from .settings import ServeSettings

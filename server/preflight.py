@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandemkv.cache_rank.protocol.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
 from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
@@ -18,7 +19,7 @@ from .devices import (
     resolve_device,
     resolve_transport,
 )
-from .memory import available_bytes, estimate_memory, gib
+from .memory import estimate_memory, gib
 from .placement_choice import IN_PROCESS_POLICIES, resolve_placement
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL, ServeSettings

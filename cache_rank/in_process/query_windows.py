@@ -11,6 +11,7 @@ from tandemkv.cache_rank.policies.async_spade import AsyncSpadePolicy
 from tandemkv.cache_rank.policies.base import Policy, PolicyError
 from tandemkv.cache_rank.policies.mean_query import MeanQueryPolicy
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
+from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.kernels.placing import place
 from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, push_and_predict
@@ -44,6 +45,8 @@ class DeviceQueryWindows:
         Selecting layers, and rows of the request table; row 0 is padding.
     device : torch.device
         Of queries and windows.
+    allocate : Allocate, optional
+        Makes the windows; without it they are memory of this process.
 
     Raises
     ------
@@ -59,6 +62,7 @@ class DeviceQueryWindows:
         num_layers: int,
         num_rows: int,
         device: torch.device,
+        allocate: Allocate | None = None,
     ) -> None:
         selection = policy.context.selection
         self._prediction = _PREDICTIONS[type(policy)]
@@ -72,8 +76,14 @@ class DeviceQueryWindows:
         self._selection = selection
         self._size = size + 1
         shape = (num_layers, num_rows, self._size, model.num_qo_heads, model.head_dim)
-        self._windows = torch.zeros(shape, dtype=getattr(torch, model.dtype), device=device)
-        self._starts = torch.full((num_rows,), _NEVER, dtype=torch.int64, device=device)
+        dtype = getattr(torch, model.dtype)
+        if allocate is None:
+            self._windows = torch.zeros(shape, dtype=dtype, device=device)
+            self._starts = torch.empty(num_rows, dtype=torch.int64, device=device)
+        else:
+            self._windows = allocate("query_windows", shape, dtype)
+            self._starts = allocate("query_window_starts", (num_rows,), torch.int64)
+        self._starts.fill_(_NEVER)
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
         if selection.ridge_unrotate:

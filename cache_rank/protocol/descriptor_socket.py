@@ -106,7 +106,9 @@ class DescriptorListener:
         try:
             return self._socket.accept()[0]
         except TimeoutError as error:
-            raise CacheRankLostError("the inference rank did not send its memory in time") from error
+            raise CacheRankLostError(
+                "the inference rank did not send its memory in time"
+            ) from error
 
 
 def offer_tensors(
@@ -141,7 +143,9 @@ def offer_tensors(
         return connection, _attach(message.specs, descriptors)
     except OSError as error:
         connection.close()
-        raise CacheRankLostError(f"{path}: the cache rank does not take the memory: {error}") from error
+        raise CacheRankLostError(
+            f"{path}: the cache rank does not take the memory: {error}"
+        ) from error
     except BaseException:
         connection.close()
         raise
@@ -184,7 +188,9 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[_Tensors, list
         raise CacheRankLostError(f"the other rank does not send its memory: {error}") from error
     try:
         if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-            raise ProtocolError("descriptors were cut off: raise the limit of open files (ulimit -n)")
+            raise ProtocolError(
+                "descriptors were cut off: raise the limit of open files (ulimit -n)"
+            )
         if not frame:
             raise CacheRankLostError("the other rank hung up")
         for descriptor in descriptors:

@@ -20,8 +20,8 @@ from math import prod
 
 import torch
 
-from .errors import ProtocolError, SettingsError
 from .available_memory import available_bytes
+from .errors import ProtocolError, SettingsError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _GIB = 1 << 30
@@ -72,9 +72,7 @@ class MappedTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def allocate(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | str
-    ) -> torch.Tensor:
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | str) -> torch.Tensor:
         """Return the tensor `name`, made of zeros if there is none yet.
 
         Parameters
@@ -183,7 +181,7 @@ def _explained(name: str, nbytes: int) -> Iterator[None]:
     except OSError as error:
         raise SettingsError(
             f"shared memory of {name} ({nbytes} bytes) cannot be made: {error.strerror}; "
-            + advice.get(error.errno, "see memfd_create(2)")
+            + advice.get(error.errno or 0, "see memfd_create(2)")
         ) from error
 
 
@@ -207,5 +205,6 @@ def _require_same(known: TensorSpec, asked: TensorSpec) -> None:
     if known != asked:
         raise ProtocolError(
             f"mapped tensor {asked.name!r} is {known.dtype}{list(known.shape)}, "
-            f"{asked.dtype}{list(asked.shape)} was asked for; start both ranks with the same settings"
+            f"{asked.dtype}{list(asked.shape)} was asked for; start both ranks with the same "
+            "settings"
         )

@@ -80,9 +80,7 @@ class StepFlags:
         address = ctypes.c_void_p(self._address + flag * WORDS_APART * 8)
         _libc.syscall(self._futex, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
-    def wait(
-        self, flag: int, step: int, *, timeout_s: float, is_over: Callable[[], bool]
-    ) -> bool:
+    def wait(self, flag: int, step: int, *, timeout_s: float, is_over: Callable[[], bool]) -> bool:
         """Wait until a flag is raised to `step`, by difference, for `timeout_s` at most.
 
         `is_over` is asked every few milliseconds; True ends the wait. Returns whether the flag

@@ -57,7 +57,8 @@ class StepRow:
     flags: int = 0
 
 
-ROW_WORDS = len(StepRow.__dataclass_fields__)
+_FIELDS = tuple(StepRow.__dataclass_fields__)
+ROW_WORDS = len(_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,16 +150,11 @@ class StepRing:
         kind, step, variant, num_cold, count, _ = record[:_HEADER]
         if not 0 <= count <= self._max_rows or kind not in set(EntryKind):
             raise ProtocolError(f"announcement {number}: kind={kind}, {count} requests")
+        words = record[_HEADER : _HEADER + count * ROW_WORDS]
         rows = tuple(
-            StepRow(
-                row=row, generation=generation, length=length, prefix_len=prefix_len,
-                window=window, flags=flags,
-            )
-            for row, generation, length, prefix_len, window, flags in zip(
-                *(record[_HEADER + i : _HEADER + count * ROW_WORDS : ROW_WORDS] for i in range(ROW_WORDS)),
-                strict=True,
-            )
-        )  # fmt: skip
+            StepRow(**dict(zip(_FIELDS, words[i : i + ROW_WORDS], strict=True)))
+            for i in range(0, len(words), ROW_WORDS)
+        )
         self._num = number
         self._flags.raise_to(self._consumed, number)
         return StepEntry(

@@ -131,7 +131,7 @@ class Twins:
         if max(lengths) > self.num_cold:
             self.rank.choose(SPARSE, query)
             self.rank.fetch(SPARSE, len(query))
-        elif self.rank.keeps_queries:
+        elif self.rank.program.keeps_queries:
             self.rank.observe(SPARSE, query)
         real = [i for i, row in enumerate(rows) if row]
         positions = torch.tensor(lengths)[real] - 1
