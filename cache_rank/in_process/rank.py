@@ -272,7 +272,7 @@ class InProcessCacheRank:
         *, num_cold: int | None = None,
     ) -> None:  # fmt: skip
         """See `LocalCacheRank.begin_decode`."""
-        lag = self._selection.lag_steps if self.selects_for_next_step else 0
+        lag = int(self.selects_for_next_step)
         num_layers = len(self._selecting) if self.selects_in_step else 0
         self.batch.load(
             rows, lengths, req_to_token, lag=lag, num_layers=num_layers, num_cold=num_cold
