@@ -181,10 +181,8 @@ def selection_on_gpu(selection: SelectionSettings) -> SelectionSettings:
 
 def needs_own_process(selection: SelectionSettings) -> bool:
     """Whether no cache rank in the inference rank's process can do this."""
-    return (
-        selection.policy not in IN_PROCESS_POLICIES
-        or (selection.policy == "kascade" and selection.kascade_fraction > 0.0)
-        or bool(selection.gate_cosine)
+    return selection.policy not in IN_PROCESS_POLICIES or (
+        selection.policy == "kascade" and selection.kascade_fraction > 0.0
     )
 
 

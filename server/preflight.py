@@ -135,7 +135,7 @@ def check_policy(policy: str) -> None:
 
 
 def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
-    """Refuse a policy whose calibration, gate or pooling does not fit the model or the placement.
+    """Refuse a policy whose calibration or pooling does not fit the model or the placement.
 
     Raises
     ------
@@ -143,24 +143,19 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
         Saying what would do.
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
-    from tandemkv.cache_rank.gate import check_gate
     from tandemkv.cache_rank.policies.base import PolicyError
     from tandemkv.cache_rank.policies.registry import POLICIES, check_pooling, find_policy
 
     selection = settings.selection
-    own = {
-        "kascade_fraction": selection.kascade_fraction if selection.policy == "kascade" else 0.0,
-        "gate_cosine": selection.gate_cosine,
-    }
-    for name, value in own.items():
-        if settings.rank_settings.exchange.is_in_process and value:
-            raise SettingsError(
-                f"{name} needs a cache rank in a process of its own: use --cache-ranks 1, and not "
-                "--transport peer"
-            )
+    is_in_process = settings.rank_settings.exchange.is_in_process
+    if is_in_process and selection.policy == "kascade" and selection.kascade_fraction:
+        raise SettingsError(
+            "kascade_fraction needs a cache rank in a process of its own: use --cache-ranks 1, and "
+            "not --transport peer"
+        )
     policy = find_policy(selection.policy)
     if (
-        settings.rank_settings.exchange.is_in_process
+        is_in_process
         and selection.policy in POLICIES
         and selection.policy not in IN_PROCESS_POLICIES
     ):
@@ -169,7 +164,6 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
             "--cache-ranks 1, and not --transport peer"
         )
     try:
-        check_gate(policy, selection)
         check_pooling(policy, selection)
     except PolicyError as error:
         raise SettingsError(str(error)) from error

@@ -89,7 +89,7 @@ class DeviceQueryWindows:
         if selection.ridge_unrotate:
             rotary = policy.context.rotary
             assert rotary is not None  # the policy's constructor asks for it
-            offsets = selection.lag_steps + torch.arange(self._size, dtype=torch.float64)
+            offsets = 1 + torch.arange(self._size, dtype=torch.float64)
             angles = torch.outer(offsets, rotary.inv_freq.cpu().double())
             self._cos = angles.cos().float().to(device)
             self._sin = angles.sin().float().to(device)
@@ -126,7 +126,7 @@ class DeviceQueryWindows:
     def push_and_predict(
         self, layer: int, rows: torch.Tensor, query: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Take note of a step's queries and predict ``[B, Hq, D]`` float32, `lag` steps ahead."""
+        """Take note of a step's queries and predict ``[B, Hq, D]`` float32, for the next step."""
         selection = self._selection
         return push_and_predict(
             query,

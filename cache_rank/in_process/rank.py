@@ -203,7 +203,7 @@ class InProcessCacheRank:
         *, selects: bool = True, num_cold: int | None = None,
     ) -> None:  # fmt: skip
         """See `LocalCacheRank.begin_decode`."""
-        lag = self._selection.lag_steps if self.program.selects_for_next_step else 0
+        lag = int(self.program.selects_for_next_step)
         num_layers = len(self.program.selecting) if selects else 0
         self.batch.load(
             rows, lengths, req_to_token, lag=lag, num_layers=num_layers, num_cold=num_cold

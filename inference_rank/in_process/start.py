@@ -137,7 +137,6 @@ def create_backend(runner: Any) -> InProcessBackend:
         predict_query=predictor,
         model_dir=Path(runner.model_config.model_path),
     )
-    check_lag(rank, settings)
     if rank.program.needs_hidden:
         predictor.load()
     measurement = StartMeasurement(
@@ -298,21 +297,4 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
             f"index_dtype=int4 needs num_recent_tokens={selection.num_recent_tokens} of at least "
             f"page_size={page_size}, so that every candidate lies in a finished page; use "
             f"--recent-tokens {page_size}, or leave out SGLang's --page-size"
-        )
-
-
-def check_lag(rank: LocalCacheRank, settings: RankSettings) -> None:
-    """Refuse to use a selection later than it is in place.
-
-    Raises
-    ------
-    SettingsError
-        With what to pass.
-    """
-    lag = settings.selection.lag_steps
-    if rank.program.selects_for_next_step and lag != 1:
-        raise SettingsError(
-            f"lag={lag}: in the inference rank's process a selection is in place when the next "
-            "step begins, and a token in it would be attended to twice until it leaves the ring; "
-            "use --lag 1, or a cache rank in a process of its own"
         )

@@ -100,7 +100,7 @@ def test_what_is_refused_says_what_to_do() -> None:
         World(policy="last_query", late_layers=1)
     with pytest.raises(ValueError, match="use --exact-layers none, or drop --late-layers"):
         World(exact_layers=(0,), late_layers=1)
-    with pytest.raises(ValueError, match="neither share_layers nor gate_cosine; drop it"):
+    with pytest.raises(ValueError, match="late_layers does not go with share_layers"):
         World(exact_layers=(), late_layers=1, share_layers=True)
     assert World(exact_layers=(3,), late_layers=2).rank.program.late_layers == (0, 1)
 

@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
-from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.local import SelectionTime
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank.in_process import start_measurement
 from tandemkv.inference_rank.in_process.layer_time import LayerTime, measure_layer
-from tandemkv.inference_rank.in_process.start import check_lag
 from tandemkv.inference_rank.in_process.start_measurement import StartMeasurement
 from tandemkv.inference_rank.in_process.start_plan import MOST_REFRESH, StartPlan, make_plan
 
@@ -65,7 +63,6 @@ def test_least_refresh_that_hides(
     assert found.exposed_us == pytest.approx(exposed)
     assert found.is_hidden is hidden
     assert found.chosen is (refresh > 1)
-    assert found.lag == 1
     assert ("--refresh-every 1" in found.note) is (refresh > 1)
     assert found.values()["plan_refresh_steps"] == refresh
 
@@ -114,7 +111,7 @@ def test_unknown_times_are_left_out() -> None:
         SelectionSettings(), Timing.SAME_STEP_HIDDEN, measured=None, layer=None,
         has_own_gpu=False, is_cuda=False, dense_tokens=7, reason="nothing is selected",
     )  # fmt: skip
-    assert set(found.values()) == {"plan_refresh_steps", "plan_lag_steps", "plan_dense_tokens"}
+    assert set(found.values()) == {"plan_refresh_steps", "plan_dense_tokens"}
     assert found.is_hidden is None
     assert "nothing is selected" in found.text()
     small = make_plan(
@@ -253,11 +250,3 @@ def test_a_layer_is_timed_as_it_is(dtype: torch.dtype) -> None:
     assert found.attention_us > 0
     assert (found.weights_us is None) is (dtype != torch.float32)
     assert (found.us is None) is (found.weights_us is None)
-
-
-def test_a_longer_lag_is_refused() -> None:
-    settings = RankSettings.model_validate({"selection": {"policy": "async_spade", "lag": 2}})
-    with pytest.raises(SettingsError, match="--lag 1"):
-        check_lag(fake_rank(), settings)
-    check_lag(fake_rank(selects_for_next_step=False), settings)
-    check_lag(fake_rank(), RankSettings())
