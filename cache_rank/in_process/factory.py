@@ -37,6 +37,24 @@ def create(
     PolicyError
         If the policy needs more than queries and scores.
     """
+    return InProcessCacheRank(
+        model=model,
+        settings=settings,
+        pools=pools,
+        max_batch=max_batch,
+        predict_query=predict_query,
+        policy=make_policy(model, settings, model_dir),
+    )
+
+
+def make_policy(model: ModelSpec, settings: RankSettings, model_dir: Path | None) -> Policy:
+    """Build the policy of an engine.
+
+    Raises
+    ------
+    PolicyError
+        If the policy needs more than queries and scores.
+    """
     selection = settings.selection
     policy_class = find_policy(selection.policy)
     check_pooling(policy_class, selection)
@@ -52,14 +70,7 @@ def create(
             "kascade_fraction=0), async_spade, last_query, mean_query, oracle, streaming or "
             "exact, or start a cache rank with --cache-ranks 1"
         )
-    return InProcessCacheRank(
-        model=model,
-        settings=settings,
-        pools=pools,
-        max_batch=max_batch,
-        predict_query=predict_query,
-        policy=policy,
-    )
+    return policy
 
 
 def can_run_in_process(policy: Policy) -> bool:

@@ -33,7 +33,7 @@ class ExchangeSettings(Strict):
     heartbeat_misses: int = Field(
         default=3, ge=1, le=60, description="Missed signs of life until a rank counts as lost."
     )
-    transport: Literal["gloo", "nccl", "peer", "local"] = Field(
+    transport: Literal["shared", "gloo", "nccl", "peer", "local"] = Field(
         default="gloo",
         description="Data plane between the ranks: gloo to a cache rank on a CPU, nccl between "
         "two GPUs; peer: one process drives both GPUs; local: and on the same GPU.",

@@ -23,7 +23,7 @@ TOKEN_BYTES = 32
 MAX_SOCKET_PATH_BYTES = 107
 """What fits into ``sockaddr_un.sun_path`` on Linux, the closing zero not counted."""
 
-_SOCKET_NAMES = ("control.sock", "heartbeat.sock", "inference.sock")
+_SOCKET_NAMES = ("control.sock", "heartbeat.sock", "inference.sock", "memory.sock")
 _STORE_NAME = re.compile(r"store-[0-9]{1,19}")
 
 
@@ -102,6 +102,11 @@ class RunDir:
     def inference_socket(self) -> Path:
         """Where the inference rank answers status requests."""
         return self.path / _SOCKET_NAMES[2]
+
+    @property
+    def memory_socket(self) -> Path:
+        """Where the cache rank takes descriptors of mapped tensors."""
+        return self.path / _SOCKET_NAMES[3]
 
     @property
     def token(self) -> bytes:

@@ -21,14 +21,17 @@ NUM_ENTRIES = 64
 _HEADER = 6
 
 
+GROWN = 1
+"""The request has outgrown dense attention: its first tokens become resident before the step."""
+
+
 class EntryKind(IntEnum):
     """What an entry announces."""
 
     EXTEND = 1
     """A prefill step."""
     DECODE = 2
-    RELEASE = 3
-    """Requests in `rows` ended: finished, aborted or retracted."""
+    """A decode step that indexes or selects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ class StepRow:
     window : int
         Prompt queries that seed the row's resident set; 0: it is not seeded in this step.
     flags : int
-        Bits of `RowFlag`.
+        `GROWN`, or 0.
     """
 
     row: int
