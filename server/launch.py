@@ -198,7 +198,7 @@ class Launcher:
                 self._keep_cache_rank(self._cache_rank)
             self._pause(_TICK_S)
             for child in self._children():
-                child.bound_log()
+                child.tend_log()
 
     def _keep_cache_rank(self, child: ChildProcess) -> None:
         """Restart the cache rank when it ended; SGLang reconnects by itself."""
