@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from . import recovery, teacher_forcing
+from . import progress, recovery, teacher_forcing
 from . import runtime as runtime_module
 from .in_process import graph_variants
 
@@ -25,6 +25,9 @@ _CELL_SIZE = (
 )
 _RENDEZVOUS = "sglang.srt.distributed.bootstrap.init_distributed_environment"
 _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention"
+_LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
+_SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 
 
@@ -66,6 +69,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
     elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]
     return [
         *(elsewhere if settings.exchange.is_peer else []),
+        *_hooks_of_every_scheduler(),
         _support_triton_hook(backend),
         (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_each, HookType.AROUND),
         (f"{_GRAPHS}._resolve_lora_variant", graph_variants.resolve, HookType.AROUND),
@@ -81,6 +85,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
 def scheduler_hooks(backend: str) -> list[Hook]:
     """Hooks of the process that runs the model."""
     return [
+        *_hooks_of_every_scheduler(),
         _support_triton_hook(backend),
         (_BUILD_POOL, _build_pool, HookType.AROUND),
         # A slot costs nothing here, so --max-total-tokens alone decides the capacity.
@@ -99,8 +104,18 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
         (f"{_SCHEDULER}.process_input_requests", recovery.before_requests, HookType.BEFORE),
         (f"{_SCHEDULER}._add_request_to_queue", recovery.around_queue, HookType.AROUND),
+        (f"{_SCHEDULER}.release_host_resources", _say_goodbye, HookType.BEFORE),
         (_RENDEZVOUS, _meet_over_a_file, HookType.AROUND),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
+    ]
+
+
+def _hooks_of_every_scheduler() -> list[Hook]:
+    return [
+        (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
+        (f"{_SCHEDULER}.on_idle", progress.around_idle, HookType.AROUND),
+        (f"{_ATTENTION}.forward", progress.on_layer, HookType.BEFORE),
+        (_LOADS, _keep_loads_in_run_dir, HookType.AROUND),
     ]
 
 
@@ -115,6 +130,7 @@ def _support_triton_hook(backend: str) -> Hook:
 def http_hooks() -> list[Hook]:
     """Hooks of the process that serves HTTP."""
     from .http_routes import add_routes, let_probes_in
+    from .shutdown import around_sigquit, around_sigterm
 
     return [
         (
@@ -123,6 +139,8 @@ def http_hooks() -> list[Hook]:
             HookType.BEFORE,
         ),
         ("sglang.srt.utils.auth.decide_request_auth", let_probes_in, HookType.AROUND),
+        (f"{_SIGNALS}.sigterm_handler", around_sigterm, HookType.AROUND),
+        (f"{_SIGNALS}.running_phase_sigquit_handler", around_sigquit, HookType.AROUND),
     ]
 
 
@@ -167,6 +185,18 @@ def _meet_over_a_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         path = runtime_module.run_dir_from_environment().path / f"sglang-store-{owner}"
         kwargs["distributed_init_method"] = f"file://{path}"
     return original(*args, **kwargs)
+
+
+def _keep_loads_in_run_dir(_original: Callable[..., str], *_: Any, **__: Any) -> str:
+    """Put the shared file of SGLang's load where it is removed with everything else."""
+    return str(runtime_module.run_dir_from_environment().path / "sglang-loads.shm")
+
+
+def _say_goodbye(*_: Any, **__: Any) -> None:
+    """End the epoch when the scheduler ends in order: the cache rank need not find out."""
+    runtime = runtime_module.current()
+    if runtime is not None:
+        runtime.client.close()
 
 
 def _after_capture(_result: Any, graphs: Any, *_: Any, **__: Any) -> None:

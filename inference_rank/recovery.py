@@ -5,26 +5,23 @@ The epoch ends. Every request in flight is ended with HTTP 503 and the reason, b
 that was computed without its KV is sent; requests that arrive meanwhile are refused the same
 way; SGLang's radix tree is reset, because its nodes name lost KV, *before* anything is
 admitted again; then a new epoch is opened with the cache rank that comes back.
-All of it runs in SGLang's scheduler thread, between two steps.
+All of it runs in SGLang's scheduler thread, between two steps; only the meeting with the cache
+rank that comes back, which may take seconds, is left to `reconnect.Reconnecting`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from tandemkv.cache_rank.protocol.errors import CacheRankError, HandshakeRefusedError
-
 from . import runtime as runtime_module
+from .reconnect import Reconnecting
 from .runtime import Runtime
 
 _LOG = logging.getLogger(__name__)
-_RETRY_INTERVAL_S = 0.5
-_RECONNECT_TIMEOUT_S = 2.0
-_next_try = 0.0
+_reconnecting: Reconnecting | None = None
 
 
 def lost_message(reason: str | None) -> str:
@@ -122,18 +119,20 @@ def _send_abort(scheduler: Any, req: Any, reason: str | None) -> None:
 
 
 def _reconnect(runtime: Runtime, scheduler: Any) -> None:
-    global _next_try
-    now = time.monotonic()
-    if now < _next_try:
+    """Begin the new epoch, if a connection was opened meanwhile."""
+    global _reconnecting
+    if _reconnecting is None:
+        runtime.client.drop()
+        _reconnecting = Reconnecting(runtime.client.open_connection)
+    connection = _reconnecting.take()
+    if connection is None:
         return
-    _next_try = now + _RETRY_INTERVAL_S
+    _reconnecting = None
     try:
-        runtime.connect(timeout_s=_RECONNECT_TIMEOUT_S)
-    except HandshakeRefusedError:
-        _LOG.exception("the cache rank that came back refuses this server")
-        return
-    except CacheRankError as error:
-        _LOG.warning("no cache rank yet: %s", error)
+        runtime.adopt(connection)
+    except Exception:  # it stays lost, requests get 503, and the next round tries again
+        _LOG.exception("the cache rank that came back cannot be used")
+        runtime.client.mark_lost("the cache rank that came back cannot be used; see the log")
         return
     # The tree names KV of the old epoch: reset before anything is admitted.
     scheduler.flush_cache(empty_cache=False)

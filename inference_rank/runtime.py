@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.messages import RefreshRule, RowFlag, RowStep
+from tandemkv.cache_rank.protocol.messages import RefreshRule, RowFlag, RowStep, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import (
@@ -25,7 +25,7 @@ from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
 )
 
-from .cache_client import HANDSHAKE_TIMEOUT_S, CacheClient
+from .cache_client import HANDSHAKE_TIMEOUT_S, CacheClient, Connection
 from .counters import Counters
 from .packs import PackQueue
 from .refresh import RefreshSchedule, Vocabulary, trigger_token_ids
@@ -59,13 +59,17 @@ class Runtime:
 
     def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
         """Open an epoch; forgets everything that belonged to an earlier one."""
-        welcome = self.client.connect(timeout_s=timeout_s)
-        capacity = self.settings.cache.capacity_tokens
-        if welcome.num_slots <= capacity:
-            raise SettingsError(
-                f"the cache rank has {welcome.num_slots} slots, capacity_tokens={capacity} needs "
-                "one more; start both ranks with the same settings"
-            )
+        self.client.drop()
+        self.adopt(self.client.open_connection(timeout_s=timeout_s))
+
+    def adopt(self, connection: Connection) -> None:
+        """Begin the epoch of `connection`; forgets everything that belonged to an earlier one."""
+        try:
+            self._check_capacity(connection.welcome)
+        except BaseException:
+            connection.close()
+            raise
+        welcome = self.client.adopt(connection)
         self._lengths.clear()
         self._dirty.clear()
         self.refresh = self.schedule_for(RefreshRule(welcome.traits.refresh))
@@ -76,6 +80,14 @@ class Runtime:
             generation_of=self.generation,
             epoch=welcome.epoch,
         )
+
+    def _check_capacity(self, welcome: Welcome) -> None:
+        capacity = self.settings.cache.capacity_tokens
+        if welcome.num_slots <= capacity:
+            raise SettingsError(
+                f"the cache rank has {welcome.num_slots} slots, capacity_tokens={capacity} needs "
+                "one more; start both ranks with the same settings"
+            )
 
     def schedule_for(self, rule: RefreshRule) -> RefreshSchedule:
         """Return the schedule that the policy's rule and the settings ask for.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from . import log_writer
 
@@ -188,14 +189,15 @@ class ChildProcess:
     def new_log_lines(self) -> list[str]:
         """Return the complete lines written since the last call."""
         try:
-            inode = self.spec.log_path.stat().st_ino
-            if inode == self._echoed_inode:
-                return self._read_from(self.spec.log_path)
-            found = []
-            if self._older_log.exists() and self._older_log.stat().st_ino == self._echoed_inode:
-                found = self._read_from(self._older_log)
-            self._echoed, self._echoed_inode = 0, inode
-            return found + self._read_from(self.spec.log_path)
+            with self.spec.log_path.open("rb") as current:
+                inode = os.fstat(current.fileno()).st_ino
+                found: list[str] = []
+                if inode != self._echoed_inode:  # the log was moved, or is the first
+                    with contextlib.suppress(FileNotFoundError), self._older_log.open("rb") as old:
+                        if os.fstat(old.fileno()).st_ino == self._echoed_inode:
+                            found = self._read_from(old)
+                    self._echoed, self._echoed_inode = 0, inode
+                return found + self._read_from(current)
         except OSError:
             return []
 
@@ -203,10 +205,9 @@ class ChildProcess:
     def _older_log(self) -> Path:
         return self.spec.log_path.with_name(f"{self.spec.log_path.name}.1")
 
-    def _read_from(self, path: Path) -> list[str]:
-        with path.open("rb") as file:
-            file.seek(self._echoed)
-            data = file.read()
+    def _read_from(self, file: BinaryIO) -> list[str]:
+        file.seek(self._echoed)
+        data = file.read()
         end = data.rfind(b"\n") + 1
         self._echoed += end
         return data[:end].decode("utf-8", errors="replace").splitlines()

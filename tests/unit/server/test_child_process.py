@@ -15,7 +15,7 @@ from tandemkv.server import child_process
 from tandemkv.server.child_process import ChildProcess, ChildSpec
 from tandemkv.server.log_writer import BoundedLog
 
-BOUND = 4096
+BOUND = 8192
 TALKER = """
 import time
 for number in range(2000):
