@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, wait_for_hang_up
@@ -20,7 +21,7 @@ from tandemkv.cache_rank.protocol.errors import CacheRankLostError, TandemKVErro
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.messages import Goodbye, Timing
+from tandemkv.cache_rank.protocol.messages import Goodbye, Timing, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -37,6 +38,24 @@ from tandemkv.inference_rank.counters import Counters
 HANDSHAKE_TIMEOUT_S = 30.0
 _LONGEST_WAIT_S = 3600.0
 _MARGIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedEpoch:
+    """A cache rank that was met, and whose epoch nobody has begun yet."""
+
+    control: ControlClient
+    connection: socket.socket
+    ours: MappedTensors
+    theirs: MappedTensors
+    welcome: Welcome
+
+    def close(self) -> None:
+        """Release it unused."""
+        self.connection.close()
+        self.control.close()
+        self.ours.close()
+        self.theirs.close()
 
 
 class SharedConnection:
@@ -99,7 +118,14 @@ class SharedConnection:
     # -- epochs --------------------------------------------------------------------------
 
     def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
-        """Open a new epoch: new flags, ring and staging, and an engine that knows no request.
+        """Open a new epoch; raises what `open_connection` raises."""
+        self.drop()
+        self.adopt(self.open_connection(timeout_s=timeout_s))
+
+    def open_connection(self, *, timeout_s: float) -> OpenedEpoch:
+        """Meet the cache rank with new flags, ring and staging, within `timeout_s` in all.
+
+        Touches nothing of this object, so any thread may call it; the scheduler goes on.
 
         Raises
         ------
@@ -110,8 +136,8 @@ class SharedConnection:
         SettingsError
             If memory for the epoch is not to be had.
         """
-        self._drop()
         deadline = time.monotonic() + timeout_s
+        ours = MappedTensors()
         control = ControlClient(self._run_dir)
         try:
             hello = make_hello(
@@ -122,7 +148,6 @@ class SharedConnection:
                 page_size=self._sizes.page_size,
             )
             welcome = open_epoch(control, hello, timeout_s)
-            ours = MappedTensors()
             for spec in epoch_specs(self._model, self._settings.selection, self._sizes):
                 ours.allocate(spec.name, spec.shape, spec.dtype)
             connection, theirs = offer_tensors(
@@ -134,13 +159,20 @@ class SharedConnection:
             )
         except BaseException:
             control.close()
+            ours.close()
             raise
-        self._control, self._connection = control, connection
-        self._ours, self._theirs = ours, theirs
-        self._flags = StepFlags(ours["flags"])
-        at = self._at
+        return OpenedEpoch(
+            control=control, connection=connection, ours=ours, theirs=theirs, welcome=welcome
+        )
+
+    def adopt(self, opened: OpenedEpoch) -> None:
+        """Begin the epoch of what `open_connection` returned; its engine knows no request."""
+        welcome, at = opened.welcome, self._at
+        self._control, self._connection = opened.control, opened.connection
+        self._ours, self._theirs = opened.ours, opened.theirs
+        self._flags = StepFlags(opened.ours["flags"])
         self._ring = StepRing(
-            ours["ring"], self._flags, announced=at.ANNOUNCED, consumed=at.CONSUMED
+            opened.ours["ring"], self._flags, announced=at.ANNOUNCED, consumed=at.CONSUMED
         )
         self.program = EngineProgram(
             self._model,
@@ -158,7 +190,7 @@ class SharedConnection:
         self._heartbeat.start(welcome.epoch)
         wake, self._waker = socket.socketpair()
         threading.Thread(
-            target=self._watch, args=(connection, wake), name="lifeline", daemon=True
+            target=self._watch, args=(opened.connection, wake), name="lifeline", daemon=True
         ).start()
 
     def mark_lost(self, reason: str) -> None:
@@ -176,7 +208,7 @@ class SharedConnection:
                 self._control.send(Goodbye(epoch=self.epoch))
         with self._lock:
             self.lost_reason = "closed"
-        self._drop()
+        self.drop()
 
     # -- steps ---------------------------------------------------------------------------
 
@@ -229,6 +261,9 @@ class SharedConnection:
         if self.lost_reason is None:
             self._flags.raise_to(self._at.ABORTED, self.step)
 
+    def update_byte_counters(self) -> None:
+        """Nothing is sent: both ranks read and write the same memory."""
+
     def confirm(self) -> None:
         """Note that the results of the present step were taken."""
         self.raise_to(self._at.CONFIRMED)
@@ -258,7 +293,8 @@ class SharedConnection:
         if is_gone:
             self.mark_lost("its process ended")
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Release what is left of an epoch that ended; K/V stay. Idempotent."""
         self._heartbeat.stop()
         if self._waker is not None:
             self._waker.close()

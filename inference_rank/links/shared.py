@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS, FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import GROWN, EntryKind, StepEntry, StepRow
@@ -50,7 +50,7 @@ class SharedLink:
         self._seeded: dict[int, int] = {}
 
     @property
-    def program(self):  # type: ignore[no-untyped-def]
+    def program(self) -> EngineProgram:
         """See `Link`; that of the present epoch."""
         return self._connection.program
 
