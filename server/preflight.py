@@ -19,7 +19,7 @@ from .devices import (
     resolve_transport,
 )
 from .memory import available_bytes, estimate_memory, gib
-from .placement_choice import IN_PROCESS_POLICIES, resolve_placement
+from .placement_choice import resolve_placement
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL, ServeSettings
 from .sglang_args import check_sglang_args
@@ -76,7 +76,7 @@ def resolve_launch(
     check_model(settings, spec, read_config(model_dir))
     settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
     settings = resolve_transport(settings, device)
-    check_selection(settings, spec)
+    check_selection(settings, spec, device)
     starts_cache_rank = num_ranks_here > 1 or settings.rank_settings.exchange.is_in_process
     check_memory(settings, spec, model_dir, device=device, starts_cache_rank=starts_cache_rank)
     return ResolvedLaunch(
@@ -133,8 +133,8 @@ def check_policy(policy: str) -> None:
         raise SettingsError(str(error)) from error
 
 
-def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
-    """Refuse a policy whose calibration, gate or pooling does not fit the model or the placement.
+def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> None:
+    """Refuse a policy that does not run there, or whose calibration, gate or pooling does not fit.
 
     Raises
     ------
@@ -144,35 +144,25 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
     from tandemkv.cache_rank.gate import check_gate
     from tandemkv.cache_rank.policies.base import PolicyError
-    from tandemkv.cache_rank.policies.registry import POLICIES, check_pooling, find_policy
+    from tandemkv.cache_rank.policies.composition import check_device
+    from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
 
     selection = settings.selection
-    own = {
-        "kascade_fraction": selection.kascade_fraction if selection.policy == "kascade" else 0.0,
-        "gate_cosine": selection.gate_cosine,
-    }
-    for name, value in own.items():
-        if settings.rank_settings.exchange.is_in_process and value:
-            raise SettingsError(
-                f"{name} needs a cache rank in a process of its own: use --cache-ranks 1, and not "
-                "--transport peer"
-            )
     policy = find_policy(selection.policy)
-    if (
-        settings.rank_settings.exchange.is_in_process
-        and selection.policy in POLICIES
-        and selection.policy not in IN_PROCESS_POLICIES
-    ):
+    in_process = settings.rank_settings.exchange.is_in_process
+    if in_process and selection.gate_cosine:
         raise SettingsError(
-            f"policy={selection.policy} needs a cache rank in a process of its own: use "
-            "--cache-ranks 1, and not --transport peer"
+            "gate_cosine needs a cache rank in a process of its own: use --cache-ranks 1, and not "
+            "--transport peer"
         )
     try:
+        if in_process:
+            check_device(policy, selection.policy, device)
         check_gate(policy, selection)
         check_pooling(policy, selection)
     except PolicyError as error:
         raise SettingsError(str(error)) from error
-    found = resolve_calibration(selection, spec, policy.capabilities.timing)
+    found = resolve_calibration(selection, spec, policy.capabilities)
     if found.share is not None and settings.tensor_parallel > 1 and not selection.anchors:
         anchors = ",".join(str(layer) for layer in sorted(set(found.share.sources)))
         raise SettingsError(

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from tandemkv.cache_rank.mirror import ResidentMirror
-from tandemkv.cache_rank.policies.base import Policy
-from tandemkv.cache_rank.policies.windowed import WindowedPolicy
+from tandemkv.cache_rank.policies.base import Policy, ScoringPolicy, keep_first
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery, SeenFrom
-from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.messages import RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.step_program import StepProgram
@@ -31,6 +30,8 @@ from .batch import DecodeBatch
 from .device_counters import DeviceCounters
 from .key_index import KeyIndex, make_key_index
 from .lane_weights import LaneWeights
+from .page_index import PageBoundsIndex
+from .policy_calls import PolicyCalls
 from .query_windows import DeviceQueryWindows
 from .scan_order import ScanOrder
 from .seeder import Seeder
@@ -64,13 +65,16 @@ class InProcessCacheRank:
         self.all_exact = all_exact = policy.capabilities.all_exact
         heads, width = model.num_kv_heads, selection.num_resident
         layers = range(model.num_layers)
+        if policy.capabilities.attends:
+            layers = range(0)  # nothing is selected for the inference rank to attend to
         self._selecting = [x for x in layers if self._program.is_selecting_layer(x)]
         self._book_of = {layer: i for i, layer in enumerate(self._selecting)}
         # Layers whose keys are scanned; the others follow one of them, if selections are shared.
         self._sources = [x for x in layers if self._program.selections(x)]
         self._place_of = {layer: i for i, layer in enumerate(self._sources)}
         self._head_maps = _head_maps_of(policy, self._selecting, device)
-        self._sparse = [x for x in layers if not all_exact and x not in selection.exact_layer_ids]
+        exact = range(model.num_layers) if all_exact else selection.exact_layer_ids
+        self._sparse = [x for x in range(model.num_layers) if x not in exact]
         self._resident = pools.resident
         self._mirror = ResidentMirror(
             num_layers=len(self._selecting),
@@ -79,11 +83,7 @@ class InProcessCacheRank:
             num_resident=width,
             device=device,
         )
-        self._index: KeyIndex = make_key_index(
-            selection.index_dtype if self._selecting else "native",
-            pools,
-            self._sources,
-        )
+        self._index = self._make_index(policy)
         self._counters = DeviceCounters(device)
         self.batch = DecodeBatch(
             selection,
@@ -94,17 +94,20 @@ class InProcessCacheRank:
             selections=self._counters.selections,
             device=device,
         )
-        self._windows = (
-            DeviceQueryWindows(
+        self._policy = policy
+        self._calls = PolicyCalls(
+            policy, model, selection, pools, self._program, index=self._index, batch=self.batch
+        )
+        composition = self._calls.composition
+        self._windows: DeviceQueryWindows | None = None
+        if policy.capabilities.prediction is not None and not composition.selects:
+            self._windows = DeviceQueryWindows(
                 policy,
                 model,
                 num_layers=len(self._sources),
                 num_rows=pools.num_rows,
                 device=device,
             )
-            if isinstance(policy, WindowedPolicy)
-            else None
-        )
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         context = model.max_context
         self.late_layers = self._find_late()  # see `LocalCacheRank.late_layers`
@@ -113,20 +116,20 @@ class InProcessCacheRank:
         sizes = max_batch, model.num_qo_heads, heads, context, selection.budget_tokens
         self._scratch = [make_select_scratch(*sizes, device) for _ in range(num_lanes)]
         self._mirror_scratch = [
-            make_mirror_scratch(max_batch, heads, context, device, may_repeat=False)
+            make_mirror_scratch(max_batch, heads, context, device, may_repeat=composition.selects)
             for _ in range(num_lanes)
         ]
         self.weights = LaneWeights(pools, num_lanes)
         self._num_done = torch.zeros((_NUM_LANES, 1), dtype=torch.int32, device=device)
-        # What sources chose, for those that follow.
-        self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # What sources chose, for those that follow; without scores it is best first.
+        self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
         # a few programs each, would wait for all of it.
         self._scan_streams = [shared_stream(device, number=n) for n in range(self.num_lanes)]
         self._order = ScanOrder(device)
         if pools.is_far:
             let_chain(device)
-        self._seeder = Seeder(model, selection, pools, self._mirror, device)
+        self._seeder = Seeder(model, pools, self._mirror, device)
         self.refresh_every = selection.refresh_steps
         self._num_steps = 0
 
@@ -152,7 +155,7 @@ class InProcessCacheRank:
     @property
     def selects_in_step(self) -> bool:
         """See `LocalCacheRank.selects_in_step`."""
-        return self.selects and self._num_steps % self.refresh_every == 0
+        return self.selects and (bool(self.slow_steps) or self._num_steps % self.refresh_every == 0)
 
     @property
     def needs_hidden(self) -> bool:
@@ -162,17 +165,27 @@ class InProcessCacheRank:
     @property
     def needs_query(self) -> bool:
         """Whether the policy selects with the layer's own query."""
-        return self._program.timing in (Timing.SAME_STEP_QUERY, Timing.NEXT_STEP)
+        return self._program.timing is Timing.SAME_STEP_QUERY or self.selects_for_next_step
 
     @property
     def selects_for_next_step(self) -> bool:
         """Whether what is selected is used one step later."""
-        return self._program.timing is Timing.NEXT_STEP
+        return self._program.timing in (Timing.NEXT_STEP, Timing.EXACT_STEP)
+
+    @property
+    def slow_steps(self) -> RefreshRule:
+        """See `LocalCacheRank.slow_steps`."""
+        return RefreshRule(self._program.traits.refresh)
+
+    @property
+    def attends(self) -> bool:
+        """See `LocalCacheRank.attends`."""
+        return self._program.attends
 
     @property
     def keeps_queries(self) -> bool:
         """Whether the queries of every step are wanted (`observe`)."""
-        return self._windows is not None
+        return self._windows is not None or self._calls.observes
 
     @property
     def num_lanes(self) -> int:
@@ -206,6 +219,15 @@ class InProcessCacheRank:
         """Layers whose query is predicted from the residual stream at the entry of `layer`."""
         return tuple(x for x in self._program.targets_of(layer) if x not in self.late_layers)
 
+    def _make_index(self, policy: Policy) -> KeyIndex:
+        selection, pools = self._selection, self._pools
+        if policy.capabilities.index == "page_bounds":
+            return PageBoundsIndex(
+                pools, self._sources, selection, max_context=self._model.max_context
+            )
+        index_dtype = selection.index_dtype if self._selecting else "native"
+        return make_key_index(index_dtype, pools, self._sources)
+
     def _find_late(self) -> tuple[int, ...]:
         """Return late layers; see `LocalCacheRank.late_layers`.
 
@@ -231,11 +253,12 @@ class InProcessCacheRank:
         tables: Sequence[torch.Tensor],
     ) -> None:
         """See `LocalCacheRank.begin_extend`."""
+        self._calls.begin_extend(rows)
         if self._windows is not None:
             self._windows.begin_prompt(rows, lengths)
         tables = [table.to(self._device) for table in tables]
-        self._seeder.begin_extend(lengths, tables)
-        self._index.begin_extend(prefix_lens, lengths, tables)
+        self._seeder.begin_extend(tables)
+        self._index.begin_extend(prefix_lens, lengths, tables, rows)
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """See `LocalCacheRank.extend`."""
@@ -247,7 +270,7 @@ class InProcessCacheRank:
         queries, place = queries.to(self._device), self._place_of.get(layer)
         keys = (self._pools.k[layer], None) if place is None else self._index.keys(layer)
         book = self._book_of.get(layer)
-        positions = self._seeder.seed(layer, request, row, queries, keys, book=book)
+        positions = self._seeder.seed(layer, request, row, queries, keys, self._calls, book=book)
         if self._windows is not None and place is not None and book is not None:
             self._windows.observe_prompt(place, row, queries, positions)
 
@@ -269,14 +292,17 @@ class InProcessCacheRank:
 
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor,
-        *, num_cold: int | None = None,
+        *, num_cold: int | None = None, slow: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """See `LocalCacheRank.begin_decode`."""
         lag = self._selection.lag_steps if self.selects_for_next_step else 0
         num_layers = len(self._selecting) if self.selects_in_step else 0
-        self.batch.load(
-            rows, lengths, req_to_token, lag=lag, num_layers=num_layers, num_cold=num_cold
-        )
+        counted = 0 if self.slow_steps else num_layers
+        self.batch.load(rows, lengths, req_to_token, lag=lag, num_layers=counted, num_cold=num_cold)
+        if slow is not None:
+            # Without dense attention while all fits, empty slots are filled in each step.
+            fills_others = not self._selection.dense_while_fits
+            self.batch.load_slow(slow, num_layers=num_layers, fills_others=fills_others)
 
     def end_step(self) -> None:
         """See `LocalCacheRank.end_step`."""
@@ -286,7 +312,12 @@ class InProcessCacheRank:
         """See `LocalCacheRank.append`."""
         if layer in self._place_of:
             batch = self.batch
-            self._index.append(layer, batch.lengths[:batch_size], batch.pages[:batch_size])
+            self._index.append(
+                layer,
+                batch.lengths[:batch_size],
+                batch.pages[:batch_size],
+                batch.rows[:batch_size],
+            )
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """See `LocalCacheRank.attend`."""
@@ -297,8 +328,14 @@ class InProcessCacheRank:
         )  # fmt: skip
         return out.to(query.dtype)
 
+    def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """See `LocalCacheRank.attend_selected`."""
+        return self._calls.attend(layer, query)
+
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.observe`."""
+        if self._calls.observes and layer in self._place_of:
+            self._calls.observe(layer, query)
         if self._windows is not None and layer in self._place_of:
             rows, positions = self.batch.rows[: len(query)], self.batch.positions[: len(query)]
             self._windows.push(self._place_of[layer], rows, query, positions)
@@ -324,8 +361,14 @@ class InProcessCacheRank:
         if self._stress is not None:
             query = self._stress.apply(query, batch.step)
         self._order.await_choice()
+        if self._calls.composition.selects:
+            if self._calls.observes:
+                self._calls.observe(layer, query)
+            lag = int(self.selects_for_next_step or layer in self.late_layers)
+            self._chosen[layer] = self._calls.choose(layer, query, hi[:size], lag=lag), None
+            return
         keys, k_scale = self._index.keys(layer)
-        self._chosen[layer] = score_topk(
+        chosen, scores = score_topk(
             query,
             keys,
             batch.pages[:size],
@@ -342,6 +385,18 @@ class InProcessCacheRank:
             scan_stream=self._scan_streams[lane],
             pooled_positions=selection.pooled_positions,
         )
+        self._chosen[layer] = self._kept(chosen, scores)
+
+    def _kept(
+        self, chosen: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return of the positions ``[B, H, K]`` as many of the best as the policy wants."""
+        assert isinstance(self._policy, ScoringPolicy)
+        wanted = self._policy.num_wanted(self.batch.lengths[: len(chosen)])
+        if wanted is None:
+            return chosen, scores
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        return keep_first(chosen.gather(-1, order), wanted), None
 
     def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
         """See `LocalCacheRank.fetch`."""
@@ -351,7 +406,9 @@ class InProcessCacheRank:
         active, (hi, num_target) = batch.active[:batch_size], self._ends_of(layer)
         head_map = self._head_maps.get(layer)
         if head_map is not None:
-            chosen, chosen_scores = (x.index_select(1, head_map) for x in (chosen, chosen_scores))
+            chosen = chosen.index_select(1, head_map)
+            if chosen_scores is not None:
+                chosen_scores = chosen_scores.index_select(1, head_map)
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
             self._mirror.positions[book],

@@ -16,6 +16,7 @@ from typing import Protocol, Self
 import torch
 
 from .errors import SettingsError
+from .messages import RefreshRule
 from .model_spec import ModelSpec
 from .settings import RankSettings, SelectionSettings
 
@@ -196,6 +197,17 @@ class LocalCacheRank(Protocol):
         """Whether what is selected is used one step later."""
 
     @property
+    def slow_steps(self) -> RefreshRule:
+        """Which steps of a sparse request are slow: it attends to everything, with no samples.
+
+        Selections, for the next step on, are made for slow requests only (`begin_decode`).
+        """
+
+    @property
+    def attends(self) -> bool:
+        """Whether the policy attends in every sparse layer (`attend_selected`); selects nothing."""
+
+    @property
     def keeps_queries(self) -> bool:
         """Whether the queries of every step are wanted (`observe`)."""
 
@@ -267,11 +279,11 @@ class LocalCacheRank(Protocol):
 
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor,
-        *, num_cold: int | None = None,
+        *, num_cold: int | None = None, slow: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Load the requests of a decode step into the fixed buffers; not to be captured.
 
-        Needed where the step indexes, selects or attends (`attend`).
+        Needed where the step indexes, selects or attends (`attend`, `attend_selected`).
 
         Parameters
         ----------
@@ -282,6 +294,8 @@ class LocalCacheRank(Protocol):
             ``[rows, max_context]`` int32, the slot of each position.
         num_cold : int, optional
             Longest request that is not selected for in this step; default by the settings.
+        slow : torch.Tensor, optional
+            ``[B]`` bool, with `slow_steps`: the requests that are selected for.
         """
 
     def end_step(self) -> None:
@@ -295,6 +309,13 @@ class LocalCacheRank(Protocol):
 
         ``query [B, Hq, D]``; returns the same shape and dtype. For a forward pass that is on
         another GPU than the K/V.
+        """
+
+    def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Let a policy that `attends` do so with the layer's own query ``[B, Hq, D]``.
+
+        Returns output and, last, natural log-sum-exp, ``[B, Hq, D + 1]`` float32, over some of the
+        tokens between sink and recent ones; ``-inf`` for requests that are attended to as a whole.
         """
 
     def choose_ahead(self, layer: int, hidden: torch.Tensor) -> None:

@@ -286,9 +286,7 @@ def test_an_int4_index_comes_with_as_many_recent_tokens_as_a_long_page(
     assert argv[argv.index("--page-size") + 1] == ("128" if is_long else "64")
 
 
-@pytest.mark.parametrize(
-    "option", [{"late_layers": 2}, {"predictor_dtype": "int8"}], ids=str
-)
+@pytest.mark.parametrize("option", [{"late_layers": 2}, {"predictor_dtype": "int8"}], ids=str)
 @pytest.mark.parametrize(("device", "changes"), [("cpu", {}), ("cuda", {"cache_ranks": 1})])
 def test_only_a_cache_rank_in_the_process_can(
     tmp_path: Path, gpus: Any, device: str, changes: dict[str, Any], option: dict[str, Any]
