@@ -24,7 +24,6 @@ class Counters:
     selected_tokens_total: int = 0
     selections_total: int = 0
     exact_rows_total: int = 0
-    gated_rows_total: int = 0
     bytes_sent_total: int = 0
     bytes_received_total: int = 0
     steps_total: int = 0

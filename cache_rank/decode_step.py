@@ -10,8 +10,6 @@ from tandemkv.kernels.placing import place
 
 from .attending import AttendedRows
 from .epoch import Epoch
-from .gate import moved_rows
-from .policies.base import ScoringPolicy
 from .protocol.errors import ProtocolError
 from .protocol.messages import RowFlag, StepBegin, Timing
 from .protocol.step_program import Transfer, TransferKind, exact_rows
@@ -34,21 +32,16 @@ class ExactRows:
         self._hi = place(hi, epoch.device)
         index = place([row.row for row in rows], epoch.device)
         wanted = {row.row for row in epoch.program.packed_rows(step.rows)}
-        self.owners = [(row.row, row.generation) for row in rows]
         packed = [i for i, row in enumerate(rows) if row.row in wanted]
         self.packed = place(packed, epoch.device)
         self._slots = epoch.rows.slots[index, : max(hi, default=0)]
 
-    def attend(
-        self, layer: int, query: torch.Tensor, needed: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Return output and log-sum-exp ``[X, n, D + 1]`` float32 of `query` ``[X, n, D]``.
 
-        The n query heads are all, or those of `StepProgram.slow_heads`. Of rows that are not
-        `needed` ``[X]`` nothing is attended to: log-sum-exp ``-inf``.
+        The n query heads are all, or those of `StepProgram.slow_heads`.
         """
         store = self._epoch.store
-        hi = self._hi if needed is None else torch.where(needed, self._hi, 0)
         if layer == 0:
             for slots, end in zip(self._slots, self._ends, strict=True):
                 store.note_read(slots[:end])
@@ -62,9 +55,9 @@ class ExactRows:
             ]
         parts = []
         for q, k, v in pools:
-            out, lse = attend_paged(q, k, v, self._slots, hi, scale=model.scale)
+            out, lse = attend_paged(q, k, v, self._slots, self._hi, scale=model.scale)
             parts.append(torch.cat([out, lse.unsqueeze(-1)], dim=-1))
-        self._epoch.tally.add("exact_rows_total", (hi > 0).sum())
+        self._epoch.tally.add("exact_rows_total", (self._hi > 0).sum())
         return torch.cat(parts, dim=1)
 
 
@@ -153,25 +146,13 @@ class DecodeStep:
             assert self._exact_query is not None
             self._attended = self._attended or AttendedRows(self._epoch, self._step)
             return self._attended.attend(layer, self._exact_query)
-        is_asked = is_exact or self._epoch.program.is_gated
-        if is_asked not in self._exact:
-            self._exact[is_asked] = ExactRows(self._epoch, self._step, layer_is_exact=is_asked)
-        rows, query = self._exact[is_asked], self._exact_query
+        if is_exact not in self._exact:
+            self._exact[is_exact] = ExactRows(self._epoch, self._step, layer_is_exact=is_exact)
+        rows, query = self._exact[is_exact], self._exact_query
         assert query is not None
         # What selects in exact steps, or in an exact layer for others, does so with their query.
         self._queries.setdefault(layer, query[rows.packed])
-        needed = None if is_exact or not is_asked else self._moved(layer, rows, query)
-        return rows.attend(layer, query, needed)
-
-    def _moved(self, layer: int, rows: ExactRows, query: torch.Tensor) -> torch.Tensor:
-        """Return ``[X]`` bool: where the true query is too far from the one selected with."""
-        epoch = self._epoch
-        assert isinstance(epoch.policy, ScoringPolicy)
-        needed = moved_rows(
-            rows.owners, query, epoch.policy.scored.get(layer), epoch.settings.selection.gate_cosine
-        )
-        epoch.tally.add("gated_rows_total", needed.sum())
-        return needed
+        return rows.attend(layer, query)
 
     def _append(self, layers: tuple[int, ...], values: torch.Tensor) -> None:
         """Store K and V of the new tokens; hand the queries to a next-step policy."""

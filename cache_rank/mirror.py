@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import torch
 
+from .protocol.local import Allocate
+
 
 class ResidentMirror:
     """Books ``[num_layers, max_rows + 1, num_kv_heads, num_resident]`` int32.
 
     `last_used` counts the steps of the epoch from 1; what a seed put there counts down from 0,
     best first, so that it is evicted worst first.
+
+    `allocate` makes both; without it they are memory of this process.
     """
 
     def __init__(
@@ -26,12 +30,17 @@ class ResidentMirror:
         num_kv_heads: int,
         num_resident: int,
         device: torch.device | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         shape = (num_layers, max_rows + 1, num_kv_heads, num_resident)
         # On a GPU memory is committed at once anyway, and a graph's warm-up reads all of it.
         make = torch.empty if device is None or device.type == "cpu" else torch.zeros
-        self.positions = make(shape, dtype=torch.int32, device=device)
-        self.last_used = make(shape, dtype=torch.int32, device=device)
+        if allocate is None:
+            self.positions = make(shape, dtype=torch.int32, device=device)
+            self.last_used = make(shape, dtype=torch.int32, device=device)
+        else:
+            self.positions = allocate("resident_positions", shape, torch.int32)
+            self.last_used = allocate("resident_last_used", shape, torch.int32)
         self._identity = torch.arange(num_resident, dtype=torch.int32, device=device)
         self._owners: dict[int, int] = {}
 

@@ -12,7 +12,6 @@ import torch
 from .calibration.resolve import resolve_calibration
 from .counters import Counters
 from .device_memory import check_device_memory
-from .gate import check_gate
 from .host_memory import check_memory
 from .model_adapters.base import ModelAdapter
 from .model_adapters.registry import find_adapter
@@ -74,7 +73,6 @@ class Resources:
         dtype = saved if saved in KV_DTYPES else "float32"
         self.model = read_model_spec(model_dir, dtype=dtype)
         policy_class = find_policy(settings.selection.policy)
-        check_gate(policy_class, settings.selection)
         check_resolved(policy_class, settings.selection)
         check_pooling(policy_class, settings.selection)
         self.capabilities = policy_class.capabilities

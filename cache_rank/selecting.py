@@ -27,7 +27,6 @@ SELECTION_COUNTERS = (
     "fetched_rows_total",
     "evictions_total",
     "exact_rows_total",
-    "gated_rows_total",
 )
 """Counters that are found on the device."""
 
@@ -62,7 +61,7 @@ class SparseRows:
         self._generations = place([row.generation for row in rows], device)
         self.positions = place([row.length - 1 for row in rows], device)
         timing = epoch.program.timing
-        lag = selection.lag_steps if timing in (Timing.NEXT_STEP, Timing.EXACT_STEP) else 0
+        lag = int(timing in (Timing.NEXT_STEP, Timing.EXACT_STEP))
         hi = [
             0 if row.row == PADDING_ROW else max(0, row.length + lag - selection.num_recent_tokens)
             for row in rows

@@ -115,7 +115,7 @@ class CacheRankService:
         self._peer = b""
         self._silent_epoch = 0
         is_late = resources.capabilities.timing in (Timing.NEXT_STEP, Timing.EXACT_STEP)
-        counters.staleness_steps = settings.selection.lag_steps if is_late else 0
+        counters.staleness_steps = int(is_late)
         self._control = ControlServer(run_dir)
         try:
             self._heartbeat = HeartbeatServer(

@@ -81,7 +81,7 @@ class Session:
             policy=policy,
             predictor=predictor,
             counters=counters,
-            ledger=PackLedger(selection.lag_steps + 1),
+            ledger=PackLedger(2),
             tally=DeviceTally(counters, SELECTION_COUNTERS, device),
             scratch=make_scratch(model, max_rows, device) if policy.capabilities.selects else None,
             device=device,

@@ -180,15 +180,14 @@ class DecodeStep:
         is_exact_layer = layer in runtime.settings.selection.exact_layer_ids
         # A policy that attends completes every layer, with what is resident left to us.
         keeps_resident = self._program.attends and not is_exact_layer
-        is_gated = self._program.is_gated and not is_exact_layer
-        exact = self._exact[is_exact_layer or keeps_resident or is_gated]
+        exact = self._exact[is_exact_layer or keeps_resident]
         heads = self._slow_heads[layer]
         if len(exact):
             sent = q[exact] if heads is None else q[exact][:, heads]
             self._transfers.send(TransferKind.EXACT_QUERY, (layer,), sent)
         self._packs.apply_for(layer, runtime.decode_step)
         visible = self._visible
-        if len(exact) and heads is None and not (keeps_resident or is_gated):
+        if len(exact) and heads is None and not keeps_resident:
             visible = visible.clone()
             visible[exact] = self._ring_only[exact]
         out, lse = attend_resident(
@@ -197,13 +196,11 @@ class DecodeStep:
         if resident.samples is not None and self._sampled is not None and not is_exact_layer:
             # What the cache rank attends to as a whole leaves nothing to stand for.
             sampled = self._sampled
-            active = sampled.fast if heads is None and not is_gated else sampled.selected
+            active = sampled.fast if heads is None else sampled.selected
             resident.samples.attend(
                 layer, q, sampled.slots, self._rows, active, out, lse, scale=runtime.model.scale
             )
-        if len(exact) and is_gated:
-            out[exact] = self._merge_gated(layer, q, exact, out[exact]).to(out.dtype)
-        elif len(exact):
+        if len(exact):
             ring_out, ring_lse = out[exact], lse[exact]
             if heads is not None:  # the other heads keep to what is resident
                 ring_out, ring_lse = self._attend_ring(layer, q, exact, heads)
@@ -216,19 +213,6 @@ class DecodeStep:
                 self._expect_packs(layer)  # selected with the exact layer's query
         self._append_remote(layer, q, k, v)
         return out.to(q.dtype)
-
-    def _merge_gated(
-        self, layer: int, q: torch.Tensor, exact: torch.Tensor, resident_out: torch.Tensor
-    ) -> torch.Tensor:
-        """Take the exact result of the rows that the cache rank attended for."""
-        every = torch.arange(q.shape[1], device=q.device)
-        out, lse = self._attend_ring(layer, q, exact, every)
-        receive = self._transfers.receive(TransferKind.EXACT_OUTPUT, (layer,))
-        receive.work.wait(None)
-        remote = receive.buffer
-        merged, _ = merge_attention(out.float(), lse, remote[..., :-1], remote[..., -1])
-        is_answered = ~remote[..., -1].isneginf().all(dim=-1)
-        return torch.where(is_answered[:, None, None], merged, resident_out.float())
 
     def _attend_ring(
         self, layer: int, q: torch.Tensor, exact: torch.Tensor, heads: torch.Tensor
@@ -278,5 +262,4 @@ class DecodeStep:
         if chosen and self._transfers.expects(TransferKind.DELTA, chosen):
             receive = self._transfers.receive(TransferKind.DELTA, chosen)
             layout = self._program.pack_layout(len(chosen), self._num_packed)
-            due = self._runtime.decode_step + self._runtime.settings.selection.lag_steps
-            self._packs.add(receive, layout, due)
+            self._packs.add(receive, layout, self._runtime.decode_step + 1)

@@ -84,7 +84,6 @@ def status() -> StatusReply:
     fitting = runtime.resident.num_resident + runtime.resident.ring
     values |= {
         "plan_refresh_steps": float(selection.refresh_steps),
-        "plan_lag_steps": float(selection.lag_steps),
         "plan_dense_tokens": float(fitting if selection.keeps_dense_while_fits else 0),
     }
     return StatusReply(

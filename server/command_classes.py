@@ -15,11 +15,23 @@ from tandemkv.cache_rank.protocol.errors import (
     UnsupportedModelError,
 )
 
+from .settings_sources import removed
+
 _PASSED_THROUGH = "tandemkv.passed_through"
 
 
 class ReportingGroup(TyperGroup):
     """Turns errors into one line on stderr and an exit code: 2 for bad input, 1 for a failure."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Say of options that earlier versions had why they are gone."""
+        own = args[: args.index("--")] if "--" in args else args
+        for name in (arg.partition("=")[0] for arg in own if arg.startswith("--")):
+            reason = removed(name)
+            if reason is not None:
+                self._report(ctx, f"{name} {reason}")
+                raise typer.Exit(2)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; ``--debug`` shows tracebacks."""

@@ -16,10 +16,11 @@ from typing import Literal, NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
+from tandemkv.cache_rank.protocol.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 
 from .devices import resolve_device
-from .memory import PROCESS_TREE_BYTES, available_bytes, gib
+from .memory import PROCESS_TREE_BYTES, gib
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL
 

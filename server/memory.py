@@ -85,23 +85,3 @@ def estimate_memory(
         else 0,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,
     )
-
-
-def available_bytes() -> int | None:
-    """Host memory that can still be used, control-group limits included; None if unknown."""
-    found: list[int] = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        lines = []
-    found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        root = Path("/sys/fs/cgroup")
-        try:
-            found.append(int((root / limit).read_text()) - int((root / used).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return max(0, min(found)) if found else None

@@ -45,8 +45,8 @@ RANK_FLAGS: tuple[Flag, ...] = (
         "Selection", "selection",
         "policy budget-tokens resident-factor sink-tokens=num_sink_tokens "
         "recent-tokens=num_recent_tokens sample-tokens fetch-cap index-dtype exact-layers "
-        "look-ahead-layers late-layers predictor-dtype lag "
-        "refresh-every gate-cosine seed-window pooling pool-before pool-after "
+        "look-ahead-layers late-layers predictor-dtype "
+        "refresh-every seed-window pooling pool-before pool-after "
         "dense-while-fits dense-tokens dense-batch-tokens "
         "quest-page-tokens ridge-window ridge-eps "
         "lfps-rows lfps-decay lfps-sparsity lfps-threshold lfps-bypass "

@@ -181,7 +181,7 @@ def needs_own_process(selection: SelectionSettings) -> bool:
         check_device(find_policy(selection.policy), selection.policy, "cuda")
     except PolicyError:
         return True
-    return bool(selection.gate_cosine)
+    return False
 
 
 def _with_index(settings: ServeSettings, device: str) -> ServeSettings:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandemkv.cache_rank.protocol.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
 from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
@@ -18,7 +19,7 @@ from .devices import (
     resolve_device,
     resolve_transport,
 )
-from .memory import available_bytes, estimate_memory, gib
+from .memory import estimate_memory, gib
 from .placement_choice import resolve_placement
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL, ServeSettings
@@ -134,7 +135,7 @@ def check_policy(policy: str) -> None:
 
 
 def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> None:
-    """Refuse a policy that does not run there, or whose calibration, gate or pooling does not fit.
+    """Refuse a policy that does not run there, or whose calibration or pooling does not fit.
 
     Raises
     ------
@@ -142,23 +143,15 @@ def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> No
         Saying what would do.
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
-    from tandemkv.cache_rank.gate import check_gate
     from tandemkv.cache_rank.policies.base import PolicyError
     from tandemkv.cache_rank.policies.composition import check_device
     from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
 
     selection = settings.selection
     policy = find_policy(selection.policy)
-    in_process = settings.rank_settings.exchange.is_in_process
-    if in_process and selection.gate_cosine:
-        raise SettingsError(
-            "gate_cosine needs a cache rank in a process of its own: use --cache-ranks 1, and not "
-            "--transport peer"
-        )
     try:
-        if in_process:
+        if settings.rank_settings.exchange.is_in_process:
             check_device(policy, selection.policy, device)
-        check_gate(policy, selection)
         check_pooling(policy, selection)
     except PolicyError as error:
         raise SettingsError(str(error)) from error

@@ -20,6 +20,14 @@ _LAYER_LISTS = ("selection.exact_layers", "selection.anchors")
 
 ENVIRONMENT_PREFIX = "TANDEMKV_SERVE_"
 
+REMOVED = {
+    "selection.scan_ahead": "it was no faster; leave it out",
+    "selection.shortlist_factor": "scanning ahead was no faster; leave it out",
+    "selection.gate_cosine": "it took most layer steps exact; leave it out",
+    "selection.lag": "what is selected for a later step is used in the next one; leave it out",
+}
+"""Settings that earlier versions had: why they are gone, and what to do."""
+
 
 class Sourced(NamedTuple):
     """A value and where it came from, e.g. ``--port`` or ``serve.yaml``."""
@@ -115,7 +123,7 @@ def _flatten(tree: Mapping[Any, Any], prefix: str, source: str, out: dict[str, S
                 raise SettingsError(f"{key} (from {source}): a group of settings is required")
             _flatten(value, f"{key}.", source, out)
         else:
-            _require_known(key, source)
+            require_known(key, source)
             out[key] = Sourced(value, source)
 
 
@@ -124,15 +132,34 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
     for variable in sorted(environ):
         if variable.startswith(ENVIRONMENT_PREFIX):
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            _require_known(key, variable)
+            require_known(key, variable)
             found[key] = Sourced(environ[variable], variable)
     return found
 
 
-def _require_known(key: str, source: str) -> None:
+def removed(name: str) -> str | None:
+    """Return why a setting, by its dotted name or its flag, is gone; None if it never was there."""
+    field = name.removeprefix("--").replace("-", "_")
+    for key, reason in REMOVED.items():
+        if name == key or (name.startswith("--") and field == key.rpartition(".")[2]):
+            return f"is gone: {reason}"
+    return None
+
+
+def require_known(key: str, source: str) -> None:
+    """Refuse what is no setting.
+
+    Raises
+    ------
+    SettingsError
+        With the reason if it is one no more, else with the setting that may be meant.
+    """
     known = setting_fields()
     if key in known:
         return
+    reason = removed(key)
+    if reason is not None:
+        raise SettingsError(f"{key} (from {source}) {reason}")
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     near = near or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     hint = f"did you mean {near[0]}?" if near else "`tandemkv serve --print-settings` lists all"

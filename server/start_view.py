@@ -40,7 +40,6 @@ def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> Renderab
         if key in values:
             table.add_row(name, f"{values[key]:,.1f}{_hidden(values, key)}")
     table.add_row("refresh every", _steps(values["plan_refresh_steps"]))
-    table.add_row("lag", _steps(values["plan_lag_steps"]))
     dense = values["plan_dense_tokens"]
     table.add_row("attends to everything", f"up to {dense:.0f} tokens" if dense else "never")
     lines = [text for text in (_dense(values), info.get("plan_note"), _counted(info)) if text]

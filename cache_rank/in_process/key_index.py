@@ -195,6 +195,16 @@ class Int4Index(KeyIndex):
         append_int4(self._pools.k[layer], pages, lengths, self._codes[layer], self._scales[layer])
 
 
+def interval_of(index_dtype: str, kind: str, page_size: int) -> int:
+    """Return the `KeyIndex.interval` of an index, in pages of `page_size`.
+
+    `kind` as in `PolicyCapabilities.index`; the precision concerns keys.
+    """
+    if kind == "page_bounds":
+        return 1
+    return {"native": 0, "int8": 1, "int4": page_size}[index_dtype]
+
+
 def make_key_index(index_dtype: str, pools: LocalPools, layers: Sequence[int]) -> KeyIndex:
     """Build the index of keys of `layers` in the precision asked for."""
     if index_dtype == "int8":

@@ -100,7 +100,7 @@ def measure(
         predict_query=predict_query,
         model_dir=model_dir,
     )
-    if not rank.selects:
+    if not rank.program.selects:
         return None
     every = torch.arange(slots, device=device)
     rank.begin_extend([0], [0], [slots], [every])
@@ -118,7 +118,7 @@ def measure(
     hidden = random(measured, model.hidden_size)
 
     def select() -> None:
-        if rank.needs_hidden:
+        if rank.program.needs_hidden:
             rank.choose_ahead(0, hidden)
         else:
             rank.choose(0, query)

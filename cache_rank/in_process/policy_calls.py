@@ -11,10 +11,10 @@ from tandemkv.cache_rank.candidates import Candidates
 from tandemkv.cache_rank.policies.attending import AttendingPolicy, AttendInput
 from tandemkv.cache_rank.policies.base import Owner, Policy, SeedInput, StoredKV
 from tandemkv.cache_rank.policies.composition import Composition
+from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.local import LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.cache_rank.protocol.step_program import StepProgram
 from tandemkv.cache_rank.seeding import fill_set, make_seed_input
 
 from .batch import DecodeBatch
@@ -33,8 +33,8 @@ class PolicyCalls:
 
     Parameters
     ----------
-    policy : Policy
-        The policy.
+    policy, composition
+        The policy, and which of its methods are called.
     model, selection, pools, program
         As of the cache rank.
     index : KeyIndex
@@ -46,15 +46,16 @@ class PolicyCalls:
     def __init__(
         self,
         policy: Policy,
+        composition: Composition,
         model: ModelSpec,
         selection: SelectionSettings,
         pools: LocalPools,
-        program: StepProgram,
+        program: EngineProgram,
         *,
         index: KeyIndex,
         batch: DecodeBatch,
     ) -> None:
-        self.composition = Composition.of(type(policy))
+        self.composition = composition
         self._policy, self._model, self._selection = policy, model, selection
         self._pools, self._program, self._index, self._batch = pools, program, index, batch
         self._is_eager = pools.k[0].device.type == "cpu"
@@ -240,8 +241,8 @@ class PolicyCalls:
         """Return the query heads ``[S, n, D]`` of the groups of `heads`."""
         if len(heads) == self._model.num_kv_heads:
             return query
-        grouped = query.unflatten(1, (self._model.num_kv_heads, -1))
-        return grouped[:, list(heads)].flatten(1, 2)
+        shape = (len(query), self._model.num_kv_heads, -1, self._model.head_dim)
+        return query.view(shape)[:, list(heads)].flatten(1, 2)
 
     def _owner(self, row: int) -> Owner:
         return row, self._generations.get(row, 0)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tandemkv.cache_rank.policies.base import Policy, PolicyError
+from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.kernels.placing import place
 from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, push_and_predict
@@ -35,6 +36,8 @@ class DeviceQueryWindows:
         Selecting layers, and rows of the request table; row 0 is padding.
     device : torch.device
         Of queries and windows.
+    allocate : Allocate, optional
+        Makes the windows; without it they are memory of this process.
 
     Raises
     ------
@@ -50,6 +53,7 @@ class DeviceQueryWindows:
         num_layers: int,
         num_rows: int,
         device: torch.device,
+        allocate: Allocate | None = None,
     ) -> None:
         selection = policy.context.selection
         prediction = policy.capabilities.prediction
@@ -65,14 +69,20 @@ class DeviceQueryWindows:
         self._selection = selection
         self._size = size + 1
         shape = (num_layers, num_rows, self._size, model.num_qo_heads, model.head_dim)
-        self._windows = torch.zeros(shape, dtype=getattr(torch, model.dtype), device=device)
-        self._starts = torch.full((num_rows,), _NEVER, dtype=torch.int64, device=device)
+        dtype = getattr(torch, model.dtype)
+        if allocate is None:
+            self._windows = torch.zeros(shape, dtype=dtype, device=device)
+            self._starts = torch.empty(num_rows, dtype=torch.int64, device=device)
+        else:
+            self._windows = allocate("query_windows", shape, dtype)
+            self._starts = allocate("query_window_starts", (num_rows,), torch.int64)
+        self._starts.fill_(_NEVER)
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
         if selection.ridge_unrotate:
             rotary = policy.context.rotary
             assert rotary is not None  # the policy's constructor asks for it
-            offsets = selection.lag_steps + torch.arange(self._size, dtype=torch.float64)
+            offsets = 1 + torch.arange(self._size, dtype=torch.float64)
             angles = torch.outer(offsets, rotary.inv_freq.cpu().double())
             self._cos = angles.cos().float().to(device)
             self._sin = angles.sin().float().to(device)
@@ -109,7 +119,7 @@ class DeviceQueryWindows:
     def push_and_predict(
         self, layer: int, rows: torch.Tensor, query: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Take note of a step's queries and predict ``[B, Hq, D]`` float32, `lag` steps ahead."""
+        """Take note of a step's queries and predict ``[B, Hq, D]`` float32, for the next step."""
         selection = self._selection
         return push_and_predict(
             query,

@@ -14,12 +14,11 @@ import torch
 
 from tandemkv.cache_rank.mirror import ResidentMirror
 from tandemkv.cache_rank.policies.base import Policy, ScoringPolicy, keep_first
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.policies.composition import Composition
+from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery, SeenFrom
-from tandemkv.cache_rank.protocol.messages import RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.step_program import StepProgram
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
@@ -28,7 +27,7 @@ from tandemkv.kernels.streams import let_chain, shared_stream
 
 from .batch import DecodeBatch
 from .device_counters import DeviceCounters
-from .key_index import KeyIndex, make_key_index
+from .key_index import KeyIndex, interval_of, make_key_index
 from .lane_weights import LaneWeights
 from .page_index import PageBoundsIndex
 from .policy_calls import PolicyCalls
@@ -37,7 +36,7 @@ from .scan_order import ScanOrder
 from .seeder import Seeder
 from .stress import StressSigns
 
-_NUM_LANES = 2
+NUM_LANES = 2
 """Layers that are selected for at once: what waits in one overlaps what computes in the other.
 
 H200, batch 8 x 64K, one GPU: 11.64 ms a step with one lane, 11.07 with two.
@@ -60,28 +59,32 @@ class InProcessCacheRank:
         selection = settings.selection
         self._model, self._selection, self._pools = model, selection, pools
         self._predict = predict_query
-        self._program = StepProgram(model, settings, policy.capabilities.timing, policy.traits)
         device = self._device = pools.k[0].device
-        self.all_exact = all_exact = policy.capabilities.all_exact
         heads, width = model.num_kv_heads, selection.num_resident
-        layers = range(model.num_layers)
-        if policy.capabilities.attends:
-            layers = range(0)  # nothing is selected for the inference rank to attend to
-        self._selecting = [x for x in layers if self._program.is_selecting_layer(x)]
-        self._book_of = {layer: i for i, layer in enumerate(self._selecting)}
-        # Layers whose keys are scanned; the others follow one of them, if selections are shared.
-        self._sources = [x for x in layers if self._program.selections(x)]
-        self._place_of = {layer: i for i, layer in enumerate(self._sources)}
-        self._head_maps = _head_maps_of(policy, self._selecting, device)
-        exact = range(model.num_layers) if all_exact else selection.exact_layer_ids
-        self._sparse = [x for x in range(model.num_layers) if x not in exact]
+        self._policy, says = policy, policy.capabilities
+        composition = Composition.of(type(policy))
+        interval = interval_of(selection.index_dtype, says.index, pools.page_size)
+        self.program = program = EngineProgram(
+            model,
+            settings,
+            timing=says.timing,
+            traits=policy.traits,
+            all_exact=says.all_exact,
+            keeps_queries=says.wants_query_window,
+            index_interval=interval if says.selects and not says.attends else 0,
+        )
+        self._book_of = {layer: i for i, layer in enumerate(program.selecting)}
+        self._place_of = {layer: i for i, layer in enumerate(program.sources)}
+        self._head_maps = _head_maps_of(policy, program.selecting, device)
+        self._sparse = [x for x in range(model.num_layers) if program.is_sparse_layer(x)]
         self._resident = pools.resident
         self._mirror = ResidentMirror(
-            num_layers=len(self._selecting),
+            num_layers=len(program.selecting),
             max_rows=pools.num_rows - 1,
             num_kv_heads=heads,
             num_resident=width,
             device=device,
+            allocate=pools.allocate,
         )
         self._index = self._make_index(policy)
         self._counters = DeviceCounters(device)
@@ -94,44 +97,49 @@ class InProcessCacheRank:
             selections=self._counters.selections,
             device=device,
         )
-        self._policy = policy
         self._calls = PolicyCalls(
-            policy, model, selection, pools, self._program, index=self._index, batch=self.batch
-        )
-        composition = self._calls.composition
+            policy, composition, model, selection, pools, self.program, index=self._index,
+            batch=self.batch,
+        )  # fmt: skip
         self._windows: DeviceQueryWindows | None = None
-        if policy.capabilities.prediction is not None and not composition.selects:
+        if says.prediction is not None and not composition.selects:
             self._windows = DeviceQueryWindows(
                 policy,
                 model,
-                num_layers=len(self._sources),
+                num_layers=len(program.sources),
                 num_rows=pools.num_rows,
                 device=device,
+                allocate=pools.allocate,
             )
         self._stress = StressSigns(model, device) if settings.stress_selection else None
-        context = model.max_context
-        self.late_layers = self._find_late()  # see `LocalCacheRank.late_layers`
-        # Layers of different lanes are worked on at once.
-        num_lanes = self.num_lanes if self._selecting else 0
-        sizes = max_batch, model.num_qo_heads, heads, context, selection.budget_tokens
-        self._scratch = [make_select_scratch(*sizes, device) for _ in range(num_lanes)]
-        self._mirror_scratch = [
-            make_mirror_scratch(max_batch, heads, context, device, may_repeat=composition.selects)
-            for _ in range(num_lanes)
-        ]
-        self.weights = LaneWeights(pools, num_lanes)
-        self._num_done = torch.zeros((_NUM_LANES, 1), dtype=torch.int32, device=device)
+        self._make_scratch(max_batch, may_repeat=composition.selects)
         # What sources chose, for those that follow; without scores it is best first.
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
-        # a few programs each, would wait for all of it.
-        self._scan_streams = [shared_stream(device, number=n) for n in range(self.num_lanes)]
         self._order = ScanOrder(device)
         if pools.is_far:
             let_chain(device)
         self._seeder = Seeder(model, pools, self._mirror, device)
-        self.refresh_every = selection.refresh_steps
         self._num_steps = 0
+
+    def _make_scratch(self, max_batch: int, *, may_repeat: bool) -> None:
+        """Allocate what kernels work in, a lane each: two lanes are worked on at once.
+
+        `may_repeat`: a selection of the policy's own may name a position twice.
+        """
+        model, pools, device = self._model, self._pools, self._device
+        num_lanes = NUM_LANES if self.program.selects else 0
+        heads, context = model.num_kv_heads, model.max_context
+        sizes = max_batch, model.num_qo_heads, heads, context, self._selection.budget_tokens
+        self._scratch = [make_select_scratch(*sizes, device) for _ in range(num_lanes)]
+        self._mirror_scratch = [
+            make_mirror_scratch(max_batch, heads, context, device, may_repeat=may_repeat)
+            for _ in range(num_lanes)
+        ]
+        self.weights = LaneWeights(pools, num_lanes)
+        self._num_done = torch.zeros((NUM_LANES, 1), dtype=torch.int32, device=device)
+        # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
+        # a few programs each, would wait for all of it.
+        self._scan_streams = [shared_stream(device, number=n) for n in range(NUM_LANES)]
 
     # -- what there is -------------------------------------------------------------------
 
@@ -143,105 +151,22 @@ class InProcessCacheRank:
         return self._index.nbytes + books + windows + self.weights.nbytes
 
     @property
-    def index_interval(self) -> int:
-        """See `LocalCacheRank.index_interval`."""
-        return 1 if self.keeps_queries else self._index.interval
-
-    @property
-    def selects(self) -> bool:
-        """Whether anything is selected in decode."""
-        return bool(self._selecting)
-
-    @property
-    def selects_in_step(self) -> bool:
-        """See `LocalCacheRank.selects_in_step`."""
-        return self.selects and (bool(self.slow_steps) or self._num_steps % self.refresh_every == 0)
-
-    @property
-    def needs_hidden(self) -> bool:
-        """Whether the policy predicts queries from the residual stream."""
-        return self._program.timing is Timing.SAME_STEP_HIDDEN
-
-    @property
-    def needs_query(self) -> bool:
-        """Whether the policy selects with the layer's own query."""
-        return self._program.timing is Timing.SAME_STEP_QUERY or self.selects_for_next_step
-
-    @property
-    def selects_for_next_step(self) -> bool:
-        """Whether what is selected is used one step later."""
-        return self._program.timing in (Timing.NEXT_STEP, Timing.EXACT_STEP)
-
-    @property
-    def slow_steps(self) -> RefreshRule:
-        """See `LocalCacheRank.slow_steps`."""
-        return RefreshRule(self._program.traits.refresh)
-
-    @property
-    def attends(self) -> bool:
-        """See `LocalCacheRank.attends`."""
-        return self._program.attends
-
-    @property
-    def keeps_queries(self) -> bool:
-        """Whether the queries of every step are wanted (`observe`)."""
-        return self._windows is not None or self._calls.observes
-
-    @property
     def num_lanes(self) -> int:
         """See `LocalCacheRank.num_lanes`."""
-        return _NUM_LANES
+        return NUM_LANES
 
     def lane_of(self, layer: int) -> int:
         """See `LocalCacheRank.lane_of`."""
-        return self._place_of.get(self._program.source_of(layer), 0) % _NUM_LANES
-
-    def is_sparse_layer(self, layer: int) -> bool:
-        """Whether `layer` attends to a resident set."""
-        return layer in self._sparse
-
-    def is_source(self, layer: int) -> bool:
-        """See `LocalCacheRank.is_source`."""
-        return layer in self._place_of
-
-    @property
-    def scanned_share(self) -> float:
-        """See `LocalCacheRank.scanned_share`."""
-        return min(1.0, len(self._sources) / max(1, len(self._selecting)))
-
-    def followers_of(self, layer: int) -> tuple[int, ...]:
-        """See `LocalCacheRank.followers_of`."""
-        if layer not in self._place_of:
-            return ()
-        return tuple(x for layers in self._program.followers(layer) for x in layers)
-
-    def targets_of(self, layer: int) -> tuple[int, ...]:
-        """Layers whose query is predicted from the residual stream at the entry of `layer`."""
-        return tuple(x for x in self._program.targets_of(layer) if x not in self.late_layers)
+        return self._place_of.get(self.program.source_of(layer), 0) % NUM_LANES
 
     def _make_index(self, policy: Policy) -> KeyIndex:
-        selection, pools = self._selection, self._pools
+        selection, pools, program = self._selection, self._pools, self.program
         if policy.capabilities.index == "page_bounds":
             return PageBoundsIndex(
-                pools, self._sources, selection, max_context=self._model.max_context
+                pools, program.sources, selection, max_context=self._model.max_context
             )
-        index_dtype = selection.index_dtype if self._selecting else "native"
-        return make_key_index(index_dtype, pools, self._sources)
-
-    def _find_late(self) -> tuple[int, ...]:
-        """Return late layers; see `LocalCacheRank.late_layers`.
-
-        Raises
-        ------
-        SettingsError
-            If one of them has not attended where the last layer with targets begins.
-        """
-        count, num_layers = self._selection.num_late, self._model.num_layers
-        most = self._selection.most_late(num_layers)
-        if count > most:
-            message = f"late_layers={count}: too many for {num_layers} layers; use at most {most}"
-            raise SettingsError(message)
-        return tuple(x for x in self._sources if x < count)
+        index_dtype = selection.index_dtype if program.selects else "native"
+        return make_key_index(index_dtype, pools, program.sources)
 
     # -- prefill -------------------------------------------------------------------------
 
@@ -292,12 +217,12 @@ class InProcessCacheRank:
 
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor,
-        *, num_cold: int | None = None, slow: torch.Tensor | None = None,
+        *, selects: bool = True, num_cold: int | None = None, slow: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """See `LocalCacheRank.begin_decode`."""
-        lag = self._selection.lag_steps if self.selects_for_next_step else 0
-        num_layers = len(self._selecting) if self.selects_in_step else 0
-        counted = 0 if self.slow_steps else num_layers
+        lag = int(self.program.selects_for_next_step)
+        num_layers = len(self.program.selecting) if selects else 0
+        counted = num_layers if slow is None else 0
         self.batch.load(rows, lengths, req_to_token, lag=lag, num_layers=counted, num_cold=num_cold)
         if slow is not None:
             # Without dense attention while all fits, empty slots are filled in each step.
@@ -346,7 +271,7 @@ class InProcessCacheRank:
 
     def choose_late(self, layer: int, hidden: torch.Tensor) -> None:
         """See `LocalCacheRank.choose_late`."""
-        if layer == self.late_layers[0]:
+        if layer == self.program.late_layers[0]:
             self.batch.look_forward()
         self.choose_ahead(layer, hidden)
 
@@ -364,7 +289,7 @@ class InProcessCacheRank:
         if self._calls.composition.selects:
             if self._calls.observes:
                 self._calls.observe(layer, query)
-            lag = int(self.selects_for_next_step or layer in self.late_layers)
+            lag = int(self.program.selects_for_next_step or layer in self.program.late_layers)
             self._chosen[layer] = self._calls.choose(layer, query, hi[:size], lag=lag), None
             return
         keys, k_scale = self._index.keys(layer)
@@ -402,7 +327,7 @@ class InProcessCacheRank:
         """See `LocalCacheRank.fetch`."""
         batch, selection, book = self.batch, self._selection, self._book_of[layer]
         lane, rows, pages = self.lane_of(layer), batch.rows[:batch_size], batch.pages[:batch_size]
-        chosen, chosen_scores = self._chosen[self._program.source_of(layer)]
+        chosen, chosen_scores = self._chosen[self.program.source_of(layer)]
         active, (hi, num_target) = batch.active[:batch_size], self._ends_of(layer)
         head_map = self._head_maps.get(layer)
         if head_map is not None:
@@ -438,7 +363,7 @@ class InProcessCacheRank:
     def _ends_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where candidates end, and slots to be filled, in the step that uses them."""
         batch = self.batch
-        if layer in self.late_layers:
+        if layer in self.program.late_layers:
             return batch.next_hi, batch.next_num_target
         return batch.hi, batch.num_target
 

@@ -34,7 +34,6 @@ class AsyncSpadePolicy(WindowedPolicy):
       windows of many sizes is too smooth for it (docs/quality.md).
     - What is selected enters a resident set that holds more than one selection (LRU), instead
       of replacing the set.
-    - With ``lag`` > 1 the prediction is still that of the next query, used later.
     - While a request has fewer than W + 1 queries, the sizes that there are get averaged.
 
     References

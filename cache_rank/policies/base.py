@@ -357,16 +357,9 @@ class ScoringPolicy(Policy):
     """A policy that scores every candidate with one query per head, and takes the best.
 
     With ``pool_before`` and ``pool_after`` a candidate counts at least as much as its neighbours.
-
-    `scored` keeps, for each layer, whom the latest selection was for and with which queries
-    ``[S, Hq, D]`` (`SelectionSettings.gate_cosine` compares the true ones with them).
     """
 
     pools_positions: ClassVar[bool] = True
-
-    def __init__(self, context: PolicyContext) -> None:
-        super().__init__(context)
-        self.scored: dict[int, tuple[Sequence[Owner], torch.Tensor]] = {}
 
     def query_for(self, request: SelectionInput) -> torch.Tensor:
         """Return the query ``[S, Hq, D]`` to score with; the given one by default."""
@@ -382,10 +375,7 @@ class ScoringPolicy(Policy):
 
     def select(self, request: SelectionInput) -> Selection:
         """See `Policy.select`."""
-        query = self.query_for(request)
-        if self.context.selection.gate_cosine:
-            self.scored[request.layer] = (request.owners, query)
-        scores = self.pooled(request.score(query))
+        scores = self.pooled(request.score(self.query_for(request)))
         chosen = topk_positions(scores, request.budget)
         wanted = self.num_wanted(request.positions + 1)
         return Selection(chosen if wanted is None else keep_first(chosen, wanted))

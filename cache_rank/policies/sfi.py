@@ -58,7 +58,7 @@ class SFIPolicy(Policy):
       the default 2, tokens of the selection before are attended to as well; 1 is the paper's.
     - With ``pool_before``, which the paper does not have, log-scores are pooled over
       positions last of all, after Soft-NMS has told neighbours apart.
-    - Selections are shipped whole (``fetch_cap`` = K), after the slow step, with lag 1.
+    - Selections are shipped whole (``fetch_cap`` = K), after the slow step, for the next one.
 
     References
     ----------

@@ -15,8 +15,8 @@ from typing import Protocol, Self
 
 import torch
 
+from .engine_program import EngineProgram
 from .errors import SettingsError
-from .messages import RefreshRule
 from .model_spec import ModelSpec
 from .settings import RankSettings, SelectionSettings
 
@@ -28,6 +28,9 @@ PredictQuery = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 SeenFrom = Callable[[torch.device, torch.Tensor], torch.Tensor]
 """Returns another GPU's tensor as one for kernels on a device; it names the same memory."""
+
+Allocate = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+"""``(name, shape, dtype)`` -> zeros on the engine's device, where other processes map them."""
 
 WARM_UP_STEPS = 64
 """Steps before a request leaves dense attention in which its resident set is made ready."""
@@ -104,6 +107,8 @@ class LocalPools:
         Whether `resident` and `log_weight` do, or are to be used as if they did. Then the cache
         rank takes its GPU for its own, and chains its kernels
         (`tandemkv.kernels.streams.let_chain`).
+    allocate : Allocate, optional
+        Makes what the engine remembers of each row, so that it outlives its process.
     """
 
     k: Sequence[torch.Tensor]
@@ -112,6 +117,7 @@ class LocalPools:
     page_size: int
     log_weight: torch.Tensor | None = None
     is_far: bool = False
+    allocate: Allocate | None = None
 
     @property
     def num_slots(self) -> int:
@@ -155,61 +161,15 @@ class LocalCacheRank(Protocol):
 
     Attributes
     ----------
-    refresh_every : int
-        Steps from one that selects to the next; the settings' until it is changed at start.
+    program : EngineProgram
+        Which layers select, for whom and when.
     """
 
-    refresh_every: int
+    program: EngineProgram
 
     @property
     def nbytes(self) -> int:
         """Bytes of key index, books, windows of queries, and weights that are to be copied."""
-
-    @property
-    def all_exact(self) -> bool:
-        """Whether every layer attends to everything."""
-
-    @property
-    def index_interval(self) -> int:
-        """Tokens between two that call for `append` or `observe`: at lengths it divides; 0: none.
-
-        A request of another length may be left out.
-        """
-
-    @property
-    def selects(self) -> bool:
-        """Whether anything is selected in decode."""
-
-    @property
-    def selects_in_step(self) -> bool:
-        """Whether the step that was begun last is one that selects (`refresh_every`)."""
-
-    @property
-    def needs_hidden(self) -> bool:
-        """Whether the policy predicts queries from the residual stream."""
-
-    @property
-    def needs_query(self) -> bool:
-        """Whether the policy selects with the layer's own query."""
-
-    @property
-    def selects_for_next_step(self) -> bool:
-        """Whether what is selected is used one step later."""
-
-    @property
-    def slow_steps(self) -> RefreshRule:
-        """Which steps of a sparse request are slow: it attends to everything, with no samples.
-
-        Selections, for the next step on, are made for slow requests only (`begin_decode`).
-        """
-
-    @property
-    def attends(self) -> bool:
-        """Whether the policy attends in every sparse layer (`attend_selected`); selects nothing."""
-
-    @property
-    def keeps_queries(self) -> bool:
-        """Whether the queries of every step are wanted (`observe`)."""
 
     @property
     def num_lanes(self) -> int:
@@ -217,30 +177,6 @@ class LocalCacheRank(Protocol):
 
     def lane_of(self, layer: int) -> int:
         """Which of them everything for `layer` has to be queued in."""
-
-    def is_sparse_layer(self, layer: int) -> bool:
-        """Whether `layer` attends to a resident set."""
-
-    def is_source(self, layer: int) -> bool:
-        """Whether the keys of `layer` are scanned, for itself or for layers that follow it."""
-
-    @property
-    def scanned_share(self) -> float:
-        """Layers whose keys are scanned, of those that are selected for; at most 1."""
-
-    def followers_of(self, layer: int) -> tuple[int, ...]:
-        """Later layers that use what is chosen for `layer`; empty unless selections are shared."""
-
-    def targets_of(self, layer: int) -> tuple[int, ...]:
-        """Layers whose query is predicted from the residual stream at the entry of `layer`."""
-
-    @property
-    def late_layers(self) -> tuple[int, ...]:
-        """Layers that `choose_late` selects for, at the end of a step, for the next one.
-
-        They are no `targets_of` any layer. All have attended where the last layer that has targets
-        begins.
-        """
 
     def begin_extend(
         self,
@@ -279,7 +215,7 @@ class LocalCacheRank(Protocol):
 
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor,
-        *, num_cold: int | None = None, slow: torch.Tensor | None = None,
+        *, selects: bool = True, num_cold: int | None = None, slow: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Load the requests of a decode step into the fixed buffers; not to be captured.
 
@@ -292,6 +228,8 @@ class LocalCacheRank(Protocol):
             that was named to `let_load_from`.
         req_to_token : torch.Tensor
             ``[rows, max_context]`` int32, the slot of each position.
+        selects : bool
+            Whether the step selects; it is counted.
         num_cold : int, optional
             Longest request that is not selected for in this step; default by the settings.
         slow : torch.Tensor, optional

@@ -41,9 +41,9 @@ class Timing(IntEnum):
     SAME_STEP_QUERY = 2
     """Answers within the step from the true query (oracle)."""
     NEXT_STEP = 3
-    """Answers `lag` steps later, in layer packs (async_spade, last_query)."""
+    """Answers one step later, in layer packs (async_spade, last_query)."""
     EXACT_STEP = 4
-    """Selects in slow steps with their true query, for `lag` steps later on (sfi, sync_kv)."""
+    """Selects in slow steps with their true query, for the steps after it (sfi, sync_kv)."""
     SAME_STEP_ATTENTION = 5
     """Selects and attends on the cache rank, with the step's true query (lfps)."""
 

@@ -104,18 +104,6 @@ class SelectionSettings(Strict):
         description="look_ahead, in-process: precision of the W_q that predicts queries; int8 is a "
         "copy. Default int8 where a second GPU has an int4 index, else native.",
     )
-    lag: int | None = Field(
-        default=None,
-        ge=1,
-        le=8,
-        description="Steps between a selection and its use (async_spade); default 1.",
-    )
-    gate_cosine: float = Field(
-        default=0.0,
-        ge=0.0,
-        lt=1.0,
-        description="A layer is exact where predicted and true query differ more; 0: never.",
-    )
     refresh_every: int | None = Field(
         default=None,
         ge=1,
@@ -290,11 +278,6 @@ class SelectionSettings(Strict):
         return self.num_resident + self.num_recent_tokens + self.num_samples
 
     @property
-    def lag_steps(self) -> int:
-        """`lag`, or what it is where it is left open."""
-        return self.lag or 1
-
-    @property
     def num_late(self) -> int:
         """`late_layers`, or none where it is left open."""
         return self.late_layers or 0
@@ -305,7 +288,7 @@ class SelectionSettings(Strict):
         if self.late_layers is not None:
             return self.late_layers
         may = self.declared.predicts_from_hidden and 0 not in self.exact_layer_ids
-        return int(may and not self.share_layers and not self.gate_cosine)
+        return int(may and not self.share_layers)
 
     def most_late(self, num_layers: int) -> int:
         """Return how many late layers a model of `num_layers` may have.
@@ -361,7 +344,6 @@ class SelectionSettings(Strict):
                 f"policy={self.policy} selects nothing that samples could stand beside; use "
                 "--sample-tokens 0"
             )
-        is_every_step = self.refresh_steps == 1 and self.lag_steps == 1
         for name in ("late_layers", "predictor_dtype"):
             if getattr(self, name) and not self.declared.predicts_from_hidden:
                 raise ValueError(
@@ -369,25 +351,16 @@ class SelectionSettings(Strict):
                     f"policy={self.policy}; use --policy look_ahead, "
                     f"or drop --{name.replace('_', '-')}"
                 )
-        if self.late_layers and (self.share_layers or self.gate_cosine):
-            raise ValueError("late_layers goes with neither share_layers nor gate_cosine; drop it")
+        if self.late_layers and self.share_layers:
+            raise ValueError("late_layers does not go with share_layers; drop one of the two")
         if self.num_late and set(self.exact_layer_ids) & set(range(self.num_late)):
             raise ValueError(
                 f"late_layers={self.late_layers}: nothing is selected for exact layers, and "
                 f"exact_layers={','.join(map(str, self.exact_layer_ids))} has some of these; use "
                 "--exact-layers none, or drop --late-layers"
             )
-        if self.gate_cosine and (not is_every_step or self.share_layers):
-            raise ValueError(
-                "gate_cosine compares with the query that each layer's selection in use was made "
-                "with; it needs refresh_every=1, lag=1 and no share_layers"
-            )
-        if self.lag_steps >= self.num_recent_tokens:
-            raise ValueError(
-                f"lag={self.lag} must be smaller than num_recent_tokens={self.num_recent_tokens}"
-            )
-        if not self.dense_while_fits and not is_every_step:
-            raise ValueError("dense_while_fits=false needs refresh_every=1 and lag=1")
+        if not self.dense_while_fits and self.refresh_steps != 1:
+            raise ValueError("dense_while_fits=false needs refresh_every=1")
         if not self.dense_while_fits and self.dense_batch_tokens:
             raise ValueError(
                 f"dense_batch_tokens={self.dense_batch_tokens}: sets would not fill meanwhile, and "

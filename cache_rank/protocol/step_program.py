@@ -57,7 +57,7 @@ class TransferKind(Enum):
     STEP_KV = "step_kv"
     """UP ``[len(layers), B, 2H (+ Hq), D]``: K, V (and Q for next-step policies)."""
     DELTA = "delta"
-    """DOWN ``[nbytes]`` uint8, `PackLayout` of the selecting layers, used `lag` steps later.
+    """DOWN ``[nbytes]`` uint8, `PackLayout` of the selecting layers, used in the next step.
 
     Its rows are those of `StepProgram.packed_rows`."""
 
@@ -96,11 +96,6 @@ class StepProgram:
     def attends(self) -> bool:
         """Whether sparse rows are completed on the cache rank in every layer, by the policy."""
         return self.timing is Timing.SAME_STEP_ATTENTION
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether sparse rows send their true query in every layer, to be exact where need be."""
-        return self.settings.selection.gate_cosine > 0.0
 
     def source_of(self, layer: int) -> int:
         """Return the layer whose selection `layer` uses, `layer` itself if none is shared."""
@@ -261,7 +256,7 @@ class StepProgram:
                 queries = (sparse, model.num_qo_heads, dim)
                 out.append(self._transfer(TransferKind.QUERY, Direction.UP, layer, queries))
                 out.extend(made)
-            is_completed = self.attends or self.is_gated or layer in selection.exact_layer_ids
+            is_completed = self.attends or layer in selection.exact_layer_ids
             exact = len(exact_rows(step.rows, is_completed))
             if exact:
                 heads = len(self.slow_heads(layer)) * model.gqa_group_size

@@ -13,24 +13,18 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from tandemkv.cache_rank.protocol.local import LocalCacheRank
-from tandemkv.inference_rank.residual_hooks import install_logits_hook
-from tandemkv.kernels.flags import raise_flags, wait_flags
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
+from tandemkv.kernels.flags import wait_flags
 
 from .dense_steps import DenseSteps
-from .far_attention import FarAttention
-from .graph_variants import PlanFence, PlansApart, StepKind
-from .layer_streams import LayerStreams
-from .look_ahead import LookAhead
-from .peer_flags import Signal
-from .peer_memory import seen_from
+from .graph_variants import PlanFence, PlansApart
 from .resident_attention import FlashInferResident, PagedResident
 from .resident_home import ResidentHome
-from .side_stream import SideStream
 
 
 class InProcessBackend(AttentionBackend):
-    """Attention over resident sets of this process's cache rank.
+    """Attention over resident sets that an engine keeps fresh.
 
     Parameters
     ----------
@@ -38,81 +32,47 @@ class InProcessBackend(AttentionBackend):
         SGLang's model runner.
     full : AttentionBackend
         SGLang's own backend: prefill, and layers that attend to everything.
-    rank : LocalCacheRank
-        Keeps the resident sets.
+    link : Link
+        To the engine, which keeps the resident sets.
     home : ResidentHome
         Where they lie, and what decode attends to.
     cache_device : torch.device
-        Where the cache rank works.
+        Where the engine works.
     is_far : bool
         Whether that is another GPU, or to be taken for one.
     """
 
     def __init__(
-        self, runner: Any, full: AttentionBackend, rank: LocalCacheRank, home: ResidentHome,
+        self, runner: Any, full: AttentionBackend, link: Link, home: ResidentHome,
         *, cache_device: torch.device, is_far: bool, seed_window: int, dense: DenseSteps,
         num_resident: int, runtime: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._full, self._rank = full, rank
+        self._full, self.link, self._program = full, link, link.program
         self._full_plans = PlansApart(full)
-        self._fence = PlanFence(home.table.slots.device)
+        device = home.table.slots.device
+        self._fence = PlanFence(device)
         self._home, self._table = home, home.table
         self._runtime = runtime
         self._seed_window, self._num_resident = seed_window, num_resident
         self._dense, self._lengths = dense, dense.base
         self._pool = runner.req_to_token_pool
-        is_cuda = cache_device.type == "cuda"
         self._sparse: FlashInferResident | PagedResident = (
             FlashInferResident(runner, home.table, home.pool, home.samples)
-            if is_cuda
+            if device.type == "cuda"
             else PagedResident(home.table, home.pool, home.samples)
         )
         self._num_layers = int(runner.model_config.num_hidden_layers)
-        layers = range(self._num_layers)
-        self._is_sparse = [rank.is_sparse_layer(x) for x in layers]
-        device = home.table.slots.device
-        all_sparse = all(self._is_sparse)
+        self._is_sparse = [self._program.is_sparse_layer(x) for x in range(self._num_layers)]
         # Exact layers: by SGLang's backend here, or by the GPU that has the K/V.
-        self._needs_full = not (all_sparse or is_far)
-        model, max_batch = runtime.model, len(home.table.slots)
-        sizes: dict[str, Any] = {
-            "max_batch": max_batch,
-            "dtype": runner.dtype,
-            "device": device,
-            "cache_device": cache_device,
-        }
-        attends_far = int(is_far and not all_sparse)  # `FarAttention` has the last of each
-        num_rows, num_lanes = self._num_layers + attends_far, rank.num_lanes + attends_far
-        self._side = SideStream(device, cache_device, num_rows, num_lanes, max_batch, is_far=is_far)
-        # On the same GPU the cache rank reads the queries where they are.
-        self._queries = self._far = None
-        sizes["width"] = model.num_qo_heads * model.head_dim
-        if is_far and (rank.needs_query or attends_far):
-            self._queries = LayerStreams(num_layers=self._num_layers, is_far=is_far, **sizes)
-        if self._queries is not None and attends_far:
-            self._far = FarAttention(
-                rank, runner.token_to_kv_pool, self._side, self._queries, lane=rank.num_lanes,
-                row=self._num_layers, **sizes,
-            )  # fmt: skip
-        self._kind = self.captured_kind = StepKind.DENSE
+        self._attends_remotely = is_far and not all(self._is_sparse)
+        self._needs_full = not (all(self._is_sparse) or is_far)
+        self._kind = self.captured_kind = DecodeKind.DENSE
         self.shares_gpu = cache_device == device
         self._is_decode = False
-        self._seeds: list[tuple[int, int, int, int]] = []
+        self._num_steps = 0
+        self._windows: list[tuple[int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
-        if is_far:
-            rank.let_load_from(device, seen_from)
-        self._ahead: LookAhead | None = None
-        if rank.needs_hidden:
-            sizes["width"] = int(runner.model_config.hidden_size)
-            self._ahead = LookAhead(
-                runner.model, rank, self._side,
-                LayerStreams(num_layers=self._num_layers, is_far=is_far, **sizes),
-                is_selecting=lambda: self._is_decode and self._kind is StepKind.SELECTING,
-                fetch=self._fetch, num_layers=self._num_layers, sends_beside=is_far,
-            )  # fmt: skip
-        if rank.late_layers:
-            install_logits_hook(runner.model, self._on_logits)
 
     # -- SGLang's contract ---------------------------------------------------------------
 
@@ -158,13 +118,11 @@ class InProcessBackend(AttentionBackend):
             q, k, v, layer, forward_batch, save_kv_cache, **kwargs
         )
         index = layer.layer_id
-        if self._is_sparse[index] and not self._is_decode:
+        if not self._is_decode:
             queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
             self._index_and_seed(
-                index, forward_batch, [queries[start:end] for _, _, start, end in self._seeds]
+                index, forward_batch, [queries[start:end] for start, end in self._windows]
             )
-        elif self._rank.is_source(index) and not self._is_decode:
-            self._extend(index, forward_batch)
         return self._after(index, out)
 
     def forward_decode(
@@ -172,126 +130,49 @@ class InProcessBackend(AttentionBackend):
         save_kv_cache: bool = True, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Decode attention of one layer."""
-        index, size = layer.layer_id, forward_batch.batch_size
-        if self._ahead is not None:
-            self._ahead.join_sent()
-        rank, side = self._rank, self._side
-        lane, own = rank.lane_of(index), q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        selecting, source = self._kind is StepKind.SELECTING, rank.is_source(index)
-        selects, does_more = selecting and source, self._kind is not StepKind.DENSE
-        indexes = does_more and source and rank.index_interval > 0
-        selects_next = selects and rank.selects_for_next_step
-        far = None if self._is_sparse[index] else self._far
-        query = None if far is None else far.begin(own, k, v, layer, forward_batch, save_kv_cache)
-        if selects and rank.needs_query and not selects_next:
-            signal = side.signal(index, size)
-            if query is None:
-                query = self._query_for_rank(index, own, signal)
-            elif signal is not None:
-                raise_flags(signal.raised)
-            with side.fork(query, lane=lane, signal=signal):
-                rank.choose(index, query)
-                own_layer = (index,) if self._is_sparse[index] else ()
-                self._fetch(*own_layer, *rank.followers_of(index), size=size)
+        index, size, link = layer.layer_id, forward_batch.batch_size, self.link
+        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        link.enter_attention(index)
+        link.select_with_query(index, query, k, v, layer, forward_batch, save_kv_cache)
         if not self._is_sparse[index]:
+            remote = link.remote_output(index)
             out: torch.Tensor = (
                 self._full.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-                if far is None
-                else far.end(index)
+                if remote is None
+                else remote
             )
-            if indexes:
-                side.defer(lane, lambda: rank.append(index, size))
-            return self._after(index, out)
-        awaited = side.join_by_flags(index)
-        if awaited is not None and save_kv_cache:
-            self._home.await_in_write(awaited)  # a launch less than waiting for itself
-        elif awaited is not None:
-            wait_flags(awaited)
-        out = self._sparse.attend(
-            q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse
-        )
-        # After this layer's attention: what is selected is for a later step, which begins when
-        # everything beside this one was joined.
-        if selects_next or (rank.keeps_queries and indexes):
-            signal = side.signal(index, size)
-            query = self._query_for_rank(index, own, signal)
-            with side.fork(query, lane=lane, signal=signal):
-                rank.append(index, size)
-                if selects_next:
-                    rank.choose(index, query)
-                    rank.fetch(index, size)
-                else:
-                    rank.observe(index, query)
-        elif selecting and rank.selects_for_next_step:
-            # What its source chose is for the next step as well: not before it has attended.
-            signal = side.signal(index, size)
-            if signal is not None:
-                raise_flags(signal.raised)
-            with side.fork(lane=lane, signal=signal):
-                rank.fetch(index, size)
-        elif indexes:
-            side.defer(lane, lambda: rank.append(index, size))
+        else:
+            awaited = link.await_set(index)
+            if awaited is not None and save_kv_cache:
+                self._home.await_in_write(awaited)  # a launch less than waiting for itself
+            elif awaited is not None:
+                wait_flags(awaited)
+            out = self._sparse.attend(
+                q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse
+            )
+        link.attended(index, query, size)
         return self._after(index, out)
 
-    def _fetch(self, *layers: int, size: int) -> None:
-        """Inside a fork: bring to `layers` what has been chosen for them, one after the other."""
-        for layer in layers:
-            self._rank.fetch(layer, size, flag=self._side.done_flags(layer))
-            self._side.note_done(layer)
-
-    def _query_for_rank(
-        self, index: int, query: torch.Tensor, signal: Signal | None
-    ) -> torch.Tensor:
-        if self._queries is None:
-            return query
-        return self._queries.put(index, query.flatten(1), None, [signal]).view(query.shape)
-
     def _index_and_seed(self, index: int, forward_batch: Any, queries: list[torch.Tensor]) -> None:
-        """Let the cache rank index a layer's new keys, and fill the sets of finished prompts."""
+        """Let the engine index a layer's new keys, and fill the sets of finished prompts."""
         slots = forward_batch.out_cache_loc
-        with self._side.fork(slots, *queries):
-            self._rank.extend(index, slots)
-            for (request, row, _, _), window in zip(self._seeds, queries, strict=True):
-                self._rank.seed(index, request, row, window)
-        for row, table in self._fills:
-            self._home.fill(index, row, table)
-
-    def _extend(self, index: int, forward_batch: Any) -> None:
-        """Let the cache rank index the new keys of an exact layer that others follow."""
-        with self._side.fork(forward_batch.out_cache_loc):
-            self._rank.extend(index, forward_batch.out_cache_loc)
+        if self._is_sparse[index]:
+            self.link.extend(index, slots, queries)
+            for row, table in self._fills:
+                self._home.fill(index, row, table)
+        elif self._program.is_source(index):  # an exact layer that others follow
+            self.link.extend(index, slots, ())
 
     def _after(self, index: int, out: torch.Tensor) -> torch.Tensor:
         if index == self._num_layers - 1:
             self._home.end_step()
-            if self._is_pending:
-                self._side.finish_deferred()
+            if self._is_decode:
+                self.link.end_step()
             else:
-                self._join()
+                self.link.end_extend()
         return out
 
-    @property
-    def _is_pending(self) -> bool:
-        """Whether something is selected for the next step, and need not be joined yet."""
-        return self._ahead is not None and self._ahead.is_pending
-
-    def _on_logits(self) -> None:
-        if self._is_pending:
-            self._join()
-
-    def _join(self) -> None:
-        """End a step: whatever is beside it is done before the next one."""
-        self._side.join_all()
-        self._rank.end_step()
-        if self._ahead is not None:
-            self._ahead.is_pending = False
-
     # -- benchmarks ----------------------------------------------------------------------
-
-    @property
-    def cache_rank(self) -> LocalCacheRank:
-        """The cache rank of this process."""
-        return self._rank
 
     def adopt(self, forward_batch: Any) -> None:
         """Index and seed prompts whose K/V is in the pool already, with random queries.
@@ -301,16 +182,14 @@ class InProcessBackend(AttentionBackend):
         self._is_decode = False
         self._begin_extend(forward_batch)
         model, device = self._runtime.model, forward_batch.out_cache_loc.device
-        for index, is_sparse in enumerate(self._is_sparse):
-            if not is_sparse:
-                if self._rank.is_source(index):
-                    self._extend(index, forward_batch)
-                continue
-            shapes = [(e - s, model.num_qo_heads, model.head_dim) for _, _, s, e in self._seeds]
-            queries = [torch.randn(shape, device=device) for shape in shapes]
-            dtype = getattr(torch, model.dtype)
-            self._index_and_seed(index, forward_batch, [q.to(dtype) for q in queries])
-        self._side.join_all()
+        dtype = getattr(torch, model.dtype)
+        for index in range(self._num_layers):
+            shapes = [
+                (end - start, model.num_qo_heads, model.head_dim) for start, end in self._windows
+            ]
+            queries = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+            self._index_and_seed(index, forward_batch, queries)
+        self.link.end_extend()
 
     # -- steps ---------------------------------------------------------------------------
 
@@ -328,15 +207,13 @@ class InProcessBackend(AttentionBackend):
         if self._home.samples is not None:
             self._home.samples.load(rows, lengths, req_to_token, dense.num_dense)
         self._home.begin_step()
-        self._side.begin_step()
-        self._join()  # nothing to wait for, unless a step failed
-        if self._ahead is not None:
-            self._ahead.begin_step()
-        self._rank.begin_step()
+        self._num_steps += 1
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)
-        if in_capture or kind is not StepKind.DENSE or self._far is not None:
-            # Every lane reads what this loads.
-            self._rank.begin_decode(rows, lengths, req_to_token, num_cold=dense.num_cold)
+        step = DecodeRows(
+            rows=rows, lengths=lengths, lengths_on_host=on_host, req_to_token=req_to_token,
+            num_cold=dense.num_cold,
+        )  # fmt: skip
+        self.link.begin_decode(kind, step)
         with self._fence.planning():
             self._sparse.plan(forward_batch, in_capture=in_capture, in_graph=in_graph, kind=kind)
             if self._needs_full and in_graph:
@@ -345,21 +222,22 @@ class InProcessBackend(AttentionBackend):
             elif self._needs_full:
                 self._full.init_forward_metadata(forward_batch)
 
-    def kind_of(self, lengths: torch.Tensor) -> StepKind:
+    def kind_of(self, lengths: torch.Tensor) -> DecodeKind:
         """Return what a step over ``lengths [B]``, on the host, does beside the forward pass.
 
         Keys are indexed for requests that are attended to as a whole, too, because they may outgrow
         it. What a step attends to, a table says: between two refreshes it is the resident sets as
         they were left.
         """
-        rank = self._rank
-        if not rank.selects:
-            return StepKind.DENSE
-        if rank.selects_in_step and bool((lengths > self._dense.of(lengths).num_cold).any()):
-            return StepKind.SELECTING
-        every = rank.index_interval
+        program = self._program
+        if not program.selects:
+            return DecodeKind.DENSE
+        is_due = self._num_steps % program.refresh_every == 0
+        if is_due and bool((lengths > self._dense.of(lengths).num_cold).any()):
+            return DecodeKind.SELECTING
+        every = program.index_interval
         indexes = every > 0 and bool((lengths % every == 0).any())
-        return StepKind.INDEXING if indexes else StepKind.DENSE
+        return DecodeKind.INDEXING if indexes else DecodeKind.DENSE
 
     @property
     def _may_be_sparse(self) -> bool:
@@ -367,18 +245,18 @@ class InProcessBackend(AttentionBackend):
 
         Not if nothing is selected for it, unless what it attends to was selected before.
         """
-        rank = self._rank
-        was_before = rank.selects_for_next_step or rank.refresh_every > 1
-        return self._kind is StepKind.SELECTING or was_before
+        program = self._program
+        was_before = program.selects_for_next_step or program.refresh_every > 1
+        return self._kind is DecodeKind.SELECTING or was_before
 
     @property
-    def kinds(self) -> tuple[StepKind, ...]:
+    def kinds(self) -> tuple[DecodeKind, ...]:
         """Kinds of steps that there are; a graph for each is captured."""
-        if not self._rank.selects:
-            return (StepKind.DENSE,)
-        found, every = [StepKind.SELECTING], self._rank.index_interval
-        found += [StepKind.INDEXING] if every else []
-        return (*found, StepKind.DENSE) if every != 1 else tuple(found)
+        if not self._program.selects:
+            return (DecodeKind.DENSE,)
+        found, every = [DecodeKind.SELECTING], self._program.index_interval
+        found += [DecodeKind.INDEXING] if every else []
+        return (*found, DecodeKind.DENSE) if every != 1 else tuple(found)
 
     def _make_sparse(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor
@@ -389,34 +267,33 @@ class InProcessBackend(AttentionBackend):
             return
         chosen = rows[grown.to(rows.device)].long()
         tables = req_to_token[chosen, : self._num_resident]
-        with self._side.fork(chosen, tables):
-            self._rank.seed_identity(chosen, None if self._home.holds_dense else tables)
+        self.link.seed_identity(chosen, None if self._home.holds_dense else tables)
 
     def _begin_extend(self, forward_batch: Any) -> None:
-        self._side.begin_step()
-        if self._ahead is not None:
-            self._ahead.begin_step()
         prefixes = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
         lengths = [int(n) for n in forward_batch.seq_lens_cpu.tolist()]
         rows = self._runtime.rows_on_host
         if rows is None:  # this waits for the GPU
             rows = forward_batch.req_pool_indices.tolist()
         req_to_token = self._pool.req_to_token
-        tables = [req_to_token[row, :n] for row, n in zip(rows, lengths, strict=True)]
-        with self._side.fork(*tables):
-            self._rank.begin_extend(rows, prefixes, lengths, tables)
-        self._seeds, self._fills, end = [], [], 0
-        for request, (row, prefix, length) in enumerate(zip(rows, prefixes, lengths, strict=True)):
+        requests: list[ExtendRow] = []
+        self._fills, end = [], 0
+        for row, prefix, length in zip(rows, prefixes, lengths, strict=True):
             start, end = end, end + length - prefix
+            table, window = req_to_token[row, :length], None
             is_whole = row != self._runtime.middle_chunk_row
             if is_whole and row:
-                self._fills.append((row, tables[request]))
+                self._fills.append((row, table))
             if is_whole and row and length > self._lengths.num_cold:
-                start = max(start, end - self._seed_window)
-                self._seeds.append((request, row, start, end))
+                window = (max(start, end - self._seed_window), end)
+            requests.append(
+                ExtendRow(row=row, prefix_len=prefix, length=length, table=table, window=window)
+            )
+        self._windows = [r.window for r in requests if r.window is not None]
+        self.link.begin_extend(requests)
         counters = self._runtime.counters
         counters.extend_steps_total += 1
-        counters.seeded_rows_total += len(self._seeds)
+        counters.seeded_rows_total += len(self._windows)
 
     def _count(self, lengths: torch.Tensor, num_dense: int) -> None:
         counters = self._runtime.counters

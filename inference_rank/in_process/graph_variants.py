@@ -12,22 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from enum import StrEnum
 from typing import Any
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
-
-
-class StepKind(StrEnum):
-    """What a decode step does beside the forward pass; the label of its graph."""
-
-    DENSE = "tandemkv-dense"
-    INDEXING = "tandemkv-indexing"
-    SELECTING = "tandemkv-selecting"
-    """Indexes, too."""
 
 
 class PlansApart:
@@ -40,9 +31,9 @@ class PlansApart:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._wrappers: dict[StepKind, dict[int, Any]] = {kind: {} for kind in StepKind}
+        self._wrappers: dict[DecodeKind, dict[int, Any]] = {kind: {} for kind in DecodeKind}
 
-    def use(self, kind: StepKind) -> None:
+    def use(self, kind: DecodeKind) -> None:
         """Let what follows plan for the graph of a kind."""
         self._backend.decode_cuda_graph_metadata = self._wrappers[kind]
 
@@ -93,7 +84,7 @@ def capture_each(
         )
     backend = runner.attn_backend
     # Those that have nothing beside them as well, so that all are captured on one stream.
-    goes_first = backend.shares_gpu and backend.kinds != (StepKind.DENSE,)
+    goes_first = backend.shares_gpu and backend.kinds != (DecodeKind.DENSE,)
     for kind in backend.kinds:
         backend.captured_kind = kind
         with _captured_first(runner) if goes_first else nullcontext():

@@ -38,8 +38,6 @@ class LookAhead:
         Whether the current step is one that selects.
     fetch : callable
         ``fetch(*layers, size=...)``: brings to layers what was chosen, inside a fork.
-    num_layers : int
-        Of the model.
     sends_beside : bool
         Whether that is another GPU's.
 
@@ -58,12 +56,11 @@ class LookAhead:
         *,
         is_selecting: Callable[[], bool],
         fetch: Callable[..., None],
-        num_layers: int,
         sends_beside: bool,
     ) -> None:
         self._rank, self._side, self._streams = rank, side, streams
         self._is_selecting, self._fetch = is_selecting, fetch
-        self._last_entry = max((x for x in range(num_layers) if rank.targets_of(x)), default=-1)
+        self._program = rank.program
         self._unsent: int | None = None
         self._sends_beside, self.is_pending = sends_beside, False
         install_residual_hooks(model, self._on_layer_input)
@@ -115,8 +112,8 @@ class LookAhead:
         beside: bool,
     ) -> None:
         size, rank, side = len(hidden_states), self._rank, self._side
-        targets = rank.targets_of(layer)
-        if not targets and layer not in rank.late_layers:
+        targets = self._program.targets_of(layer)
+        if not targets and layer not in self._program.late_layers:
             return
         signals = [side.signal(target, size) for target in targets]
         put = self._streams.put_beside if beside else self._streams.put
@@ -129,8 +126,8 @@ class LookAhead:
         ):
             with side.fork(lane=lane, signal=signal, after=after):
                 rank.choose_ahead(target, stream)
-                self._fetch(target, *rank.followers_of(target), size=size)
-        if targets and layer == self._last_entry:
+                self._fetch(target, *self._program.followers_of(target), size=size)
+        if targets and layer == self._program.last_entry:
             self._select_late(size, behind=lanes[-1])
 
     def _select_late(self, size: int, *, behind: int) -> None:
@@ -139,7 +136,7 @@ class LookAhead:
         That one began when the forward pass had come to its layer: late layers have attended.
         """
         rank = self._rank
-        for layer in rank.late_layers:
+        for layer in self._program.late_layers:
             lane = rank.lane_of(layer)
             with self._side.fork(lane=lane, behind=behind):
                 rank.choose_late(layer, self._streams.last(layer, size))

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.step_tables import load_attended, load_ring
 
-from .graph_variants import PlansApart, StepKind
+from .graph_variants import PlansApart
 from .samples import LOG2_UNIT, StepSamples
 
 
@@ -113,7 +114,9 @@ class RingTable(AttendTable):
 class ResidentAttention(Protocol):
     """Attends to what an `AttendTable` lists."""
 
-    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: StepKind) -> None:
+    def plan(
+        self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: DecodeKind
+    ) -> None:
         """Prepare a decode step of a kind; the table is loaded."""
 
     def attend(
@@ -166,7 +169,9 @@ class FlashInferResident:
             ),
         )
 
-    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: StepKind) -> None:
+    def plan(
+        self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: DecodeKind
+    ) -> None:
         """See `ResidentAttention.plan`."""
         table, size = self._table, forward_batch.batch_size
         on_host = table.attended_on_host(forward_batch.seq_lens_cpu[:size], table.num_dense)
@@ -222,7 +227,9 @@ class PagedResident:
     def __init__(self, table: AttendTable, pool: Any, samples: StepSamples | None = None) -> None:
         self._pool, self._table, self._samples = pool, table, samples
 
-    def plan(self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: StepKind) -> None:
+    def plan(
+        self, forward_batch: Any, *, in_capture: bool, in_graph: bool, kind: DecodeKind
+    ) -> None:
         """Nothing to plan."""
 
     def attend(

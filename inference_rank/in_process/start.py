@@ -25,6 +25,7 @@ from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.links.local import LocalLink
 from tandemkv.inference_rank.resident_set import ResidentSet
 from tandemkv.inference_rank.sample_set import make_log_weights
 
@@ -136,8 +137,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         predict_query=predictor,
         model_dir=Path(runner.model_config.model_path),
     )
-    check_lag(rank, settings)
-    if rank.needs_hidden:
+    if rank.program.needs_hidden:
         predictor.load()
     measurement = StartMeasurement(
         settings, model, rank, device=device, cache_device=cache_device, agree=agree_over_ranks
@@ -153,10 +153,19 @@ def create_backend(runner: Any) -> InProcessBackend:
     )
     runtime_module.set_current_local(local)
     selection = settings.selection
+    link = LocalLink(
+        runner,
+        rank,
+        model,
+        max_batch=len(home.table.slots),
+        device=device,
+        cache_device=cache_device,
+        is_far=is_far,
+    )
     return InProcessBackend(
         runner,
         full_backend(runner),
-        rank,
+        link,
         home,
         cache_device=cache_device,
         is_far=is_far,
@@ -288,21 +297,4 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
             f"index_dtype=int4 needs num_recent_tokens={selection.num_recent_tokens} of at least "
             f"page_size={page_size}, so that every candidate lies in a finished page; use "
             f"--recent-tokens {page_size}, or leave out SGLang's --page-size"
-        )
-
-
-def check_lag(rank: LocalCacheRank, settings: RankSettings) -> None:
-    """Refuse to use a selection later than it is in place.
-
-    Raises
-    ------
-    SettingsError
-        With what to pass.
-    """
-    lag = settings.selection.lag_steps
-    if rank.selects_for_next_step and lag != 1:
-        raise SettingsError(
-            f"lag={lag}: in the inference rank's process a selection is in place when the next "
-            "step begins, and a token in it would be attended to twice until it leaves the ring; "
-            "use --lag 1, or a cache rank in a process of its own"
         )

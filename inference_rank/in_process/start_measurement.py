@@ -80,12 +80,12 @@ class StartMeasurement:
         Memory of its own is used and given back. Without enough of it nothing is measured, and
         the plan says so.
         """
-        if not self._rank.selects:
+        if not self._rank.program.selects:
             self._finish()
             return
         selection = self._settings.selection
         layers = range(self._model.num_layers)
-        first = next(x for x in layers if self._rank.is_sparse_layer(x))
+        first = next(x for x in layers if self._rank.program.is_sparse_layer(x))
 
         def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
             dtype = getattr(torch, self._model.dtype)
@@ -181,15 +181,15 @@ class StartMeasurement:
 
     def _finish(self) -> None:
         self.plan = self._make_plan()
-        self._rank.refresh_every = self.plan.refresh_every
+        self._rank.program.refresh_every = self.plan.refresh_every
         (_LOG.warning if self.plan.chosen else _LOG.info)("start plan: %s", self.plan.text())
 
     def _make_plan(self) -> StartPlan:
         selection, rank = self._settings.selection, self._rank
         timing = Timing.SAME_STEP_QUERY
-        if rank.needs_hidden:
+        if rank.program.needs_hidden:
             timing = Timing.SAME_STEP_HIDDEN
-        elif rank.selects_for_next_step:
+        elif rank.program.selects_for_next_step:
             timing = Timing.NEXT_STEP
         return make_plan(
             selection,
@@ -199,7 +199,7 @@ class StartMeasurement:
             has_own_gpu=self._cache_device != self._device,
             is_cuda=self._cache_device.type == "cuda",
             dense_tokens=DenseLengths.of(selection, selection.num_resident).num_dense,
-            scanned=rank.scanned_share,
+            scanned=rank.program.scanned_share,
             reason=self._reason,
         )
 

@@ -36,7 +36,7 @@ class StartPlan:
         None if nothing is selected, or if it could not be measured; `note` says which.
     layer : LayerTime or None
         None where nothing is selected.
-    refresh_every, lag : int
+    refresh_every : int
         What is used.
     dense_tokens : int
         Requests up to this length are attended to as a whole.
@@ -54,7 +54,6 @@ class StartPlan:
     selection: SelectionTime | None
     layer: LayerTime | None
     refresh_every: int
-    lag: int
     dense_tokens: int
     dense_batch_tokens: int = 0
     chosen: bool = False
@@ -73,7 +72,6 @@ class StartPlan:
         """Gauges for the status endpoint; what is not known is missing."""
         found = {
             "plan_refresh_steps": float(self.refresh_every),
-            "plan_lag_steps": float(self.lag),
             "plan_dense_tokens": float(self.dense_tokens),
         }
         if self.dense_batch_tokens:
@@ -124,8 +122,7 @@ def make_plan(
     against the time of a captured decode step: until the average over `refresh_every` steps
     exposes at most `TOLERANCE` of a layer, or to `MOST_REFRESH`. On the model's own device
     nothing would hide a selection, and a policy that selects within the step is meant to be
-    fresh. `lag` stays: in one process what a step selects is in place when the next one begins,
-    so that using it later would hide nothing.
+    fresh.
 
     Parameters
     ----------
@@ -178,7 +175,6 @@ def make_plan(
         selection=measured,
         layer=layer,
         refresh_every=refresh,
-        lag=selection.lag_steps,
         dense_tokens=dense_tokens,
         dense_batch_tokens=selection.dense_batch_tokens or 0,
         chosen=chosen,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 import importlib.metadata
 import os
 import platform
@@ -24,7 +23,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.server.devices import resolve_device
 from tandemkv.server.preflight import resolve_dtype, resolve_model
 from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import Sourced, load_settings, setting_fields
+from tandemkv.server.settings_sources import Sourced, load_settings, require_known
 
 from .configurations import Configuration, parse_budgets, plan
 from .corpus import Corpus, built_in_corpus, read_corpus
@@ -265,15 +264,10 @@ def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[s
     for text in request.settings:
         key, separator, value = text.partition("=")
         if not separator:
-            raise SettingsError(f"--set {text}: KEY=VALUE is required, e.g. selection.lag=2")
+            raise SettingsError(f"--set {text}: KEY=VALUE is required, e.g. selection.fetch_cap=64")
         if key in (*flags, "port", "host", "run_dir", "selection.policy"):
             raise SettingsError(f"--set {text}: tandemkv quality sets {key} itself")
-        if key not in setting_fields():
-            near = difflib.get_close_matches(key, setting_fields(), n=1)
-            raise SettingsError(
-                f"--set {text}: no such setting; "
-                + (f"did you mean {near[0]}?" if near else "`tandemkv serve --print-settings`")
-            )
+        require_known(key, f"--set {text}")
         flags[key] = Sourced(value, f"--set {key}")
     return flags
 

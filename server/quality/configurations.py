@@ -17,6 +17,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.devices import choose_cache_device
+from tandemkv.server.settings_sources import removed
 
 DENSE = "dense"
 System = Literal["tandemkv", "sglang", "kvpress"]
@@ -237,6 +238,9 @@ def _sparse(
     """
     defaults = {key: field.default for key, field in SelectionSettings.model_fields.items()}
     for name in sorted(base.keys() - defaults.keys()):
+        reason = removed(f"selection.{name}")
+        if reason is not None:
+            raise SettingsError(f"policy={policy}: {name} {reason}")
         near = difflib.get_close_matches(name, defaults, n=1, cutoff=0.5)
         raise SettingsError(
             f"policy={policy}: no setting {name} of selection; "

@@ -223,13 +223,6 @@ def _share(configuration: Configuration, result: TaskResult) -> float | None:
     share, context = result.attended_share, result.counters.get("inference.context_tokens_total")
     if configuration.remote_tokens and context and result.request_steps:
         share += configuration.remote_tokens * result.request_steps / context
-    gated = result.counters.get("cache.gated_rows_total")
-    if gated and result.request_steps:
-        # Rows of single layers that the gate turned exact: everything is attended to there. Of a
-        # request that was dense throughout there are none.
-        num_layers = configuration.num_layers - len(configuration.exact_layers)
-        sparse = result.counters.get("inference.sparse_rows_total", result.request_steps)
-        share += min(1.0, gated / (sparse * num_layers)) * (1 - share)
     return configuration.attended_share(min(1.0, share))
 
 

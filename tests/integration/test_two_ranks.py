@@ -91,8 +91,8 @@ def test_remapped_row_and_reused_slots() -> None:
         {"policy": "look_ahead", "index_dtype": "int8"},
         {"policy": "look_ahead", "look_ahead_layers": 2, "exact_layers": ()},
         {"policy": "look_ahead", "refresh_every": 3},
-        {"policy": "async_spade", "lag": 3},
-        {"policy": "last_query", "lag": 2, "refresh_every": 2, "exact_layers": (0, 2)},
+        {"policy": "async_spade"},
+        {"policy": "last_query", "refresh_every": 2, "exact_layers": (0, 2)},
     ],
 )
 def test_options_keep_the_books_straight(selection: dict[str, Any]) -> None:

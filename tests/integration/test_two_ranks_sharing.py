@@ -13,11 +13,8 @@ import pytest
 import torch
 from two_ranks import DIM, GROUP, HEADS, MODEL, World, check_residents, make_settings
 
-from tandemkv.cache_rank.gate import check_gate, moved_rows
-from tandemkv.cache_rank.policies.base import LayerShare, PolicyError
-from tandemkv.cache_rank.policies.registry import find_policy
+from tandemkv.cache_rank.policies.base import LayerShare
 from tandemkv.cache_rank.protocol.messages import RowFlag
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 SHARING = [
     {"policy": "kascade", "anchors": (0, 2), "exact_layers": (0,)},
@@ -139,50 +136,3 @@ def test_followers_hold_what_their_representative_selected() -> None:
     scores[static - 2] = 0
     dynamic = scores.topk(6).indices + 2
     assert set(held[0, 0].tolist()) == {0, 1, *static.tolist(), *dynamic.tolist()}
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("policy", ["look_ahead", "last_query", "async_spade"])
-def test_the_gate_makes_moved_rows_exact(policy: str) -> None:
-    """Scripted queries have nothing to do with each other: above .9 no cosine of them is."""
-    small = {"budget_tokens": 12, "resident_factor": 1.0, "policy": policy}
-    errors = {}
-    for gate in (0.9, 0.0):
-        world = World(make_settings(**small, gate_cosine=gate))
-        world.extend([1, 2], [0, 0], [90, 10], last=True)
-        errors[gate] = [world.decode([1, 2], [90 + s, 10 + s]) for s in range(1, 20)]
-        assert not world.errors
-        check_residents(world, layer=3, row=1, length=109)
-        assert (world.cache_counters.gated_rows_total > 0) == (gate > 0)
-    assert max(errors[0.0]) > 1e-3
-    # A next-step policy has nothing to compare with in the first sparse step of a row.
-    is_first = [policy != "look_ahead" and step in (0, 12) for step in range(19)]
-    settled = [e for e, first in zip(errors[0.9], is_first, strict=True) if not first]
-    assert max(settled) < 1e-5
-    assert world.runtime.counters.sparse_rows_total > 19
-
-
-def test_only_rows_that_moved_are_exact() -> None:
-    """Mean cosine of two heads: (1 + 0) / 2, and (1 + .8) / 2; the third is new."""
-    base = torch.zeros(1, 2, 4)
-    base[..., 0] = 1.0
-    turned, leaning = base.clone(), base.clone()
-    turned[0, 1] = torch.tensor([0.0, 1.0, 0.0, 0.0])
-    leaning[0, 1] = torch.tensor([4.0, 3.0, 0.0, 0.0])
-    queries = torch.cat([turned, leaning, turned])
-    owners, scored = [(1, 1), (2, 1), (3, 1)], ([(2, 1), (1, 1)], torch.cat([base, base]))
-    assert moved_rows(owners, queries, scored, 0.6).tolist() == [True, False, False]
-    assert moved_rows(owners, queries, scored, 0.95).tolist() == [True, True, False]
-    assert moved_rows(owners, queries, scored, 0.4).tolist() == [False, False, False]
-    assert moved_rows(owners, queries, None, 0.9).tolist() == [False, False, False]
-
-
-def test_a_gate_needs_a_query_to_compare_with() -> None:
-    for policy in ("kascade", "oracle", "sfi", "streaming"):
-        selection = SelectionSettings(policy=policy, gate_cosine=0.5)
-        with pytest.raises(PolicyError, match=r"gate_cosine=0\.5"):
-            check_gate(find_policy(policy), selection)
-    for policy in ("look_ahead", "async_spade", "last_query", "mean_query"):
-        check_gate(find_policy(policy), SelectionSettings(policy=policy, gate_cosine=0.5))
-    with pytest.raises(ValueError, match="gate_cosine"):
-        SelectionSettings(gate_cosine=0.5, refresh_every=2)

@@ -356,7 +356,7 @@ class ScriptedRank:
         self.log_weight = views.log_weight.clone()
         assert views.rows.tolist() == [r.row for r in requests]
         assert views.generations.tolist() == [r.generation for r in requests]
-        lag = self.settings.selection.lag_steps if transfer.kind is TransferKind.DELTA else 0
+        lag = int(transfer.kind is TransferKind.DELTA)
         for i, layer in enumerate(transfer.layers):
             for j, request in enumerate(requests):
                 for head in range(self.model.num_kv_heads):

@@ -92,7 +92,7 @@ class World:
         table = self.table[row, :length]
         self.rank.begin_extend([row], [0], [length], [table])
         for layer in range(LAYERS):
-            if self.rank.is_sparse_layer(layer):
+            if self.rank.program.is_sparse_layer(layer):
                 self.rank.extend(layer, table.long())
                 queries = torch.randn((8, QUERY_HEADS, DIM), generator=self.generator)
                 self.rank.seed(layer, 0, row, queries)
@@ -106,11 +106,11 @@ class World:
         if hidden is None:
             hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=self.generator)
         for layer in range(LAYERS):
-            for target in self.rank.targets_of(layer):
+            for target in self.rank.program.targets_of(layer):
                 self.rank.choose_ahead(target, hidden)
                 self.rank.fetch(target, len(rows))
             self.rank.append(layer, len(rows))
-        for late in self.rank.late_layers:
+        for late in self.rank.program.late_layers:
             self.rank.choose_late(late, hidden)
             self.rank.fetch(late, len(rows))
         return hidden
@@ -133,7 +133,7 @@ class World:
     def check_books(self, layer: int, row: int, length: int) -> None:
         """The set holds what the books say: distinct candidates, no hole, sink included."""
         keys, positions = self.resident(layer, row)
-        length += layer in self.rank.late_layers  # as of the next step
+        length += layer in self.rank.program.late_layers  # as of the next step
         hi = length - self.settings.selection.num_recent_tokens
         filled = min(self.width, hi)
         for head in range(HEADS):

@@ -81,7 +81,7 @@ def test_samples_are_weighed_with_every_selection(policy: str, is_far: bool) -> 
     assert weights is not None
     world.prefill(2, 200)
     world.prefill(1, 120)
-    sparse = [x for x in range(LAYERS) if world.rank.is_sparse_layer(x)]
+    sparse = [x for x in range(LAYERS) if world.rank.program.is_sparse_layer(x)]
     assert bool(weights[sparse][:, 1:3].isneginf().all())
     for step in range(1, 6):
         share(world, [2, 1], [200 + step, 120 + step])
@@ -108,21 +108,21 @@ def share(world: World, rows: list[int], lengths: list[int]) -> dict[int, torch.
     rank.begin_step()
     rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), world.table)
     for layer in range(LAYERS):
-        named = rank.targets_of(layer) if rank.needs_hidden else (layer,)
-        for source in filter(rank.is_source, named):
+        named = rank.program.targets_of(layer) if rank.program.needs_hidden else (layer,)
+        for source in filter(rank.program.is_source, named):
             hidden = torch.randn((len(rows), QUERY_HEADS * DIM), generator=world.generator)
             queries[source] = hidden
-            if rank.needs_hidden:
+            if rank.program.needs_hidden:
                 rank.choose_ahead(source, hidden)
             else:
                 rank.choose(source, hidden.view(-1, QUERY_HEADS, DIM))
-            if rank.is_sparse_layer(source):
+            if rank.program.is_sparse_layer(source):
                 rank.fetch(source, len(rows))
-            if not rank.selects_for_next_step:
-                for follower in rank.followers_of(source):
+            if not rank.program.selects_for_next_step:
+                for follower in rank.program.followers_of(source):
                     rank.fetch(follower, len(rows))
-        is_follower = rank.is_sparse_layer(layer) and not rank.is_source(layer)
-        if rank.selects_for_next_step and is_follower:
+        is_follower = rank.program.is_sparse_layer(layer) and not rank.program.is_source(layer)
+        if rank.program.selects_for_next_step and is_follower:
             rank.fetch(layer, len(rows))
         rank.append(layer, len(rows))
     rank.end_step()
@@ -136,8 +136,8 @@ def test_layers_take_the_positions_of_their_anchor(policy: str) -> None:
     more = {} if policy == "kascade" else {"anchors": (1, 3), "ridge_unrotate": False}
     world = World(policy=policy, share_layers=policy != "kascade", **SHARING | more)
     rank = world.rank
-    assert tuple(x for x in range(LAYERS) if rank.is_source(x)) == (1, 3)
-    assert [rank.followers_of(x) for x in range(LAYERS)] == [(), (2,), (), (4, 5), (), ()]
+    assert tuple(x for x in range(LAYERS) if rank.program.is_source(x)) == (1, 3)
+    assert [rank.program.followers_of(x) for x in range(LAYERS)] == [(), (2,), (), (4, 5), (), ()]
     assert rank.lane_of(2) == rank.lane_of(1) != rank.lane_of(3) == rank.lane_of(5)
     world.prefill(2, 200)
     queries = share(world, [2], [201])
@@ -167,8 +167,8 @@ def test_heads_of_a_follower_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_exact_anchor_selects_for_others_only() -> None:
     world = World(policy="kascade", **SHARING | {"anchors": (0, 3)})
-    assert world.rank.followers_of(0) == (1, 2)
-    assert not world.rank.is_sparse_layer(0)
+    assert world.rank.program.followers_of(0) == (1, 2)
+    assert not world.rank.program.is_sparse_layer(0)
     world.prefill(3, 150)
     queries = share(world, [3], [151])
     best = world.best(0, 3, 151 - 16, queries[0], 24)
@@ -276,7 +276,7 @@ def test_streaming_keeps_the_sink() -> None:
         torch.testing.assert_close(
             world.pools.resident[layer][0][1, :4], world.pools.k[layer][world.table[1, :4].long()]
         )
-    assert not world.rank.selects
+    assert not world.rank.program.selects
 
 
 def test_pages_too_short_for_int4() -> None:
@@ -313,12 +313,12 @@ def test_only_every_nth_step_selects() -> None:
     rank, selected = world.rank, 0
     for step in range(1, 13):
         if step == 7:
-            rank.refresh_every = 2
+            rank.program.refresh_every = 2
         rows, lengths = torch.tensor([1]), torch.tensor([130 + step])
         rank.begin_step()
-        rank.begin_decode(rows, lengths, world.table)
-        assert rank.selects_in_step is (step % (3 if step < 7 else 2) == 0)
-        if rank.selects_in_step:
+        selects = step % rank.program.refresh_every == 0
+        rank.begin_decode(rows, lengths, world.table, selects=selects)
+        if selects:
             selected += 1
             for layer in (1, 2):
                 rank.choose(layer, torch.randn(1, QUERY_HEADS, DIM, generator=world.generator))

@@ -131,7 +131,7 @@ class Twins:
         if max(lengths) > self.num_cold:
             self.rank.choose(SPARSE, query)
             self.rank.fetch(SPARSE, len(query))
-        elif self.rank.keeps_queries:
+        elif self.rank.program.keeps_queries:
             self.rank.observe(SPARSE, query)
         real = [i for i, row in enumerate(rows) if row]
         positions = torch.tensor(lengths)[real] - 1
@@ -140,15 +140,14 @@ class Twins:
 
     def check(self, row: int, length: int, query: torch.Tensor) -> None:
         """What the class predicts selects, in float64, what is resident for the next step."""
-        lag = self.selection.lag_steps
-        hi = length + lag - RECENT
+        hi = length + 1 - RECENT
         slots = self.table[row, None]
         request = SelectionInput(
             layer=SPARSE,
             owners=[(row, 1)],
             query=query[None],
             positions=torch.tensor([length - 1]),
-            use_positions=torch.tensor([length - 1 + lag]),
+            use_positions=torch.tensor([length]),
             score=lambda _: pytest.fail("scored below"),
             budget=BUDGET,
             lo=torch.tensor([SINK]),
@@ -177,7 +176,7 @@ class Twins:
     [
         {"policy": "async_spade"},
         {"policy": "async_spade", "pool_before": 1},
-        {"policy": "async_spade", "lag": 3, "ridge_window": 5},
+        {"policy": "async_spade", "ridge_window": 5},
         {"policy": "async_spade", "ridge_unrotate": False, "ridge_sign": -1},
         {"policy": "async_spade", "ridge_normalise": "none", "ridge_window": 3},
         {"policy": "mean_query", "ridge_window": 20},

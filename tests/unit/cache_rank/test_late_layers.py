@@ -21,7 +21,7 @@ NUM_RECENT = 16
 def test_books_are_those_of_the_next_step(index_dtype: str, late_layers: int) -> None:
     """What leaves the ring in the next step is there; with int4 its page has just been finished."""
     world = World(index_dtype=index_dtype, exact_layers=(), late_layers=late_layers)
-    assert world.rank.late_layers == tuple(range(late_layers))
+    assert world.rank.program.late_layers == tuple(range(late_layers))
     world.prefill(1, 130)
     world.prefill(3, 97)
     for step in range(1, 40):
@@ -47,10 +47,10 @@ def test_a_set_that_is_not_full_has_what_leaves_the_ring_next() -> None:
 
 def test_targets_leave_late_layers_out() -> None:
     rank = World(exact_layers=(), late_layers=1).rank
-    assert [rank.targets_of(x) for x in range(LAYERS)] == [(1,), (2,), (3,), (4,), (5,), ()]
+    assert [rank.program.targets_of(x) for x in range(LAYERS)] == [(1,), (2,), (3,), (4,), (5,), ()]
     rank = World(exact_layers=(), late_layers=2).rank
-    assert [rank.targets_of(x) for x in range(LAYERS)] == [(), (2,), (3,), (4,), (5,), ()]
-    assert World(exact_layers=()).rank.late_layers == ()
+    assert [rank.program.targets_of(x) for x in range(LAYERS)] == [(), (2,), (3,), (4,), (5,), ()]
+    assert World(exact_layers=()).rank.program.late_layers == ()
 
 
 def test_selects_what_a_float64_scan_of_the_next_step_would() -> None:
@@ -100,9 +100,9 @@ def test_what_is_refused_says_what_to_do() -> None:
         World(policy="last_query", late_layers=1)
     with pytest.raises(ValueError, match="use --exact-layers none, or drop --late-layers"):
         World(exact_layers=(0,), late_layers=1)
-    with pytest.raises(ValueError, match="neither share_layers nor gate_cosine; drop it"):
+    with pytest.raises(ValueError, match="late_layers does not go with share_layers"):
         World(exact_layers=(), late_layers=1, share_layers=True)
-    assert World(exact_layers=(3,), late_layers=2).rank.late_layers == (0, 1)
+    assert World(exact_layers=(3,), late_layers=2).rank.program.late_layers == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,6 @@ def test_what_fits_is_resident_when_it_goes_through_selection(serve, settings_of
     "changes",
     [
         {"index_dtype": "int8"},
-        {"lag": 3},
         {"refresh_every": 3},
         {"num_sink_tokens": 0},
         {"exact_layers": (0, 1, 2, 3)},
@@ -352,7 +351,7 @@ def test_packs_are_withheld_until_they_are_acknowledged(serve, settings_of):
     for _ in range(5):  # the books stay right: the scripted rank applies what came
         rank.decode(request)
     rank.settle()
-    assert served.counters.withheld_packs_total == 4 * 3  # lag + 1 go out per layer
+    assert served.counters.withheld_packs_total == 4 * 3  # two go out per layer
     assert bool(rank.log_weight.isnan().all()), "weights stay what they were, too"
     rank.acknowledge = True
     rank.decode(request)

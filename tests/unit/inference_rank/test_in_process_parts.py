@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.local import WARM_UP_STEPS, DenseLengths
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -19,7 +20,6 @@ from tandemkv.inference_rank import hooks
 from tandemkv.inference_rank.in_process import far_attention, graph_variants
 from tandemkv.inference_rank.in_process.backend import InProcessBackend
 from tandemkv.inference_rank.in_process.dense_steps import DenseSteps
-from tandemkv.inference_rank.in_process.graph_variants import StepKind
 from tandemkv.inference_rank.in_process.layer_streams import LayerStreams
 from tandemkv.inference_rank.in_process.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.in_process.resident_home import OwnSet
@@ -223,38 +223,38 @@ def test_a_lane_waits_for_another_one() -> None:
     assert seen.item() == 1
 
 
-def kinds_of(interval: int, *, selects: bool = True) -> tuple[StepKind, ...]:
+def kinds_of(interval: int, *, selects: bool = True) -> tuple[DecodeKind, ...]:
     rank = SimpleNamespace(selects=selects, index_interval=interval)
-    backend: Any = SimpleNamespace(_rank=rank)
+    backend: Any = SimpleNamespace(_program=rank)
     getter: Any = InProcessBackend.kinds
-    kinds: tuple[StepKind, ...] = getter.fget(backend)
+    kinds: tuple[DecodeKind, ...] = getter.fget(backend)
     return kinds
 
 
 def test_kinds_of_steps() -> None:
     """The last one has the least beside the forward pass."""
-    assert kinds_of(0) == (StepKind.SELECTING, StepKind.DENSE)
-    assert kinds_of(1) == (StepKind.SELECTING, StepKind.INDEXING)
-    assert kinds_of(64) == (StepKind.SELECTING, StepKind.INDEXING, StepKind.DENSE)
-    assert kinds_of(64, selects=False) == (StepKind.DENSE,)
+    assert kinds_of(0) == (DecodeKind.SELECTING, DecodeKind.DENSE)
+    assert kinds_of(1) == (DecodeKind.SELECTING, DecodeKind.INDEXING)
+    assert kinds_of(64) == (DecodeKind.SELECTING, DecodeKind.INDEXING, DecodeKind.DENSE)
+    assert kinds_of(64, selects=False) == (DecodeKind.DENSE,)
 
 
 @pytest.mark.parametrize(
     ("kind", "is_late", "refresh_every", "may_be_sparse"),
     [
-        (StepKind.SELECTING, False, 1, True),
-        (StepKind.INDEXING, False, 1, False),
-        (StepKind.DENSE, False, 1, False),
-        (StepKind.DENSE, True, 1, True),  # selected for in the step before
-        (StepKind.DENSE, False, 4, True),  # in one of the last four
+        (DecodeKind.SELECTING, False, 1, True),
+        (DecodeKind.INDEXING, False, 1, False),
+        (DecodeKind.DENSE, False, 1, False),
+        (DecodeKind.DENSE, True, 1, True),  # selected for in the step before
+        (DecodeKind.DENSE, False, 4, True),  # in one of the last four
     ],
 )
 def test_steps_that_attend_to_samples(
-    kind: StepKind, is_late: bool, refresh_every: int, may_be_sparse: bool
+    kind: DecodeKind, is_late: bool, refresh_every: int, may_be_sparse: bool
 ) -> None:
     backend: Any = InProcessBackend.__new__(InProcessBackend)
     backend._kind = kind
-    backend._rank = SimpleNamespace(selects_for_next_step=is_late, refresh_every=refresh_every)
+    backend._program = SimpleNamespace(selects_for_next_step=is_late, refresh_every=refresh_every)
     assert backend._may_be_sparse is may_be_sparse
 
 
@@ -284,24 +284,24 @@ def test_a_plan_waits_until_the_one_before_is_read(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("lengths", "by_interval"),
     [
-        ([3, 10], {0: StepKind.DENSE, 1: StepKind.INDEXING, 16: StepKind.DENSE}),
-        ([3, 32], {0: StepKind.DENSE, 1: StepKind.INDEXING, 16: StepKind.INDEXING}),
-        ([32, 41], dict.fromkeys((0, 1, 16), StepKind.SELECTING)),
+        ([3, 10], {0: DecodeKind.DENSE, 1: DecodeKind.INDEXING, 16: DecodeKind.DENSE}),
+        ([3, 32], {0: DecodeKind.DENSE, 1: DecodeKind.INDEXING, 16: DecodeKind.INDEXING}),
+        ([32, 41], dict.fromkeys((0, 1, 16), DecodeKind.SELECTING)),
     ],
 )
 def test_what_a_step_does(
-    interval: int, lengths: list[int], by_interval: dict[int, StepKind]
+    interval: int, lengths: list[int], by_interval: dict[int, DecodeKind]
 ) -> None:
-    rank = SimpleNamespace(selects=True, selects_in_step=True, index_interval=interval)
+    rank = SimpleNamespace(selects=True, refresh_every=1, index_interval=interval)
     dense = DenseSteps(DenseLengths(num_dense=40, num_cold=40), 0)
-    backend: Any = SimpleNamespace(_rank=rank, _dense=dense)
+    backend: Any = SimpleNamespace(_program=rank, _dense=dense, _num_steps=3)
     kind = InProcessBackend.kind_of(backend, torch.tensor(lengths))
     assert kind is by_interval[interval]
     assert kind in kinds_of(interval)
-    rank.selects_in_step = False  # between two refreshes
-    assert InProcessBackend.kind_of(backend, torch.tensor(lengths)) is not StepKind.SELECTING
+    rank.refresh_every = 2  # between two refreshes
+    assert InProcessBackend.kind_of(backend, torch.tensor(lengths)) is not DecodeKind.SELECTING
     rank.selects = False  # every layer is exact: no other graph is captured
-    assert InProcessBackend.kind_of(backend, torch.tensor(lengths)) is StepKind.DENSE
+    assert InProcessBackend.kind_of(backend, torch.tensor(lengths)) is DecodeKind.DENSE
 
 
 def test_a_small_step_attends_to_all_and_sets_are_made_ready_before_they_are_used() -> None:
@@ -357,12 +357,12 @@ def test_rows_are_known_on_the_host_while_the_scheduler_runs_a_batch(
 
 
 class _Backend:
-    captured_kind = StepKind.DENSE
-    kinds: tuple[StepKind, ...] = tuple(reversed(StepKind))
+    captured_kind = DecodeKind.DENSE
+    kinds: tuple[DecodeKind, ...] = tuple(reversed(DecodeKind))
     shares_gpu = False
 
-    def kind_of(self, lengths: torch.Tensor) -> StepKind:
-        return StepKind.SELECTING if bool((lengths > 10).any()) else StepKind.DENSE
+    def kind_of(self, lengths: torch.Tensor) -> DecodeKind:
+        return DecodeKind.SELECTING if bool((lengths > 10).any()) else DecodeKind.DENSE
 
 
 @pytest.mark.parametrize("shares_gpu", [True, False])
@@ -392,18 +392,18 @@ def test_each_batch_size_is_captured_for_each_kind_of_step(
         graph_variants.capture_each(original, runner, size, print)
         used = made[0] if shares_gpu else own
         assert seen == [
-            (size, "tandemkv-selecting", StepKind.SELECTING, used),
-            (size, "tandemkv-indexing", StepKind.INDEXING, used),
-            (size, "tandemkv-dense", StepKind.DENSE, used),
+            (size, "tandemkv-selecting", DecodeKind.SELECTING, used),
+            (size, "tandemkv-indexing", DecodeKind.INDEXING, used),
+            (size, "tandemkv-dense", DecodeKind.DENSE, used),
         ]
     assert graphs._capture_stream is own
     # One for all: graphs share memory within a stream only.
     assert [(x.device, x.priority) for x in made] == [(own.device, -2)] * shares_gpu
     streams._stream.cache_clear()
-    runner.attn_backend.kinds = (StepKind.DENSE,)  # nothing goes on beside it
+    runner.attn_backend.kinds = (DecodeKind.DENSE,)  # nothing goes on beside it
     seen.clear()
     graph_variants.capture_each(original, runner, 8, print)
-    assert seen == [(8, "tandemkv-dense", StepKind.DENSE, own)]
+    assert seen == [(8, "tandemkv-dense", DecodeKind.DENSE, own)]
     runner.attn_backend.kinds = _Backend.kinds
     with pytest.raises(ContractError, match="LoRA"):
         graph_variants.capture_each(original, runner, 8, print, None, "lora")
@@ -415,7 +415,7 @@ def test_each_batch_size_is_captured_for_each_kind_of_step(
 
 @pytest.mark.parametrize(
     ("lengths", "label"),
-    [([3, 10], StepKind.DENSE), ([3, 11], StepKind.SELECTING), (None, StepKind.SELECTING)],
+    [([3, 10], DecodeKind.DENSE), ([3, 11], DecodeKind.SELECTING), (None, DecodeKind.SELECTING)],
 )
 def test_the_graph_that_a_batch_needs(lengths: list[int] | None, label: str) -> None:
     runner = SimpleNamespace(attn_backend=_Backend())

@@ -25,6 +25,8 @@ from tandemkv.inference_rank.in_process.dense_steps import DenseSteps
 from tandemkv.inference_rank.in_process.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.in_process.resident_home import OwnSet, PoolTail, ResidentHome
 from tandemkv.inference_rank.in_process.samples import OwnSamples, PoolSamples
+from tandemkv.inference_rank.links.base import Link
+from tandemkv.inference_rank.links.local import LocalLink
 from tandemkv.inference_rank.resident_set import ResidentSet
 from tandemkv.inference_rank.sample_set import make_log_weights
 from tandemkv.kernels.samples import sample_offsets
@@ -161,7 +163,7 @@ class World:
             dtype=torch.float32, token_to_kv_pool=self.pool, model=self.model,
         )  # fmt: skip
         self.backend = InProcessBackend(
-            runner, Full(self.pool), self.rank, self.home, cache_device=CPU, is_far=own,
+            runner, Full(self.pool), self.link(runner), self.home, cache_device=CPU, is_far=own,
             seed_window=self.selection.seed_window, dense=self.dense,
             num_resident=self.num_resident, runtime=self.runtime,
         )  # fmt: skip
@@ -173,6 +175,12 @@ class World:
         self.waiting: list[Request] = []
         self.kept: list[tuple[Request, list[int]]] = []  # as SGLang's radix tree keeps them
         self.num_made = self.num_checked = self.num_decoded = self.num_small = 0
+
+    def link(self, runner: Any) -> Link:
+        return LocalLink(
+            runner, self.rank, MODEL, max_batch=ROWS1 - 1, device=CPU, cache_device=CPU,
+            is_far=self.own,
+        )  # fmt: skip
 
     def make_home(self) -> ResidentHome:
         selection, pool, width = self.selection, self.pool, self.num_resident
@@ -383,7 +391,7 @@ class World:
                 pool[samples._slots[place][counted].long(), head, 0].long(),
                 request.tokens[positions],
             )
-            if bool(counted.any()) and self.rank.refresh_every == 1:
+            if bool(counted.any()) and self.rank.program.refresh_every == 1:
                 assert not set(positions.tolist()) & set(held[head].tolist())
                 left_out = request.length - held.shape[1]
                 assert float(weight.exp().sum()) == pytest.approx(left_out, rel=1e-3)

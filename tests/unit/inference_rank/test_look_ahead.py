@@ -57,6 +57,7 @@ class Rank:
 
     def __init__(self, late_layers: tuple[int, ...]) -> None:
         self.late_layers = late_layers
+        self.program, self.last_entry = self, LAYERS - 2
         self.seen: list[tuple[Any, ...]] = []
 
     def lane_of(self, layer: int) -> int:
@@ -94,7 +95,7 @@ def step(
         ),
         is_selecting=lambda: selecting,
         fetch=lambda *found, size: rank.seen.append(("rows", *found, size)),
-        num_layers=LAYERS, sends_beside=sends_beside,
+        sends_beside=sends_beside,
     )  # fmt: skip
     hidden, residual = torch.full((1, WIDTH), 5.0), None
     batch = SimpleNamespace(attend=ahead.join_sent)

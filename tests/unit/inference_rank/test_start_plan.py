@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.local import SelectionTime
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank.in_process import start_measurement
-from tandemkv.inference_rank.in_process.graph_variants import StepKind
 from tandemkv.inference_rank.in_process.layer_time import LayerTime, measure_layer
-from tandemkv.inference_rank.in_process.start import check_lag
 from tandemkv.inference_rank.in_process.start_measurement import StartMeasurement
 from tandemkv.inference_rank.in_process.start_plan import MOST_REFRESH, StartPlan, make_plan
 
@@ -65,7 +63,6 @@ def test_least_refresh_that_hides(
     assert found.exposed_us == pytest.approx(exposed)
     assert found.is_hidden is hidden
     assert found.chosen is (refresh > 1)
-    assert found.lag == 1
     assert ("--refresh-every 1" in found.note) is (refresh > 1)
     assert found.values()["plan_refresh_steps"] == refresh
 
@@ -114,7 +111,7 @@ def test_unknown_times_are_left_out() -> None:
         SelectionSettings(), Timing.SAME_STEP_HIDDEN, measured=None, layer=None,
         has_own_gpu=False, is_cuda=False, dense_tokens=7, reason="nothing is selected",
     )  # fmt: skip
-    assert set(found.values()) == {"plan_refresh_steps", "plan_lag_steps", "plan_dense_tokens"}
+    assert set(found.values()) == {"plan_refresh_steps", "plan_dense_tokens"}
     assert found.is_hidden is None
     assert "nothing is selected" in found.text()
     small = make_plan(
@@ -131,7 +128,7 @@ MODEL = ModelSpec(
 
 
 def fake_rank(**traits: object) -> Any:
-    return SimpleNamespace(
+    program = SimpleNamespace(
         **{
             "selects": True,
             "needs_hidden": False,
@@ -142,6 +139,7 @@ def fake_rank(**traits: object) -> Any:
             **traits,
         }
     )
+    return SimpleNamespace(program=program)
 
 
 def fake_runner() -> Any:
@@ -204,7 +202,7 @@ def test_the_captured_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     asked["predict_query"](0, torch.zeros(1), torch.zeros(1))
     assert predicted == [1]  # the first sparse layer, not layer 0
-    assert rank.refresh_every == own.plan.refresh_every == 1
+    assert rank.program.refresh_every == own.plan.refresh_every == 1
     assert own.plan.values()["plan_layer_us"] == 92.0 + 22.0  # the slowest rank's
     replayed: list[Any] = []
     from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (
@@ -219,14 +217,14 @@ def test_the_captured_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = SimpleNamespace(
         backend=backend,
         capture_bs=[8, 1, 4, 2],
-        attn_backend=SimpleNamespace(kinds=(StepKind.SELECTING, StepKind.INDEXING)),
+        attn_backend=SimpleNamespace(kinds=(DecodeKind.SELECTING, DecodeKind.INDEXING)),
         _make_graph_key=lambda *key: key,
     )
     own.after_capture(graphs)
     own.after_capture(graphs)  # a later capture is left alone
     assert replayed == [(4, None, "tandemkv-indexing")]
     # 232 + 12 us beside 182 + 22: 40 us too long, 5 % of 204 us are 10.2.
-    assert rank.refresh_every == own.plan.refresh_every == 4
+    assert rank.program.refresh_every == own.plan.refresh_every == 4
     assert own.plan.exposed_us == pytest.approx(10.0)
 
 
@@ -252,11 +250,3 @@ def test_a_layer_is_timed_as_it_is(dtype: torch.dtype) -> None:
     assert found.attention_us > 0
     assert (found.weights_us is None) is (dtype != torch.float32)
     assert (found.us is None) is (found.weights_us is None)
-
-
-def test_a_longer_lag_is_refused() -> None:
-    settings = RankSettings.model_validate({"selection": {"policy": "async_spade", "lag": 2}})
-    with pytest.raises(SettingsError, match="--lag 1"):
-        check_lag(fake_rank(), settings)
-    check_lag(fake_rank(selects_for_next_step=False), settings)
-    check_lag(fake_rank(), RankSettings())

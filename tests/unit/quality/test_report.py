@@ -194,19 +194,6 @@ def test_mass_by_groups_of_layers() -> None:
     assert table.rows[0][-5:] == ["0.045", "0.105", "0.165", "0.225", "0.275"]
 
 
-def test_layers_that_the_gate_turned_exact_count_in_the_share() -> None:
-    """4 rows of 8 layers that are not exact; in 16 of these 32 everything was attended to."""
-    gated = Configuration(
-        system="tandemkv", policy="async_spade", budget="25%", attended_tokens=25, num_layers=10,
-        exact_layers=[0, 1],
-    )  # fmt: skip
-    counters = {"cache.gated_rows_total": 16.0}
-    one = result("perplexity", nlls(2.0), attended_share=0.2, request_steps=4.0, counters=counters)
-    (row,) = summarise(DESCRIBED, [(gated, {"perplexity": one})]).rows
-    expected = (2 + 8 * (0.5 + 0.5 * 0.2)) / 10
-    assert row.scores["perplexity"].attended_share == pytest.approx(expected)
-
-
 def test_markdown_holds_every_system_in_one_table(out: Path) -> None:
     write_report(out, Console(file=io.StringIO()))
     text = (out / "report.md").read_text()

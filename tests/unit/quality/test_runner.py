@@ -166,7 +166,7 @@ def test_other_settings_or_samples_are_measured_again(
 def test_dense_does_not_depend_on_the_selection(campaign: Campaign, started: list[Any]) -> None:
     run(campaign)
     started.clear()
-    selection = campaign.base.selection.model_copy(update={"lag": 2})
+    selection = campaign.base.selection.model_copy(update={"fetch_cap": 2})
     base = campaign.base.model_copy(update={"selection": selection})
     run(dataclasses.replace(campaign, base=base))
     assert sorted(name for name, _ in started) == ["look_ahead", "streaming"]

@@ -293,9 +293,9 @@ def test_the_cache_counts_as_host_memory_where_it_is_made(
 
 @pytest.mark.usefixtures("gpus")
 def test_a_policy_that_needs_a_process_and_has_one_gpu_is_shown_the_host(model_dir: Path) -> None:
-    gated = {"policy": "look_ahead", "gate_cosine": 0.5}
+    selection = {"policy": "kascade", "anchors": (0, 2), "kascade_fraction": 0.1}
     with pytest.raises(SettingsError, match=r"a second GPU; add --cache-device cpu"):
-        launch_of(model_dir, cache_device="auto", selection=gated)
+        launch_of(model_dir, cache_device="auto", selection=selection)
     said: list[str] = []
-    assert launch_of(model_dir, said, selection=gated).settings.transport == "gloo"
+    assert launch_of(model_dir, said, selection=selection).settings.transport == "gloo"
     assert said == ["cache rank in a process of its own, K/V in host memory: cache_device=cpu"]

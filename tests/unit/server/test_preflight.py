@@ -106,7 +106,7 @@ def test_refuses_unknown_policies() -> None:
         check_policy("magic")
 
 
-def test_refuses_what_has_no_calibration_or_nothing_to_gate(model_dir: Path) -> None:
+def test_refuses_what_has_no_calibration(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match="tandemkv calibrate MODEL --policy sync_kv"):
         resolve(model_dir, selection={"policy": "sync_kv"})
     with pytest.raises(SettingsError, match=r"calibration=nothing\.json: cannot be read"):
@@ -118,8 +118,6 @@ def test_refuses_what_has_no_calibration_or_nothing_to_gate(model_dir: Path) -> 
             cache_ranks=0,
             selection={"policy": "kascade", "anchors": (0, 2), "kascade_fraction": 0.1},
         )
-    with pytest.raises(SettingsError, match="gate_cosine"):
-        resolve(model_dir, selection={"policy": "streaming", "gate_cosine": 0.5})
     with pytest.raises(SettingsError, match=r"pool_before=1, .*policy=quest .* last_query"):
         resolve(model_dir, selection={"policy": "quest", "pool_before": 1})
 

@@ -12,7 +12,14 @@ from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSetting
 from tandemkv.server.devices import resolve_device
 from tandemkv.server.options import RANK_FLAGS, SERVE_FLAGS
 from tandemkv.server.settings import ServeSettings, is_loopback
-from tandemkv.server.settings_sources import Sourced, load_settings, setting_fields, to_yaml
+from tandemkv.server.settings_sources import (
+    REMOVED,
+    Sourced,
+    load_settings,
+    removed,
+    setting_fields,
+    to_yaml,
+)
 
 
 def flags(**values: object) -> dict[str, Sourced]:
@@ -121,14 +128,34 @@ def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -
         ("prot: 1", {}, {}, ["prot", "serve.yaml", "did you mean port"]),
         ("selection: {budget: 9}", {}, {}, ["selection.budget ", "serve.yaml", "budget_tokens"]),
         ("budget_tokens: 9", {}, {}, ["budget_tokens", "mean selection.budget_tokens"]),
+        (
+            "selection: {lag: 1}",
+            {},
+            {},
+            ["selection.lag (from ", "serve.yaml) is gone", "in the next"],
+        ),
         ("selection: 3", {}, {}, ["selection", "serve.yaml", "group"]),
         ("[1]", {}, {}, ["serve.yaml", "mapping"]),
         ("a: [", {}, {}, ["serve.yaml", "not valid YAML"]),
         ("", {"TANDEMKV_SERVE_PROT": "1"}, {}, ["prot", "TANDEMKV_SERVE_PROT"]),
         ("", {"TANDEMKV_SERVE_CACHE__SIZE": "1"}, {}, ["cache.size", "TANDEMKV_SERVE_CACHE__SIZE"]),
+        (
+            "",
+            {"TANDEMKV_SERVE_SELECTION__SCAN_AHEAD": "1"},
+            {},
+            [
+                "selection.scan_ahead (from TANDEMKV_SERVE_",
+                "is gone: it was no faster; leave it out",
+            ],
+        ),
         ("port: 70000", {}, {}, ["port=70000", "serve.yaml", "65535"]),
         ("", {"TANDEMKV_SERVE_PORT": "x"}, {}, ["port=x", "TANDEMKV_SERVE_PORT", "integer"]),
-        ("", {}, {"selection__lag": "99"}, ["selection.lag=99", "--selection__lag", "8"]),
+        (
+            "",
+            {},
+            {"selection__look_ahead_layers": "99"},
+            ["look_ahead_layers=99", "--selection__", "8"],
+        ),
         ("", {}, {"selection__exact_layers": "0,a"}, ["selection.exact_layers=0,a", "integer"]),
         ("", {}, {"selection__budget_tokens": "10"}, ["budget_tokens=10", "= 68", "--selection_"]),
         ("", {}, {"cache_ranks": "1", "tensor_parallel": "2"}, ["tensor_parallel=2", "peer"]),
@@ -213,3 +240,13 @@ def test_cuda_is_refused_in_this_version() -> None:
     with pytest.raises(SettingsError, match="device=cuda"):
         resolve_device("cuda")
     assert resolve_device("auto") == "cpu"
+
+
+def test_what_is_gone_is_no_setting() -> None:
+    flags_there_are = {flag.name for flag in SERVE_FLAGS}
+    for key, reason in REMOVED.items():
+        flag = f"--{key.rpartition('.')[2].replace('_', '-')}"
+        assert key not in setting_fields()
+        assert flag not in flags_there_are
+        assert removed(key) == removed(flag) == f"is gone: {reason}"
+    assert removed("scan_ahead") is removed("--policy") is None

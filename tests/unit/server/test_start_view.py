@@ -11,7 +11,6 @@ from tandemkv.server.start_view import start_view
 
 VALUES = {
     "plan_refresh_steps": 2.0,
-    "plan_lag_steps": 1.0,
     "plan_dense_tokens": 4164.0,
     "plan_scan_us": 240.25,
     "plan_transfer_us": 10.0,
@@ -47,7 +46,6 @@ def test_every_figure_is_shown_in_80_columns() -> None:
         "model": "200.0",
         "exposed: added by selecting": "25.1 (not hidden)",
         "refresh every": "2 steps",
-        "lag": "1 step",
         "attends to everything": "up to 4164 tokens",
     }
     assert "chosen" in text
@@ -65,7 +63,7 @@ def test_what_is_hidden_and_never_dense_says_so() -> None:
 
 def test_what_was_not_measured_has_no_line() -> None:
     text = shown({k: v for k, v in VALUES.items() if not k.endswith(("_us", "hidden"))})
-    names = ["selection on", "refresh every", "lag", "attends to everything"]
+    names = ["selection on", "refresh every", "attends to everything"]
     assert list(rows(text)) == names
 
 

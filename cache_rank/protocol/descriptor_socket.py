@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hands descriptors of mapped tensors from one rank to the other, and tells when a rank is gone.
+
+A Unix socket in the private run directory. The inference rank connects, proves that it knows the
+token, and sends its tensors; the cache rank answers with its own, or with the reason why not. Then
+the connection stays open without traffic: the kernel closes it when either process ends, however
+it ends, so that the other learns of it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from .errors import CacheRankLostError, HandshakeRefusedError, ProtocolError
+from .mapped_tensors import DTYPES, MappedTensors, TensorSpec
+
+_MAX_BYTES = 1 << 16
+_MAX_DESCRIPTORS = 64
+_Dim = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class _Spec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(max_length=64)]
+    shape: Annotated[tuple[_Dim, ...], msgspec.Meta(max_length=8)]
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+
+
+class _Tensors(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`error` is empty if all is well; the descriptors of `specs` come with the message."""
+
+    token: Annotated[bytes, msgspec.Meta(max_length=64)]
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+    error: Annotated[str, msgspec.Meta(max_length=4096)]
+    specs: Annotated[tuple[_Spec, ...], msgspec.Meta(max_length=_MAX_DESCRIPTORS)]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_Tensors)
+
+
+class DescriptorListener:
+    """The cache rank's end: waits for one inference rank at a time.
+
+    Parameters
+    ----------
+    path : Path
+        Where the socket is made, in the run directory; a file that a dead process left goes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.bind(str(path))
+            path.chmod(0o600)
+            self._socket.listen(1)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def accept(
+        self, *, token: bytes, epoch: int, timeout_s: float
+    ) -> tuple[socket.socket, MappedTensors]:
+        """Return the connection to the inference rank of `epoch`, and its tensors, mapped.
+
+        Raises
+        ------
+        CacheRankLostError
+            If none comes in time.
+        ProtocolError
+            If what comes is not as agreed; others in the meantime are turned away.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            connection = self._accept_one(deadline)
+            try:
+                message, descriptors = _receive(connection, deadline)
+                if not hmac.compare_digest(message.token, token) or message.epoch != epoch:
+                    _close_all(descriptors)
+                    connection.close()
+                    continue
+                return connection, _attach(message.specs, descriptors)
+            except BaseException:
+                connection.close()
+                raise
+
+    def close(self) -> None:
+        """Close and remove the socket. Idempotent."""
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def _accept_one(self, deadline: float) -> socket.socket:
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            return self._socket.accept()[0]
+        except TimeoutError as error:
+            raise CacheRankLostError(
+                "the inference rank did not send its memory in time"
+            ) from error
+
+
+def offer_tensors(
+    path: Path, tensors: MappedTensors, *, token: bytes, epoch: int, timeout_s: float
+) -> tuple[socket.socket, MappedTensors]:
+    """Hand `tensors` to the cache rank that listens at `path`.
+
+    Returns
+    -------
+    connection : socket.socket
+        Stays open for the life of the epoch; `wait_for_hang_up` watches it.
+    theirs : MappedTensors
+        What the cache rank made, for us to hold: it outlives the cache rank with us.
+
+    Raises
+    ------
+    HandshakeRefusedError
+        If the cache rank cannot use them, with its reason.
+    CacheRankLostError
+        If it is gone, or does not answer within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(str(path))
+        send_tensors(connection, tensors, token=token, epoch=epoch)
+        message, descriptors = _receive(connection, deadline)
+        if message.error:
+            _close_all(descriptors)
+            raise HandshakeRefusedError("memory", message.error)
+        return connection, _attach(message.specs, descriptors)
+    except OSError as error:
+        connection.close()
+        raise CacheRankLostError(
+            f"{path}: the cache rank does not take the memory: {error}"
+        ) from error
+    except BaseException:
+        connection.close()
+        raise
+
+
+def send_tensors(
+    connection: socket.socket,
+    tensors: MappedTensors | None,
+    *,
+    token: bytes = b"",
+    epoch: int = 0,
+    error: str = "",
+) -> None:
+    """Send tensors, or the reason why there are none."""
+    specs = () if tensors is None else tensors.specs
+    message = _Tensors(
+        token=token,
+        epoch=epoch,
+        error=error[:4096],
+        specs=tuple(_Spec(s.name, s.shape, s.dtype) for s in specs),
+    )
+    descriptors = () if tensors is None else tensors.descriptors
+    socket.send_fds(connection, [_ENCODER.encode(message)], list(descriptors))
+
+
+def wait_for_hang_up(connection: socket.socket, wake: socket.socket) -> bool:
+    """Block until the other process has ended (True), or `wake` becomes readable (False)."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+    poll.register(wake, select.POLLIN | select.POLLHUP)
+    found = dict(poll.poll())
+    return wake.fileno() not in found
+
+
+def _receive(connection: socket.socket, deadline: float) -> tuple[_Tensors, list[int]]:
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    try:
+        frame, descriptors, flags, _ = socket.recv_fds(connection, _MAX_BYTES, _MAX_DESCRIPTORS)
+    except (OSError, struct.error) as error:
+        raise CacheRankLostError(f"the other rank does not send its memory: {error}") from error
+    try:
+        if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+            raise ProtocolError(
+                "descriptors were cut off: raise the limit of open files (ulimit -n)"
+            )
+        if not frame:
+            raise CacheRankLostError("the other rank hung up")
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        return _DECODER.decode(frame), list(descriptors)
+    except msgspec.MsgspecError as error:
+        _close_all(descriptors)
+        raise ProtocolError(f"malformed list of tensors: {error}") from error
+    except BaseException:
+        _close_all(descriptors)
+        raise
+
+
+def _attach(specs: Sequence[_Spec], descriptors: Sequence[int]) -> MappedTensors:
+    left = list(descriptors)
+    tensors = MappedTensors()
+    try:
+        if len(specs) != len(left):
+            raise ProtocolError(f"{len(left)} descriptors came for {len(specs)} tensors")
+        for spec in specs:
+            if spec.dtype not in DTYPES:
+                raise ProtocolError(f"mapped tensor {spec.name!r}: dtype={spec.dtype} is unknown")
+            tensors.attach(TensorSpec(spec.name, spec.shape, spec.dtype), left.pop(0))
+    except BaseException:
+        _close_all(left)
+        tensors.close()
+        raise
+    return tensors
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine does in each layer of a step: derived, never sent.
+
+The forward pass and the engine may be in two processes. Both make this object from the model, the
+settings and what the policy declares, so that what one side raises flags for is what the other
+waits for.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from .errors import SettingsError
+from .messages import PolicyTraits, RefreshRule, Timing
+from .model_spec import ModelSpec
+from .settings import RankSettings
+from .step_program import OWN_SELECTIONS, StepProgram
+
+
+class DecodeKind(StrEnum):
+    """What a decode step does beside the forward pass; also the label of its CUDA graph."""
+
+    DENSE = "tandemkv-dense"
+    INDEXING = "tandemkv-indexing"
+    SELECTING = "tandemkv-selecting"
+    """Indexes, too."""
+
+
+class EngineProgram:
+    """Which layers select, for whom and when.
+
+    Parameters
+    ----------
+    model, settings
+        Of both ranks.
+    timing, traits, all_exact
+        What the policy declares.
+    keeps_queries : bool
+        Whether the queries of every step are wanted.
+    index_interval : int
+        Tokens between two that the key index takes in: at lengths it divides; 0: none.
+
+    Attributes
+    ----------
+    refresh_every : int
+        Steps from one that selects to the next; the settings' until it is changed at start.
+    late_layers : tuple of int
+        Layers that are selected for at the end of a step, for the next one. They are no
+        `targets_of` any layer; all have attended where the last layer that has targets begins.
+    attends : bool
+        Whether the policy attends in every sparse layer (`LocalCacheRank.attend_selected`), and
+        selects nothing.
+    slow_steps : RefreshRule
+        Which steps of a sparse request are slow: it attends to everything, without samples, and is
+        selected for, for the next step on. Nothing is selected for others.
+    index_interval : int
+        As above; 1 if queries are kept. A request of another length may be left out.
+
+    Raises
+    ------
+    SettingsError
+        If a late layer has not attended where the last layer with targets begins.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        settings: RankSettings,
+        *,
+        timing: Timing,
+        traits: PolicyTraits = OWN_SELECTIONS,
+        all_exact: bool = False,
+        keeps_queries: bool = False,
+        index_interval: int = 0,
+    ) -> None:
+        selection = settings.selection
+        self._steps = StepProgram(model, settings, timing, traits)
+        self.num_layers = model.num_layers
+        self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
+        self.attends = timing is Timing.SAME_STEP_ATTENTION
+        self.slow_steps = RefreshRule(traits.refresh)
+        # A policy that attends selects nothing for the inference rank to attend to.
+        layers = range(0 if self.attends else model.num_layers)
+        self.selecting = [x for x in layers if self._steps.is_selecting_layer(x)]
+        # Layers whose keys are scanned; the others follow one of them, if selections are shared.
+        self.sources = [x for x in layers if self._steps.selections(x)]
+        self._is_source = frozenset(self.sources)
+        exact = frozenset(range(model.num_layers) if all_exact else selection.exact_layer_ids)
+        self._sparse = frozenset(range(model.num_layers)) - exact
+        self.index_interval = 1 if keeps_queries else index_interval
+        self.refresh_every = selection.refresh_steps
+        count, most = selection.num_late, selection.most_late(model.num_layers)
+        if count > most:
+            raise SettingsError(
+                f"late_layers={count}: too many for {model.num_layers} layers; use at most {most}"
+            )
+        self.late_layers = tuple(x for x in self.sources if x < count)
+        self.last_entry = max((x for x in layers if self.targets_of(x)), default=-1)
+
+    @property
+    def selects(self) -> bool:
+        """Whether anything is selected in decode."""
+        return bool(self.selecting)
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether queries are predicted from the residual stream."""
+        return self.timing is Timing.SAME_STEP_HIDDEN
+
+    @property
+    def needs_query(self) -> bool:
+        """Whether the policy selects with the layer's own query."""
+        return self.timing is Timing.SAME_STEP_QUERY or self.selects_for_next_step
+
+    @property
+    def selects_for_next_step(self) -> bool:
+        """Whether what is selected is used one step later."""
+        return self.timing in (Timing.NEXT_STEP, Timing.EXACT_STEP)
+
+    @property
+    def scanned_share(self) -> float:
+        """Layers whose keys are scanned, of those that are selected for; at most 1."""
+        return min(1.0, len(self.sources) / max(1, len(self.selecting)))
+
+    def is_sparse_layer(self, layer: int) -> bool:
+        """Whether `layer` attends to a resident set."""
+        return layer in self._sparse
+
+    def is_source(self, layer: int) -> bool:
+        """Whether the keys of `layer` are scanned, for itself or for layers that follow it."""
+        return layer in self._is_source
+
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose selection `layer` uses, itself if none is shared."""
+        return self._steps.source_of(layer)
+
+    def followers_of(self, layer: int) -> tuple[int, ...]:
+        """Later layers that use what is chosen for `layer`; empty unless selections are shared."""
+        if not self.is_source(layer):
+            return ()
+        return tuple(x for layers in self._steps.followers(layer) for x in layers)
+
+    def slow_heads(self, layer: int) -> tuple[int, ...]:
+        """Return the KV heads that a selection of a slow step in `layer` is made with."""
+        return self._steps.slow_heads(layer)
+
+    def fetched_by(self, layer: int) -> tuple[int, ...]:
+        """Layers that rows are brought to when `layer` has been chosen for, in order."""
+        own = (layer,) if layer in self.selecting else ()
+        return own + self.followers_of(layer)
+
+    def targets_of(self, layer: int) -> tuple[int, ...]:
+        """Layers whose query is predicted from the residual stream at the entry of `layer`."""
+        return tuple(x for x in self._steps.targets_of(layer) if x not in self.late_layers)
+
+    def reads_stream(self, layer: int) -> bool:
+        """Whether the residual stream at the entry of `layer` is wanted in a selecting step."""
+        return self.needs_hidden and (bool(self.targets_of(layer)) or layer in self.late_layers)
+
+    def indexes(self, kind: DecodeKind, layer: int) -> bool:
+        """Whether a decode step of a kind takes the newest key of `layer` into the index."""
+        is_due = kind is not DecodeKind.DENSE and self.index_interval > 0
+        return is_due and self.is_source(layer)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named tensors in memory that several processes of one host map.
+
+Each tensor is an anonymous file (``memfd_create``). Its pages exist from the start and its size is
+sealed, so that no access can end in SIGBUS later. The memory lives as long as any process has it
+mapped or holds its descriptor; descriptors travel over a Unix socket (`descriptor_socket`).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from .available_memory import available_bytes
+from .errors import ProtocolError, SettingsError
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_GIB = 1 << 30
+DTYPES = ("float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype (a torch name) of a mapped tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor; at least one page, for an empty file cannot be mapped."""
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return max(mmap.PAGESIZE, prod(self.shape) * itemsize)
+
+
+class MappedTensors:
+    """The mapped tensors of one process, by name. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._descriptors: dict[str, int] = {}
+        self._specs: dict[str, TensorSpec] = {}
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What there is, in the order in which it was made."""
+        return tuple(self._specs.values())
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The descriptors of `specs`, in their order; this object keeps them open."""
+        return tuple(self._descriptors[name] for name in self._specs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | str) -> torch.Tensor:
+        """Return the tensor `name`, made of zeros if there is none yet.
+
+        Parameters
+        ----------
+        name : str
+            Unique in this process.
+        shape : tuple of int
+            Of the tensor.
+        dtype : torch.dtype or str
+            One of `DTYPES`.
+
+        Raises
+        ------
+        SettingsError
+            If the host lacks memory, or a limit of the process is in the way.
+        ProtocolError
+            If there is one of another shape or dtype.
+        """
+        spec = TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch."))
+        known = self._specs.get(name)
+        if known is not None:
+            _require_same(known, spec)
+            return self._tensors[name]
+        return self._keep(spec, create_memory(name, spec.nbytes))
+
+    def attach(self, spec: TensorSpec, descriptor: int) -> torch.Tensor:
+        """Map what another process made; the descriptor is ours from now on, even on an error.
+
+        Raises
+        ------
+        ProtocolError
+            If the file is not a sealed one of exactly the bytes that `spec` needs.
+        """
+        try:
+            if spec.name in self._specs:
+                raise ProtocolError(f"mapped tensor {spec.name!r} came twice")
+            _check_memory(spec, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return self._keep(spec, descriptor)
+
+    def forget(self, name: str) -> None:
+        """Close the descriptor of `name`, and unmap it once its tensor is used no more."""
+        os.close(self._descriptors.pop(name))
+        del self._tensors[name], self._specs[name]
+
+    def close(self) -> None:
+        """`forget` all. Idempotent."""
+        for name in list(self._specs):
+            self.forget(name)
+
+    def _keep(self, spec: TensorSpec, descriptor: int) -> torch.Tensor:
+        try:
+            mapped = mmap.mmap(descriptor, spec.nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            raise SettingsError(
+                f"memory of {spec.name} ({spec.nbytes} bytes) cannot be mapped: {error.strerror}; "
+                "raise the process's limit of address space (ulimit -v)"
+            ) from error
+        whole = torch.frombuffer(mapped, dtype=getattr(torch, spec.dtype))
+        self._specs[spec.name], self._descriptors[spec.name] = spec, descriptor
+        self._tensors[spec.name] = whole[: prod(spec.shape)].view(spec.shape)
+        return self._tensors[spec.name]
+
+
+def create_memory(name: str, nbytes: int) -> int:
+    """Return the descriptor of `nbytes` zeroed bytes of memory that can be mapped.
+
+    Raises
+    ------
+    SettingsError
+        If they are not to be had; nothing is left then.
+    """
+    free = available_bytes()
+    if free is not None and nbytes > free:
+        raise SettingsError(
+            f"shared memory of {name} needs {nbytes / _GIB:.2f} GiB, the host has "
+            f"{free / _GIB:.2f} GiB available (control group included); lower --cache-tokens or "
+            "--max-running-requests"
+        )
+    with _explained(name, nbytes):
+        descriptor = os.memfd_create(f"tandemkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with _explained(name, nbytes):
+            os.posix_fallocate(descriptor, 0, nbytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def _explained(name: str, nbytes: int) -> Iterator[None]:
+    advice = {
+        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+        errno.ENFILE: "the host has too many open files",
+        errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+        errno.ENOSPC: "lower --cache-tokens or --max-running-requests",
+        errno.ENOMEM: "lower --cache-tokens or --max-running-requests",
+    }
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(
+            f"shared memory of {name} ({nbytes} bytes) cannot be made: {error.strerror}; "
+            + advice.get(error.errno or 0, "see memfd_create(2)")
+        ) from error
+
+
+def _check_memory(spec: TensorSpec, descriptor: int) -> None:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != spec.nbytes:
+        raise ProtocolError(
+            f"mapped tensor {spec.name!r}: its memory has {found.st_size} bytes, "
+            f"{spec.dtype}{list(spec.shape)} needs {spec.nbytes}; start both ranks with the same "
+            "settings"
+        )
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if seals & _SEALS != _SEALS:
+        raise ProtocolError(f"mapped tensor {spec.name!r}: its size is not sealed")
+
+
+def _require_same(known: TensorSpec, asked: TensorSpec) -> None:
+    if known != asked:
+        raise ProtocolError(
+            f"mapped tensor {asked.name!r} is {known.dtype}{list(known.shape)}, "
+            f"{asked.dtype}{list(asked.shape)} was asked for; start both ranks with the same "
+            "settings"
+        )

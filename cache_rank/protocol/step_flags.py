@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags between two processes of one host: words in mapped memory that hold step numbers.
+
+A flag is raised by writing the number of the step that it is for, and never taken down. A wait for
+step n ends when the word is n or later, so a flag that comes after its wait was given up cannot
+satisfy a later step. Every wait has an end.
+
+On x86-64 and arm64 an aligned word of 8 bytes is written at once. Stores stay in order on x86-64;
+elsewhere the system call that follows each store is the barrier.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+
+from .errors import SettingsError
+
+WORDS_APART = 8
+"""A flag has a cache line of 64 bytes of its own, for both processes poll."""
+
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_SYSCALLS = {"x86_64": 202, "aarch64": 98}
+_SPINS = 400
+"""Looks before the first sleep: about 40 us, what waking up a sleeper costs."""
+_SLICE_NS = 2_000_000
+_EVERYBODY = 1 << 30
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+class StepFlags:
+    """Words that two processes raise and wait for.
+
+    Parameters
+    ----------
+    words : torch.Tensor
+        ``[num_flags, WORDS_APART]`` int64, mapped by both processes; word 0 of each line counts.
+
+    Raises
+    ------
+    SettingsError
+        On a machine whose futex call is unknown.
+    """
+
+    def __init__(self, words: torch.Tensor) -> None:
+        number = _SYSCALLS.get(platform.machine())
+        if number is None:
+            raise SettingsError(
+                f"machine={platform.machine()}: two processes meet in shared memory on "
+                f"{' and '.join(_SYSCALLS)} only; use --cache-ranks 0"
+            )
+        self._tensor = words  # keeps the memory mapped
+        self._futex = number
+        self._view = memoryview(words.numpy()).cast("B").cast("q")  # type: ignore[arg-type]
+        self._address = words.data_ptr()
+        self._slice = _Timespec(0, _SLICE_NS)
+
+    def __len__(self) -> int:
+        return len(self._tensor)
+
+    def value(self, flag: int) -> int:
+        """Return the number that a flag was raised with last."""
+        return self._view[flag * WORDS_APART]
+
+    def raise_to(self, flag: int, step: int) -> None:
+        """Let all that was written before be seen by who waits for `step`."""
+        self._view[flag * WORDS_APART] = step
+        address = ctypes.c_void_p(self._address + flag * WORDS_APART * 8)
+        _libc.syscall(self._futex, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+
+    def wait(self, flag: int, step: int, *, timeout_s: float, is_over: Callable[[], bool]) -> bool:
+        """Wait until a flag is raised to `step`, by difference, for `timeout_s` at most.
+
+        `is_over` is asked every few milliseconds; True ends the wait. Returns whether the flag
+        was raised.
+        """
+        view, index = self._view, flag * WORDS_APART
+        for _ in range(_SPINS):
+            if view[index] - step >= 0:
+                return True
+        deadline = time.monotonic() + timeout_s
+        while True:
+            seen = view[index]
+            if seen - step >= 0:
+                return True
+            if is_over() or time.monotonic() >= deadline:
+                return False
+            self._sleep(index, seen)
+
+    def _sleep(self, index: int, seen: int) -> None:
+        # The kernel compares the low half of the word, and sleeps only if it is as it was.
+        address = ctypes.c_void_p(self._address + index * 8)
+        result = _libc.syscall(
+            self._futex, address, _FUTEX_WAIT, ctypes.c_int(seen & 0xFFFFFFFF),
+            ctypes.byref(self._slice), None, 0,
+        )  # fmt: skip
+        if result < 0 and ctypes.get_errno() not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))

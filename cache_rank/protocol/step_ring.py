@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ordered ring of announcements, from the inference rank's host to the cache rank's.
+
+Everything that a step is about goes through this one ring: prefill, decode, release of rows. Two
+channels would let a decode overtake the seeding of its row. An entry is a record of integers; what
+is larger lies in mapped tensors that the entry's step number orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from .errors import CacheRankLostError, ProtocolError
+from .step_flags import StepFlags
+
+NUM_ENTRIES = 64
+_HEADER = 6
+
+
+class EntryKind(IntEnum):
+    """What an entry announces."""
+
+    EXTEND = 1
+    """A prefill step."""
+    DECODE = 2
+    RELEASE = 3
+    """Requests in `rows` ended: finished, aborted or retracted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One request of an entry.
+
+    Attributes
+    ----------
+    row : int
+        Of the request table; 0 is padding.
+    generation : int
+        Counts the tenants of the row.
+    length, prefix_len : int
+        Tokens after the step, and before it.
+    window : int
+        Prompt queries that seed the row's resident set; 0: it is not seeded in this step.
+    flags : int
+        Bits of `RowFlag`.
+    """
+
+    row: int
+    generation: int
+    length: int = 0
+    prefix_len: int = 0
+    window: int = 0
+    flags: int = 0
+
+
+_FIELDS = tuple(StepRow.__dataclass_fields__)
+ROW_WORDS = len(_FIELDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEntry:
+    """An announcement.
+
+    Attributes
+    ----------
+    kind : EntryKind
+        What it is about.
+    step : int
+        Number that its flags are raised to; grows by one with each entry.
+    variant : int
+        Of a decode: what it does beside the forward pass.
+    num_cold : int
+        Of a decode: longest request that is not selected for.
+    rows : tuple of StepRow
+        The requests, in the order of the batch.
+    """
+
+    kind: EntryKind
+    step: int
+    variant: int = 0
+    num_cold: int = 0
+    rows: tuple[StepRow, ...] = ()
+
+
+def ring_shape(max_rows: int) -> tuple[int, int]:
+    """Shape of the int64 tensor of a ring whose entries have up to `max_rows` requests."""
+    return NUM_ENTRIES, _HEADER + max_rows * ROW_WORDS
+
+
+class StepRing:
+    """One end of the ring; one process only writes, the other only reads.
+
+    Parameters
+    ----------
+    words : torch.Tensor
+        `ring_shape`, int64, mapped by both.
+    flags : StepFlags
+        Of the same epoch.
+    announced, consumed : int
+        Flags of the latest entry written, and read.
+    """
+
+    def __init__(
+        self, words: torch.Tensor, flags: StepFlags, *, announced: int, consumed: int
+    ) -> None:
+        self._words, self._flags = words.numpy(), flags
+        self._announced, self._consumed = announced, consumed
+        self._max_rows = (words.shape[1] - _HEADER) // ROW_WORDS
+        self._num = 0
+
+    def write(self, entry: StepEntry, *, timeout_s: float, is_over: Callable[[], bool]) -> None:
+        """Announce `entry`.
+
+        Raises
+        ------
+        CacheRankLostError
+            If the ring stays full.
+        """
+        if len(entry.rows) > self._max_rows:
+            raise ProtocolError(f"{len(entry.rows)} requests in a step, at most {self._max_rows}")
+        number = self._num + 1
+        oldest = number - NUM_ENTRIES
+        if oldest > 0 and not self._flags.wait(
+            self._consumed, oldest, timeout_s=timeout_s, is_over=is_over
+        ):
+            raise CacheRankLostError("the cache rank does not read its announcements")
+        record = [int(entry.kind), entry.step, entry.variant, entry.num_cold, len(entry.rows), 0]
+        for row in entry.rows:
+            record += (row.row, row.generation, row.length, row.prefix_len, row.window, row.flags)
+        self._words[number % NUM_ENTRIES, : len(record)] = record
+        self._num = number
+        self._flags.raise_to(self._announced, number)
+
+    def read(self, *, timeout_s: float, is_over: Callable[[], bool]) -> StepEntry | None:
+        """Return the next entry, or None if there is none within `timeout_s`.
+
+        Raises
+        ------
+        ProtocolError
+            If it is malformed.
+        """
+        number = self._num + 1
+        if not self._flags.wait(self._announced, number, timeout_s=timeout_s, is_over=is_over):
+            return None
+        record = self._words[number % NUM_ENTRIES].tolist()
+        kind, step, variant, num_cold, count, _ = record[:_HEADER]
+        if not 0 <= count <= self._max_rows or kind not in set(EntryKind):
+            raise ProtocolError(f"announcement {number}: kind={kind}, {count} requests")
+        words = record[_HEADER : _HEADER + count * ROW_WORDS]
+        rows = tuple(
+            StepRow(**dict(zip(_FIELDS, words[i : i + ROW_WORDS], strict=True)))
+            for i in range(0, len(words), ROW_WORDS)
+        )
+        self._num = number
+        self._flags.raise_to(self._consumed, number)
+        return StepEntry(
+            kind=EntryKind(kind), step=step, variant=variant, num_cold=num_cold, rows=rows
+        )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the attention backend asks of a link to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendRow:
+    """One request of a prefill step.
+
+    Attributes
+    ----------
+    row : int
+        Of the request table.
+    prefix_len, length : int
+        Tokens before the step, and after it.
+    table : torch.Tensor
+        ``[length]`` int32, the slot of each position.
+    window : tuple of (int, int), optional
+        Where the prompt's last queries are in the step's tokens, if its resident set is to be
+        filled now.
+    """
+
+    row: int
+    prefix_len: int
+    length: int
+    table: torch.Tensor
+    window: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRows:
+    """The requests of a decode step.
+
+    Attributes
+    ----------
+    rows, lengths : torch.Tensor
+        ``[B]`` integers on the device of the forward pass; lengths after the step.
+    lengths_on_host : torch.Tensor
+        The same on the host.
+    req_to_token : torch.Tensor
+        ``[rows, max_context]`` int32, the slot of each position.
+    num_cold : int
+        Longest request that is not selected for.
+    """
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    lengths_on_host: torch.Tensor
+    req_to_token: torch.Tensor
+    num_cold: int
+
+
+class Link(Protocol):
+    """Carries what the forward pass has to the engine, and waits for what the engine has done.
+
+    Called in the order of the forward pass, by the thread that queues it. What is called between
+    `begin_decode` and `end_step` queues work of fixed shape on a GPU, and can be captured.
+
+    Attributes
+    ----------
+    program : EngineProgram
+        Which layers select, for whom and when.
+    """
+
+    program: EngineProgram
+
+    def begin_extend(self, requests: Sequence[ExtendRow]) -> None:
+        """Announce a prefill step. What was known of earlier tenants of its rows is forgotten."""
+
+    def extend(self, layer: int, slots: torch.Tensor, windows: Sequence[torch.Tensor]) -> None:
+        """Index the keys just written at `slots` ``[n]``, and fill sets of finished prompts.
+
+        `windows` are the queries ``[W, Hq, D]`` of the requests that have a window, in their
+        order; none for a layer that attends to everything.
+        """
+
+    def end_extend(self) -> None:
+        """End a prefill step, with its last layer."""
+
+    def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:
+        """Make the first R tokens of `rows` ``[n]`` resident, ``tables [n, R]`` their slots.
+
+        Without tables they lie there already.
+        """
+
+    def begin_decode(self, kind: DecodeKind, step: DecodeRows) -> None:
+        """Begin a decode step; not captured."""
+
+    def enter_attention(self, layer: int) -> None:
+        """Let the forward pass go on to the attention of `layer`."""
+
+    def select_with_query(
+        self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: Any,
+        forward_batch: Any, save_kv_cache: bool,
+    ) -> None:  # fmt: skip
+        """Hand over the query ``[B, Hq, D]`` of `layer`, where it is selected or attended with.
+
+        `k`, `v`, SGLang's layer `owner` and `forward_batch` are what SGLang's pool takes to store
+        the step's token.
+        """
+
+    def remote_output(self, layer: int) -> torch.Tensor | None:
+        """Wait for the attention of `layer` where the K/V lie, ``[B, Hq * D]``; None if it is here.
+
+        Valid until the next layer's.
+        """
+
+    def await_set(self, layer: int) -> torch.Tensor | None:
+        """Wait until the resident set of `layer` is ready for this step.
+
+        Returns flags that the caller has to wait for instead, or None.
+        """
+
+    def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
+        """Note that `layer` has stored its token and attended with ``query [B, Hq, D]``."""
+
+    def end_step(self) -> None:
+        """End a decode step, with its last layer; what nobody waits for may go on."""
+
+    def recover(self) -> None:
+        """Forget what a step that failed has left to be waited for."""
