@@ -25,8 +25,11 @@ def create(
     max_batch: int,
     predict_query: PredictQuery,
     model_dir: Path | None = None,
+    calibrated: ModelSpec | None = None,
 ) -> InProcessCacheRank:
     """Build the in-process cache rank; see `tandemkv.cache_rank.protocol.local`.
+
+    `calibrated` is the model that a calibration is of, if not `model` itself.
 
     Raises
     ------
@@ -40,14 +43,14 @@ def create(
     check_device(policy_class, selection.policy, pools.k[0].device.type)
     check_pooling(policy_class, selection)
     reads_rotary = capabilities.wants_query_window and selection.ridge_unrotate
-    calibrated = resolve_calibration(selection, model, capabilities)
+    found = resolve_calibration(selection, calibrated or model, capabilities)
     policy = policy_class(
         PolicyContext(
             model=model,
             selection=selection,
             rotary=read_rotary(model_dir) if reads_rotary and model_dir is not None else None,
-            share=calibrated.share,
-            clusters=calibrated.clusters,
+            share=found.share,
+            clusters=found.clusters,
         )
     )
     return InProcessCacheRank(

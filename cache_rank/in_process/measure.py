@@ -99,6 +99,7 @@ def measure(
         max_batch=measured,
         predict_query=predict_query,
         model_dir=model_dir,
+        calibrated=model,
     )
     if not rank.program.selects:
         return None

@@ -83,6 +83,8 @@ class PageBoundsIndex(NativeIndex):
         del slots
         low, high = self._bounds[layer]
         for row, length, table in self._prompts:
+            if row == _PADDING_ROW:
+                continue
             lo, hi = seed_range(length, self._selection)
             enter_range(
                 self._pools.k[layer], table, lo, hi, low[row], high[row], page_tokens=self._size

@@ -51,8 +51,9 @@ class KascadePolicy(ScoringPolicy):
     3.2-3.6; anchors and head maps: `tandemkv.cache_rank.calibration`.
     """
 
-    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.SAME_STEP_QUERY)
-    pools_positions: ClassVar[bool] = True
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.SAME_STEP_QUERY, calibration="kascade"
+    )
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)

@@ -20,7 +20,7 @@ from tandemkv.cache_rank.policies.base import (
     StoredKV,
 )
 from tandemkv.cache_rank.policies.mean_query import MeanQueryPolicy
-from tandemkv.cache_rank.policies.registry import make_policy
+from tandemkv.cache_rank.policies.registry import make_policy, selection_values
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -75,7 +75,7 @@ class Twins:
             **selection,
         }
         settings = RankSettings.model_validate(
-            {"selection": chosen, "exchange": {"transport": "local"}}
+            {"selection": selection_values(chosen), "exchange": {"transport": "local"}}
         )
         self.selection = settings.selection
         width = self.selection.num_resident
