@@ -11,9 +11,9 @@ import torch
 from tandemkv.kernels.placing import place
 from tandemkv.kernels.score import ScoreScratch, score_keys
 
-from .policies.base import Owner, StoredKV
+from .policies.base import Owner, PageBounds, SelectionInput, StoredKV
 from .protocol.model_spec import ModelSpec
-from .store import KVStore
+from .protocol.settings import SelectionSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,21 +23,28 @@ class Candidates:
     Attributes
     ----------
     owners : tuple of Owner
-        The requests.
+        The requests; none where they are known on a GPU only.
+    rows : torch.Tensor
+        ``[S]`` int64: their rows.
     positions, use_positions : torch.Tensor
         ``[S]`` int64: position of the step's query, and of the query that the selection is for.
     lo, hi : torch.Tensor
         ``[S]`` int64.
     slots : torch.Tensor
         ``[S, width]`` int32, slots of the store by position; `width` is the largest `hi`.
+    pages : torch.Tensor, optional
+        ``[S, max_pages]`` int32, pages of `page_size` slots that hold them; `slots` by default.
     """
 
     owners: tuple[Owner, ...]
+    rows: torch.Tensor
     positions: torch.Tensor
     use_positions: torch.Tensor
     lo: torch.Tensor
     hi: torch.Tensor
     slots: torch.Tensor
+    pages: torch.Tensor | None = None
+    page_size: int = 1
 
     def subset(self, places: Sequence[int]) -> Candidates:
         """Return those of the requests at `places`."""
@@ -47,26 +54,74 @@ class Candidates:
         return replace(
             self,
             owners=tuple(self.owners[i] for i in places),
+            rows=self.rows[index],
             positions=self.positions[index],
             use_positions=self.use_positions[index],
             lo=self.lo[index],
             hi=self.hi[index],
             slots=self.slots[index],
+            pages=None if self.pages is None else self.pages[index],
         )
 
-    def stored(self, store: KVStore, layer: int) -> StoredKV:
-        """Return what is stored of them in `layer`."""
-        return StoredKV(store.k[layer], store.v[layer], self.slots)
+    def request(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor | None],
+        stored: tuple[torch.Tensor, torch.Tensor],
+        *,
+        model: ModelSpec,
+        selection: SelectionSettings,
+        heads: tuple[int, ...],
+        bounds: PageBounds | None = None,
+        scratch: ScoreScratch | None = None,
+    ) -> SelectionInput:
+        """Return what a policy is asked for them.
+
+        Parameters
+        ----------
+        layer, query
+            As in `SelectionInput`; of the groups of `heads` only.
+        keys : tuple
+            What is scored, keys and scales.
+        stored : tuple of torch.Tensor
+            Pools of K and V.
+        heads : tuple of int
+            KV heads that `query` and scores are about.
+        """
+        return SelectionInput(
+            layer=layer,
+            owners=self.owners,
+            rows=self.rows,
+            query=query,
+            positions=self.positions,
+            use_positions=self.use_positions,
+            score=CandidateScorer(
+                candidates=self,
+                keys=keys,
+                model=model,
+                pooling=selection.pooling,
+                heads=heads,
+                scratch=scratch,
+            ),
+            budget=selection.budget_tokens,
+            lo=self.lo,
+            hi=self.hi,
+            stored=StoredKV(*stored, self.slots),
+            pages=bounds,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateScorer:
-    """Scores candidates of one layer, of all KV heads or of `heads` alone; a `Scorer`."""
+    """Scores candidates of one layer, of all KV heads or of `heads` alone; a `Scorer`.
+
+    `keys` are keys and scales, as `tandemkv.kernels.score.score_keys` takes them.
+    """
 
     candidates: Candidates
-    store: KVStore
+    keys: tuple[torch.Tensor, torch.Tensor | None]
     model: ModelSpec
-    layer: int
     pooling: str
     heads: tuple[int, ...]
     scratch: ScoreScratch | None = None
@@ -74,7 +129,7 @@ class CandidateScorer:
 
     def __call__(self, query: torch.Tensor) -> torch.Tensor:
         """Return ``[S, len(heads), width]`` float32 for ``[S, len(heads) * group, D]``."""
-        keys, k_scale = self.store.index(self.layer)
+        keys, k_scale = self.keys
         if len(self.heads) == self.model.num_kv_heads:
             return self._score(query, keys, k_scale)
         group = self.model.gqa_group_size
@@ -92,12 +147,13 @@ class CandidateScorer:
         return score_keys(
             query,
             keys,
-            candidates.slots,
+            candidates.slots if candidates.pages is None else candidates.pages,
             candidates.lo,
             candidates.hi,
             width=candidates.slots.shape[1],
             scale=self.model.scale,
             pooling=self.pooling,
             k_scale=k_scale,
+            page_size=candidates.page_size,
             scratch=self.scratch if keys.shape[1] == self.model.num_kv_heads else None,
         )

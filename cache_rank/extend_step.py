@@ -4,12 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
-
-from tandemkv.kernels.score import score_window
-from tandemkv.kernels.topk import topk_positions
 
 from .epoch import Epoch
 from .policies.attending import AttendingPolicy
@@ -17,6 +13,7 @@ from .policies.base import SeedInput, StoredKV
 from .protocol.messages import RowFlag, RowStep, StepBegin
 from .protocol.step_program import Transfer, TransferKind, seeded_rows
 from .row_table import PADDING_ROW
+from .seeding import fill_set, make_seed_input
 
 
 class ExtendStep:
@@ -84,62 +81,48 @@ class ExtendStep:
         epoch = self._epoch
         chosen = []
         for row, window in zip(self._seeded, self._windows, strict=True):
-            first = row.length - row.window
-            positions = torch.arange(first, row.length, device=epoch.device)
-            chosen.append(self._choose(layer, row, window, positions))
+            request = self._seed_input(layer, row, window)
+            chosen.append(self._choose(row, request))
             if row.row == PADDING_ROW:
                 continue
             epoch.mirror.seed(layer, row.row, chosen[-1])
-            epoch.policy.observe_prompt(layer, (row.row, row.generation), window, positions)
+            epoch.policy.observe_prompt(layer, request.owner, window, request.positions)
             if isinstance(epoch.policy, AttendingPolicy):
-                hi = max(0, row.length + 1 - epoch.settings.selection.num_recent_tokens)
-                request = self._seed_input(layer, row, window, positions, hi)
                 epoch.policy.observe_stored(request)
         return torch.stack(chosen)
 
-    def _choose(
-        self, layer: int, row: RowStep, window: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def _choose(self, row: RowStep, request: SeedInput) -> torch.Tensor:
         """Return positions for the slots ``[H, R]``: the sink, then the best by score."""
-        epoch, selection = self._epoch, self._epoch.settings.selection
-        shape = (epoch.model.num_kv_heads, epoch.mirror.num_resident)
-        chosen = torch.full(shape, -1, dtype=torch.int32, device=epoch.device)
-        # As of the first decode step, which has one more token.
-        hi = max(0, row.length + 1 - selection.num_recent_tokens)
-        num_sink, target = min(selection.num_sink_tokens, hi), min(epoch.mirror.num_resident, hi)
-        chosen[:, :num_sink] = torch.arange(num_sink, dtype=torch.int32, device=epoch.device)
-        if target > num_sink and row.row != PADDING_ROW:
-            if layer == 0:
-                epoch.store.note_read(self._tables[row.row][:hi])
-            request = self._seed_input(layer, row, window, positions, hi)
-            scores = epoch.policy.seed_scores(request)
-            best = topk_positions(scores.unsqueeze(0), target - num_sink)
-            chosen[:, num_sink:target] = best[0]
-        return chosen
+        epoch, hi = self._epoch, request.hi
 
-    def _seed_input(
-        self, layer: int, row: RowStep, window: torch.Tensor, positions: torch.Tensor, hi: int
-    ) -> SeedInput:
-        epoch, selection = self._epoch, self._epoch.settings.selection
-        slots, num_sink = self._tables[row.row], min(selection.num_sink_tokens, hi)
-        keys, k_scale = epoch.store.index(layer)
-        score = partial(
-            score_window,
-            k_pool=keys,
-            slots_row=slots,
-            lo=num_sink,
-            hi=hi,
-            scale=epoch.model.scale,
-            k_scale=k_scale,
+        def score() -> torch.Tensor:
+            if row.row == PADDING_ROW:
+                shape = (epoch.model.num_kv_heads, hi)
+                return torch.full(shape, float("-inf"), device=epoch.device)
+            if request.layer == 0:
+                epoch.store.note_read(self._tables[row.row][:hi])
+            return epoch.policy.seed_scores(request)
+
+        return fill_set(
+            score,
+            num_heads=epoch.model.num_kv_heads,
+            length=row.length,
+            selection=epoch.settings.selection,
+            num_resident=epoch.mirror.num_resident,
+            device=epoch.device,
         )
-        return SeedInput(
-            layer=layer,
-            owner=(row.row, row.generation),
-            queries=window,
-            positions=positions,
-            score=lambda queries, at: score(queries, q_positions=at),
-            lo=num_sink,
-            hi=hi,
-            stored=StoredKV(epoch.store.k[layer], epoch.store.v[layer], slots.unsqueeze(0)),
-            budget=selection.budget_tokens,
+
+    def _seed_input(self, layer: int, row: RowStep, window: torch.Tensor) -> SeedInput:
+        epoch, slots = self._epoch, self._tables[row.row]
+        return make_seed_input(
+            layer,
+            (row.row, row.generation),
+            window,
+            epoch.store.index(layer),
+            StoredKV(epoch.store.k[layer], epoch.store.v[layer], slots.unsqueeze(0)),
+            pages=slots,
+            page_size=1,
+            length=row.length,
+            selection=epoch.settings.selection,
+            scale=epoch.model.scale,
         )

@@ -16,7 +16,7 @@ from .model_adapters.base import ModelAdapter
 from .model_adapters.registry import find_adapter
 from .model_adapters.rotary import read_rotary
 from .policies.base import Policy, PolicyContext, Rotary
-from .policies.registry import check_pooling, find_policy
+from .policies.registry import check_pooling, check_resolved, find_policy
 from .protocol.errors import SettingsError
 from .protocol.messages import Timing
 from .protocol.model_spec import (
@@ -77,6 +77,7 @@ class Resources:
         dtype = saved if saved in KV_DTYPES else "float32"
         self.model = read_model_spec(model_dir, dtype=dtype)
         policy_class = find_policy(settings.selection.policy)
+        check_resolved(policy_class, settings.selection)
         check_pooling(policy_class, settings.selection)
         self.capabilities = policy_class.capabilities
         if device.type not in self.capabilities.devices:
@@ -90,7 +91,7 @@ class Resources:
                 "--index-dtype int8"
             )
         self._check_memory(self.model, num_slots=settings.cache.capacity_tokens)
-        calibrated = resolve_calibration(settings.selection, self.model, self.capabilities.timing)
+        calibrated = resolve_calibration(settings.selection, self.model, self.capabilities)
         self.calibration_origin = calibrated.origin
         self._context = PolicyContext(
             model=self.model,

@@ -3,64 +3,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from tandemkv.kernels.position_pooling import pool_positions
 from tandemkv.kernels.score import score_window
 from tandemkv.kernels.topk import topk_positions
 
+from .policies.base import Owner, SeedInput, StoredKV
 from .protocol.settings import SelectionSettings
 
 
-def choose_seed(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    slots: torch.Tensor,
+def fill_set(
+    score: Callable[[], torch.Tensor],
     *,
+    num_heads: int,
     length: int,
     selection: SelectionSettings,
     num_resident: int,
-    scale: float,
-    page_size: int = 1,
+    device: torch.device,
 ) -> torch.Tensor:
-    """Choose by the scores that the last prompt queries give.
+    """Return what is resident first of a prompt.
 
     Parameters
     ----------
-    queries : torch.Tensor
-        ``[W, Hq, D]``, the last queries of the prompt.
-    keys, k_scale, slots, page_size
-        As in `tandemkv.kernels.score.score_window`.
+    score : callable
+        Ranks the candidates, ``[H, hi]`` float32 with ``-inf`` on the sink; not asked if there are
+        none.
+    num_heads, num_resident : int
+        H, R.
     length : int
         Tokens of the prompt.
-    num_resident : int
-        R.
 
     Returns
     -------
     torch.Tensor
         ``[H, R]`` int32: the sink, then the best by score, ``-1`` where there are no more.
     """
-    # As of the first decode step, which has one more token.
-    hi = max(0, length + 1 - selection.num_recent_tokens)
-    num_sink, target = min(selection.num_sink_tokens, hi), min(num_resident, hi)
-    num_heads = keys.shape[1]
-    chosen = torch.full((num_heads, num_resident), -1, dtype=torch.int32, device=queries.device)
-    chosen[:, :num_sink] = torch.arange(num_sink, dtype=torch.int32, device=queries.device)
-    if target > num_sink:
-        positions = torch.arange(length - len(queries), length, device=queries.device)
-        scores = score_window(
-            queries,
-            keys,
-            slots,
-            num_sink,
-            hi,
-            positions,
-            scale=scale,
-            k_scale=k_scale,
-            page_size=page_size,
-        )
-        pooled = pool_positions(scores.unsqueeze(0), *selection.pooled_positions)
-        chosen[:, num_sink:target] = topk_positions(pooled, target - num_sink)[0]
+    lo, hi = seed_range(length, selection)
+    target = min(num_resident, hi)
+    chosen = torch.full((num_heads, num_resident), -1, dtype=torch.int32, device=device)
+    chosen[:, :lo] = torch.arange(lo, dtype=torch.int32, device=device)
+    if target > lo:
+        chosen[:, lo:target] = topk_positions(score().unsqueeze(0), target - lo)[0]
     return chosen
+
+
+def seed_range(length: int, selection: SelectionSettings) -> tuple[int, int]:
+    """Return the candidates ``[lo, hi)`` of a prompt, as of its first decode step.
+
+    That step has one more token.
+    """
+    hi = max(0, length + 1 - selection.num_recent_tokens)
+    return min(selection.num_sink_tokens, hi), hi
+
+
+def make_seed_input(
+    layer: int,
+    owner: Owner,
+    queries: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor | None],
+    stored: StoredKV,
+    *,
+    pages: torch.Tensor,
+    page_size: int,
+    length: int,
+    selection: SelectionSettings,
+    scale: float,
+) -> SeedInput:
+    """Return the end of a prompt as a policy sees it.
+
+    Parameters
+    ----------
+    layer, owner, queries, stored
+        See `SeedInput`.
+    keys, pages, page_size
+        What to score: keys with their scales, and as `slots` and `page_size` of
+        `tandemkv.kernels.score.score_window`.
+    length : int
+        Tokens of the prompt.
+    """
+    (k, k_scale), (lo, hi) = keys, seed_range(length, selection)
+
+    def score(own: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return score_window(
+            own, k, pages, lo, hi, positions, scale=scale, k_scale=k_scale, page_size=page_size
+        )
+
+    return SeedInput(
+        layer=layer,
+        owner=owner,
+        queries=queries,
+        positions=torch.arange(length - len(queries), length, device=queries.device),
+        score=score,
+        lo=lo,
+        hi=hi,
+        stored=stored,
+        budget=selection.budget_tokens,
+    )

@@ -11,9 +11,10 @@ from tandemkv.kernels.mirror import mirror_diff
 from tandemkv.kernels.pack import gather_pack
 from tandemkv.kernels.placing import place
 
-from .candidates import Candidates, CandidateScorer
+from .candidates import Candidates
 from .epoch import Epoch
-from .policies.base import SelectionInput
+from .page_bounds import page_bounds
+from .policies.base import PageBounds
 from .protocol.errors import ProtocolError
 from .protocol.messages import RowFlag, StepBegin, Timing
 from .protocol.pack_layout import PackHeader, PackViews, write_header
@@ -72,6 +73,7 @@ class SparseRows:
         self._slots = epoch.rows.slots[self._rows, : self._width]
         candidates = Candidates(
             owners=tuple((row.row, row.generation) for row in rows),
+            rows=self._rows,
             positions=self.positions,
             use_positions=self.positions + lag,
             lo=torch.full_like(self._hi, selection.num_sink_tokens),
@@ -160,25 +162,17 @@ class SparseRows:
         asked = self._asked
         if not len(asked.owners):
             return self._nothing(shape)
-        request = SelectionInput(
-            layer=layer,
-            owners=asked.owners,
-            query=queries[layer],
-            positions=asked.positions,
-            use_positions=asked.use_positions,
-            score=CandidateScorer(
-                candidates=asked,
-                store=epoch.store,
-                model=epoch.model,
-                layer=layer,
-                pooling=selection.pooling,
-                heads=epoch.program.slow_heads(layer),
-                scratch=epoch.scratch.score if epoch.scratch is not None else None,
-            ),
-            budget=selection.budget_tokens,
-            lo=asked.lo,
-            hi=asked.hi,
-            stored=asked.stored(epoch.store, layer),
+        stored = epoch.store.k[layer], epoch.store.v[layer]
+        request = asked.request(
+            layer,
+            queries[layer],
+            epoch.store.index(layer),
+            stored,
+            model=epoch.model,
+            selection=selection,
+            heads=epoch.program.slow_heads(layer),
+            bounds=self._bounds(asked, stored[0]),
+            scratch=epoch.scratch.score if epoch.scratch is not None else None,
         )
         chosen = epoch.policy.select(request)
         chosen.check((len(asked.owners), *shape))
@@ -187,6 +181,13 @@ class SparseRows:
         whole = self._nothing(shape)
         whole[self._asked_index] = chosen.positions
         return whole
+
+    def _bounds(self, asked: Candidates, keys: torch.Tensor) -> PageBounds | None:
+        """Return bounds of the keys by page, made anew in each step, if the policy reads them."""
+        if self._epoch.policy.capabilities.index != "page_bounds":
+            return None
+        size = self._epoch.settings.selection.quest_page_tokens
+        return page_bounds(keys, asked.slots, asked.lo, asked.hi, page_tokens=size)
 
     def _nothing(self, shape: tuple[int, int]) -> torch.Tensor:
         size = (len(self._rows), *shape)

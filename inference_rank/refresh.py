@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import RefreshRule
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 PADDING_ROW = 0
 
@@ -47,6 +49,40 @@ def trigger_token_ids(tokenizer: Vocabulary, endings: str) -> frozenset[int]:
     return found
 
 
+def schedule_for(
+    rule: RefreshRule,
+    selection: SelectionSettings,
+    load_tokenizer: Callable[[], Vocabulary] | None,
+    *,
+    triggers: frozenset[int] = frozenset(),
+) -> RefreshSchedule:
+    """Return the schedule that a policy's rule and the settings ask for.
+
+    Parameters
+    ----------
+    rule, selection
+        The policy's, and its options.
+    load_tokenizer : callable, optional
+        Called where sentences have to be told apart.
+    triggers : frozenset of int
+        The tokens that end a sentence, if they are known already.
+
+    Raises
+    ------
+    SettingsError
+        If no token of the vocabulary ends a sentence, or there is no tokenizer.
+    """
+    if rule is RefreshRule.PERIOD:
+        return RefreshSchedule(rule, selection.sync_stride)
+    if rule is RefreshRule.BOUNDARY:
+        if not triggers and load_tokenizer is None:
+            raise SettingsError("a policy with sentence boundaries needs a tokenizer")
+        if not triggers and load_tokenizer is not None:
+            triggers = trigger_token_ids(load_tokenizer(), selection.sfi_triggers)
+        return RefreshSchedule(rule, selection.sfi_max_interval, triggers)
+    return RefreshSchedule()
+
+
 @dataclass(slots=True)
 class RefreshSchedule:
     """Decides for each sparse row of a decode step whether it is slow.
@@ -83,6 +119,10 @@ class RefreshSchedule:
         slow = slow or (self.wants_tokens and token in self.triggers)
         self._since[row] = (generation, 0 if slow else steps + 1)
         return slow
+
+    def restart(self, row: int) -> None:
+        """Let the next sparse step of `row` be slow: its tenant, or what is resident, is new."""
+        self._since.pop(row, None)
 
     def forget(self) -> None:
         """Forget every row: the next sparse step of each is slow."""

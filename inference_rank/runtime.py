@@ -28,7 +28,7 @@ from tandemkv.cache_rank.protocol.settings import (
 from .cache_client import HANDSHAKE_TIMEOUT_S, CacheClient, Connection
 from .counters import Counters
 from .packs import PackQueue
-from .refresh import RefreshSchedule, Vocabulary, trigger_token_ids
+from .refresh import RefreshSchedule, Vocabulary, schedule_for
 from .resident_set import ResidentSet
 
 _GENERATION_BITS = 40
@@ -97,17 +97,8 @@ class Runtime:
         SettingsError
             If no token of the vocabulary ends a sentence, or there is no tokenizer.
         """
-        selection = self.settings.selection
-        if rule is RefreshRule.PERIOD:
-            return RefreshSchedule(rule, selection.sync_stride)
-        if rule is RefreshRule.BOUNDARY:
-            triggers = self.refresh.triggers  # those of an earlier epoch, or read now
-            if not triggers:
-                if self.load_tokenizer is None:
-                    raise SettingsError("a policy with sentence boundaries needs a tokenizer")
-                triggers = trigger_token_ids(self.load_tokenizer(), selection.sfi_triggers)
-            return RefreshSchedule(rule, selection.sfi_max_interval, triggers)
-        return RefreshSchedule()
+        known = self.refresh.triggers  # those of an earlier epoch
+        return schedule_for(rule, self.settings.selection, self.load_tokenizer, triggers=known)
 
     def generation(self, row: int) -> int:
         """Identity of the present occupancy of `row`; SGLang's own counter restarts at a flush."""
@@ -277,7 +268,7 @@ def create(runner: Any) -> Runtime:
         resident=ResidentSet(model, settings.selection, int(pool.size), device),
         counters=counters,
         req_to_token_pool=pool,
-        load_tokenizer=lambda: _tokenizer(
+        load_tokenizer=lambda: tokenizer_of(
             runner.server_args.tokenizer_path or str(config.model_path)
         ),
     )
@@ -285,7 +276,8 @@ def create(runner: Any) -> Runtime:
     return _current
 
 
-def _tokenizer(model_path: str) -> Vocabulary:
+def tokenizer_of(model_path: str) -> Vocabulary:
+    """Load the tokenizer of a model."""
     from transformers import AutoTokenizer
 
     tokenizer: Vocabulary = AutoTokenizer.from_pretrained(model_path)

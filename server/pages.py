@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tandemkv.cache_rank.protocol.settings import KEEPS_SINK_ONLY, SelectionSettings
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 PAGE_TOKENS = 64
 """Tokens in consecutive slots, which a scan reads in one."""
@@ -35,6 +35,6 @@ def with_int4_index(selection: SelectionSettings) -> SelectionSettings:
     changes: dict[str, object] = {"index_dtype": "int4"}
     has_room = selection.budget_tokens >= selection.num_sink_tokens + LONG_PAGE_TOKENS
     is_open = "num_recent_tokens" not in selection.model_fields_set
-    if is_open and has_room and selection.policy not in KEEPS_SINK_ONLY:
+    if is_open and has_room and not selection.declared.keeps_sink_only:
         changes["num_recent_tokens"] = LONG_PAGE_TOKENS
     return selection.model_copy(update=changes)

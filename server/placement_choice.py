@@ -13,7 +13,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.local import check_dense
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
-from tandemkv.cache_rank.protocol.settings import KEEPS_SINK_ONLY, SelectionSettings
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 from .pages import with_int4_index
 from .plan.choose import (
@@ -29,14 +29,6 @@ from .settings import ServeSettings
 
 if TYPE_CHECKING:
     from tandemkv.cache_rank.policies.base import LayerShare
-
-IN_PROCESS_POLICIES = frozenset(
-    {
-        *("look_ahead", "oracle", "streaming", "exact", "async_spade", "mean_query", "last_query"),
-        "kascade",
-    }
-)
-"""Policies that need no more than queries and scores; the others have a cache rank of their own."""
 
 
 def resolve_placement(
@@ -154,10 +146,10 @@ def find_share(selection: SelectionSettings, spec: ModelSpec) -> LayerShare | No
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
     from tandemkv.cache_rank.policies.registry import find_policy
 
-    if selection.policy != "kascade" and not selection.share_layers:
+    capabilities = find_policy(selection.policy).capabilities
+    if capabilities.calibration != "kascade" and not selection.share_layers:
         return None
-    timing = find_policy(selection.policy).capabilities.timing
-    return resolve_calibration(selection, spec, timing).share
+    return resolve_calibration(selection, spec, capabilities).share
 
 
 def _crosses_heads(share: LayerShare | None) -> bool:
@@ -180,10 +172,16 @@ def selection_on_gpu(selection: SelectionSettings) -> SelectionSettings:
 
 
 def needs_own_process(selection: SelectionSettings) -> bool:
-    """Whether no cache rank in the inference rank's process can do this."""
-    return selection.policy not in IN_PROCESS_POLICIES or (
-        selection.policy == "kascade" and selection.kascade_fraction > 0.0
-    )
+    """Whether no cache rank in the inference rank's process can do this on GPUs."""
+    from tandemkv.cache_rank.policies.base import PolicyError
+    from tandemkv.cache_rank.policies.composition import check_device
+    from tandemkv.cache_rank.policies.registry import find_policy
+
+    try:
+        check_device(find_policy(selection.policy), selection.policy, "cuda")
+    except PolicyError:
+        return True
+    return False
 
 
 def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
@@ -250,7 +248,7 @@ def _with_dense_tokens(
     if selection.dense_tokens is not None or not selection.dense_while_fits:
         return settings
     shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
-    if selection.policy in KEEPS_SINK_ONLY:  # which attend to so much at any length
+    if selection.declared.keeps_sink_only:  # which attend to so much at any length
         return settings
     load, tp_size = _load(settings, spec), settings.tensor_parallel
     tokens = break_even_tokens(shape, load, tp_size)

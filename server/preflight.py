@@ -20,7 +20,7 @@ from .devices import (
     resolve_transport,
 )
 from .memory import estimate_memory, gib
-from .placement_choice import IN_PROCESS_POLICIES, resolve_placement
+from .placement_choice import resolve_placement
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL, ServeSettings
 from .sglang_args import check_sglang_args
@@ -77,7 +77,7 @@ def resolve_launch(
     check_model(settings, spec, read_config(model_dir))
     settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
     settings = resolve_transport(settings, device)
-    check_selection(settings, spec)
+    check_selection(settings, spec, device)
     starts_cache_rank = num_ranks_here > 1 or settings.rank_settings.exchange.is_in_process
     check_memory(settings, spec, model_dir, device=device, starts_cache_rank=starts_cache_rank)
     return ResolvedLaunch(
@@ -134,8 +134,8 @@ def check_policy(policy: str) -> None:
         raise SettingsError(str(error)) from error
 
 
-def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
-    """Refuse a policy whose calibration or pooling does not fit the model or the placement.
+def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> None:
+    """Refuse a policy that does not run there, or whose calibration or pooling does not fit.
 
     Raises
     ------
@@ -144,30 +144,18 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
     from tandemkv.cache_rank.policies.base import PolicyError
-    from tandemkv.cache_rank.policies.registry import POLICIES, check_pooling, find_policy
+    from tandemkv.cache_rank.policies.composition import check_device
+    from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
 
     selection = settings.selection
-    is_in_process = settings.rank_settings.exchange.is_in_process
-    if is_in_process and selection.policy == "kascade" and selection.kascade_fraction:
-        raise SettingsError(
-            "kascade_fraction needs a cache rank in a process of its own: use --cache-ranks 1, and "
-            "not --transport peer"
-        )
     policy = find_policy(selection.policy)
-    if (
-        is_in_process
-        and selection.policy in POLICIES
-        and selection.policy not in IN_PROCESS_POLICIES
-    ):
-        raise SettingsError(
-            f"policy={selection.policy} needs a cache rank in a process of its own: use "
-            "--cache-ranks 1, and not --transport peer"
-        )
     try:
+        if settings.rank_settings.exchange.is_in_process:
+            check_device(policy, selection.policy, device)
         check_pooling(policy, selection)
     except PolicyError as error:
         raise SettingsError(str(error)) from error
-    found = resolve_calibration(selection, spec, policy.capabilities.timing)
+    found = resolve_calibration(selection, spec, policy.capabilities)
     if found.share is not None and settings.tensor_parallel > 1 and not selection.anchors:
         anchors = ",".join(str(layer) for layer in sorted(set(found.share.sources)))
         raise SettingsError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -128,6 +128,20 @@ class ServeSettings(BaseModel):
     def transport(self) -> str:
         """Data plane of the launch; `cache_ranks` alone decides whether it is ``local``."""
         return "local" if self.cache_ranks == 0 else self.exchange.transport
+
+    @field_validator("selection", mode="before")
+    @classmethod
+    def _ask_policy(cls, value: Any) -> Any:
+        """Enter what the policy's class declares: defaults of other settings depend on it."""
+        if not isinstance(value, SelectionSettings | dict):
+            return value  # refused by its type
+        from tandemkv.cache_rank.policies.base import PolicyError
+        from tandemkv.cache_rank.policies.registry import selection_values
+
+        try:
+            return selection_values(value)
+        except PolicyError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("cache_ranks")
     @classmethod

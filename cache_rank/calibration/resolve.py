@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from tandemkv.cache_rank.policies.base import HeadClusters, LayerShare
+from tandemkv.cache_rank.policies.base import HeadClusters, LayerShare, PolicyCapabilities
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
@@ -29,24 +29,26 @@ class Resolved:
     origin: str = ""
 
 
-def resolve_calibration(selection: SelectionSettings, model: ModelSpec, timing: Timing) -> Resolved:
+def resolve_calibration(
+    selection: SelectionSettings, model: ModelSpec, capabilities: PolicyCapabilities
+) -> Resolved:
     """Find what the policy of `selection` needs to know of `model`.
 
-    Kascade, and any policy with ``share_layers``, gets its anchors from ``anchors`` (with
-    identity head maps), else from the file ``calibration``, else from the shipped one; SyncKV
-    its clusters likewise. Other policies get nothing.
+    A policy that declares ``kascade``, and any with ``share_layers``, gets anchors from ``anchors``
+    (with identity head maps), else from the file ``calibration``, else from the shipped one; one
+    that declares ``sync_kv`` clusters likewise. Others get nothing.
 
     Raises
     ------
     CalibrationError
         If there is none, it is of another model, or the anchors do not fit the exact layers.
     """
-    if selection.policy == "sync_kv":
+    if capabilities.calibration == "sync_kv":
         found, origin = _find("sync_kv", selection, model)
         assert found.sync_kv is not None
         clusters = HeadClusters(found.sync_kv.clusters, found.sync_kv.representatives)
         return Resolved(clusters=clusters, origin=origin)
-    if selection.policy != "kascade" and not selection.share_layers:
+    if capabilities.calibration != "kascade" and not selection.share_layers:
         return Resolved()
     if selection.anchors:
         if selection.anchors[-1] >= model.num_layers:
@@ -60,7 +62,7 @@ def resolve_calibration(selection: SelectionSettings, model: ModelSpec, timing: 
         found, origin = _find("kascade", selection, model)
         assert found.kascade is not None
         share = share_of(found.kascade.anchors, found.kascade.head_maps)
-    if timing is not Timing.SAME_STEP_QUERY:
+    if capabilities.timing is not Timing.SAME_STEP_QUERY:
         _check_exact_anchors(share, selection)
     return Resolved(share=share, origin=origin)
 

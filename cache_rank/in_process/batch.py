@@ -26,7 +26,7 @@ class DecodeBatch:
     next_hi, next_num_target : torch.Tensor
         The same as of the next step; `look_forward` fills them.
     active : torch.Tensor
-        ``[max_batch]`` bool: the policy selects for the request; not for padding (row 0), and
+        ``[max_batch]`` bool: the request's resident set may change; not for padding (row 0), and
         not for requests that are dense and will be for a while.
     pages : torch.Tensor
         ``[max_batch, max_pages]`` int32: page that each run of `page_size` positions lies in.
@@ -68,6 +68,8 @@ class DecodeBatch:
         self.active = zeros(max_batch, dtype=torch.bool)
         self.pages = zeros(max_batch, -(-max_context // page_size))
         self.step = zeros()
+        self._slow: torch.Tensor | None = None
+        self._selections = selections
         self._tables = CandidateTables(
             rows=self.rows,
             positions=self.positions,
@@ -91,6 +93,22 @@ class DecodeBatch:
                 for field in fields(tables)
             }
         )
+
+    def load_slow(self, slow: torch.Tensor, *, num_layers: int, fills_others: bool) -> None:
+        """Let selections of the step that was loaded be for the `slow` requests alone.
+
+        ``slow [B]`` bool; `num_layers` as in `load`, which counts none then. With `fills_others`
+        the sets of the others are filled up where they have empty slots.
+        """
+        active = self.active[: len(slow)]
+        self._slow = slow.to(active.device) & active
+        self._selections += self._slow.sum() * num_layers
+        if not fills_others:
+            active &= self._slow
+
+    def selecting(self, size: int) -> torch.Tensor:
+        """Return for whom of the first `size` requests something is selected, bool."""
+        return self.active[:size] if self._slow is None else self._slow[:size]
 
     def look_forward(self) -> None:
         """Fill in what a selection for the next step reads; a graph may capture it."""

@@ -41,18 +41,27 @@ class KeyIndex(ABC):
         """Keys and scales, as `tandemkv.kernels.score.score_keys` takes them."""
 
     def begin_extend(
-        self, prefix_lens: Sequence[int], lengths: Sequence[int], tables: Sequence[torch.Tensor]
+        self,
+        prefix_lens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[torch.Tensor],
+        rows: Sequence[int],
     ) -> None:
         """Take note of the requests of a prefill step."""
-        del prefix_lens, lengths, tables
+        del prefix_lens, lengths, tables, rows
 
     @abstractmethod
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """Index what a prefill step wrote at `slots` ``[n]``."""
 
     @abstractmethod
-    def append(self, layer: int, lengths: torch.Tensor, pages: torch.Tensor) -> None:
-        """Index the newest token of each request; ``lengths [B]``, ``pages [B, max_pages]``."""
+    def append(
+        self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Index the newest token of each request.
+
+        ``lengths, rows [B]``, ``pages [B, max_pages]``.
+        """
 
 
 class NativeIndex(KeyIndex):
@@ -75,7 +84,9 @@ class NativeIndex(KeyIndex):
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """Nothing to do."""
 
-    def append(self, layer: int, lengths: torch.Tensor, pages: torch.Tensor) -> None:
+    def append(
+        self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
         """Nothing to do."""
 
 
@@ -111,7 +122,9 @@ class Int8Index(KeyIndex):
             self._scales[layer],
         )
 
-    def append(self, layer: int, lengths: torch.Tensor, pages: torch.Tensor) -> None:
+    def append(
+        self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
         """See `KeyIndex.append`."""
         last = lengths.long() - 1
         page_size = self._pools.page_size
@@ -153,9 +166,14 @@ class Int4Index(KeyIndex):
         return self._codes[layer], self._scales[layer]
 
     def begin_extend(
-        self, prefix_lens: Sequence[int], lengths: Sequence[int], tables: Sequence[torch.Tensor]
+        self,
+        prefix_lens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[torch.Tensor],
+        rows: Sequence[int],
     ) -> None:
         """Find the pages that the step completes."""
+        del rows
         size = self._pools.page_size
         done = [
             table[: length // size * size : size][prefix // size :] // size
@@ -170,18 +188,25 @@ class Int4Index(KeyIndex):
                 self._pools.k[layer], self._pages, self._codes[layer], self._scales[layer]
             )
 
-    def append(self, layer: int, lengths: torch.Tensor, pages: torch.Tensor) -> None:
+    def append(
+        self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
         """See `KeyIndex.append`; only a token that completes a page is indexed, with the page."""
         append_int4(self._pools.k[layer], pages, lengths, self._codes[layer], self._scales[layer])
 
 
-def interval_of(index_dtype: str, page_size: int) -> int:
-    """Return the `KeyIndex.interval` of an index in a precision, in pages of `page_size`."""
+def interval_of(index_dtype: str, kind: str, page_size: int) -> int:
+    """Return the `KeyIndex.interval` of an index, in pages of `page_size`.
+
+    `kind` as in `PolicyCapabilities.index`; the precision concerns keys.
+    """
+    if kind == "page_bounds":
+        return 1
     return {"native": 0, "int8": 1, "int4": page_size}[index_dtype]
 
 
 def make_key_index(index_dtype: str, pools: LocalPools, layers: Sequence[int]) -> KeyIndex:
-    """Build the index of `layers` in the precision asked for."""
+    """Build the index of keys of `layers` in the precision asked for."""
     if index_dtype == "int8":
         return Int8Index(pools, layers)
     if index_dtype == "int4":

@@ -99,6 +99,7 @@ def measure(
         max_batch=measured,
         predict_query=predict_query,
         model_dir=model_dir,
+        calibrated=model,
     )
     if not rank.program.selects:
         return None
@@ -113,6 +114,8 @@ def measure(
         rank.seed(0, 0, 1, random(window, model.num_qo_heads, model.head_dim))
     rank.seed_identity(rows, None)
     table = _page_tables(slots, page_size, measured, context, generator)
+    # What is measured is another request than that of the longest prompt.
+    rank.begin_extend([1], [context], [context], [table[1]])
     lengths = torch.full((measured,), context, device=device)
     query = random(measured, model.num_qo_heads, model.head_dim)
     hidden = random(measured, model.hidden_size)

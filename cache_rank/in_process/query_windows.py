@@ -7,23 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from tandemkv.cache_rank.policies.async_spade import AsyncSpadePolicy
 from tandemkv.cache_rank.policies.base import Policy, PolicyError
-from tandemkv.cache_rank.policies.mean_query import MeanQueryPolicy
-from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.kernels.placing import place
 from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, push_and_predict
 
-_PREDICTIONS = {AsyncSpadePolicy: "ridge", MeanQueryPolicy: "mean"}
 # Larger than any position: such a row's window holds nothing.
 _NEVER = 1 << 62
-
-
-def has_device_windows(policy: Policy) -> bool:
-    """Whether `policy` is one whose windows and prediction there is a kernel for."""
-    return type(policy) in _PREDICTIONS
 
 
 class DeviceQueryWindows:
@@ -37,8 +28,8 @@ class DeviceQueryWindows:
 
     Parameters
     ----------
-    policy : WindowedPolicy
-        What is predicted, with its options.
+    policy : Policy
+        With `PolicyCapabilities.prediction`; its settings and rotary embedding count.
     model : ModelSpec
         Shape of the queries.
     num_layers, num_rows : int
@@ -56,7 +47,7 @@ class DeviceQueryWindows:
 
     def __init__(
         self,
-        policy: WindowedPolicy,
+        policy: Policy,
         model: ModelSpec,
         *,
         num_layers: int,
@@ -65,7 +56,9 @@ class DeviceQueryWindows:
         allocate: Allocate | None = None,
     ) -> None:
         selection = policy.context.selection
-        self._prediction = _PREDICTIONS[type(policy)]
+        prediction = policy.capabilities.prediction
+        assert prediction is not None
+        self._prediction = prediction
         size = selection.ridge_window
         if self._prediction == "ridge" and size > MAX_RIDGE_WINDOW:
             raise PolicyError(

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from tandemkv.cache_rank.mirror import ResidentMirror
-from tandemkv.cache_rank.policies.base import Policy
-from tandemkv.cache_rank.policies.windowed import WindowedPolicy
+from tandemkv.cache_rank.policies.base import Policy, ScoringPolicy, keep_first
+from tandemkv.cache_rank.policies.composition import Composition
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery, SeenFrom
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -29,6 +29,8 @@ from .batch import DecodeBatch
 from .device_counters import DeviceCounters
 from .key_index import KeyIndex, interval_of, make_key_index
 from .lane_weights import LaneWeights
+from .page_index import PageBoundsIndex
+from .policy_calls import PolicyCalls
 from .query_windows import DeviceQueryWindows
 from .scan_order import ScanOrder
 from .seeder import Seeder
@@ -59,17 +61,17 @@ class InProcessCacheRank:
         self._predict = predict_query
         device = self._device = pools.k[0].device
         heads, width = model.num_kv_heads, selection.num_resident
-        policy_says = policy.capabilities
-        make_windows = isinstance(policy, WindowedPolicy)
-        interval = interval_of(selection.index_dtype, pools.page_size)
+        self._policy, says = policy, policy.capabilities
+        composition = Composition.of(type(policy))
+        interval = interval_of(selection.index_dtype, says.index, pools.page_size)
         self.program = program = EngineProgram(
             model,
             settings,
-            timing=policy_says.timing,
+            timing=says.timing,
             traits=policy.traits,
-            all_exact=policy_says.all_exact,
-            keeps_queries=make_windows,
-            index_interval=interval if policy_says.selects else 0,
+            all_exact=says.all_exact,
+            keeps_queries=says.wants_query_window,
+            index_interval=interval if says.selects and not says.attends else 0,
         )
         self._book_of = {layer: i for i, layer in enumerate(program.selecting)}
         self._place_of = {layer: i for i, layer in enumerate(program.sources)}
@@ -84,9 +86,7 @@ class InProcessCacheRank:
             device=device,
             allocate=pools.allocate,
         )
-        self._index: KeyIndex = make_key_index(
-            selection.index_dtype if program.selects else "native", pools, program.sources
-        )
+        self._index = self._make_index(policy)
         self._counters = DeviceCounters(device)
         self.batch = DecodeBatch(
             selection,
@@ -97,8 +97,12 @@ class InProcessCacheRank:
             selections=self._counters.selections,
             device=device,
         )
+        self._calls = PolicyCalls(
+            policy, composition, model, selection, pools, self.program, index=self._index,
+            batch=self.batch,
+        )  # fmt: skip
         self._windows: DeviceQueryWindows | None = None
-        if isinstance(policy, WindowedPolicy):
+        if says.prediction is not None and not composition.selects:
             self._windows = DeviceQueryWindows(
                 policy,
                 model,
@@ -108,24 +112,27 @@ class InProcessCacheRank:
                 allocate=pools.allocate,
             )
         self._stress = StressSigns(model, device) if settings.stress_selection else None
-        self._make_scratch(max_batch)
-        # What sources chose, for those that follow.
-        self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._make_scratch(max_batch, may_repeat=composition.selects)
+        # What sources chose, for those that follow; without scores it is best first.
+        self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._order = ScanOrder(device)
         if pools.is_far:
             let_chain(device)
-        self._seeder = Seeder(model, selection, pools, self._mirror, device)
+        self._seeder = Seeder(model, pools, self._mirror, device)
         self._num_steps = 0
 
-    def _make_scratch(self, max_batch: int) -> None:
-        """Allocate what kernels work in, a lane each: two lanes are worked on at once."""
+    def _make_scratch(self, max_batch: int, *, may_repeat: bool) -> None:
+        """Allocate what kernels work in, a lane each: two lanes are worked on at once.
+
+        `may_repeat`: a selection of the policy's own may name a position twice.
+        """
         model, pools, device = self._model, self._pools, self._device
         num_lanes = NUM_LANES if self.program.selects else 0
         heads, context = model.num_kv_heads, model.max_context
         sizes = max_batch, model.num_qo_heads, heads, context, self._selection.budget_tokens
         self._scratch = [make_select_scratch(*sizes, device) for _ in range(num_lanes)]
         self._mirror_scratch = [
-            make_mirror_scratch(max_batch, heads, context, device, may_repeat=False)
+            make_mirror_scratch(max_batch, heads, context, device, may_repeat=may_repeat)
             for _ in range(num_lanes)
         ]
         self.weights = LaneWeights(pools, num_lanes)
@@ -152,6 +159,15 @@ class InProcessCacheRank:
         """See `LocalCacheRank.lane_of`."""
         return self._place_of.get(self.program.source_of(layer), 0) % NUM_LANES
 
+    def _make_index(self, policy: Policy) -> KeyIndex:
+        selection, pools, program = self._selection, self._pools, self.program
+        if policy.capabilities.index == "page_bounds":
+            return PageBoundsIndex(
+                pools, program.sources, selection, max_context=self._model.max_context
+            )
+        index_dtype = selection.index_dtype if program.selects else "native"
+        return make_key_index(index_dtype, pools, program.sources)
+
     # -- prefill -------------------------------------------------------------------------
 
     def begin_extend(
@@ -162,11 +178,12 @@ class InProcessCacheRank:
         tables: Sequence[torch.Tensor],
     ) -> None:
         """See `LocalCacheRank.begin_extend`."""
+        self._calls.begin_extend(rows)
         if self._windows is not None:
             self._windows.begin_prompt(rows, lengths)
         tables = [table.to(self._device) for table in tables]
-        self._seeder.begin_extend(lengths, tables)
-        self._index.begin_extend(prefix_lens, lengths, tables)
+        self._seeder.begin_extend(tables)
+        self._index.begin_extend(prefix_lens, lengths, tables, rows)
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
         """See `LocalCacheRank.extend`."""
@@ -178,7 +195,7 @@ class InProcessCacheRank:
         queries, place = queries.to(self._device), self._place_of.get(layer)
         keys = (self._pools.k[layer], None) if place is None else self._index.keys(layer)
         book = self._book_of.get(layer)
-        positions = self._seeder.seed(layer, request, row, queries, keys, book=book)
+        positions = self._seeder.seed(layer, request, row, queries, keys, self._calls, book=book)
         if self._windows is not None and place is not None and book is not None:
             self._windows.observe_prompt(place, row, queries, positions)
 
@@ -200,14 +217,17 @@ class InProcessCacheRank:
 
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor,
-        *, selects: bool = True, num_cold: int | None = None,
+        *, selects: bool = True, num_cold: int | None = None, slow: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """See `LocalCacheRank.begin_decode`."""
         lag = int(self.program.selects_for_next_step)
         num_layers = len(self.program.selecting) if selects else 0
-        self.batch.load(
-            rows, lengths, req_to_token, lag=lag, num_layers=num_layers, num_cold=num_cold
-        )
+        counted = num_layers if slow is None else 0
+        self.batch.load(rows, lengths, req_to_token, lag=lag, num_layers=counted, num_cold=num_cold)
+        if slow is not None:
+            # Without dense attention while all fits, empty slots are filled in each step.
+            fills_others = not self._selection.dense_while_fits
+            self.batch.load_slow(slow, num_layers=num_layers, fills_others=fills_others)
 
     def end_step(self) -> None:
         """See `LocalCacheRank.end_step`."""
@@ -217,7 +237,12 @@ class InProcessCacheRank:
         """See `LocalCacheRank.append`."""
         if layer in self._place_of:
             batch = self.batch
-            self._index.append(layer, batch.lengths[:batch_size], batch.pages[:batch_size])
+            self._index.append(
+                layer,
+                batch.lengths[:batch_size],
+                batch.pages[:batch_size],
+                batch.rows[:batch_size],
+            )
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """See `LocalCacheRank.attend`."""
@@ -228,8 +253,14 @@ class InProcessCacheRank:
         )  # fmt: skip
         return out.to(query.dtype)
 
+    def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """See `LocalCacheRank.attend_selected`."""
+        return self._calls.attend(layer, query)
+
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """See `LocalCacheRank.observe`."""
+        if self._calls.observes and layer in self._place_of:
+            self._calls.observe(layer, query)
         if self._windows is not None and layer in self._place_of:
             rows, positions = self.batch.rows[: len(query)], self.batch.positions[: len(query)]
             self._windows.push(self._place_of[layer], rows, query, positions)
@@ -255,8 +286,14 @@ class InProcessCacheRank:
         if self._stress is not None:
             query = self._stress.apply(query, batch.step)
         self._order.await_choice()
+        if self._calls.composition.selects:
+            if self._calls.observes:
+                self._calls.observe(layer, query)
+            lag = int(self.program.selects_for_next_step or layer in self.program.late_layers)
+            self._chosen[layer] = self._calls.choose(layer, query, hi[:size], lag=lag), None
+            return
         keys, k_scale = self._index.keys(layer)
-        self._chosen[layer] = score_topk(
+        chosen, scores = score_topk(
             query,
             keys,
             batch.pages[:size],
@@ -273,6 +310,18 @@ class InProcessCacheRank:
             scan_stream=self._scan_streams[lane],
             pooled_positions=selection.pooled_positions,
         )
+        self._chosen[layer] = self._kept(chosen, scores)
+
+    def _kept(
+        self, chosen: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return of the positions ``[B, H, K]`` as many of the best as the policy wants."""
+        assert isinstance(self._policy, ScoringPolicy)
+        wanted = self._policy.num_wanted(self.batch.lengths[: len(chosen)])
+        if wanted is None:
+            return chosen, scores
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        return keep_first(chosen.gather(-1, order), wanted), None
 
     def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
         """See `LocalCacheRank.fetch`."""
@@ -282,7 +331,9 @@ class InProcessCacheRank:
         active, (hi, num_target) = batch.active[:batch_size], self._ends_of(layer)
         head_map = self._head_maps.get(layer)
         if head_map is not None:
-            chosen, chosen_scores = (x.index_select(1, head_map) for x in (chosen, chosen_scores))
+            chosen = chosen.index_select(1, head_map)
+            if chosen_scores is not None:
+                chosen_scores = chosen_scores.index_select(1, head_map)
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
             self._mirror.positions[book],

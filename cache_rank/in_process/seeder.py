@@ -10,10 +10,10 @@ import torch
 from tandemkv.cache_rank.mirror import ResidentMirror
 from tandemkv.cache_rank.protocol.local import LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.cache_rank.seeding import choose_seed
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.placing import place
+
+from .policy_calls import PolicyCalls
 
 
 class Seeder:
@@ -21,7 +21,7 @@ class Seeder:
 
     Parameters
     ----------
-    model, selection, pools
+    model, pools
         As of the cache rank.
     mirror : ResidentMirror
         Its books; a layer that follows none has none.
@@ -32,19 +32,18 @@ class Seeder:
     def __init__(
         self,
         model: ModelSpec,
-        selection: SelectionSettings,
         pools: LocalPools,
         mirror: ResidentMirror,
         device: torch.device,
     ) -> None:
-        self._model, self._selection, self._pools = model, selection, pools
+        self._model, self._pools = model, pools
         self._mirror, self._device = mirror, device
         self._all_slots = torch.arange(mirror.num_resident, dtype=torch.int32, device=device)
-        self._prompts: list[tuple[torch.Tensor, int]] = []
+        self._prompts: list[torch.Tensor] = []
 
-    def begin_extend(self, lengths: Sequence[int], tables: Sequence[torch.Tensor]) -> None:
+    def begin_extend(self, tables: Sequence[torch.Tensor]) -> None:
         """Take note of a prefill step's requests; ``tables`` are their slots ``[length]``."""
-        self._prompts = list(zip(tables, lengths, strict=True))
+        self._prompts = list(tables)
 
     def seed(
         self,
@@ -53,10 +52,11 @@ class Seeder:
         row: int,
         queries: torch.Tensor,
         keys: tuple[torch.Tensor, torch.Tensor | None],
+        calls: PolicyCalls,
         *,
         book: int | None,
     ) -> torch.Tensor:
-        """Fill the set of a finished prompt.
+        """Fill the set of a finished prompt, as the policy ranks it.
 
         Parameters
         ----------
@@ -66,6 +66,8 @@ class Seeder:
             ``[W, Hq, D]``, the prompt's last.
         keys : tuple
             Keys and scales to score, as `tandemkv.kernels.score.score_keys` takes them.
+        calls : PolicyCalls
+            Asks the policy.
         book : int, optional
             Of the layer.
 
@@ -74,24 +76,17 @@ class Seeder:
         torch.Tensor
             ``[W]`` int64, the positions of `queries`.
         """
-        slots, length = self._prompts[request]
-        chosen = choose_seed(
-            queries,
-            *keys,
-            slots[:: self._pools.page_size] // self._pools.page_size,
-            length=length,
-            selection=self._selection,
-            num_resident=self._mirror.num_resident,
-            scale=self._model.scale,
-            page_size=self._pools.page_size,
-        )
+        slots = self._prompts[request]
+        prompt = calls.seed_input(layer, row, queries, keys, slots)
+        chosen = calls.seed(prompt, self._mirror.num_resident)
+        calls.observe_prompt(prompt)
         if book is not None:
             self._mirror.seed(book, row, chosen)
         rows = place([row], slots.device)  # the host goes on with the layer's other kernels
         if self._pools.log_weight is not None:  # samples count once something is selected
             self._pools.log_weight[layer, row] = float("-inf")
         self._copy(layer, rows, slots[None], chosen[None])
-        return torch.arange(length - len(queries), length, device=self._device)
+        return prompt.positions
 
     def seed_identity(
         self, layers: Sequence[int], rows: torch.Tensor, tables: torch.Tensor | None

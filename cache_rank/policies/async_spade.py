@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
+from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.kernels.query_window import ridge_predict
 
+from .base import PolicyCapabilities
 from .windowed import WindowedPolicy
 
 
@@ -36,6 +40,10 @@ class AsyncSpadePolicy(WindowedPolicy):
     ----------
     *AsyncSpade: Efficient Test-Time Scaling with Asynchronous Sparse Decoding*.
     """
+
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.NEXT_STEP, wants_query_window=True, prediction="ridge"
+    )
 
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """See `WindowedPolicy.predict`."""

@@ -12,7 +12,6 @@ import torch
 from .base import (
     Owner,
     Policy,
-    PolicyContext,
     PolicyError,
     SeedInput,
     Selection,
@@ -70,21 +69,8 @@ class Attended:
 class AttendingPolicy(Policy):
     """A policy with `Timing.SAME_STEP_ATTENTION`; its resident set is the sink alone.
 
-    Raises
-    ------
-    PolicyError
-        If more than the sink would be resident: what is attended to here and there must not
-        overlap, and the settings know only the policies of this package.
+    What is attended to here and on the inference rank must not overlap.
     """
-
-    def __init__(self, context: PolicyContext) -> None:
-        super().__init__(context)
-        selection = context.selection
-        if selection.num_resident != selection.num_sink_tokens:
-            raise PolicyError(
-                f"policy={selection.policy}: a policy that attends on the cache rank must be in "
-                "`settings.KEEPS_SINK_ONLY`, so that nothing else is resident"
-            )
 
     @abstractmethod
     def attend(self, request: AttendInput) -> Attended:

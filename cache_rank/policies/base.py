@@ -11,10 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
+from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -34,10 +35,33 @@ where a position is no candidate."""
 class PolicyCapabilities:
     """What a policy declares about itself.
 
-    `all_exact`: every layer takes the exact step, nothing is selected. `wants_query_window`:
-    `Policy.observe` is called with the queries of every step, not only of those in which a
-    selection is made (next-step policies only). `refresh`: which steps of a sparse row are slow
-    (`Timing.EXACT_STEP` only). `devices`: where it can run.
+    Attributes
+    ----------
+    timing : Timing
+        When a selection is made, and with what.
+    all_exact : bool
+        Every layer takes the exact step, nothing is selected.
+    wants_query_window : bool
+        `Policy.observe` is called with the queries of every step, not only of those in which a
+        selection is made (next-step policies only).
+    refresh : RefreshRule
+        Which steps of a sparse row are slow (`Timing.EXACT_STEP` only).
+    devices : tuple of str
+        Where it can run.
+    default_samples : int
+        Samples that are attended to besides, if nothing else is asked for and K is not less.
+    prediction : {"ridge", "mean"}, optional
+        A `windowed.WindowedPolicy` whose `predict` is one of the kernel
+        `tandemkv.kernels.query_window.push_and_predict`, which then takes the place of its methods.
+    index : {"keys", "page_bounds"}
+        What its `select` reads: keys, or their bounds by page as well (`SelectionInput.pages`).
+    calibration : {"kascade", "sync_kv"}, optional
+        What of a calibration it is built with: `PolicyContext.share` or `PolicyContext.clusters`.
+    graph_safe : bool
+        A promise of a policy whose own methods are called in decode steps (`composition`): they
+        launch the same work in each step, of one shape whatever the lengths, do not wait for the
+        device, and keep what they remember in tensors by row. On a GPU, where a step is captured
+        once and replayed, others are refused.
     """
 
     timing: Timing
@@ -45,6 +69,11 @@ class PolicyCapabilities:
     wants_query_window: bool = False
     refresh: RefreshRule = RefreshRule.NEVER
     devices: tuple[str, ...] = ("cpu", "cuda")
+    default_samples: int = 0
+    prediction: Literal["ridge", "mean"] | None = None
+    index: Literal["keys", "page_bounds"] = "keys"
+    calibration: Literal["kascade", "sync_kv"] | None = None
+    graph_safe: bool = False
 
     @property
     def attends(self) -> bool:
@@ -55,6 +84,23 @@ class PolicyCapabilities:
     def selects(self) -> bool:
         """Whether anything is selected in decode."""
         return self.timing is not Timing.NONE
+
+    @property
+    def has_slow_steps(self) -> bool:
+        """Whether it selects in slow steps, in which a row attends to everything."""
+        return self.timing is Timing.EXACT_STEP
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether the host has to know the token that a step takes in before it runs."""
+        return self.refresh is RefreshRule.BOUNDARY
+
+    @property
+    def declared(self) -> DeclaredPolicy:
+        """What the defaults of settings depend on."""
+        return DeclaredPolicy(
+            timing=self.timing, all_exact=self.all_exact, num_samples=self.default_samples
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +172,24 @@ class StoredKV:
     slots: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class PageBounds:
+    """Bounds of the keys of S requests in one layer, by pages of positions.
+
+    Attributes
+    ----------
+    low, high : torch.Tensor
+        ``[S, num_pages, num_kv_heads, head_dim]``: the least and the largest of each key component
+        among the candidates in a page. Undefined for pages without any.
+    page_tokens : int
+        Page p has the positions from ``p * page_tokens`` on.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+    page_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionInput:
     """One selection in one layer, for S requests.
@@ -135,7 +199,10 @@ class SelectionInput:
     layer : int
         The layer that will use it.
     owners : Sequence[Owner]
-        The requests.
+        The requests; none on a GPU, where `rows` says who they are.
+    rows : torch.Tensor
+        ``[S]`` int64: row of each request. On a GPU rows whose candidates end where they begin are
+        among them (padding, dense requests).
     query : torch.Tensor
         ``[S, num_qo_heads, head_dim]``, after RoPE: the predicted query of the layer
         (`Timing.SAME_STEP_HIDDEN`), else its true query. If only some KV heads are slow
@@ -150,10 +217,13 @@ class SelectionInput:
         ``[S]`` int64: the candidates are the positions ``[lo, hi)``.
     stored : StoredKV
         What `score` reads, for policies with an index of their own.
+    pages : PageBounds, optional
+        With `PolicyCapabilities.index` ``page_bounds``.
     """
 
     layer: int
     owners: Sequence[Owner]
+    rows: torch.Tensor
     query: torch.Tensor
     positions: torch.Tensor
     use_positions: torch.Tensor
@@ -162,6 +232,7 @@ class SelectionInput:
     lo: torch.Tensor
     hi: torch.Tensor
     stored: StoredKV
+    pages: PageBounds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,10 +365,26 @@ class ScoringPolicy(Policy):
         """Return the query ``[S, Hq, D]`` to score with; the given one by default."""
         return request.query
 
+    def num_wanted(self, lengths: torch.Tensor) -> torch.Tensor | None:
+        """Return how many of the K best requests of `lengths` ``[S]`` tokens get; None: all.
+
+        ``[S]`` integers, by tensor operations alone: a GPU captures them.
+        """
+        del lengths
+        return None
+
     def select(self, request: SelectionInput) -> Selection:
         """See `Policy.select`."""
         scores = self.pooled(request.score(self.query_for(request)))
-        return Selection(topk_positions(scores, request.budget))
+        chosen = topk_positions(scores, request.budget)
+        wanted = self.num_wanted(request.positions + 1)
+        return Selection(chosen if wanted is None else keep_first(chosen, wanted))
+
+
+def keep_first(positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Replace all but the first `wanted` ``[S]`` of `positions` ``[S, H, K]`` by ``-1``."""
+    ranks = torch.arange(positions.shape[-1], device=positions.device)
+    return positions.masked_fill((ranks >= wanted[:, None])[:, None], -1)
 
 
 class UnselectivePolicy(Policy):

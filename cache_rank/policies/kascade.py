@@ -14,8 +14,6 @@ from .base import (
     PolicyContext,
     PolicyError,
     ScoringPolicy,
-    Selection,
-    SelectionInput,
 )
 
 _MIN_SELECTED = 128
@@ -53,8 +51,9 @@ class KascadePolicy(ScoringPolicy):
     3.2-3.6; anchors and head maps: `tandemkv.cache_rank.calibration`.
     """
 
-    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.SAME_STEP_QUERY)
-    pools_positions: ClassVar[bool] = True
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.SAME_STEP_QUERY, calibration="kascade"
+    )
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -64,14 +63,9 @@ class KascadePolicy(ScoringPolicy):
                 "`tandemkv calibrate MODEL --policy kascade --out FILE`), or --anchors 0,2,..."
             )
 
-    def select(self, request: SelectionInput) -> Selection:
-        """See `Policy.select`; positions beyond the request's K are ``-1``."""
-        chosen = super().select(request).positions
+    def num_wanted(self, lengths: torch.Tensor) -> torch.Tensor | None:
+        """See `ScoringPolicy.num_wanted`: by ``kascade_fraction``."""
         fraction = self.context.selection.kascade_fraction
-        if fraction > 0.0:
-            lengths = request.positions + 1
-            wanted = torch.ceil(fraction * lengths).clamp(min=_MIN_SELECTED).minimum(lengths)
-            ranks = torch.arange(request.budget, device=chosen.device)
-            is_beyond = ranks >= wanted[:, None]  # [S, K]
-            chosen = chosen.masked_fill(is_beyond[:, None], -1)
-        return Selection(chosen)
+        if fraction == 0.0:
+            return None
+        return torch.ceil(fraction * lengths).clamp(min=_MIN_SELECTED).minimum(lengths)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.settings import DEFAULT_SAMPLES
 
 from .base import PolicyCapabilities, ScoringPolicy
 
@@ -19,4 +20,6 @@ class LookAheadPolicy(ScoringPolicy):
     takes the exact full-width W_q, selects tokens per KV head, and runs on another device.
     """
 
-    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.SAME_STEP_HIDDEN)
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.SAME_STEP_HIDDEN, default_samples=DEFAULT_SAMPLES
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.settings import DEFAULT_SAMPLES
 
 from .base import PolicyCapabilities, ScoringPolicy
 
@@ -13,4 +14,6 @@ from .base import PolicyCapabilities, ScoringPolicy
 class OraclePolicy(ScoringPolicy):
     """Score with the query of the very attention that uses the selection: the bound of its kind."""
 
-    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.SAME_STEP_QUERY)
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.SAME_STEP_QUERY, default_samples=DEFAULT_SAMPLES
+    )

@@ -3,23 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from tandemkv.cache_rank.protocol.messages import Timing
 
-from .base import Owner, Policy, PolicyCapabilities, PolicyContext, Selection, SelectionInput
-
-
-@dataclass(slots=True)
-class _Pages:
-    """Bounds ``[H, capacity, D]`` float32 of one request's pages, keys ``[0, end)`` entered."""
-
-    low: torch.Tensor
-    high: torch.Tensor
-    end: int
+from .base import PageBounds, Policy, PolicyCapabilities, Selection, SelectionInput
 
 
 class QuestPolicy(Policy):
@@ -31,9 +21,11 @@ class QuestPolicy(Policy):
 
     Notes
     -----
-    Pages are counted in positions, and bounds are remembered by position for each (row,
-    generation): slots may be shared or rewritten. A page is entered when its first token
-    becomes a candidate, and widened as more do; what is already there is never read again.
+    Pages are counted in positions, and bounds are kept by row and position: slots may be shared or
+    rewritten. A page is entered when its first token becomes a candidate, and widened as more do;
+    what is already there is not read again
+    (`tandemkv.cache_rank.in_process.page_index.PageBoundsIndex`). A cache rank in a process of its
+    own, which the host drives, makes the bounds anew in each step.
 
     Deviations from the paper:
 
@@ -51,62 +43,34 @@ class QuestPolicy(Policy):
     arXiv:2406.10774.
     """
 
-    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.SAME_STEP_QUERY)
-
-    def __init__(self, context: PolicyContext) -> None:
-        super().__init__(context)
-        self._size = context.selection.quest_page_tokens
-        self._pages: dict[Owner, dict[int, _Pages]] = {}
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.SAME_STEP_QUERY, index="page_bounds"
+    )
 
     def select(self, request: SelectionInput) -> Selection:
         """See `Policy.select`."""
+        assert request.pages is not None  # as declared
         heads = self.context.model.num_kv_heads
-        shape = (len(request.owners), heads, request.budget)
+        shape = (len(request.rows), heads, request.budget)
         chosen = torch.full(shape, -1, dtype=torch.int32, device=request.query.device)
         ranges = zip(request.lo.tolist(), request.hi.tolist(), strict=True)
         for i, (lo, hi) in enumerate(ranges):
             if lo < hi:
-                pages = self._bring_up_to_date(request, i, lo, hi)
-                scores = self._bounds(request.query[i], pages, lo, hi)
-                tokens = self._tokens(scores, lo, hi, request.budget)
+                scores = self._bounds(request.query[i], request.pages, i, lo, hi)
+                tokens = self._tokens(scores, lo, hi, request)
                 chosen[i, :, : tokens.shape[1]] = tokens
         return Selection(chosen)
 
-    def release(self, owner: Owner) -> None:
-        """See `Policy.release`."""
-        self._pages.pop(owner, None)
-
-    def _bring_up_to_date(self, request: SelectionInput, i: int, lo: int, hi: int) -> _Pages:
-        """Enter the keys that became candidates since the last call."""
-        layers = self._pages.setdefault(request.owners[i], {})
-        pages = layers.get(request.layer)
-        if pages is None:
-            _, heads, dim = request.stored.k.shape
-            empty = torch.empty(heads, 0, dim, device=request.stored.k.device)
-            pages = layers[request.layer] = _Pages(empty, empty, lo)
-        if pages.end >= hi:
-            return pages
-        needed = -(-hi // self._size)
-        if pages.low.shape[1] < needed:
-            pages.low = _grown(pages.low, 2 * needed, float("inf"))
-            pages.high = _grown(pages.high, 2 * needed, float("-inf"))
-        first, last = pages.end // self._size, needed
-        slots = request.stored.slots[i, pages.end : hi].long()
-        keys = request.stored.k[slots].float().transpose(0, 1)  # [H, n, D]
-        page = torch.arange(pages.end, hi, device=keys.device) // self._size - first
-        index = page[None, :, None].expand_as(keys)
-        for bounds, how in ((pages.low, "amin"), (pages.high, "amax")):
-            bounds[:, first:last].scatter_reduce_(1, index, keys, reduce=how)
-        pages.end = hi
-        return pages
-
-    def _bounds(self, query: torch.Tensor, pages: _Pages, lo: int, hi: int) -> torch.Tensor:
+    def _bounds(
+        self, query: torch.Tensor, pages: PageBounds, i: int, lo: int, hi: int
+    ) -> torch.Tensor:
         """Return the pooled bounds ``[H, num_pages]`` of the pages that hold ``[lo, hi)``."""
         model, pooling = self.context.model, self.context.selection.pooling
-        used = slice(lo // self._size, -(-hi // self._size))
+        used = slice(lo // pages.page_tokens, -(-hi // pages.page_tokens))
         grouped = query.float().view(model.num_kv_heads, model.gqa_group_size, model.head_dim)
-        bounds = grouped.clamp(min=0) @ pages.high[:, used].transpose(1, 2)
-        bounds += grouped.clamp(max=0) @ pages.low[:, used].transpose(1, 2)
+        low, high = (x[i, used].float().permute(1, 2, 0) for x in (pages.low, pages.high))
+        bounds = grouped.clamp(min=0) @ high
+        bounds += grouped.clamp(max=0) @ low
         bounds *= model.scale  # [H, G, num_pages]
         if pooling == "max_logit":
             return bounds.amax(dim=1)
@@ -114,9 +78,13 @@ class QuestPolicy(Policy):
             return bounds.mean(dim=1)
         return bounds.softmax(dim=-1).mean(dim=1)
 
-    def _tokens(self, scores: torch.Tensor, lo: int, hi: int, budget: int) -> torch.Tensor:
+    def _tokens(
+        self, scores: torch.Tensor, lo: int, hi: int, request: SelectionInput
+    ) -> torch.Tensor:
         """Return positions ``[H, min(budget, hi - lo)]`` int32 of the best pages, best first."""
-        size, first = self._size, lo // self._size
+        assert request.pages is not None
+        budget, size = request.budget, request.pages.page_tokens
+        first = lo // size
         # Two more than a whole budget needs: the first and the last page may be incomplete.
         count = min(scores.shape[1], -(-budget // size) + 2)
         best = scores.topk(count, dim=-1).indices + first
@@ -126,10 +94,3 @@ class QuestPolicy(Policy):
         # A stable sort brings the candidates to the front and keeps their order.
         order = is_candidate.int().sort(dim=-1, descending=True, stable=True).indices
         return positions.gather(1, order)[:, : min(budget, hi - lo)].int()
-
-
-def _grown(bounds: torch.Tensor, capacity: int, fill: float) -> torch.Tensor:
-    heads, used, dim = bounds.shape
-    grown = bounds.new_full((heads, capacity, dim), fill)
-    grown[:, :used] = bounds
-    return grown

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
+from typing import Any
 
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings import DEFAULT_POLICY, SelectionSettings
 
 from .base import Policy, PolicyContext, PolicyError, ScoringPolicy
+from .composition import check_class
 
 _HERE = "tandemkv.cache_rank.policies"
 POLICIES = {
@@ -49,6 +52,7 @@ def find_policy(name: str) -> type[Policy]:
         raise PolicyError(f"policy={name!r} must be a subclass of {_HERE}.base.Policy")
     if not hasattr(found, "capabilities"):
         raise PolicyError(f"policy={name!r} declares no `capabilities`")
+    check_class(found, name)
     return found
 
 
@@ -72,6 +76,61 @@ def check_pooling(policy: type[Policy], selection: SelectionSettings) -> None:
 def _pools(policy: type[Policy]) -> bool:
     is_own = getattr(policy, "select", None) is not ScoringPolicy.select
     return policy.pools_positions and (not is_own or "pools_positions" in vars(policy))
+
+
+def resolve_selection(
+    selection: SelectionSettings | Mapping[str, Any], policy: type[Policy] | None = None
+) -> SelectionSettings:
+    """Enter what the policy's class declares, on which defaults of other settings depend.
+
+    Parameters
+    ----------
+    selection : SelectionSettings or Mapping
+        Settings, or values of which to make them. Whatever they say of a declaration is replaced.
+    policy : type, optional
+        The class; by default the one that the settings name.
+
+    Raises
+    ------
+    PolicyError
+        If there is no such policy.
+    ValueError
+        If the settings do not go together (pydantic's).
+    """
+    return SelectionSettings.model_validate(selection_values(selection, policy))
+
+
+def selection_values(
+    selection: SelectionSettings | Mapping[str, Any], policy: type[Policy] | None = None
+) -> dict[str, Any]:
+    """Return the values of which `resolve_selection` makes settings, to be validated elsewhere.
+
+    Raises
+    ------
+    PolicyError
+        If there is no such policy.
+    """
+    if isinstance(selection, SelectionSettings):
+        selection = selection.model_dump(exclude_unset=True)
+    values = dict(selection)
+    found = policy or find_policy(str(values.get("policy", DEFAULT_POLICY)))
+    return values | {"declared": found.capabilities.declared}
+
+
+def check_resolved(policy: type[Policy], selection: SelectionSettings) -> None:
+    """Refuse settings that were made without asking the policy's class.
+
+    Raises
+    ------
+    PolicyError
+        If they were.
+    """
+    if selection.declared != policy.capabilities.declared:
+        raise PolicyError(
+            f"policy={selection.policy}: the settings were made for another declaration "
+            f"({selection.declared}) than that of {policy.__name__} "
+            f"({policy.capabilities.declared}); make them with resolve_selection"
+        )
 
 
 def make_policy(name: str, context: PolicyContext) -> Policy:

@@ -63,7 +63,7 @@ class SyncKVPolicy(Policy):
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.EXACT_STEP, refresh=RefreshRule.PERIOD
+        timing=Timing.EXACT_STEP, refresh=RefreshRule.PERIOD, calibration="sync_kv"
     )
     pools_positions: ClassVar[bool] = True
 

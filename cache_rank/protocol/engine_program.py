@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from .errors import SettingsError
-from .messages import PolicyTraits, Timing
+from .messages import PolicyTraits, RefreshRule, Timing
 from .model_spec import ModelSpec
 from .settings import RankSettings
 from .step_program import OWN_SELECTIONS, StepProgram
@@ -47,6 +47,12 @@ class EngineProgram:
     late_layers : tuple of int
         Layers that are selected for at the end of a step, for the next one. They are no
         `targets_of` any layer; all have attended where the last layer that has targets begins.
+    attends : bool
+        Whether the policy attends in every sparse layer (`LocalCacheRank.attend_selected`), and
+        selects nothing.
+    slow_steps : RefreshRule
+        Which steps of a sparse request are slow: it attends to everything, without samples, and is
+        selected for, for the next step on. Nothing is selected for others.
     index_interval : int
         As above; 1 if queries are kept. A request of another length may be left out.
 
@@ -71,13 +77,16 @@ class EngineProgram:
         self._steps = StepProgram(model, settings, timing, traits)
         self.num_layers = model.num_layers
         self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
-        layers = range(model.num_layers)
+        self.attends = timing is Timing.SAME_STEP_ATTENTION
+        self.slow_steps = RefreshRule(traits.refresh)
+        # A policy that attends selects nothing for the inference rank to attend to.
+        layers = range(0 if self.attends else model.num_layers)
         self.selecting = [x for x in layers if self._steps.is_selecting_layer(x)]
         # Layers whose keys are scanned; the others follow one of them, if selections are shared.
         self.sources = [x for x in layers if self._steps.selections(x)]
         self._is_source, self._is_selecting = frozenset(self.sources), frozenset(self.selecting)
-        exact = frozenset(selection.exact_layer_ids)
-        self._sparse = frozenset(x for x in layers if not all_exact and x not in exact)
+        exact = frozenset(range(model.num_layers) if all_exact else selection.exact_layer_ids)
+        self._sparse = frozenset(range(model.num_layers)) - exact
         self.index_interval = 1 if keeps_queries else index_interval
         self.refresh_every = selection.refresh_steps
         count, most = selection.num_late, selection.most_late(model.num_layers)
@@ -101,12 +110,12 @@ class EngineProgram:
     @property
     def needs_query(self) -> bool:
         """Whether the policy selects with the layer's own query."""
-        return self.timing in (Timing.SAME_STEP_QUERY, Timing.NEXT_STEP)
+        return self.timing is Timing.SAME_STEP_QUERY or self.selects_for_next_step
 
     @property
     def selects_for_next_step(self) -> bool:
         """Whether what is selected is used one step later."""
-        return self.timing is Timing.NEXT_STEP
+        return self.timing in (Timing.NEXT_STEP, Timing.EXACT_STEP)
 
     @property
     def scanned_share(self) -> float:
@@ -130,6 +139,10 @@ class EngineProgram:
         if not self.is_source(layer):
             return ()
         return tuple(x for layers in self._steps.followers(layer) for x in layers)
+
+    def slow_heads(self, layer: int) -> tuple[int, ...]:
+        """Return the KV heads that a selection of a slow step in `layer` is made with."""
+        return self._steps.slow_heads(layer)
 
     def fetched_by(self, layer: int) -> tuple[int, ...]:
         """Layers that rows are brought to when `layer` has been chosen for, in order."""
@@ -168,6 +181,10 @@ class EngineProgram:
             return False
         selects = kind is DecodeKind.SELECTING and self.selects_for_next_step
         return selects or (self.keeps_queries and self.indexes(kind, layer))
+
+    def attends_in(self, layer: int) -> bool:
+        """Whether the policy attends in `layer`, and its output is merged."""
+        return self.attends and self.is_sparse_layer(layer)
 
     def extends(self, layer: int, *, seeds: bool) -> bool:
         """Whether a prefill step has something to do for `layer`, if prompts end in it or not."""

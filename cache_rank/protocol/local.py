@@ -215,11 +215,11 @@ class LocalCacheRank(Protocol):
 
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor,
-        *, selects: bool = True, num_cold: int | None = None,
+        *, selects: bool = True, num_cold: int | None = None, slow: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Load the requests of a decode step into the fixed buffers; not to be captured.
 
-        Needed where the step indexes, selects or attends (`attend`).
+        Needed where the step indexes, selects or attends (`attend`, `attend_selected`).
 
         Parameters
         ----------
@@ -232,6 +232,8 @@ class LocalCacheRank(Protocol):
             Whether the step selects; it is counted.
         num_cold : int, optional
             Longest request that is not selected for in this step; default by the settings.
+        slow : torch.Tensor, optional
+            ``[B]`` bool, with `slow_steps`: the requests that are selected for.
         """
 
     def end_step(self) -> None:
@@ -245,6 +247,13 @@ class LocalCacheRank(Protocol):
 
         ``query [B, Hq, D]``; returns the same shape and dtype. For a forward pass that is on
         another GPU than the K/V.
+        """
+
+    def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Let a policy that `attends` do so with the layer's own query ``[B, Hq, D]``.
+
+        Returns output and, last, natural log-sum-exp, ``[B, Hq, D + 1]`` float32, over some of the
+        tokens between sink and recent ones; ``-inf`` for requests that are attended to as a whole.
         """
 
     def choose_ahead(self, layer: int, hidden: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from .declared import DeclaredPolicy
 from .exchange_settings import CacheSettings, ExchangeSettings
 from .strict import Strict
 from .token_count import TokenCount
@@ -23,20 +24,17 @@ PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
 DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
 """``1``: every step is probed, and the sets of tokens are written too."""
 
+DEFAULT_POLICY = "look_ahead"
+"""`DeclaredPolicy` is its declaration, where nobody enters another."""
+
 DEFAULT_SAMPLES = 128
-"""Tokens that stand for the rest, where nothing else is asked for and K is not less."""
+"""Tokens that stand for the rest, for policies that gain by them (docs/quality.md)."""
 
 LEAST_FETCH_CAP = 64
 """What the default fetch cap does not go below: a sixteenth of a small K is too few."""
 
-SAMPLED = ("look_ahead", "oracle")
-"""Policies that have them by default: who was measured to gain by them (docs/quality.md)."""
-
 FLAT_LAYERS = (0, 1)
 """Layers whose attention is too flat for the best tokens to stand for it (docs/decisions/0018)."""
-
-KEEPS_SINK_ONLY = ("streaming", "exact", "lfps")
-"""Policies with nothing resident but the sink: they select nothing, or attend elsewhere."""
 
 
 def _sign(value: Any) -> Any:
@@ -48,7 +46,10 @@ class SelectionSettings(Strict):
     """What is attended to, and who decides it. Token counts are per KV head."""
 
     policy: str = Field(
-        default="look_ahead", description="Policy name, or module:Class of your own."
+        default=DEFAULT_POLICY, description="Policy name, or module:Class of your own."
+    )
+    declared: DeclaredPolicy = Field(
+        default_factory=DeclaredPolicy, description="What the policy's class declares."
     )
     budget_tokens: int = Field(
         default=1024, ge=0, le=65536, description="K, tokens selected per KV head in one selection."
@@ -250,7 +251,7 @@ class SelectionSettings(Strict):
     @property
     def num_resident(self) -> int:
         """R: slots of the resident set, the ring not counted."""
-        if self.policy in KEEPS_SINK_ONLY:
+        if self.declared.keeps_sink_only:
             return self.num_sink_tokens
         return self.num_sink_tokens + int(self.resident_factor * self.budget_tokens)
 
@@ -259,15 +260,16 @@ class SelectionSettings(Strict):
         """Tokens per KV head that stand for what is not resident."""
         if self.sample_tokens is not None:
             return self.sample_tokens
-        is_sampled = self.policy in SAMPLED and self.budget_tokens >= DEFAULT_SAMPLES
-        return DEFAULT_SAMPLES if is_sampled else 0
+        wanted = self.declared.num_samples
+        return wanted if self.budget_tokens >= wanted else 0
 
     @property
     def exact_layer_ids(self) -> tuple[int, ...]:
         """`exact_layers`, or what they are where they are left open."""
         if self.exact_layers is not None:
             return self.exact_layers
-        has_samples = self.policy in SAMPLED and self.num_samples >= DEFAULT_SAMPLES
+        wanted = self.declared.num_samples
+        has_samples = 0 < wanted <= self.num_samples
         return () if has_samples and not self.share_layers else FLAT_LAYERS
 
     @property
@@ -285,7 +287,7 @@ class SelectionSettings(Strict):
         """`late_layers`, or what `serve` takes with transport=peer where it is left open."""
         if self.late_layers is not None:
             return self.late_layers
-        may = self.policy == "look_ahead" and 0 not in self.exact_layer_ids
+        may = self.declared.predicts_from_hidden and 0 not in self.exact_layer_ids
         return int(may and not self.share_layers)
 
     def most_late(self, num_layers: int) -> int:
@@ -313,21 +315,22 @@ class SelectionSettings(Strict):
 
     @property
     def keeps_dense_while_fits(self) -> bool:
-        """Whether contexts of R + ring tokens skip selection; lfps, streaming never fill R."""
-        return self.dense_while_fits or self.policy in ("lfps", "streaming")
+        """Whether contexts of R + ring tokens skip selection; a sink alone is never filled up."""
+        declared = self.declared
+        return self.dense_while_fits or (declared.keeps_sink_only and not declared.all_exact)
 
     @property
     def fetch_cap_tokens(self) -> int:
         """Rows fetched per head and step at most."""
         if self.fetch_cap is not None:
             return self.fetch_cap
-        if self.policy in ("sfi", "sync_kv"):
-            return max(1, self.budget_tokens)  # they select seldom, and then all of it
+        if self.declared.has_slow_steps:
+            return max(1, self.budget_tokens)  # it selects seldom, and then all of it
         return max(1, self.budget_tokens // 16, min(self.budget_tokens, LEAST_FETCH_CAP))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.policy not in KEEPS_SINK_ONLY:
+        if not self.declared.keeps_sink_only:
             floor = self.num_sink_tokens + self.num_recent_tokens
             if self.budget_tokens < floor:
                 raise ValueError(
@@ -336,15 +339,16 @@ class SelectionSettings(Strict):
                 )
         if self.num_samples % 2:
             raise ValueError(f"sample_tokens={self.sample_tokens} must be even, or 0 for none")
-        if self.num_samples and self.policy in KEEPS_SINK_ONLY:
+        if self.num_samples and self.declared.keeps_sink_only:
             raise ValueError(
                 f"policy={self.policy} selects nothing that samples could stand beside; use "
                 "--sample-tokens 0"
             )
         for name in ("late_layers", "predictor_dtype"):
-            if getattr(self, name) and self.policy != "look_ahead":
+            if getattr(self, name) and not self.declared.predicts_from_hidden:
                 raise ValueError(
-                    f"{name} is for policy=look_ahead, not {self.policy}; use --policy look_ahead, "
+                    f"{name} is for policies that predict queries from the residual stream, not "
+                    f"policy={self.policy}; use --policy look_ahead, "
                     f"or drop --{name.replace('_', '-')}"
                 )
         if self.late_layers and self.share_layers:
@@ -366,10 +370,16 @@ class SelectionSettings(Strict):
             set(self.anchors)
         ):
             raise ValueError(f"anchors={self.anchors} must be ascending layer ids")
-        if self.policy == "lfps" and (self.refresh_steps != 1 or not self.num_sink_tokens):
-            raise ValueError("policy=lfps needs refresh_every=1 and num_sink_tokens of at least 1")
-        if self.policy == "lfps" and self.share_layers:
-            raise ValueError("policy=lfps attends in every layer; it cannot share selections")
+        if self.declared.attends and (self.refresh_steps != 1 or not self.num_sink_tokens):
+            raise ValueError(
+                f"policy={self.policy} attends in every step, beside the sink: it needs "
+                "refresh_every=1 and num_sink_tokens of at least 1"
+            )
+        if self.declared.attends and self.share_layers:
+            raise ValueError(
+                f"policy={self.policy} attends in every layer, and cannot share selections; drop "
+                "--share-layers"
+            )
         if any(layer < 0 for layer in self.exact_layer_ids):
             raise ValueError(f"exact_layers={self.exact_layers} must not be negative")
         return self

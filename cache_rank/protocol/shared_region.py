@@ -109,6 +109,7 @@ def epoch_specs(
         TensorSpec("streams", (layers, batch, model.hidden_size), model.dtype),
         TensorSpec("queries", (layers, batch, *query), model.dtype),
         TensorSpec("seed_queries", seeds, model.dtype),
+        TensorSpec("outputs", (batch, query[0], query[1] + 1), "float32"),
     )
 
 

@@ -25,6 +25,10 @@ GROWN = 1
 """The request has outgrown dense attention: its first tokens become resident before the step."""
 
 
+SLOW = 2
+"""The request attends to everything in this step, and is selected for."""
+
+
 class EntryKind(IntEnum):
     """What an entry announces."""
 
@@ -49,7 +53,7 @@ class StepRow:
     window : int
         Prompt queries that seed the row's resident set; 0: it is not seeded in this step.
     flags : int
-        `GROWN`, or 0.
+        Of `GROWN` and `SLOW`.
     """
 
     row: int

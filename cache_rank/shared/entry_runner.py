@@ -13,7 +13,7 @@ from tandemkv.cache_rank.protocol.local import LocalCacheRank
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
-from tandemkv.cache_rank.protocol.step_ring import GROWN, EntryKind, StepEntry
+from tandemkv.cache_rank.protocol.step_ring import GROWN, SLOW, EntryKind, StepEntry
 
 from .row_versions import RowVersions
 
@@ -118,13 +118,15 @@ class EntryRunner:
             index = torch.tensor(grown)
             engine.seed_identity(index, self._table[index, : self._num_resident])
         engine.begin_step()
-        if kind is not DecodeKind.DENSE:
+        if kind is not DecodeKind.DENSE or self._program.attends:
+            slow = torch.tensor([bool(row.flags & SLOW) for row in entry.rows])
             engine.begin_decode(
                 torch.tensor([row.row for row in entry.rows]),
                 torch.tensor([row.length for row in entry.rows]),
                 self._table,
                 selects=kind is DecodeKind.SELECTING,
                 num_cold=entry.num_cold,
+                slow=slow if self._program.slow_steps else None,
             )
         self._flags.raise_to(self._at.LOADED, entry.step)
         size = len(entry.rows)
@@ -136,6 +138,11 @@ class EntryRunner:
                 self._wait(self._at.query(layer))
                 engine.choose(layer, self._tensors["queries"][layer, :size])
                 self._fetch(self._program.fetched_by(layer), size)
+            elif self._program.attends_in(layer):
+                self._wait(self._at.query(layer))
+                query = self._tensors["queries"][layer, :size]
+                self._tensors["outputs"][:size] = engine.attend_selected(layer, query)
+                self._raise(self._at.ready(layer))
             elif self._program.hands_over_later(kind, layer):
                 self._wait(self._at.query(layer))
                 self._select_later(kind, layer, size)

@@ -81,7 +81,9 @@ class SharedEngineService:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
         self._model = read_model_spec(model_dir, dtype="float32")
-        make_policy(self._model, settings, model_dir)  # one that cannot be built is told now
+        make_policy(
+            self._model, settings, model_dir, device="cpu"
+        )  # one that cannot be built is told now
         self._session: SharedSession | None = None
         self._control = ControlServer(run_dir)
         exchange = settings.exchange
@@ -180,7 +182,7 @@ class SharedEngineService:
             return
         self._end_epoch("a new inference rank came")
         try:
-            policy = make_policy(model, self._settings, self._model_dir)
+            policy = make_policy(model, self._settings, self._model_dir, device="cpu")
             epoch = self._run_dir.next_epoch()
         except Exception as error:  # who waits must know
             logger.exception("no epoch can be opened")
@@ -193,7 +195,7 @@ class SharedEngineService:
             page_size=hello.page_size,
         )
         says, selection = policy.capabilities, self._settings.selection
-        interval = interval_of(selection.index_dtype, hello.page_size)
+        interval = interval_of(selection.index_dtype, says.index, hello.page_size)
         welcome = Welcome(
             epoch=epoch,
             num_slots=sizes.num_slots,
@@ -202,7 +204,7 @@ class SharedEngineService:
             store_name="",
             traits=policy.traits,
             keeps_queries=says.wants_query_window,
-            index_interval=interval if says.selects else 0,
+            index_interval=interval if says.selects and not says.attends else 0,
         )
         self._heartbeat.expect(epoch)
         if not self._control.send(peer, welcome):

@@ -148,8 +148,9 @@ class InProcessBackend(AttentionBackend):
             elif awaited is not None:
                 wait_flags(awaited)
             out = self._sparse.attend(
-                q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse
-            )
+                q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse,
+                rest=link.attend_selected(index, query),
+            )  # fmt: skip
         link.attended(index, query, size)
         return self._after(index, out)
 
@@ -199,19 +200,27 @@ class InProcessBackend(AttentionBackend):
         req_to_token = self._pool.req_to_token
         on_host = forward_batch.seq_lens_cpu[:size]
         dense = self._dense.of(on_host)
+        slow = self._slow_rows(forward_batch, on_host, dense.num_dense)
         if not in_capture:
+            num_real = size - getattr(forward_batch, "num_padding", 0)
             self._make_sparse(rows, on_host, req_to_token)
-            self._count(on_host[: size - getattr(forward_batch, "num_padding", 0)], dense.num_dense)
+            self._count(on_host[:num_real], dense.num_dense, slow)
             self._dense.advance(on_host)
         self._table.load(rows, lengths, req_to_token, dense.num_dense)
         if self._home.samples is not None:
             self._home.samples.load(rows, lengths, req_to_token, dense.num_dense)
+        if slow is not None:
+            self._table.attend_whole(slow, rows, lengths, req_to_token)
+            if self._home.samples is not None:
+                self._home.samples.leave_out(slow)
         self._home.begin_step()
         self._num_steps += 1
-        kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host)
+        kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host, slow)
+        # What a policy attends to itself must not be attended to here as well.
+        num_cold = dense.num_dense if self._program.attends else dense.num_cold
         step = DecodeRows(
             rows=rows, lengths=lengths, lengths_on_host=on_host, req_to_token=req_to_token,
-            num_cold=dense.num_cold,
+            num_cold=num_cold, slow=slow,
         )  # fmt: skip
         self.link.begin_decode(kind, step)
         with self._fence.planning():
@@ -222,7 +231,27 @@ class InProcessBackend(AttentionBackend):
             elif self._needs_full:
                 self._full.init_forward_metadata(forward_batch)
 
-    def kind_of(self, lengths: torch.Tensor) -> DecodeKind:
+    def _slow_rows(
+        self, forward_batch: Any, lengths: torch.Tensor, num_dense: int
+    ) -> torch.Tensor | None:
+        """Return who attends to everything because its step is slow, ``[B]`` bool on the host.
+
+        None for a policy that has no slow steps. Those that have some run on a CPU only, where
+        rows and tokens are at hand.
+        """
+        if not self._program.slow_steps:
+            return None
+        refresh, size = self._runtime.refresh, len(lengths)
+        rows = forward_batch.req_pool_indices[:size].tolist()
+        tokens = forward_batch.input_ids[:size].tolist() if refresh.wants_tokens else [None] * size
+        found = []
+        for row, length, token in zip(rows, lengths.tolist(), tokens, strict=True):
+            if length <= num_dense:
+                refresh.restart(row)  # nothing was selected for it lately
+            found.append(length > num_dense and refresh.is_slow(row, 0, token))
+        return torch.tensor(found)
+
+    def kind_of(self, lengths: torch.Tensor, slow: torch.Tensor | None = None) -> DecodeKind:
         """Return what a step over ``lengths [B]``, on the host, does beside the forward pass.
 
         Keys are indexed for requests that are attended to as a whole, too, because they may outgrow
@@ -233,6 +262,8 @@ class InProcessBackend(AttentionBackend):
         if not program.selects:
             return DecodeKind.DENSE
         is_due = self._num_steps % program.refresh_every == 0
+        if slow is not None and self._lengths.num_cold:
+            is_due = bool(slow.any())  # else empty slots are filled in each step
         if is_due and bool((lengths > self._dense.of(lengths).num_cold).any()):
             return DecodeKind.SELECTING
         every = program.index_interval
@@ -280,6 +311,8 @@ class InProcessBackend(AttentionBackend):
         self._fills, end = [], 0
         for row, prefix, length in zip(rows, prefixes, lengths, strict=True):
             start, end = end, end + length - prefix
+            if self._program.slow_steps:
+                self._runtime.refresh.restart(row)
             table, window = req_to_token[row, :length], None
             is_whole = row != self._runtime.middle_chunk_row
             if is_whole and row:
@@ -295,13 +328,16 @@ class InProcessBackend(AttentionBackend):
         counters.extend_steps_total += 1
         counters.seeded_rows_total += len(self._windows)
 
-    def _count(self, lengths: torch.Tensor, num_dense: int) -> None:
+    def _count(self, lengths: torch.Tensor, num_dense: int, slow: torch.Tensor | None) -> None:
         counters = self._runtime.counters
+        if slow is not None:
+            slow = slow[: len(lengths)]
+            counters.slow_rows_total += int(slow.sum())
         num_sparse = int((lengths > num_dense).sum())
         counters.decode_steps_total += 1
         counters.sparse_rows_total += num_sparse
         counters.dense_rows_total += len(lengths) - num_sparse
-        attended = self._table.attended_on_host(lengths, num_dense)
+        attended = self._table.attended_on_host(lengths, num_dense, slow)
         if self._home.samples is not None:
             attended = attended + (lengths - attended).clamp(max=self._home.samples.num_samples)
         counters.attended_tokens_total += int(attended.sum())

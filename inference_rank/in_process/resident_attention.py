@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.kernels.attention import attend_paged
+from tandemkv.kernels.merge import merge_attention
 from tandemkv.kernels.step_tables import load_attended, load_ring
 
 from .graph_variants import PlansApart
@@ -23,13 +24,18 @@ class AttendTable:
     Attributes
     ----------
     slots : torch.Tensor
-        ``[max_batch, width]`` int32, ``width`` the larger of `num_dense` and ``R + num_recent``;
-        the first `attended` count.
+        ``[max_batch, width]`` int32, ``width`` the largest of `num_dense`, ``R + num_recent`` and
+        `longest`; the first `attended` count.
     attended : torch.Tensor
         ``[max_batch]`` int64: all tokens of a request of up to `num_dense`, else
         ``min(length, R + num_recent)``.
     num_dense : int
         As of the step that was loaded last.
+
+    Parameters
+    ----------
+    longest : int
+        Longest request that `attend_whole` is asked for.
     """
 
     def __init__(
@@ -41,9 +47,10 @@ class AttendTable:
         first_slot: int,
         max_batch: int,
         device: torch.device,
+        longest: int = 0,
     ) -> None:
         self._most = num_resident + num_recent
-        self.width = max(self._most, num_dense)
+        self.width = max(self._most, num_dense, longest)
         self._num_resident, self._num_recent = num_resident, num_recent
         self.num_dense, self._first_slot = num_dense, first_slot
         self.slots = torch.zeros((max_batch, self.width), dtype=torch.int32, device=device)
@@ -65,9 +72,27 @@ class AttendTable:
             num_dense=num_dense, first_slot=self._first_slot,
         )  # fmt: skip
 
-    def attended_on_host(self, lengths: torch.Tensor, num_dense: int) -> torch.Tensor:
+    def attend_whole(
+        self, whole: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
+        req_to_token: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Let requests of the step that was loaded last attend to all their tokens.
+
+        ``whole [B]`` bool, on a CPU; the others as for `load`.
+        """
+        for place in whole.nonzero()[:, 0].tolist():
+            row, length = int(rows[place]), int(lengths[place])
+            self.slots[place, :length] = req_to_token[row, :length]
+            self.attended[place] = length
+
+    def attended_on_host(
+        self, lengths: torch.Tensor, num_dense: int, whole: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`attended` for lengths ``[B]`` that are known on the host."""
-        return torch.where(lengths > num_dense, lengths.clamp(max=self._most), lengths)
+        is_sparse = lengths > num_dense
+        if whole is not None:
+            is_sparse &= ~whole
+        return torch.where(is_sparse, lengths.clamp(max=self._most), lengths)
 
 
 class RingTable(AttendTable):
@@ -121,11 +146,13 @@ class ResidentAttention(Protocol):
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
-        save_kv_cache: bool, *, with_samples: bool,
+        save_kv_cache: bool, *, with_samples: bool, rest: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write k, v at the step's slots, and return ``[B, Hq * D]``.
 
-        Samples, if there are any, are left out unless `with_samples`.
+        Samples, if there are any, are left out unless `with_samples`. `rest`
+        ``[B, Hq, D + 1]`` float32 is output and natural log-sum-exp over tokens that are attended
+        to elsewhere, on a CPU only.
         """
 
 
@@ -195,9 +222,10 @@ class FlashInferResident:
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
-        save_kv_cache: bool, *, with_samples: bool,
+        save_kv_cache: bool, *, with_samples: bool, rest: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `ResidentAttention.attend`."""
+        assert rest is None  # whatever attends elsewhere does so on a CPU
         if self._samples is None or not with_samples:
             found: torch.Tensor = self._backend.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache
@@ -234,7 +262,7 @@ class PagedResident:
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
-        save_kv_cache: bool, *, with_samples: bool,
+        save_kv_cache: bool, *, with_samples: bool, rest: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `ResidentAttention.attend`."""
         if save_kv_cache:
@@ -251,4 +279,6 @@ class PagedResident:
         )  # fmt: skip
         if self._samples is not None and with_samples:
             self._samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=1.0)
+        if rest is not None:
+            out, _ = merge_attention(out, lse, rest[..., :-1], rest[..., -1])
         return out.to(q.dtype).view(size, -1)

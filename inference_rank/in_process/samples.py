@@ -39,6 +39,9 @@ class StepSamples(Protocol):
     ) -> None:
         """Take over the requests of a step; ``rows, lengths [B]`` on the device."""
 
+    def leave_out(self, whole: torch.Tensor) -> None:
+        """Let requests of the step that was loaded last have none; ``whole [B]`` bool."""
+
     def attend(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, scale: float,
         lse_unit: float,
@@ -60,6 +63,10 @@ class _StepRows:
         """Take over the requests of a step."""
         self.rows[: len(rows)] = rows
         torch.gt(lengths, num_dense, out=self.active[: len(rows)])
+
+    def leave_out(self, whole: torch.Tensor) -> None:
+        """See `StepSamples.leave_out`."""
+        self.active[: len(whole)] &= ~whole.to(self.active.device)
 
 
 class PoolSamples:
@@ -89,6 +96,10 @@ class PoolSamples:
             rows, lengths, req_to_token, self._slots, num_sink=self._num_sink,
             num_recent=self._num_recent,
         )  # fmt: skip
+
+    def leave_out(self, whole: torch.Tensor) -> None:
+        """See `StepSamples.leave_out`."""
+        self._step.leave_out(whole)
 
     def attend(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, scale: float,
@@ -152,6 +163,10 @@ class OwnSamples:
         chosen = slots[positions].long()
         for own, far in zip((self._set.k, self._set.v), pool, strict=True):
             own[layer, row].index_copy_(0, index, far.index_select(0, chosen))
+
+    def leave_out(self, whole: torch.Tensor) -> None:
+        """See `StepSamples.leave_out`."""
+        self._step.leave_out(whole)
 
     def attend(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, scale: float,

@@ -26,6 +26,7 @@ from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSetting
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.local import LocalLink
+from tandemkv.inference_rank.refresh import RefreshSchedule, schedule_for
 from tandemkv.inference_rank.resident_set import ResidentSet
 from tandemkv.inference_rank.sample_set import make_log_weights
 
@@ -59,6 +60,7 @@ class LocalRuntime:
     running_reqs: list[Any] = field(default_factory=list)
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
+    refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
     client: None = None
 
     def status(self) -> StatusReply:
@@ -158,6 +160,13 @@ def create_backend(runner: Any) -> InProcessBackend:
         counters=Counters(),
         resident_bytes=home.nbytes,
         measurement=measurement,
+        refresh=schedule_for(
+            rank.program.slow_steps,
+            settings.selection,
+            lambda: runtime_module.tokenizer_of(
+                runner.server_args.tokenizer_path or str(runner.model_config.model_path)
+            ),
+        ),
     )
     runtime_module.set_current_local(local)
     selection = settings.selection
@@ -229,6 +238,7 @@ def make_home(
     sample_sizes = {**sizes, "num_sink": selection.num_sink_tokens}
     num_dense = dense_steps(selection).num_dense
     sizes |= {"num_resident": width, "num_dense": num_dense, "device": device}
+    longest = model.max_context if selection.declared.has_slow_steps else 0
     if settings.exchange.is_peer:
         resident = ResidentSet(model, selection, rows1 - 1, device)
         own = None
@@ -256,7 +266,9 @@ def make_home(
         else:
             log_weight = make_log_weights(model, selection, rows1 - 1, device)
         samples = PoolSamples(pool, log_weight, **sample_sizes)
-    return PoolTail(pool, AttendTable(**sizes, first_slot=num_slots), sets, samples)
+    return PoolTail(
+        pool, AttendTable(**sizes, first_slot=num_slots, longest=longest), sets, samples
+    )
 
 
 def full_backend(runner: Any) -> Any:
@@ -304,6 +316,13 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
             "--mem-fraction-static to SGLang"
         )
     check_dense(selection, settings.exchange.transport)
+    declared = selection.declared
+    if settings.exchange.is_peer and (declared.has_slow_steps or declared.attends):
+        raise SettingsError(
+            f"policy={selection.policy} attends to tokens that are not resident, and with "
+            f"transport={settings.exchange.transport} these are not where the model is; use "
+            "--cache-ranks 0 or 1, and not --transport peer"
+        )
     if selection.index_dtype == "int4" and selection.num_recent_tokens < page_size:
         raise SettingsError(
             f"index_dtype=int4 needs num_recent_tokens={selection.num_recent_tokens} of at least "

@@ -50,6 +50,9 @@ class DecodeRows:
         ``[rows, max_context]`` int32, the slot of each position.
     num_cold : int
         Longest request that is not selected for.
+    slow : torch.Tensor, optional
+        ``[B]`` bool on the host, with `EngineProgram.slow_steps`: who attends to everything in this
+        step, and is selected for.
     """
 
     rows: torch.Tensor
@@ -57,6 +60,7 @@ class DecodeRows:
     lengths_on_host: torch.Tensor
     req_to_token: torch.Tensor
     num_cold: int
+    slow: torch.Tensor | None = None
 
 
 class Link(Protocol):
@@ -110,6 +114,13 @@ class Link(Protocol):
         """Wait for the attention of `layer` where the K/V lie, ``[B, Hq * D]``; None if it is here.
 
         Valid until the next layer's.
+        """
+
+    def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
+        """Let the policy attend with ``query [B, Hq, D]`` where it attends itself; else None.
+
+        Returns output and, last, natural log-sum-exp, ``[B, Hq, D + 1]`` float32, to be merged with
+        what is attended to here; see `LocalCacheRank.attend_selected`.
         """
 
     def await_set(self, layer: int) -> torch.Tensor | None:

@@ -138,11 +138,11 @@ class LocalLink:
         if self._ahead is not None:
             self._ahead.begin_step()
         self._engine.begin_step()
-        if kind is not DecodeKind.DENSE or self._far is not None:
+        if kind is not DecodeKind.DENSE or self._far is not None or self.program.attends:
             # Every lane reads what this loads.
             self._engine.begin_decode(
                 step.rows, step.lengths, step.req_to_token,
-                selects=kind is DecodeKind.SELECTING, num_cold=step.num_cold,
+                selects=kind is DecodeKind.SELECTING, num_cold=step.num_cold, slow=step.slow,
             )  # fmt: skip
 
     def enter_attention(self, layer: int) -> None:
@@ -175,6 +175,12 @@ class LocalLink:
         if self._far is None or self.program.is_sparse_layer(layer):
             return None
         return self._far.end(layer)
+
+    def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
+        """See `Link.attend_selected`; only on a CPU, where one thing is done after the other."""
+        if not self.program.attends_in(layer):
+            return None
+        return self._engine.attend_selected(layer, query)
 
     def await_set(self, layer: int) -> torch.Tensor | None:
         """See `Link.await_set`."""

@@ -16,7 +16,7 @@ import torch
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS, FlagIndex, seed_buffer
-from tandemkv.cache_rank.protocol.step_ring import GROWN, EntryKind, StepEntry, StepRow
+from tandemkv.cache_rank.protocol.step_ring import GROWN, SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 
 from .base import DecodeRows, ExtendRow
@@ -109,18 +109,20 @@ class SharedLink:
     def begin_decode(self, kind: DecodeKind, step: DecodeRows) -> None:
         """See `Link.begin_decode`."""
         self._is_decode, self._kind = True, kind
-        if kind is DecodeKind.DENSE and not self._grown:
+        if kind is DecodeKind.DENSE and not self._grown and not self.program.attends:
             return  # nothing is asked of the engine
         grown, self._grown = self._grown, frozenset()
+        slow = [False] * len(step.rows) if step.slow is None else step.slow.tolist()
+        found = zip(step.rows.tolist(), step.lengths_on_host.tolist(), slow, strict=True)
         rows = [
             StepRow(
                 row=row,
                 generation=self._generation_of(row),
                 length=length,
                 prefix_len=max(0, length - 1),
-                flags=GROWN if row in grown else 0,
+                flags=(GROWN if row in grown else 0) | (SLOW if is_slow else 0),
             )
-            for row, length in zip(step.rows.tolist(), step.lengths_on_host.tolist(), strict=True)
+            for row, length, is_slow in found
         ]
         variant = _DECODE_KINDS.index(kind)
         self._announce(EntryKind.DECODE, rows, variant=variant, num_cold=step.num_cold)
@@ -139,6 +141,14 @@ class SharedLink:
     def remote_output(self, layer: int) -> torch.Tensor | None:
         """See `Link.remote_output`: all K/V are mapped here."""
         return None
+
+    def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
+        """See `Link.attend_selected`."""
+        if not self._is_open or not self.program.attends_in(layer):
+            return None
+        self._hand_over(layer, query)
+        self._connection.wait(self._at.ready(layer))
+        return self._connection.tensors["outputs"][: len(query)]
 
     def await_set(self, layer: int) -> torch.Tensor | None:
         """See `Link.await_set`."""

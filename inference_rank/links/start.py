@@ -22,6 +22,7 @@ from tandemkv.inference_rank.in_process.start import (
     local_model_spec,
     make_home,
 )
+from tandemkv.inference_rank.refresh import RefreshSchedule, schedule_for
 
 from .connection import OpenedEpoch, SharedConnection
 from .shared import SharedLink
@@ -39,6 +40,7 @@ class SharedRuntime:
     counters: Counters
     resident_bytes: int
     req_to_token_pool: Any
+    refresh: RefreshSchedule
     middle_chunk_row: int | None = None
     rows_on_host: list[int] | None = None
     running_reqs: list[Any] = field(default_factory=list)
@@ -121,6 +123,13 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         counters=counters,
         resident_bytes=home.nbytes,
         req_to_token_pool=runner.req_to_token_pool,
+        refresh=schedule_for(
+            connection.program.slow_steps,
+            settings.selection,
+            lambda: runtime_module.tokenizer_of(
+                runner.server_args.tokenizer_path or str(runner.model_config.model_path)
+            ),
+        ),
     )
     runtime_module.set_current_local(runtime)
     selection = settings.selection

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import DETAIL_VARIABLE, KEEPS_SINK_ONLY
+from tandemkv.cache_rank.protocol.settings import DETAIL_VARIABLE
 from tandemkv.cache_rank.selection_probe import selection_file
 from tandemkv.server.preflight import resolve_model
 from tandemkv.server.quality.servers import tandem_server
@@ -42,7 +42,7 @@ def inspect_prompt(settings: ServeSettings, text: str, *, max_new_tokens: int) -
         If the server did not start or answer.
     """
     selection = settings.selection
-    if selection.policy in KEEPS_SINK_ONLY:
+    if selection.declared.keeps_sink_only:
         raise SettingsError(
             f"policy={selection.policy}: nothing but the sink is made resident, there is nothing "
             "to look at; inspect shows policies that select, such as look_ahead"

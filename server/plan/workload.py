@@ -79,8 +79,9 @@ class Workload:
         from tandemkv.cache_rank.policies.registry import find_policy
 
         changed = selection.model_copy(update={"index_dtype": index_dtype or selection.index_dtype})
-        is_shared = selection.policy == "kascade" or selection.share_layers
-        timing = find_policy(selection.policy).capabilities.timing
+        capabilities = find_policy(selection.policy).capabilities
+        is_shared = capabilities.calibration == "kascade" or selection.share_layers
+        timing = capabilities.timing
         is_own = timing is Timing.SAME_STEP_QUERY or (
             timing is Timing.SAME_STEP_HIDDEN and not selection.look_ahead_layers
         )

@@ -12,10 +12,10 @@ import msgspec
 from pydantic import ValidationError
 
 from tandemkv.cache_rank.policies.base import PolicyCapabilities, PolicyError
-from tandemkv.cache_rank.policies.registry import find_policy
+from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.settings import DEFAULT_SAMPLES, SAMPLED, SelectionSettings
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.devices import choose_cache_device
 from tandemkv.server.settings_sources import removed
 
@@ -298,17 +298,18 @@ def _divide(
     if base.get("sample_tokens") is not None:
         samples = int(str(base["sample_tokens"]))
         return {"budget_tokens": int((tokens - samples) / factor)}, samples
-    if policy not in SAMPLED:
-        return {"budget_tokens": int(tokens / factor)}, 0
-    selected, samples = int((tokens - DEFAULT_SAMPLES) / factor), DEFAULT_SAMPLES
-    if selected < DEFAULT_SAMPLES:
+    wanted = find_policy(policy).capabilities.default_samples
+    selected, samples = int((tokens - wanted) / factor), wanted
+    if not wanted:
+        return {"budget_tokens": selected}, 0
+    if selected < wanted:
         selected, samples = int(tokens / factor), 0
     return {"budget_tokens": selected, "sample_tokens": samples}, samples
 
 
 def _settings(policy: str, values: Mapping[str, object]) -> SelectionSettings:
     try:
-        return SelectionSettings.model_validate({**values, "policy": policy})
+        return resolve_selection({**values, "policy": policy})
     except ValidationError as error:
         raise SettingsError(
             "; ".join(
@@ -328,5 +329,5 @@ def _given(
     return {
         key: value
         for key, value in settings.model_dump(mode="json").items()
-        if key in named or getattr(settings, key) != getattr(defaults, key)
+        if key in named or (key != "declared" and getattr(settings, key) != getattr(defaults, key))
     }

@@ -24,7 +24,7 @@ from tandemkv.cache_rank.policies.base import (
     PolicyContext,
     Rotary,
 )
-from tandemkv.cache_rank.policies.registry import find_policy, make_policy
+from tandemkv.cache_rank.policies.registry import find_policy, make_policy, resolve_selection
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
 from tandemkv.cache_rank.protocol.fake_transport import fake_pair
 from tandemkv.cache_rank.protocol.host_staged import HostStagedTransport
@@ -32,7 +32,6 @@ from tandemkv.cache_rank.protocol.messages import FreeSlots, RefreshRule, StepBe
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
-    SelectionSettings,
 )
 from tandemkv.cache_rank.protocol.step_program import StepProgram, TransferKind
 from tandemkv.cache_rank.protocol.transport import Transport
@@ -77,7 +76,7 @@ def make_settings(*, exchange: dict[str, Any] | None = None, **selection: Any) -
         "seed_window": 4,
     }
     return RankSettings(
-        selection=SelectionSettings(**(values | selection)),
+        selection=resolve_selection(values | selection),
         exchange=ExchangeSettings(
             **({"layers_per_pack": 3, "transfer_timeout_s": 20} | (exchange or {}))
         ),
@@ -159,10 +158,10 @@ class World:
             device=cache_device,
         )
         rotary = Rotary((1.0 / 10000 ** (torch.arange(0, DIM, 2) / DIM)).to(cache_device))
-        timing = find_policy(self.settings.selection.policy).capabilities.timing
+        capabilities = find_policy(self.settings.selection.policy).capabilities
         share = None
-        if self.settings.selection.policy != "sync_kv":
-            share = resolve_calibration(self.settings.selection, model, timing).share
+        if capabilities.calibration != "sync_kv":
+            share = resolve_calibration(self.settings.selection, model, capabilities).share
         policy = make_policy(
             self.settings.selection.policy,
             PolicyContext(
@@ -193,7 +192,7 @@ class World:
         counters = Counters()
         resident = ResidentSet(model, self.settings.selection, 4, self.device)
         client = Client(
-            program=StepProgram(model, self.settings, timing, policy.traits),
+            program=StepProgram(model, self.settings, capabilities.timing, policy.traits),
             transport=ours,
             inbox=inbox,
             all_exact=policy.capabilities.all_exact,

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.calibration.resolve import share_of
+from tandemkv.cache_rank.page_bounds import page_bounds
 from tandemkv.cache_rank.policies.base import (
     HeadClusters,
     Policy,
@@ -21,9 +22,8 @@ from tandemkv.cache_rank.policies.base import (
     SelectionInput,
     StoredKV,
 )
-from tandemkv.cache_rank.policies.registry import make_policy
+from tandemkv.cache_rank.policies.registry import make_policy, resolve_selection
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.score import score_keys
 
 _SPEC = importlib.util.spec_from_file_location("policy_cases", Path(__file__).parent / "cases.py")
@@ -48,7 +48,7 @@ ROTARY = Rotary(1.0 / 10000.0 ** (torch.arange(0, 8, 2).float() / 8))
 
 def make_context(**changes: Any) -> PolicyContext:
     values = {"budget_tokens": 24, "num_sink_tokens": 4, "num_recent_tokens": 8} | changes
-    selection = SelectionSettings(**values)
+    selection = resolve_selection(values)
     heads = tuple(range(MODEL.num_kv_heads))
     return PolicyContext(
         model=MODEL,
@@ -76,6 +76,7 @@ class Bench:
         return SelectionInput(
             layer=layer,
             owners=[(row + 1, 1) for row in range(len(self.lengths))],
+            rows=torch.arange(1, len(self.lengths) + 1),
             query=query,
             positions=lengths - 1,
             use_positions=lengths,
@@ -93,6 +94,13 @@ class Bench:
             lo=torch.full_like(hi, selection.num_sink_tokens),
             hi=hi,
             stored=StoredKV(self.k, self.k, self.slots),
+            pages=page_bounds(
+                self.k,
+                self.slots,
+                torch.full_like(hi, selection.num_sink_tokens),
+                hi,
+                page_tokens=selection.quest_page_tokens,
+            ),
         )
 
     def select(self, queries: list[torch.Tensor], layer: int = 1) -> torch.Tensor:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every policy must keep to, whatever its method."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,16 +13,18 @@ from tandemkv.cache_rank.policies.base import (
     PolicyError,
     ScoringPolicy,
     Selection,
+    StoredKV,
 )
 from tandemkv.cache_rank.policies.registry import (
     POLICIES,
     check_pooling,
     find_policy,
     make_policy,
+    resolve_selection,
 )
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.cache_rank.seeding import choose_seed
+from tandemkv.cache_rank.seeding import fill_set, make_seed_input
 from tandemkv.kernels.position_pooling import MAX_REACH
 
 
@@ -132,20 +136,20 @@ def test_the_best_token_brings_its_neighbours(make_bench, queries):
 
 def test_only_what_ranks_tokens_pools_them():
     for name in ("quest", "lfps", "streaming", "exact", f"{__name__}:OwnSelect"):
-        check_pooling(find_policy(name), SelectionSettings(policy=name))
-        selection = SelectionSettings(policy=name, pool_before=7)
+        check_pooling(find_policy(name), resolve_selection({"policy": name}))
+        selection = resolve_selection({"policy": name, "pool_before": 7})
         with pytest.raises(PolicyError, match="pool_before=7, pool_after=0: policy=" + name):
             check_pooling(find_policy(name), selection)
     own = f"{__name__}:OwnPolicy"
     for name in ("async_spade", "look_ahead", "kascade", "sfi", "sync_kv", own):
-        check_pooling(find_policy(name), SelectionSettings(policy=name, pool_after=7))
+        check_pooling(find_policy(name), resolve_selection({"policy": name, "pool_after": 7}))
     assert SelectionSettings(pool_before=1, pool_after=2).pooled_positions == (1, 2)
     for name in ("pool_before", "pool_after"):
         with pytest.raises(ValueError, match=name):
             SelectionSettings(**{name: MAX_REACH + 1})
 
 
-def test_a_prompt_is_seeded_with_neighbours():
+def test_a_prompt_is_seeded_with_neighbours(make_bench):
     keys, queries = torch.zeros(60, 2, 8), torch.zeros(4, 6, 8)
     keys[30], queries[..., 0] = 0.0, 1.0
     keys[30, :, 0] = 40.0
@@ -153,10 +157,16 @@ def test_a_prompt_is_seeded_with_neighbours():
         selection = SelectionSettings(
             budget_tokens=12, num_recent_tokens=8, num_sink_tokens=4, pool_before=before
         )
-        arguments = (queries, keys, None, torch.arange(60, dtype=torch.int32))
-        chosen = choose_seed(
-            *arguments, length=60, selection=selection, num_resident=8, scale=1.0
-        ).tolist()
+        context = replace(make_bench("oracle").context, selection=selection)
+        policy, slots = make_policy("oracle", context), torch.arange(60, dtype=torch.int32)
+        prompt = make_seed_input(
+            0, (1, 1), queries, (keys, None), StoredKV(keys, keys, slots[None]),
+            pages=slots, page_size=1, length=60, selection=selection, scale=1.0,
+        )  # fmt: skip
+        chosen = fill_set(
+            lambda policy=policy, prompt=prompt: policy.seed_scores(prompt),
+            num_heads=2, length=60, selection=selection, num_resident=8, device=keys.device,
+        ).tolist()  # fmt: skip
         for head in chosen:
             assert head[:5] == [0, 1, 2, 3, 30]
             assert ({31, 32, 33} <= set(head)) == (before > 0)

@@ -11,9 +11,8 @@ import torch
 
 from tandemkv.cache_rank.policies.attending import AttendInput
 from tandemkv.cache_rank.policies.base import PolicyContext, PolicyError, SeedInput, StoredKV
-from tandemkv.cache_rank.policies.registry import make_policy
+from tandemkv.cache_rank.policies.registry import make_policy, resolve_selection
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.numba_ops.lfps import sparsity
 from tandemkv.kernels.numba_ops.lfps_tables import (
     BLOCK,
@@ -46,7 +45,7 @@ class Bench:
             "lfps_rows": 4,
         } | selection
         dtype = values.pop("dtype", "float32")
-        self.selection = SelectionSettings(**values)
+        self.selection = resolve_selection(values)
         self.model = ModelSpec(
             architecture="LlamaForCausalLM",
             num_layers=1,
@@ -425,16 +424,10 @@ def test_without_numba_the_error_says_what_to_install(monkeypatch):
         Bench()
 
 
-def test_what_is_resident_must_not_be_attended_to_twice():
-    own = Bench().selection.model_copy(update={"policy": "mine:LfpsPolicy"})
-    with pytest.raises(PolicyError, match="KEEPS_SINK_ONLY"):
-        make_policy("lfps", PolicyContext(model=Bench().model, selection=own))
-
-
 @pytest.mark.parametrize(
     "change", [{"refresh_every": 2}, {"num_sink_tokens": 0}, {"share_layers": True}]
 )
 def test_settings_that_do_not_go_together(change):
     with pytest.raises(ValueError, match="policy=lfps"):
-        SelectionSettings(policy="lfps", **change)
-    SelectionSettings(policy="lfps")
+        resolve_selection({"policy": "lfps", **change})
+    resolve_selection({"policy": "lfps"})

@@ -38,6 +38,7 @@ def ask(policy, scores, *, budget=4, owner=(1, 1)):
     request = SelectionInput(
         layer=0,
         owners=[owner],
+        rows=torch.tensor([owner[0]]),
         query=torch.zeros(1, 6, 8),
         positions=torch.tensor([9]),
         use_positions=torch.tensor([10]),

@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandemkv.cache_rank.counters import Counters
+from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.fake_transport import FakeTransport, fake_pair
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
@@ -80,7 +81,7 @@ def rank_settings(*, exchange: dict[str, Any] | None = None, **selection: Any) -
     }
     return RankSettings.model_validate(
         {
-            "selection": values | selection,
+            "selection": selection_values(values | selection),
             "exchange": {
                 "layers_per_pack": 3,
                 "transfer_timeout_s": 10,

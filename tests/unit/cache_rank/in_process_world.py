@@ -9,6 +9,7 @@ import torch
 
 from tandemkv.cache_rank.in_process.factory import create
 from tandemkv.cache_rank.in_process.rank import InProcessCacheRank
+from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -45,7 +46,7 @@ class World:
             **selection,
         }
         self.settings = RankSettings.model_validate(
-            {"selection": chosen, "exchange": {"transport": "local"}}
+            {"selection": selection_values(chosen), "exchange": {"transport": "local"}}
         )
         self.width = self.settings.selection.num_resident
         self.lengths = DenseLengths.of(self.settings.selection, self.width)

@@ -2,6 +2,7 @@
 """Calibration files: what is refused and how it is said; which file a model gets."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tandemkv.cache_rank.calibration.format import (
     write_calibration,
 )
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
+from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
@@ -73,7 +75,8 @@ def sync_file() -> Calibration:
 
 def resolve(path: Path | None, model: ModelSpec = MODEL, timing: Timing = QUERY, **changes: Any):
     values = {"policy": "kascade", "calibration": str(path) if path else None} | changes
-    return resolve_calibration(SelectionSettings(**values), model, timing)
+    capabilities = replace(find_policy(values["policy"]).capabilities, timing=timing)
+    return resolve_calibration(SelectionSettings(**values), model, capabilities)
 
 
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:

@@ -15,14 +15,8 @@ from tandemkv.cache_rank.in_process import batch as batch_module
 from tandemkv.cache_rank.in_process import factory
 from tandemkv.cache_rank.policies.base import (
     LayerShare,
-    PolicyContext,
-    PolicyError,
-    Selection,
-    SelectionInput,
 )
-from tandemkv.cache_rank.policies.kascade import KascadePolicy
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.reference.samples import sample_weights
 
 
@@ -185,23 +179,6 @@ def test_the_index_holds_sources_only() -> None:
     assert shared["index_bytes"] * 5 == own["index_bytes"] * 2
 
 
-def test_a_select_of_ones_own_is_not_passed_over() -> None:
-    class Own(KascadePolicy):
-        def select(self, request: SelectionInput) -> Selection:
-            raise AssertionError
-
-    share_of_all = LayerShare((0,) * LAYERS, ((0, 1),) * LAYERS)
-    selection = SelectionSettings(policy="kascade", anchors=(0,))
-    context = PolicyContext(model=MODEL, selection=selection, share=share_of_all)
-    assert factory.can_run_in_process(KascadePolicy(context))
-    assert not factory.can_run_in_process(Own(context))
-
-
-def test_a_share_of_the_context_needs_a_process() -> None:
-    with pytest.raises(PolicyError, match="kascade_fraction=0"):
-        World(policy="kascade", kascade_fraction=0.1, **SHARING)
-
-
 @pytest.mark.parametrize(
     ("index_dtype", "page_size"), [("native", 1), ("int8", 1), ("int8", 16), ("int4", 16)]
 )
@@ -282,11 +259,6 @@ def test_streaming_keeps_the_sink() -> None:
 def test_pages_too_short_for_int4() -> None:
     with pytest.raises(SettingsError, match="page_size=1 is too short"):
         World(index_dtype="int4", page_size=1)
-
-
-def test_policy_with_state_on_the_host() -> None:
-    with pytest.raises(PolicyError, match="--cache-ranks 1"):
-        World(policy="quest")
 
 
 def test_stress_moves_all_it_may() -> None:

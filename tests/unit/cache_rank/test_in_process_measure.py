@@ -13,6 +13,7 @@ import torch
 from tandemkv.cache_rank.in_process import measure as measure_module
 from tandemkv.cache_rank.in_process.measure import largest_load, prompt_lengths
 from tandemkv.cache_rank.in_process.rank import InProcessCacheRank
+from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.local import measure_selection
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -43,7 +44,9 @@ def settings_of(transport: str = "local", **selection: object) -> RankSettings:
         "exact_layers": (0,),
         **selection,
     }
-    return RankSettings.model_validate({"selection": chosen, "exchange": {"transport": transport}})
+    return RankSettings.model_validate(
+        {"selection": selection_values(chosen), "exchange": {"transport": transport}}
+    )
 
 
 @pytest.mark.parametrize(

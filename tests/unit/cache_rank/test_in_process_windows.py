@@ -20,7 +20,7 @@ from tandemkv.cache_rank.policies.base import (
     StoredKV,
 )
 from tandemkv.cache_rank.policies.mean_query import MeanQueryPolicy
-from tandemkv.cache_rank.policies.registry import make_policy
+from tandemkv.cache_rank.policies.registry import make_policy, selection_values
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -40,11 +40,11 @@ MODEL = ModelSpec(
 )
 
 
-class Halved(MeanQueryPolicy):
+class Turned(MeanQueryPolicy):
     """A user's own prediction, for which there is no kernel."""
 
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        return super().predict(windows, counts) / 2
+        return -super().predict(windows, counts)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ class Twins:
             **selection,
         }
         settings = RankSettings.model_validate(
-            {"selection": chosen, "exchange": {"transport": "local"}}
+            {"selection": selection_values(chosen), "exchange": {"transport": "local"}}
         )
         self.selection = settings.selection
         width = self.selection.num_resident
@@ -145,6 +145,7 @@ class Twins:
         request = SelectionInput(
             layer=SPARSE,
             owners=[(row, 1)],
+            rows=torch.tensor([row]),
             query=query[None],
             positions=torch.tensor([length - 1]),
             use_positions=torch.tensor([length]),
@@ -180,6 +181,7 @@ class Twins:
         {"policy": "async_spade", "ridge_unrotate": False, "ridge_sign": -1},
         {"policy": "async_spade", "ridge_normalise": "none", "ridge_window": 3},
         {"policy": "mean_query", "ridge_window": 20},
+        {"policy": f"{__name__}:Turned"},
         {"policy": "last_query"},
     ],
     ids=lambda options: "-".join(f"{v}" for v in options.values()),
@@ -236,11 +238,3 @@ def test_windows_that_are_too_long(model_dir: Path) -> None:
 def test_unrotation_needs_the_model_directory() -> None:
     with pytest.raises(PolicyError, match="rotary"):
         Twins(None, policy="async_spade")
-
-
-def test_a_prediction_without_a_kernel_is_refused(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(create.__globals__, "find_policy", lambda _: Halved)
-    with pytest.raises(PolicyError, match="cannot run in the inference rank's process"):
-        Twins(model_dir, policy="mean_query")

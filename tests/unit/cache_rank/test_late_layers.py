@@ -96,7 +96,7 @@ def test_what_is_refused_says_what_to_do() -> None:
         World(exact_layers=(), late_layers=5)
     with pytest.raises(SettingsError, match="use at most 0"):
         World(exact_layers=(2, 3, 4, 5), late_layers=1)
-    with pytest.raises(ValueError, match="late_layers is for policy=look_ahead, not last_query"):
+    with pytest.raises(ValueError, match="not policy=last_query; use --policy look_ahead"):
         World(policy="last_query", late_layers=1)
     with pytest.raises(ValueError, match="use --exact-layers none, or drop --late-layers"):
         World(exact_layers=(0,), late_layers=1)

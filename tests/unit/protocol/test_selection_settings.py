@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.policies.registry import resolve_selection
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from tandemkv.cache_rank.protocol.settings import SelectionSettings
     ],
 )
 def test_samples_by_default_and_on_demand(given: dict[str, object], samples: int) -> None:
-    settings = SelectionSettings.model_validate(given)
+    settings = resolve_selection(given)
     assert settings.num_samples == samples
     most = settings.num_resident + settings.num_recent_tokens + samples
     assert settings.row_tokens == most
@@ -45,7 +45,7 @@ def test_samples_by_default_and_on_demand(given: dict[str, object], samples: int
 )
 def test_what_is_refused_says_what_to_do(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        SelectionSettings.model_validate(given)
+        resolve_selection(given)
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_what_is_refused_says_what_to_do(given: dict[str, object], message: str)
     ],
 )
 def test_rows_fetched_at_most(given: dict[str, object], rows: int) -> None:
-    assert SelectionSettings.model_validate(given).fetch_cap_tokens == rows
+    assert resolve_selection(given).fetch_cap_tokens == rows

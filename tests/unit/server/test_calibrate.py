@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tandemkv.cache_rank.calibration.format import CalibrationError, read_calibration
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
-from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.calibrate.attention import AttentionRecorder, max_of_group, mean_of_group
@@ -229,7 +229,7 @@ def test_a_whole_run_writes_a_file_that_serves(
     assert found.corpus.num_tokens == 80
     spec = read_model_spec(tiny_model, dtype="float32")
     selection = SelectionSettings(policy=policy, calibration=str(out))
-    resolved = resolve_calibration(selection, spec, Timing.SAME_STEP_QUERY)
+    resolved = resolve_calibration(selection, spec, find_policy(policy).capabilities)
     assert (resolved.share is None) == (policy == "sync_kv")
     assert (resolved.clusters is None) == (policy == "kascade")
     again = tmp_path / "again.json"

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds of the keys of each row's candidates, by pages of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandemkv.cache_rank.page_bounds import enter_range
+from tandemkv.cache_rank.policies.base import PageBounds
+from tandemkv.cache_rank.protocol.local import LocalPools
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.seeding import seed_range
+
+from .key_index import NativeIndex
+
+_PADDING_ROW = 0
+
+
+class PageBoundsIndex(NativeIndex):
+    """The least and the largest of each key component, for pages of `page_tokens` positions.
+
+    Bounds are of candidates alone: neither sink nor recent tokens are in them. A prompt's are
+    made whole with each of its chunks, from the pool, whatever part of it was stored before; then
+    each step enters the one position that becomes a candidate with the next, so a replayed step
+    writes the same again.
+
+    Parameters
+    ----------
+    pools : LocalPools
+        As of the cache rank.
+    layers : Sequence[int]
+        Layers whose keys are ranked.
+    selection : SelectionSettings
+        Sink, recent tokens, ``quest_page_tokens``.
+    max_context : int
+        Longest request. Memory is for as many pages in each row; a CPU commits what is written.
+    """
+
+    interval = 1
+
+    def __init__(
+        self,
+        pools: LocalPools,
+        layers: Sequence[int],
+        selection: SelectionSettings,
+        *,
+        max_context: int,
+    ) -> None:
+        super().__init__(pools)
+        self._selection, self._size = selection, selection.quest_page_tokens
+        _, heads, dim = pools.k[0].shape
+        shape = (2, pools.num_rows, -(-max_context // self._size), heads, dim)
+        dtype, device = pools.k[0].dtype, pools.k[0].device
+        self._bounds = {x: torch.zeros(shape, dtype=dtype, device=device) for x in layers}
+        self._prompts: list[tuple[int, int, torch.Tensor]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """See `KeyIndex.nbytes`."""
+        return sum(t.nbytes for t in self._bounds.values())
+
+    def bounds(self, layer: int, rows: torch.Tensor, width: int) -> PageBounds:
+        """Return the bounds of `rows` ``[S]`` for the positions ``[0, width)``."""
+        num_pages = -(-width // self._size)
+        low, high = self._bounds[layer][:, rows, :num_pages]
+        return PageBounds(low, high, self._size)
+
+    def begin_extend(
+        self,
+        prefix_lens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[torch.Tensor],
+        rows: Sequence[int],
+    ) -> None:
+        """See `KeyIndex.begin_extend`."""
+        del prefix_lens
+        self._prompts = list(zip(rows, lengths, tables, strict=True))
+
+    def extend(self, layer: int, slots: torch.Tensor) -> None:
+        """See `KeyIndex.extend`; what was stored before is read as well."""
+        del slots
+        low, high = self._bounds[layer]
+        for row, length, table in self._prompts:
+            if row == _PADDING_ROW:
+                continue
+            lo, hi = seed_range(length, self._selection)
+            enter_range(
+                self._pools.k[layer], table, lo, hi, low[row], high[row], page_tokens=self._size
+            )
+
+    def append(
+        self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """See `KeyIndex.append`; the position is that which is a candidate from the next step."""
+        num_sink, page_size = self._selection.num_sink_tokens, self._pools.page_size
+        position = lengths.long() - self._selection.num_recent_tokens
+        is_candidate = position >= num_sink
+        rows = torch.where(is_candidate, rows, _PADDING_ROW)
+        position = torch.where(is_candidate, position, num_sink)
+        slots = pages.gather(1, (position // page_size)[:, None])[:, 0].long() * page_size
+        keys = self._pools.k[layer][slots + position % page_size]  # [B, H, D]
+        page, bounds = position // self._size, self._bounds[layer]
+        is_first = (position % self._size == 0) | (position == num_sink)
+        before = bounds[:, rows, page]
+        new = torch.stack([torch.minimum(before[0], keys), torch.maximum(before[1], keys)])
+        bounds[:, rows, page] = torch.where(is_first[:, None, None], keys, new)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a policy fused kernels do, and which of its own methods have to be called.
+
+Nothing is recognised by class or name. A policy ranks with kernels as long as nothing that says
+otherwise is overridden; whatever is overridden is called, or the policy is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from .attending import AttendingPolicy
+from .base import Policy, PolicyError, ScoringPolicy
+
+_RANKING = ("select", "query_for", "pooled", "observe", "predict")
+_PREDICTING = ("observe_prompt", "release")
+"""What keeps a window that a kernel keeps as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """Which of a policy's own methods the engine calls, besides `seed_scores` and `release`.
+
+    Attributes
+    ----------
+    selects : bool
+        In decode `select`, and `observe` if it wants to; else kernels rank all candidates.
+    observes_prompt : bool
+        `observe_prompt`.
+    attends : bool
+        In decode `attend`.
+    """
+
+    selects: bool
+    observes_prompt: bool
+    attends: bool
+
+    @classmethod
+    def of(cls, policy: type[Policy]) -> Self:
+        """Return what is overridden.
+
+        Of a policy with `PolicyCapabilities.prediction` that is what differs from the class that
+        declares it: its own window and prediction are those of a kernel.
+        """
+        capabilities = policy.capabilities
+        fused: type = ScoringPolicy
+        names: tuple[str, ...] = _RANKING
+        if capabilities.prediction is not None:
+            fused = next(c for c in policy.__mro__ if "capabilities" in vars(c))
+            names += _PREDICTING
+        chooses = capabilities.selects and not capabilities.attends
+        selects = chooses and any(_differs(policy, fused, name) for name in names)
+        is_kept = capabilities.prediction is not None and not selects
+        return cls(
+            selects=selects,
+            observes_prompt=not is_kept and _differs(policy, Policy, "observe_prompt"),
+            attends=capabilities.attends,
+        )
+
+    @property
+    def calls_in_steps(self) -> bool:
+        """Whether methods of the policy's own run in decode steps."""
+        return self.selects or self.attends
+
+
+def check_device(policy: type[Policy], name: str, device: str) -> None:
+    """Refuse a policy that cannot run in an engine on `device`, ``cpu`` or ``cuda``.
+
+    Raises
+    ------
+    PolicyError
+        Saying why, and what to do.
+    """
+    capabilities = policy.capabilities
+    if device not in capabilities.devices:
+        raise PolicyError(
+            f"policy={name} does not run on {device}; use --device {capabilities.devices[0]}, or "
+            "another --policy"
+        )
+    if device == "cpu":
+        return
+    if capabilities.has_slow_steps:
+        raise PolicyError(
+            f"policy={name} has slow steps, which are not captured in a GPU's decode graphs yet; "
+            "use --device cpu, a cache rank in a process of its own (--cache-ranks 1, not "
+            "--transport peer), or another --policy"
+        )
+    if Composition.of(policy).calls_in_steps and not capabilities.graph_safe:
+        raise PolicyError(
+            f"policy={name}: a GPU captures decode steps once and replays them, and this policy "
+            "has a method of its own there (select, query_for, pooled, predict or observe). If it "
+            "launches the same tensor operations in each step, never waits for the device and "
+            "keeps what it remembers in tensors by row, declare graph_safe=True in its "
+            "PolicyCapabilities; else use --device cpu, or a cache rank in a process of its own "
+            "(--cache-ranks 1, not --transport peer)"
+        )
+
+
+def check_class(policy: type[Policy], name: str) -> None:
+    """Refuse a class whose declaration and methods contradict each other.
+
+    Raises
+    ------
+    PolicyError
+        Saying what to change.
+    """
+    if policy.capabilities.attends != issubclass(policy, AttendingPolicy):
+        raise PolicyError(
+            f"policy={name}: Timing.SAME_STEP_ATTENTION is for subclasses of AttendingPolicy, and "
+            "these have no other timing; change one of the two"
+        )
+
+
+def _differs(policy: type, base: type, name: str) -> bool:
+    """Whether `policy` has another `name` than `base`."""
+    return getattr(policy, name, None) is not getattr(base, name, None)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the class of a policy declares, as the defaults of settings depend on it.
+
+The protocol tree imports no policy, and the inference rank none either: who makes the settings
+enters this once (`tandemkv.cache_rank.policies.registry.declare`), and both ranks read it.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from .messages import Timing
+from .strict import Strict
+
+
+class DeclaredPolicy(Strict):
+    """A policy's declaration; by default that of the default policy, `look_ahead`."""
+
+    timing: Timing = Field(
+        default=Timing.SAME_STEP_HIDDEN,
+        description="When its selection is used; entered from the policy's class.",
+    )
+    all_exact: bool = Field(
+        default=False,
+        description="Whether every layer attends to everything; entered from the policy's class.",
+    )
+    num_samples: int = Field(
+        default=128,
+        ge=0,
+        le=1024,
+        description="Samples that it gains by; entered from the policy's class.",
+    )
+
+    @property
+    def keeps_sink_only(self) -> bool:
+        """Whether nothing but the sink is resident: it selects nothing, or attends elsewhere."""
+        return self.timing in (Timing.NONE, Timing.SAME_STEP_ATTENTION)
+
+    @property
+    def attends(self) -> bool:
+        """Whether the policy attends on the cache rank."""
+        return self.timing is Timing.SAME_STEP_ATTENTION
+
+    @property
+    def predicts_from_hidden(self) -> bool:
+        """Whether queries are predicted from the residual stream of an earlier layer."""
+        return self.timing is Timing.SAME_STEP_HIDDEN
+
+    @property
+    def has_slow_steps(self) -> bool:
+        """Whether it selects in slow steps only, and then all of it."""
+        return self.timing is Timing.EXACT_STEP

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every policy in the engine: what it overrides is called, and decides what is resident."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import own_policy
+import pytest
+import torch
+from in_process_world import DIM, HEADS, LAYERS, MODEL, QUERY_HEADS, World
+
+from tandemkv.cache_rank.calibration.resolve import Resolved
+from tandemkv.cache_rank.in_process import factory
+from tandemkv.cache_rank.in_process.page_index import PageBoundsIndex
+from tandemkv.cache_rank.page_bounds import page_bounds
+from tandemkv.cache_rank.policies.async_spade import AsyncSpadePolicy
+from tandemkv.cache_rank.policies.base import (
+    HeadClusters,
+    PolicyContext,
+    PolicyError,
+    SelectionInput,
+    StoredKV,
+)
+from tandemkv.cache_rank.policies.composition import Composition, check_device
+from tandemkv.cache_rank.policies.registry import POLICIES, find_policy, make_policy
+from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.kernels.attention import attend_paged
+from tandemkv.kernels.merge import merge_attention
+
+SINK, RECENT = 4, 16
+SPARSE = range(1, LAYERS)
+
+
+def step(
+    world: World, rows: list[int], lengths: list[int], slow: list[bool] | None = None
+) -> dict[int, torch.Tensor]:
+    """Run a step with true queries, as a link does; returns them by layer."""
+    rank, queries = world.rank, {}
+    rank.begin_step()
+    marked = None if slow is None else torch.tensor(slow)
+    rank.begin_decode(torch.tensor(rows), torch.tensor(lengths), world.table, slow=marked)
+    for layer in SPARSE:
+        shape = (len(rows), QUERY_HEADS, DIM)
+        query = queries[layer] = torch.randn(shape, generator=world.generator)
+        if rank.program.selects_for_next_step:
+            rank.append(layer, len(rows))
+        rank.choose(layer, query)
+        rank.fetch(layer, len(rows))
+        if not rank.program.selects_for_next_step:
+            rank.append(layer, len(rows))
+    rank.end_step()
+    return queries
+
+
+def request_of(world: World, layer: int, row: int, hi: int, query: torch.Tensor) -> SelectionInput:
+    """What a policy is asked about one row, put together by hand."""
+    slots, keys = world.table[row : row + 1, :hi], world.pools.k[layer]
+    lo, ends = torch.tensor([SINK]), torch.tensor([hi])
+    selection = world.settings.selection
+
+    def score(asked: torch.Tensor) -> torch.Tensor:
+        own = keys[slots[0, SINK:].long()][:, -asked.shape[1] // 2 :]
+        logits = torch.einsum("hgd,nhd->hgn", asked[0].view(own.shape[1], -1, DIM), own)
+        scores = torch.full((1, own.shape[1], hi), float("-inf"))
+        scores[0, :, SINK:] = torch.softmax(logits * MODEL.scale, -1).mean(1)
+        return scores
+
+    return SelectionInput(
+        layer=layer,
+        owners=[(row, 1)],
+        rows=torch.tensor([row]),
+        query=query,
+        positions=ends,
+        use_positions=ends,
+        score=score,
+        budget=selection.budget_tokens,
+        lo=lo,
+        hi=ends,
+        stored=StoredKV(keys, world.pools.v[layer], slots),
+        pages=page_bounds(keys, slots, lo, ends, page_tokens=selection.quest_page_tokens),
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_users_seeding_and_ranking_decide(page_size: int) -> None:
+    own_policy.CALLS.clear()
+    world = World(policy="own_policy:NewestFirst", fetch_cap=32, page_size=page_size)
+    world.prefill(1, 200)
+    for layer in SPARSE:
+        assert world.resident(layer, 1)[1].tolist() == [list(range(world.width))] * HEADS
+    step(world, [0, 1, 2], [1, 201, 30])
+    newest = set(range(201 - RECENT - 32, 201 - RECENT))
+    for layer in SPARSE:
+        world.check_books(layer, 1, 201)
+        for head in world.resident(layer, 1)[1].tolist():
+            assert newest <= set(head)
+    calls = own_policy.CALLS
+    assert calls["seed_scores"] == calls["select"] == len(SPARSE)
+    world.prefill(1, 120)
+    assert calls["release (1, 1)"] == 1, "somebody else is in the row"
+
+
+def test_pooling_of_ones_own_ranks_prompts_and_steps() -> None:
+    own_policy.CALLS.clear()
+    world = World(policy="own_policy:WorstFirst", fetch_cap=32, resident_factor=1.0)
+    world.prefill(2, 180)
+    assert own_policy.CALLS["pooled"] == len(SPARSE)
+    queries = step(world, [2], [181])
+    assert own_policy.CALLS["pooled"] == 2 * len(SPARSE)
+    for layer in SPARSE:
+        hi = 181 - RECENT
+        ranked = world.best(layer, 2, hi, queries[layer], hi - SINK)
+        for head, held in enumerate(world.resident(layer, 2)[1].tolist()):
+            assert set(ranked[head, -32:].tolist()) <= set(held)
+
+
+def test_what_is_fused_is_found_by_what_is_overridden() -> None:
+    class Slower(AsyncSpadePolicy):
+        def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            return super().predict(windows, counts)
+
+    calls = {name: Composition.of(find_policy(name)).calls_in_steps for name in POLICIES}
+    own = {name for name, called in calls.items() if called}
+    assert own == {"quest", "sfi", "sync_kv", "lfps"}
+    assert not Composition.of(AsyncSpadePolicy).observes_prompt
+    assert Composition.of(Slower).selects
+    assert Composition.of(Slower).observes_prompt
+
+
+def test_a_gpu_refuses_what_it_cannot_capture() -> None:
+    class Captured(own_policy.NewestFirst):
+        capabilities = replace(own_policy.NewestFirst.capabilities, graph_safe=True)
+
+    for name, message in (
+        ("own_policy:NewestFirst", "declare graph_safe=True"),
+        ("quest", "--cache-ranks 1"),
+        ("sfi", "has slow steps"),
+        ("lfps", "does not run on cuda; use --device cpu"),
+    ):
+        with pytest.raises(PolicyError, match=message):
+            check_device(find_policy(name), name, "cuda")
+        check_device(find_policy(name), name, "cpu")
+    check_device(Captured, "Captured", "cuda")
+    for name in ("look_ahead", "kascade", "async_spade", "mean_query", "oracle", "streaming"):
+        check_device(find_policy(name), name, "cuda")
+
+
+def test_settings_are_those_of_the_class() -> None:
+    assert DeclaredPolicy() == find_policy(SelectionSettings().policy).capabilities.declared
+    world = World(policy="streaming")
+    selection = world.settings.selection.model_copy(update={"declared": DeclaredPolicy()})
+    world.settings = world.settings.model_copy(update={"selection": selection})
+    with pytest.raises(PolicyError, match="make them with resolve_selection"):
+        world.make()
+
+
+def test_a_share_of_the_context_is_taken() -> None:
+    sharing = {"anchors": (0, 1, 3), "exact_layers": (0,)}
+    world = World(policy="kascade", kascade_fraction=0.7, budget_tokens=160, fetch_cap=160,
+                  resident_factor=1.0, **sharing)  # fmt: skip
+    world.prefill(1, 200)
+    before = world.rank.counters()
+    step_rank, wanted = world.rank, 141  # ceil(0.7 * 201), of at least 128
+    step_rank.begin_step()
+    step_rank.begin_decode(torch.tensor([1]), torch.tensor([201]), world.table)
+    step_rank.choose(1, torch.randn((1, QUERY_HEADS, DIM), generator=world.generator))
+    step_rank.fetch(1, 1)
+    after = world.rank.counters()
+    names = "resident_hits_total", "resident_misses_total"
+    assert sum(after[n] - before[n] for n in names) == HEADS * wanted
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_quest_ranks_by_bounds_that_steps_keep(page_size: int) -> None:
+    """The index that grew step by step is the one made at once, and selects the same."""
+    world = World(policy="quest", fetch_cap=32, page_size=page_size, quest_page_tokens=7)
+    world.prefill(1, 150)
+    world.prefill(2, 60)
+    for grown in range(1, 20):
+        queries = step(world, [2, 0, 1], [60 + grown, 1, 150 + grown])
+        for layer in (1, 4):
+            hi = 150 + grown - RECENT
+            want = request_of(world, layer, 1, hi, queries[layer][2:])
+            at_once = request_of(world, layer, 1, hi + 1, want.query).pages  # as of the next step
+            index, first = world.rank._index, SINK // 7
+            assert isinstance(index, PageBoundsIndex)
+            assert at_once is not None
+            found = index.bounds(layer, torch.tensor([1]), hi + 1)
+            assert torch.equal(found.low[:, first:], at_once.low[:, first:])
+            assert torch.equal(found.high[:, first:], at_once.high[:, first:])
+            context = PolicyContext(model=MODEL, selection=world.settings.selection)
+            chosen = make_policy("quest", context).select(want).positions[0]
+            world.check_books(layer, 1, 150 + grown)
+            for head, held in enumerate(world.resident(layer, 1)[1].tolist()):
+                assert set(chosen[head].tolist()) <= set(held)
+
+
+CLUSTERS = HeadClusters(((0, 1),) * LAYERS, ((0, 1),) * LAYERS)
+
+
+@pytest.mark.parametrize("policy", ["sfi", "sync_kv"])
+def test_slow_rows_alone_are_selected_for(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "resolve_calibration", lambda *_: Resolved(clusters=CLUSTERS))
+    world = World(policy=policy, fetch_cap=32)
+    world.prefill(1, 200)
+    world.prefill(3, 140)
+    for grown in range(1, 10):
+        slow = [grown % 3 == 0, False, grown == 5]
+        before = {x: world.resident(x, 1)[1].clone() for x in SPARSE}, world.rank.counters()
+        queries = step(world, [1, 0, 3], [200 + grown, 1, 140 + grown], slow)
+        counted = world.rank.counters()["selections_total"] - before[1]["selections_total"]
+        assert counted == sum(slow) * len(SPARSE)
+        for layer in SPARSE:
+            positions = world.resident(layer, 1)[1]
+            if not slow[0]:
+                assert torch.equal(positions, before[0][layer])
+                continue
+            asked = request_of(world, layer, 1, 200 + grown + 1 - RECENT, queries[layer][:1])
+            if policy == "sfi":
+                context = PolicyContext(model=MODEL, selection=world.settings.selection)
+                chosen = make_policy("sfi", context).select(asked).positions[0]
+            else:  # half of it by scores, the other half as the prompt said
+                chosen = world.best(layer, 1, 201 + grown - RECENT, queries[layer][:1], 16)
+            for head, held in enumerate(positions.tolist()):
+                assert set(chosen[head].tolist()) <= set(held)
+                assert -1 not in held
+
+
+def test_a_representative_head_chooses_for_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = HeadClusters(((0, 0),) * LAYERS, ((1,),) * LAYERS)
+    monkeypatch.setattr(factory, "resolve_calibration", lambda *_: Resolved(clusters=one))
+    world = World(policy="sync_kv", fetch_cap=32, resident_factor=1.0, sync_static=0.0)
+    world.prefill(1, 200)
+    queries = step(world, [1], [201], [True])
+    for layer in SPARSE:
+        best = world.best(layer, 1, 202 - RECENT, queries[layer], 32)[1]
+        for held in world.resident(layer, 1)[1].tolist():
+            assert set(best.tolist()) <= set(held)
+
+
+def test_empty_slots_are_filled_in_fast_steps_too() -> None:
+    world = World(policy="sfi", dense_while_fits=False, fetch_cap=8)
+    world.prefill(1, 40)  # fewer candidates than slots
+    for grown in range(1, 30):
+        step(world, [1], [40 + grown], [grown % 4 == 0])
+        hi = 41 + grown - RECENT
+        for layer in SPARSE:
+            held = world.resident(layer, 1)[1]
+            assert bool(((held >= 0).sum(-1) == min(hi, world.width)).all())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_lfps_attends_beside_sink_and_recent_tokens(page_size: int) -> None:
+    """With a budget for all of them, both parts make dense attention."""
+    pytest.importorskip("numba")
+    world = World(policy="lfps", budget_tokens=250, page_size=page_size)
+    world.prefill(1, 120)
+    world.prefill(2, 160)
+    rank, lengths = world.rank, torch.tensor([161, 1, 121, 18])
+    assert rank.program.attends
+    assert not rank.program.selects
+    rank.begin_step()
+    rows = torch.tensor([2, 0, 1, 3])
+    rank.begin_decode(rows, lengths, world.table, num_cold=SINK + RECENT)
+    query = torch.randn((4, QUERY_HEADS, DIM), generator=world.generator)
+    found = rank.attend_selected(2, query)
+    assert found[[1, 3], :, -1].isneginf().all(), "padding, and a request that is dense"
+    pools: tuple[Any, ...] = world.pools.k[2], world.pools.v[2]
+    for i in (0, 2):
+        length, table = int(lengths[i]), world.table[rows[i]]
+        own = torch.cat([table[:SINK], table[length - RECENT : length]])[None]
+        one = query[i : i + 1]
+        here = attend_paged(one, *pools, own, torch.tensor([own.shape[1]]), scale=MODEL.scale)
+        both, _ = merge_attention(*here, found[i : i + 1, :, :-1], found[i : i + 1, :, -1])
+        whole = torch.tensor([length])
+        want, _ = attend_paged(one, *pools, table[None, :length], whole, scale=MODEL.scale)
+        torch.testing.assert_close(both, want, atol=1e-4, rtol=1e-4)
