@@ -129,6 +129,17 @@ def test_one_process_keeps_all_gpus() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in env
 
 
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_groups_of_several_processes_listen_on_loopback_alone(tensor_parallel: int) -> None:
+    settings = ServeSettings(model="m", cache_ranks=0, tensor_parallel=tensor_parallel)
+    env = sglang_env(settings, {}, run_dir=Path("/r"), device="cuda")
+    assert env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert env.get("NCCL_SOCKET_IFNAME") == ("lo" if tensor_parallel > 1 else None)
+    given = {"GLOO_SOCKET_IFNAME": "dummy0"}
+    env = sglang_env(settings, given, run_dir=Path("/r"), device="cuda")
+    assert env["GLOO_SOCKET_IFNAME"] == "dummy0"
+
+
 def test_passes_of_a_pair_are_neither_captured_nor_overlapped() -> None:
     def argv(settings: ServeSettings) -> tuple[str, ...]:
         return sglang_argv(settings, model_dir=Path("/m"), device="cuda", dtype="bfloat16", port=1)
