@@ -24,7 +24,7 @@ _dist: Any = torch.distributed
 _c10d: Any = _distributed_c10d
 
 
-class SingleProcessGroup(_dist.ProcessGroup):  # type: ignore[misc]
+class SingleProcessGroup(_dist.ProcessGroup):
     """Collectives over one process; done when they return.
 
     The names and signatures are those that torch calls; torch 2.11, which SGLang pins on GPUs,
@@ -129,8 +129,8 @@ def register() -> None:
         _dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
 
-def without_listener(backend: str, size: int) -> str:
-    """Return the backend to use instead of `backend` for a group of `size` processes."""
+def without_listener(backend: str, size: int | None) -> str:
+    """Return the backend to use instead of `backend` for a group of `size` processes, if known."""
     if size != 1 or str(backend).lower() != _GLOO:
         return backend
     register()

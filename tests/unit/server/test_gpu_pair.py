@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny_model import write_model
 
 from tandemkv.cache_rank import device_memory
 from tandemkv.cache_rank.protocol.connect import check_transport
@@ -44,19 +44,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "vocab_size": 100,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    return write_model(tmp_path)
 
 
 def test_a_cache_rank_needs_a_gpu_of_its_own(gpus: pytest.MonkeyPatch) -> None:
