@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from .protocol.progress import ProgressClock
+
 
 @dataclass(slots=True)
 class Counters:
@@ -46,9 +48,17 @@ class Counters:
 
 
 class BusyClock:
-    """Measures how long the current message has been worked on, waits for the peer excluded."""
+    """Measures how long the current message has been worked on, waits for the peer excluded.
+
+    Attributes
+    ----------
+    progress : ProgressClock
+        Moves with each message and with each transfer of one, that is several times a layer. A
+        wait for the peer has a bound of its own (``exchange.transfer_timeout_s``).
+    """
 
     def __init__(self) -> None:
+        self.progress = ProgressClock()
         self._started: float | None = None
         self._waited = 0.0
         self._wait_started: float | None = None
@@ -58,20 +68,25 @@ class BusyClock:
         """Mark the time in which one message is handled."""
         self._waited, self._wait_started = 0.0, None
         self._started = time.monotonic()
+        self.progress.advance()
         try:
             yield
         finally:
             self._started = None
+            self.progress.idle()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Mark a wait for the peer inside `working`."""
         self._wait_started = time.monotonic()
+        self.progress.idle()
         try:
             yield
         finally:
             self._waited += time.monotonic() - self._wait_started
             self._wait_started = None
+            if self._started is not None:
+                self.progress.advance()
 
     def busy_s(self) -> float:
         """Seconds of own work on the current message; 0 when idle. Safe from any thread."""

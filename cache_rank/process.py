@@ -20,6 +20,7 @@ from .protocol.run_dir import RunDir
 from .protocol.settings import RankSettings
 from .resources import Resources
 from .service import CacheRankService
+from .shared.service import SharedEngineService
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +72,23 @@ def run_cache_rank(
         if not torch.cuda.is_available():
             raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
         place = torch.device("cuda", torch.cuda.current_device())
-    resources = Resources(model_dir, settings, counters, place)
-    service = CacheRankService(
-        run_dir=directory,
-        resources=resources,
-        settings=settings,
-        max_rows=max_rows,
-        counters=counters,
-    )
+    service: CacheRankService | SharedEngineService
+    if settings.exchange.transport == "shared":
+        service = SharedEngineService(
+            run_dir=directory,
+            model_dir=model_dir,
+            settings=settings,
+            max_rows=max_rows,
+            counters=counters,
+        )
+    else:
+        service = CacheRankService(
+            run_dir=directory,
+            resources=Resources(model_dir, settings, counters, place),
+            settings=settings,
+            max_rows=max_rows,
+            counters=counters,
+        )
     stop = threading.Event()
     with _stopping_on_signals(stop):
         logger.info("policy %s, run directory %s", settings.selection.policy, run_dir)

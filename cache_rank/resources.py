@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import torch
 
 from .calibration.resolve import resolve_calibration
@@ -18,14 +17,19 @@ from .model_adapters.registry import find_adapter
 from .model_adapters.rotary import read_rotary
 from .policies.base import Policy, PolicyContext, Rotary
 from .policies.registry import check_pooling, check_resolved, find_policy
-from .protocol.errors import ProtocolError, SettingsError
+from .protocol.errors import SettingsError
 from .protocol.messages import Timing
-from .protocol.model_spec import ModelSpec, read_config, read_model_spec
+from .protocol.model_spec import (
+    KV_DTYPES,
+    ModelSpec,
+    model_as_claimed,
+    read_config,
+    read_model_spec,
+)
 from .protocol.settings import RankSettings
 from .store import KVStore
 
 _CPU = torch.device("cpu")
-KV_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Resources:
@@ -106,11 +110,7 @@ class Resources:
         ProtocolError
             If the dtype is none that KV is kept in.
         """
-        if claimed.dtype not in KV_DTYPES:
-            raise ProtocolError(f"dtype={claimed.dtype} must be one of {', '.join(KV_DTYPES)}")
-        return msgspec.structs.replace(
-            self.model, dtype=claimed.dtype, max_context=claimed.max_context
-        )
+        return model_as_claimed(self.model, claimed)
 
     def store(self, model: ModelSpec, page_size: int) -> KVStore:
         """Return an empty store with room for SGLang's slot ids.

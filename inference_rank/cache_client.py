@@ -7,6 +7,8 @@ Owned by the scheduler thread. Only `mark_lost` is called from another thread (t
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import dataclass
 
 import torch
 
@@ -35,6 +37,20 @@ from .counters import Counters
 from .step_transfers import StepTransfers
 
 HANDSHAKE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """A cache rank that was met, and whose epoch nobody has begun yet."""
+
+    control: ControlClient
+    transport: Transport
+    welcome: Welcome
+
+    def close(self) -> None:
+        """Release it unused."""
+        self.transport.close()
+        self.control.close()
 
 
 class CacheClient:
@@ -85,7 +101,14 @@ class CacheClient:
         )
 
     def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Welcome:
-        """Open a new epoch.
+        """Open a new epoch; raises what `open_connection` raises."""
+        self.drop()
+        return self.adopt(self.open_connection(timeout_s=timeout_s))
+
+    def open_connection(self, *, timeout_s: float) -> Connection:
+        """Meet the cache rank: Hello, Welcome and data plane, within `timeout_s` in all.
+
+        Touches nothing of this object, so any thread may call it; the scheduler goes on.
 
         Raises
         ------
@@ -94,7 +117,7 @@ class CacheClient:
         CacheRankLostError
             There is no cache rank, or it did not answer in time.
         """
-        self._drop()
+        deadline = time.monotonic() + timeout_s
         control = ControlClient(self._run_dir)
         try:
             hello = make_hello(
@@ -110,12 +133,18 @@ class CacheClient:
                 self._run_dir.resolve_store(welcome.store_name),
                 rank=0,
                 timeout_s=self._settings.exchange.transfer_timeout_s,
+                connect_timeout_s=max(0.1, deadline - time.monotonic()),
                 device=self._device,
             )
         except BaseException:
             control.close()
             raise
-        self._control, self._transport = control, transport
+        return Connection(control=control, transport=transport, welcome=welcome)
+
+    def adopt(self, connection: Connection) -> Welcome:
+        """Begin the epoch of a connection that `open_connection` returned."""
+        welcome = connection.welcome
+        self._control, self._transport = connection.control, connection.transport
         self.epoch = welcome.epoch
         self.all_exact = welcome.all_exact
         self.program = StepProgram(
@@ -176,9 +205,10 @@ class CacheClient:
             self._guarded(Goodbye(epoch=self.epoch))
         with self._lock:
             self.lost_reason = "closed"
-        self._drop()
+        self.drop()
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Release what is left of an epoch that ended. Idempotent."""
         self._heartbeat.stop()
         if self._transport is not None:
             self.update_byte_counters()

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from . import recovery, teacher_forcing
+from . import progress, recovery, teacher_forcing
 from . import runtime as runtime_module
 from .in_process import graph_variants
 
@@ -25,11 +25,15 @@ _CELL_SIZE = (
 )
 _RENDEZVOUS = "sglang.srt.distributed.bootstrap.init_distributed_environment"
 _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention"
+_LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
+_SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 
 
 _num_rows = 0
 """Rows of SGLang's request table, noted before the pool is built."""
+_req_to_token_pool: Any = None
 
 
 def register_backend(name: str) -> None:
@@ -44,9 +48,9 @@ def register_backend(name: str) -> None:
     def _create(runner: Any) -> Any:
         from .process import start
 
-        hooks = in_process_hooks(name) if is_in_process() else scheduler_hooks(name)
+        hooks = in_process_hooks(name) if has_pool() else scheduler_hooks(name)
         start(runner, [target for target, _, _ in hooks])
-        if is_in_process():
+        if has_pool():
             from .in_process.start import create_backend
 
             return create_backend(runner)
@@ -55,9 +59,9 @@ def register_backend(name: str) -> None:
         return TandemKVAttentionBackend(runner)
 
 
-def is_in_process() -> bool:
-    """Whether the cache rank is to live in this process."""
-    return runtime_module.settings_from_environment().exchange.is_in_process
+def has_pool() -> bool:
+    """Whether K/V are in SGLang's pool: in this process, or mapped by an engine's process too."""
+    return runtime_module.settings_from_environment().exchange.has_pool
 
 
 def in_process_hooks(backend: str) -> list[Hook]:
@@ -66,6 +70,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
     elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]
     return [
         *(elsewhere if settings.exchange.is_peer else []),
+        *_hooks_of_every_scheduler(),
         _support_triton_hook(backend),
         (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_each, HookType.AROUND),
         (f"{_GRAPHS}._resolve_lora_variant", graph_variants.resolve, HookType.AROUND),
@@ -73,6 +78,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),
         (_BUILD_POOL, _build_local_pool, HookType.AROUND),
         (f"{_SCHEDULER}.run_batch", _run_local_batch, HookType.AROUND),
+        *(_hooks_of_recovery() if settings.exchange.is_shared else []),
         (_RENDEZVOUS, _meet_over_a_file, HookType.AROUND),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
     ]
@@ -81,6 +87,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
 def scheduler_hooks(backend: str) -> list[Hook]:
     """Hooks of the process that runs the model."""
     return [
+        *_hooks_of_every_scheduler(),
         _support_triton_hook(backend),
         (_BUILD_POOL, _build_pool, HookType.AROUND),
         # A slot costs nothing here, so --max-total-tokens alone decides the capacity.
@@ -97,10 +104,26 @@ def scheduler_hooks(backend: str) -> list[Hook]:
             HookType.AFTER,
         ),
         (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
-        (f"{_SCHEDULER}.process_input_requests", recovery.before_requests, HookType.BEFORE),
-        (f"{_SCHEDULER}._add_request_to_queue", recovery.around_queue, HookType.AROUND),
+        *_hooks_of_recovery(),
         (_RENDEZVOUS, _meet_over_a_file, HookType.AROUND),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
+    ]
+
+
+def _hooks_of_recovery() -> list[Hook]:
+    return [
+        (f"{_SCHEDULER}.process_input_requests", recovery.before_requests, HookType.BEFORE),
+        (f"{_SCHEDULER}._add_request_to_queue", recovery.around_queue, HookType.AROUND),
+        (f"{_SCHEDULER}.release_host_resources", _say_goodbye, HookType.BEFORE),
+    ]
+
+
+def _hooks_of_every_scheduler() -> list[Hook]:
+    return [
+        (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
+        (f"{_SCHEDULER}.on_idle", progress.around_idle, HookType.AROUND),
+        (f"{_ATTENTION}.forward", progress.on_layer, HookType.BEFORE),
+        (_LOADS, _keep_loads_in_run_dir, HookType.AROUND),
     ]
 
 
@@ -115,6 +138,7 @@ def _support_triton_hook(backend: str) -> Hook:
 def http_hooks() -> list[Hook]:
     """Hooks of the process that serves HTTP."""
     from .http_routes import add_routes, let_probes_in
+    from .shutdown import around_sigquit, around_sigterm
 
     return [
         (
@@ -123,6 +147,8 @@ def http_hooks() -> list[Hook]:
             HookType.BEFORE,
         ),
         ("sglang.srt.utils.auth.decide_request_auth", let_probes_in, HookType.AROUND),
+        (f"{_SIGNALS}.sigterm_handler", around_sigterm, HookType.AROUND),
+        (f"{_SIGNALS}.running_phase_sigquit_handler", around_sigquit, HookType.AROUND),
     ]
 
 
@@ -134,8 +160,9 @@ def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
 
 
 def _note_rows(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
-    global _num_rows
+    global _num_rows, _req_to_token_pool
     _num_rows = int(req_to_token_pool.req_to_token.shape[0])
+    _req_to_token_pool = req_to_token_pool
 
 
 def _build_local_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -147,6 +174,11 @@ def _build_local_pool(original: Callable[..., Any], self: Any, **kwargs: Any) ->
         from .in_process.start import cache_device_of
 
         kwargs["mha_pool_class"] = make_peer_pool_class(base, cache_device_of(self, settings))
+        return original(self, **kwargs)
+    if settings.exchange.is_shared:
+        from .links.pool import make_shared_pool_class
+
+        kwargs["mha_pool_class"] = make_shared_pool_class(base, self, _req_to_token_pool)
         return original(self, **kwargs)
     extra = resident_slots(selection, _num_rows, int(self.pool_page_size))
     kwargs["mha_pool_class"] = make_local_pool_class(base, extra)
@@ -167,6 +199,18 @@ def _meet_over_a_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         path = runtime_module.run_dir_from_environment().path / f"sglang-store-{owner}"
         kwargs["distributed_init_method"] = f"file://{path}"
     return original(*args, **kwargs)
+
+
+def _keep_loads_in_run_dir(_original: Callable[..., str], *_: Any, **__: Any) -> str:
+    """Put the shared file of SGLang's load where it is removed with everything else."""
+    return str(runtime_module.run_dir_from_environment().path / "sglang-loads.shm")
+
+
+def _say_goodbye(*_: Any, **__: Any) -> None:
+    """End the epoch when the scheduler ends in order: the cache rank need not find out."""
+    runtime = runtime_module.with_other_process()
+    if runtime is not None:
+        runtime.client.close()
 
 
 def _after_capture(_result: Any, graphs: Any, *_: Any, **__: Any) -> None:
@@ -231,9 +275,12 @@ def _run_local_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *
     rows = [req.req_pool_idx for req in batch.reqs]
     runtime.rows_on_host = None if None in rows else [int(row) for row in rows]
     try:
-        return original(scheduler, batch, *args, **kwargs)
+        result = original(scheduler, batch, *args, **kwargs)
     finally:
         runtime.rows_on_host = None
+    if runtime.client is not None:
+        recovery.after_batch(runtime, batch)
+    return result
 
 
 def _note_batch(runtime: Any, scheduler: Any, batch: Any) -> None:

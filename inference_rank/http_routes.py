@@ -19,6 +19,8 @@ from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from . import runtime as runtime_module
+from .drain import Drain, DrainMiddleware
+from .shutdown import create as create_shutdown
 
 _TIMEOUT_S = 1.0
 _STATUS, _READY = "/tandemkv/status", "/tandemkv/ready"
@@ -31,16 +33,21 @@ def add_routes(*_: Any, **__: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
     run_dir = runtime_module.run_dir_from_environment()
+    shutdown = create_shutdown()
+    drain = shutdown.drain
+    app.add_middleware(DrainMiddleware, drain=drain, on_startup=shutdown.install)
 
     @app.get(_STATUS)
     async def status() -> JSONResponse:
         """State of both ranks."""
-        return JSONResponse(await collect_status(run_dir, is_warm=_is_warm()))
+        return JSONResponse(await collect_status(run_dir, is_warm=_is_warm(), drain=drain))
 
     @app.get(_READY)
     async def ready() -> JSONResponse:
         """200 when both ranks are connected and SGLang has answered a request, else 503."""
-        collected = await collect_status(run_dir, is_warm=_is_warm())
+        if drain.reason is not None:  # at once: the ranks may be ending
+            return JSONResponse(readiness({"ready": False, "reason": drain.reason}, run_dir), 503)
+        collected = await collect_status(run_dir, is_warm=_is_warm(), drain=drain)
         return JSONResponse(readiness(collected, run_dir), 200 if collected["ready"] else 503)
 
 
@@ -75,7 +82,9 @@ def _is_warm() -> bool:
     return bool(status is not ServerStatus.Starting)
 
 
-async def collect_status(run_dir: RunDir, *, is_warm: bool) -> dict[str, Any]:
+async def collect_status(
+    run_dir: RunDir, *, is_warm: bool, drain: Drain | None = None
+) -> dict[str, Any]:
     """Ask both ranks.
 
     Parameters
@@ -84,14 +93,19 @@ async def collect_status(run_dir: RunDir, *, is_warm: bool) -> dict[str, Any]:
         Where their sockets are.
     is_warm : bool
         Whether SGLang answers requests without delay; else the server is not ready.
+    drain : Drain, optional
+        Of this process; a server that drains is not ready.
 
     Returns
     -------
     dict
         ``ready``, ``inference_rank`` and ``cache_ranks``; a rank that does not answer has an
-        ``error`` instead of values. Before SGLang is warm also a ``reason``.
+        ``error`` instead of values. Before SGLang is warm, and while it drains, also a
+        ``reason``.
     """
     collected = await _collect_ranks(run_dir)
+    if drain is not None and drain.reason is not None:
+        return collected | {"ready": False, "reason": drain.reason}
     if collected["ready"] and not is_warm:
         collected |= {"ready": False, "reason": _WARMING_UP}
     return collected

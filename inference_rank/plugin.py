@@ -36,9 +36,9 @@ def register() -> None:
             )
         return
     from .hooks import (
+        has_pool,
         http_hooks,
         in_process_hooks,
-        is_in_process,
         register_backend,
         scheduler_hooks,
     )
@@ -46,7 +46,7 @@ def register() -> None:
 
     check_contract()
     try:
-        in_process = is_in_process()
+        in_process = has_pool()
     except SettingsError as error:
         raise SystemExit(f"--attention-backend {BACKEND_NAME}: no cache rank: {error}") from error
     register_backend(BACKEND_NAME)

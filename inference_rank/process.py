@@ -7,10 +7,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.messages import StatusReply
 
+from . import progress
 from . import runtime as runtime_module
 from .metrics import MetricsPublisher
 from .sglang_contract import check_hooks_applied
@@ -65,6 +68,13 @@ def check_server_args(args: Any, *, is_local: bool) -> None:
 
 def status() -> StatusReply:
     """Answer a `StatusRequest`."""
+    reply = _status()
+    return msgspec.structs.replace(
+        reply, values=reply.values | {"stalled_s": progress.clock.stalled_s()}
+    )
+
+
+def _status() -> StatusReply:
     local = runtime_module.current_local()
     if local is not None:
         reply: StatusReply = local.status()

@@ -5,26 +5,23 @@ The epoch ends. Every request in flight is ended with HTTP 503 and the reason, b
 that was computed without its KV is sent; requests that arrive meanwhile are refused the same
 way; SGLang's radix tree is reset, because its nodes name lost KV, *before* anything is
 admitted again; then a new epoch is opened with the cache rank that comes back.
-All of it runs in SGLang's scheduler thread, between two steps.
+All of it runs in SGLang's scheduler thread, between two steps; only the meeting with the cache
+rank that comes back, which may take seconds, is left to `reconnect.Reconnecting`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from tandemkv.cache_rank.protocol.errors import CacheRankError, HandshakeRefusedError
-
 from . import runtime as runtime_module
-from .runtime import Runtime
+from .reconnect import Reconnecting
+from .runtime import RemoteRuntime
 
 _LOG = logging.getLogger(__name__)
-_RETRY_INTERVAL_S = 0.5
-_RECONNECT_TIMEOUT_S = 2.0
-_next_try = 0.0
+_reconnecting: Reconnecting | None = None
 
 
 def lost_message(reason: str | None) -> str:
@@ -35,13 +32,13 @@ def lost_message(reason: str | None) -> str:
     )
 
 
-def after_batch(runtime: Runtime, batch: Any) -> None:
+def after_batch(runtime: RemoteRuntime, batch: Any) -> None:
     """Mark the requests of a batch whose attention was cut short, before its result is used."""
     if runtime.client.lost_reason is not None:
         _end_requests(runtime, batch.reqs)
 
 
-def tell_clients(runtime: Runtime) -> None:
+def tell_clients(runtime: RemoteRuntime) -> None:
     """Answer the clients of the running batch at once: its pass may go on for seconds.
 
     The requests themselves are ended by `after_batch`, when the pass is over.
@@ -55,7 +52,7 @@ def tell_clients(runtime: Runtime) -> None:
 
 def before_requests(scheduler: Any, *_: Any, **__: Any) -> None:
     """Run once per scheduler iteration: drain after a loss, then reconnect."""
-    runtime = runtime_module.current()
+    runtime = runtime_module.with_other_process()
     if runtime is None:
         return
     runtime.client.update_byte_counters()
@@ -70,7 +67,7 @@ def around_queue(
     original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Refuse a new request while there is no cache rank."""
-    runtime = runtime_module.current()
+    runtime = runtime_module.with_other_process()
     if runtime is None or runtime.client.lost_reason is None:
         return original(scheduler, req, *args, **kwargs)
     runtime.counters.requests_refused_total += 1
@@ -78,7 +75,7 @@ def around_queue(
     return None
 
 
-def _drain(runtime: Runtime, scheduler: Any) -> None:
+def _drain(runtime: RemoteRuntime, scheduler: Any) -> None:
     reason = runtime.client.lost_reason
     while scheduler.waiting_queue:
         req = scheduler.waiting_queue.pop()
@@ -94,7 +91,7 @@ def _drain(runtime: Runtime, scheduler: Any) -> None:
             _end_requests(runtime, [r for r in batch.reqs if r is not chunked])
 
 
-def _end_requests(runtime: Runtime, reqs: list[Any]) -> None:
+def _end_requests(runtime: RemoteRuntime, reqs: list[Any]) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     for req in reqs:
@@ -121,19 +118,21 @@ def _send_abort(scheduler: Any, req: Any, reason: str | None) -> None:
     scheduler.ipc_channels.send_to_tokenizer.send_output(abort, req)
 
 
-def _reconnect(runtime: Runtime, scheduler: Any) -> None:
-    global _next_try
-    now = time.monotonic()
-    if now < _next_try:
+def _reconnect(runtime: RemoteRuntime, scheduler: Any) -> None:
+    """Begin the new epoch, if a connection was opened meanwhile."""
+    global _reconnecting
+    if _reconnecting is None:
+        runtime.client.drop()
+        _reconnecting = Reconnecting(runtime.client.open_connection)
+    connection = _reconnecting.take()
+    if connection is None:
         return
-    _next_try = now + _RETRY_INTERVAL_S
+    _reconnecting = None
     try:
-        runtime.connect(timeout_s=_RECONNECT_TIMEOUT_S)
-    except HandshakeRefusedError:
-        _LOG.exception("the cache rank that came back refuses this server")
-        return
-    except CacheRankError as error:
-        _LOG.warning("no cache rank yet: %s", error)
+        runtime.adopt(connection)
+    except Exception:  # it stays lost, requests get 503, and the next round tries again
+        _LOG.exception("the cache rank that came back cannot be used")
+        runtime.client.mark_lost("the cache rank that came back cannot be used; see the log")
         return
     # The tree names KV of the old epoch: reset before anything is admitted.
     scheduler.flush_cache(empty_cache=False)

@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.messages import RefreshRule, RowFlag, RowStep
+from tandemkv.cache_rank.protocol.messages import RefreshRule, RowFlag, RowStep, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import (
@@ -25,7 +25,7 @@ from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
 )
 
-from .cache_client import HANDSHAKE_TIMEOUT_S, CacheClient
+from .cache_client import HANDSHAKE_TIMEOUT_S, CacheClient, Connection
 from .counters import Counters
 from .packs import PackQueue
 from .refresh import RefreshSchedule, Vocabulary, schedule_for
@@ -59,13 +59,17 @@ class Runtime:
 
     def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
         """Open an epoch; forgets everything that belonged to an earlier one."""
-        welcome = self.client.connect(timeout_s=timeout_s)
-        capacity = self.settings.cache.capacity_tokens
-        if welcome.num_slots <= capacity:
-            raise SettingsError(
-                f"the cache rank has {welcome.num_slots} slots, capacity_tokens={capacity} needs "
-                "one more; start both ranks with the same settings"
-            )
+        self.client.drop()
+        self.adopt(self.client.open_connection(timeout_s=timeout_s))
+
+    def adopt(self, connection: Connection) -> None:
+        """Begin the epoch of `connection`; forgets everything that belonged to an earlier one."""
+        try:
+            self._check_capacity(connection.welcome)
+        except BaseException:
+            connection.close()
+            raise
+        welcome = self.client.adopt(connection)
         self._lengths.clear()
         self._dirty.clear()
         self.refresh = self.schedule_for(RefreshRule(welcome.traits.refresh))
@@ -76,6 +80,14 @@ class Runtime:
             generation_of=self.generation,
             epoch=welcome.epoch,
         )
+
+    def _check_capacity(self, welcome: Welcome) -> None:
+        capacity = self.settings.cache.capacity_tokens
+        if welcome.num_slots <= capacity:
+            raise SettingsError(
+                f"the cache rank has {welcome.num_slots} slots, capacity_tokens={capacity} needs "
+                "one more; start both ranks with the same settings"
+            )
 
     def schedule_for(self, rule: RefreshRule) -> RefreshSchedule:
         """Return the schedule that the policy's rule and the settings ask for.
@@ -143,6 +155,18 @@ class Runtime:
         self.counters.released_rows_total += 1
 
 
+class RemoteRuntime(Protocol):
+    """What recovery needs of a runtime whose cache rank is in another process."""
+
+    client: Any
+    counters: Counters
+    running_reqs: list[Any]
+    scheduler: Any
+
+    def adopt(self, connection: Any) -> None:
+        """Begin the epoch of a connection that ``client.open_connection`` returned."""
+
+
 _current: Runtime | None = None
 _local: Any = None
 
@@ -155,6 +179,13 @@ def current() -> Runtime | None:
 def current_local() -> Any:
     """Return the `in_process.start.LocalRuntime` of this process, if it has one."""
     return _local
+
+
+def with_other_process() -> RemoteRuntime | None:
+    """Return the runtime of this process, if its cache rank is in another process."""
+    if _current is not None:
+        return _current
+    return _local if _local is not None and _local.client is not None else None
 
 
 def set_current_local(runtime: Any) -> None:

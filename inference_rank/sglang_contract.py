@@ -56,6 +56,10 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler.Scheduler.process_input_requests": ("recv_reqs",),
     "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue": ("req",),
     "sglang.srt.managers.scheduler.Scheduler.is_fully_idle": (),
+    "sglang.srt.managers.scheduler.Scheduler.on_idle": (),
+    "sglang.srt.managers.scheduler.Scheduler.release_host_resources": (),
+    "sglang.srt.layers.radix_attention.RadixAttention.forward": ("forward_batch",),
+    "sglang.srt.managers.load_snapshot.shm_path_for": (),
     "sglang.srt.managers.scheduler.Scheduler.flush_cache": ("empty_cache",),
     "sglang.srt.managers.schedule_batch.FINISH_ABORT": ("message", "status_code", "err_type"),
     "sglang.srt.managers.io_struct.AbortReq": (),
@@ -91,6 +95,11 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "sglang.srt.entrypoints.http_server.get_global_state": (),
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server": (),
     "sglang.srt.managers.tokenizer_manager.ServerStatus.Starting": (),
+    "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler": (),
+    "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler": (),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler": ("obj",),
+    "sglang.srt.managers.io_struct.ShutdownReq": (),
+    "sglang.srt.utils.cudacore_pyspy_dump_utils.collect_scheduler_processes": (),
     "sglang.srt.layers.sampler.Sampler.forward": ("logits_output", "sampling_info"),
 }
 

@@ -1,33 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child of the launcher: own process group, log file, and death together with its parent."""
+"""A child of the launcher: own process group, bounded log, and death together with its parent."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+
+from . import log_writer
 
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 16384
 _MAX_LOG_BYTES = 8 << 20
 """Run directories often lie in memory: ``/run/user``, or a volume of a pod that has a limit."""
+_SETTLE_S = 1.0
+"""Longest wait for the last lines of a child that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """What to run. `env` is the whole environment; output of both streams goes to `log_path`."""
+    """What to run. `env` is the whole environment; output of both streams goes to `log_path`.
+
+    `stop_signal` asks the process to end.
+    """
 
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
     log_path: Path
+    stop_signal: signal.Signals = signal.SIGTERM
 
 
 def die_with_parent() -> Callable[[], None]:
@@ -52,7 +61,10 @@ class ChildProcess:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self._popen: subprocess.Popen[bytes] | None = None
+        self._writer: subprocess.Popen[bytes] | None = None
+        self._output = -1
         self._echoed = 0
+        self._echoed_inode = 0
 
     @property
     def is_started(self) -> bool:
@@ -68,21 +80,46 @@ class ChildProcess:
 
     def start(self) -> None:
         """Start it. The log is appended to, so a restart keeps what came before."""
-        descriptor = os.open(
-            self.spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-        )
+        if self._output >= 0:
+            os.close(self._output)
+        self._output, writing_end = os.pipe2(os.O_CLOEXEC)
         try:
+            self._start_writer()
             self._popen = subprocess.Popen(
                 self.spec.argv,
                 env=dict(self.spec.env),
                 stdin=subprocess.DEVNULL,
-                stdout=descriptor,
+                stdout=writing_end,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
             )
         finally:
-            os.close(descriptor)
+            os.close(writing_end)
+
+    def _start_writer(self) -> None:
+        # The reading end stays open here: should the writer be killed, the next one goes on.
+        script = str(Path(log_writer.__file__))
+        self._writer = subprocess.Popen(
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                script,
+                str(self.spec.log_path.absolute()),
+                str(_MAX_LOG_BYTES),
+            ],
+            stdin=self._output,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+
+    def tend_log(self) -> None:
+        """Start the writer of the log again if somebody killed it. Call it often."""
+        if self._writer is not None and self._writer.poll() not in (None, 0):
+            self._start_writer()
 
     def exit_status(self) -> str | None:
         """Return ``exit code 1`` or ``signal SIGKILL`` once it has ended, None while it runs."""
@@ -97,15 +134,15 @@ class ChildProcess:
         return f"exit code {code}"
 
     def stop(self, grace_s: float, hurry: Callable[[], bool]) -> None:
-        """End it and its process group: SIGTERM, wait at most `grace_s`, SIGKILL.
+        """End it and its process group: the stop signal, wait at most `grace_s`, SIGKILL.
 
-        SIGTERM goes to the child alone: SGLang stops its own children in order; SIGKILL goes
+        The signal goes to the child alone: SGLang stops its own children in order; SIGKILL goes
         to the whole group. `hurry` is polled; when true the wait ends at once.
         """
         if self._popen is None:
             return
         if self._popen.poll() is None:
-            self._popen.terminate()
+            self._popen.send_signal(self.spec.stop_signal)
             deadline = time.monotonic() + grace_s
             while self._popen.poll() is None and time.monotonic() < deadline and not hurry():
                 time.sleep(0.02)
@@ -118,39 +155,59 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
+        self._settle_log()
+
+    def _settle_log(self) -> None:
+        """Wait for the writer, which ends after the last process that could print."""
+        if self._writer is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._writer.wait(_SETTLE_S)
+        if self._output >= 0:
+            os.close(self._output)
+            self._output = -1
 
     def log_tail(self, lines: int = 20) -> str:
-        """Return the last lines of the log."""
-        try:
-            with self.spec.log_path.open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - _TAIL_BYTES))
-                text = file.read().decode("utf-8", errors="replace")
-        except OSError as error:
-            return f"(log unreadable: {error.strerror})"
+        """Return the last lines of the log; of a child that has ended, its last ones."""
+        if self._writer is not None and self._popen is not None and self._popen.poll() is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._writer.wait(_SETTLE_S)
+        data = b""
+        for path in (self.spec.log_path, self._older_log):
+            if data.count(b"\n") > lines:
+                break
+            try:
+                with path.open("rb") as file:
+                    file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                    data = file.read() + data
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                return f"(log unreadable: {error.strerror})"
+        text = data.decode("utf-8", errors="replace")
         return "\n".join(text.rstrip().splitlines()[-lines:]) or "(the log is empty)"
-
-    def bound_log(self) -> None:
-        """Move a log that has become long to ``*.log.1``, in place of what is there.
-
-        The child keeps its descriptor, so the log is copied and cut; what it writes in between is
-        lost. Call `new_log_lines` before, if these are wanted.
-        """
-        path = self.spec.log_path
-        with contextlib.suppress(OSError):
-            if path.stat().st_size > _MAX_LOG_BYTES:
-                shutil.copyfile(path, f"{path}.1")
-                os.truncate(path, 0)
-                self._echoed = 0
 
     def new_log_lines(self) -> list[str]:
         """Return the complete lines written since the last call."""
         try:
-            with self.spec.log_path.open("rb") as file:
-                file.seek(self._echoed)
-                data = file.read()
+            with self.spec.log_path.open("rb") as current:
+                inode = os.fstat(current.fileno()).st_ino
+                found: list[str] = []
+                if inode != self._echoed_inode:  # the log was moved, or is the first
+                    with contextlib.suppress(FileNotFoundError), self._older_log.open("rb") as old:
+                        if os.fstat(old.fileno()).st_ino == self._echoed_inode:
+                            found = self._read_from(old)
+                    self._echoed, self._echoed_inode = 0, inode
+                return found + self._read_from(current)
         except OSError:
             return []
+
+    @property
+    def _older_log(self) -> Path:
+        return self.spec.log_path.with_name(f"{self.spec.log_path.name}.1")
+
+    def _read_from(self, file: BinaryIO) -> list[str]:
+        file.seek(self._echoed)
+        data = file.read()
         end = data.rfind(b"\n") + 1
         self._echoed += end
         return data[:end].decode("utf-8", errors="replace").splitlines()

@@ -17,7 +17,7 @@ from .bench.command import bench_app
 from .calibrate.command import calibrate
 from .command_classes import ReportingGroup, ServeCommand, passed_through
 from .inspect.command import inspect as inspect_command
-from .options import RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
+from .options import DRAIN_FLAGS, INFERENCE_FLAGS, RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
 from .plan.command import plan
 from .quality import command as quality_command
 from .settings import EMBEDDED_MODEL
@@ -82,7 +82,7 @@ def serve(
 
 
 @app.command("cache-rank")
-@with_flags((*RANK_FLAGS, *ROW_FLAGS))
+@with_flags((*RANK_FLAGS, *ROW_FLAGS, *DRAIN_FLAGS))
 def cache_rank(
     flags: dict[str, Sourced],
     run_dir: Annotated[
@@ -107,7 +107,7 @@ def cache_rank(
 
 
 @app.command("inference-rank", cls=ServeCommand, epilog="What follows -- goes to SGLang unchanged.")
-@with_flags(tuple(flag for flag in SERVE_FLAGS if flag.key != "run_dir"))
+@with_flags(INFERENCE_FLAGS)
 def inference_rank(
     ctx: typer.Context,
     flags: dict[str, Sourced],

@@ -172,7 +172,10 @@ def resolve_transport(settings: ServeSettings, device: str) -> ServeSettings:
     if not settings.cache_ranks or exchange.is_in_process:
         return settings
     cache_device = device if settings.cache_device == "auto" else settings.cache_device
-    fitting = "nccl" if device == cache_device == "cuda" else "gloo"
+    if device == cache_device == "cpu":
+        fitting = "gloo" if exchange.transport == "gloo" else "shared"
+    else:
+        fitting = "nccl" if device == cache_device == "cuda" else "gloo"
     if "transport" not in exchange.model_fields_set:
         changed = exchange.model_copy(update={"transport": fitting})
         return settings.model_copy(update={"exchange": changed})

@@ -114,7 +114,12 @@ def embedded_model_dir(
 
 
 def models_root() -> Path:
-    """Return the folder of converted models: ``$XDG_CACHE_HOME`` or ``~/.cache``, and below.
+    """Return the folder of converted models; see `cache_root`."""
+    return cache_root() / "models"
+
+
+def cache_root() -> Path:
+    """Return the folder of what is kept between starts: in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
     Raises
     ------
@@ -127,7 +132,7 @@ def models_root() -> Path:
             f"XDG_CACHE_HOME={configured}: an absolute path is required; correct or unset it"
         )
     base = Path(configured) if configured else Path.home() / ".cache"
-    return base / "tandemkv" / "models"
+    return base / "tandemkv"
 
 
 def find_gguf(model: EmbeddedModel) -> Path:

@@ -4,26 +4,75 @@
 PR_SET_PDEATHSIG reaches only the launcher's own children, and a process that SGLang is just
 spawning sets its own only after its imports. So a second process, which uses nothing but the
 standard library, holds the read end of a pipe: end of file without ``bye`` means that
-the launcher is gone, and it kills the process groups it was told of and removes the run
-directory. The launcher starts it as a script, isolated (``-I -S``).
+the launcher is gone, and it kills the process groups it was told of and removes what the launch
+made. The launcher starts it as a script, isolated (``-I -S``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+_SHARED_MEMORY = "/dev/shm/"
+_DELETED = " (deleted)"
+_END_S = 5.0
+
+
+def shared_memory_of(groups: Iterable[int]) -> set[str]:
+    """Return the files of ``/dev/shm`` that processes of these process groups have mapped.
+
+    Segments that libraries name themselves (NCCL, ``multiprocessing``) have no other trace of
+    whose they are, and outlive processes that are killed.
+    """
+    wanted = set(groups)
+    found: set[str] = set()
+    for process in _processes():
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(process.name)) in wanted:
+                maps = (process / "maps").read_text(encoding="utf-8", errors="replace")
+                found |= {line.partition(_SHARED_MEMORY)[2] for line in maps.splitlines()}
+    return {_SHARED_MEMORY + name for name in found if name and not name.endswith(_DELETED)}
+
+
+def remove_segments(paths: Iterable[str]) -> None:
+    """Remove files of `shared_memory_of` that are ours and that no process has mapped any more."""
+    for path in map(Path, paths):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.geteuid() and not _is_mapped(path):
+                path.unlink()
+
+
+def _is_mapped(path: Path) -> bool:
+    for process in _processes():
+        with contextlib.suppress(OSError):
+            if os.fsencode(path) in (process / "maps").read_bytes():
+                return True
+    return False
+
+
+def _processes() -> list[Path]:
+    return [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
 
 
 class Guard:
-    """The launcher's side: tells the guard process which groups to end."""
+    """The launcher's side: tells the guard process which groups to end.
 
-    def __init__(self, remove_dir: Path | None = None) -> None:
-        argv = [sys.executable, "-I", "-S", __file__, *([str(remove_dir)] if remove_dir else [])]
+    Parameters
+    ----------
+    patterns : sequence of str
+        Absolute paths, with wildcards, of what is removed if we die.
+    """
+
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
+        argv = [sys.executable, "-I", "-S", __file__, *patterns]
         self._popen = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
@@ -71,11 +120,34 @@ def _main() -> None:
             groups.add(int(word[1:]))
         elif word.startswith("-"):
             groups.discard(int(word[1:]))
+    segments = shared_memory_of(groups)
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    if len(sys.argv) > 1:
-        shutil.rmtree(sys.argv[1], ignore_errors=True)
+    _await_end(groups)  # who still runs might make files anew
+    remove_segments(segments)
+    for pattern in sys.argv[1:]:
+        for name in glob.glob(pattern, include_hidden=True):  # noqa: PTH207 (absolute)
+            shutil.rmtree(name, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
+
+
+def _await_end(groups: set[int]) -> None:
+    deadline = time.monotonic() + _END_S
+    while time.monotonic() < deadline and any(_has_live(group) for group in groups):
+        time.sleep(0.02)
+
+
+def _has_live(group: int) -> bool:
+    """Whether a process of `group` runs; one that nobody has reaped does not."""
+    for process in _processes():
+        with contextlib.suppress(OSError):
+            stat = (process / "stat").read_text(encoding="utf-8", errors="replace")
+            state, _, found = stat.rpartition(")")[2].split()[:3]
+            if int(found) == group and state not in "ZX":
+                return True
+    return False
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from .devices import as_pair
 from .launch import LaunchError
 from .preflight import ResolvedLaunch, resolve_launch
-from .serve import cache_rank_detail, metrics_env, refuse_live_server, remove_leftovers
+from .serve import cache_rank_detail, refuse_live_server, sglang_folders
 from .settings import ServeSettings
 from .sglang_command import sglang_argv, sglang_env
 
@@ -50,9 +50,9 @@ def become_inference_rank(
     refuse_live_server(run_dir)
     if launch.settings.cache_ranks:
         wait_for_cache_rank(run_dir, settings.start_timeout_s, progress)
-    remove_leftovers(run_dir)
+    run_dir.clear_sglang()
     argv, env = inference_rank_command(launch, run_dir, os.environ)
-    os.execve(argv[0], argv, env | metrics_env(run_dir))
+    os.execve(argv[0], argv, env | sglang_folders(run_dir))
 
 
 def inference_rank_command(

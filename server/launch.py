@@ -11,31 +11,24 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
-from tandemkv.cache_rank.protocol.errors import TandemKVError
-
 from .child_process import ChildProcess, ChildSpec
 from .guard import Guard
+from .liveness import Liveness, Pulse
 from .probes import ServerState
 from .progress import StartProgress
+from .supervision import LaunchError, RestartRules, SupervisedRank, tail
+
+__all__ = ["LaunchError", "LaunchPlan", "Launcher"]
 
 _TICK_S = 0.05
-_FIRST_BACKOFF_S = 0.5
-_LONGEST_BACKOFF_S = 30.0
-_HEALTHY_S = 60.0
-"""A cache rank that lived this long starts over with the shortest backoff."""
-_QUESTION_S = 5.0
-"""Between two looks whether the cache rank works."""
-
-
-class LaunchError(TandemKVError):
-    """A rank did not start, or SGLang ended while serving."""
+_EXIT_S = 15.0
+"""For a rank to end once its requests are through, before it is killed."""
 
 
 class _StopRequestedError(Exception):
@@ -44,28 +37,30 @@ class _StopRequestedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """What to start and how to tell that it is ready.
+    """What to start and how to tell that it is ready, and gets on.
 
     `cache_rank` is None if the inference rank is its own. `cache_rank_detail` returns None once
-    the cache rank answers, else why it does not. `cache_rank_works` is asked while serving; one
-    that does not for `start_timeout_s` is ended, and started again.
+    the cache rank answers, else why it does not. `cache_rank_pulse` and `sglang_pulse` are asked
+    while serving, from threads; `rules` says what follows.
+    `before_sglang` is called before each start of SGLang.
     `start_report` is asked once the server is ready, and printed.
-    `clean_up` gets whether the logs are to be kept, which they are after a failure;
-    `guarded_dir` is removed if the launcher is killed outright.
+    `clean_up` gets whether the logs are to be kept, which they are after a failure; `guarded` are
+    the patterns of paths that are removed if the launcher is killed outright.
     """
 
     cache_rank: ChildSpec | None
     sglang: ChildSpec
     cache_rank_detail: Callable[[], str | None]
     server_state: Callable[[], ServerState]
+    cache_rank_pulse: Callable[[], Pulse]
+    sglang_pulse: Callable[[], Pulse]
     banner: str
-    start_timeout_s: float
-    stop_timeout_s: float
+    rules: RestartRules
+    drain_timeout_s: float
     clean_up: Callable[[bool], None]
-    guarded_dir: Path | None = None
-    first_backoff_s: float = _FIRST_BACKOFF_S
+    before_sglang: Callable[[], None] = lambda: None
+    guarded: tuple[str, ...] = ()
     start_report: Callable[[], RenderableType | None] = lambda: None
-    cache_rank_works: Callable[[], bool] = lambda: True
 
 
 class StopSignals:
@@ -96,14 +91,24 @@ class Launcher:
         self._plan = plan
         self._console = console
         self._verbose = verbose
-        self._cache_rank = ChildProcess(plan.cache_rank) if plan.cache_rank else None
-        self._sglang = ChildProcess(plan.sglang)
+        self._sglang = SupervisedRank(
+            ChildProcess(plan.sglang),
+            Liveness(plan.sglang_pulse),
+            plan.rules,
+            console,
+            meanwhile="the server is not ready, connections are refused",
+            before_start=plan.before_sglang,
+        )
+        self._cache_rank: SupervisedRank | None = None
+        if plan.cache_rank is not None:
+            self._cache_rank = SupervisedRank(
+                ChildProcess(plan.cache_rank),
+                Liveness(plan.cache_rank_pulse),
+                plan.rules,
+                console,
+                meanwhile="requests get 503, the server stays up",
+            )
         self._progress = StartProgress(console)
-        self._backoff_s = plan.first_backoff_s
-        self._cache_rank_started = 0.0
-        self._last_worked = 0.0
-        self._next_question = 0.0
-        self._restart_at: float | None = None
 
     def run(self) -> None:
         """Start, serve until a signal asks to stop, shut down.
@@ -111,10 +116,10 @@ class Launcher:
         Raises
         ------
         LaunchError
-            If a rank did not become ready, or SGLang ended by itself.
+            If a rank did not become ready, or ended too often.
         """
         with StopSignals() as self._signals:
-            self._guard = Guard(self._plan.guarded_dir)
+            self._guard = Guard(self._plan.guarded)
             keep_logs = False
             try:
                 self._start()
@@ -132,20 +137,22 @@ class Launcher:
                 self._shut_down(keep_logs=keep_logs)
 
     def _start(self) -> None:
-        deadline = time.monotonic() + self._plan.start_timeout_s
+        deadline = time.monotonic() + self._plan.rules.start_timeout_s
         if self._cache_rank is not None:
             with self._progress.stage("cache rank"):
-                self._start_cache_rank(self._cache_rank)
-                self._await(self._plan.cache_rank_detail, deadline, self._cache_rank)
-        self._sglang.start()
-        self._guard.watch(self._sglang.pid)
+                self._cache_rank.start(self._guard)
+                self._await(self._plan.cache_rank_detail, deadline, self._cache_rank.child)
+        self._sglang.start(self._guard)
         with self._progress.stage("SGLang loading"):
-            self._await(self._loading_detail, deadline, self._sglang)
+            self._await(self._loading_detail, deadline, self._sglang.child)
         with self._progress.stage("handshake and warm-up"):
-            self._await(self._handshake_detail, deadline, self._sglang)
+            self._await(self._handshake_detail, deadline, self._sglang.child)
+
+    def _ranks(self) -> list[SupervisedRank]:
+        return [self._sglang] if self._cache_rank is None else [self._cache_rank, self._sglang]
 
     def _children(self) -> list[ChildProcess]:
-        return [self._sglang] if self._cache_rank is None else [self._cache_rank, self._sglang]
+        return [rank.child for rank in self._ranks()]
 
     def _loading_detail(self) -> str | None:
         state = self._own_state()
@@ -174,8 +181,8 @@ class Launcher:
             self._progress.note(escape(reason))
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"not ready after {self._plan.start_timeout_s:g} s (--start-timeout-s): "
-                    f"{reason}\n{_tail(waited_for)}"
+                    f"not ready after {self._plan.rules.start_timeout_s:g} s (--start-timeout-s): "
+                    f"{reason}\n{tail(waited_for)}"
                 )
             self._pause(pause)
             pause = min(0.5, pause * 1.5)
@@ -186,63 +193,15 @@ class Launcher:
         for child in self._children():
             status = child.exit_status()
             if status is not None:
-                raise LaunchError(f"{child.spec.name} ended: {status}\n{_tail(child)}")
+                raise LaunchError(f"{child.spec.name} ended: {status}\n{tail(child)}")
 
     def _serve(self) -> None:
-        self._last_worked = time.monotonic()
+        for rank in self._ranks():
+            rank.liveness.start()
         while not self._signals.count:
-            status = self._sglang.exit_status()
-            if status is not None:
-                raise LaunchError(f"SGLang ended: {status}\n{_tail(self._sglang)}")
-            if self._cache_rank is not None:
-                self._keep_cache_rank(self._cache_rank)
+            for rank in self._ranks():
+                rank.keep()
             self._pause(_TICK_S)
-            for child in self._children():
-                child.bound_log()
-
-    def _keep_cache_rank(self, child: ChildProcess) -> None:
-        """Restart the cache rank when it ended; SGLang reconnects by itself."""
-        now = time.monotonic()
-        if self._restart_at is not None:
-            if now >= self._restart_at:
-                self._restart_at = None
-                self._start_cache_rank(child)
-                self._console.print(f"cache rank restarted, pid {child.pid}")
-            return
-        status = child.exit_status()
-        if status is None:
-            self._end_if_hung(child, now)
-            return
-        self._end_group(child)
-        if now - self._cache_rank_started > _HEALTHY_S:
-            self._backoff_s = self._plan.first_backoff_s
-        self._console.print(
-            f"[red]cache rank ended: {status}[/]; restart in {self._backoff_s:g} s, the server "
-            f"stays up\n[dim]{escape(child.log_tail(5))}[/]",
-            soft_wrap=True,
-        )
-        self._restart_at = now + self._backoff_s
-        self._backoff_s = min(_LONGEST_BACKOFF_S, self._backoff_s * 2)
-
-    def _end_if_hung(self, child: ChildProcess, now: float) -> None:
-        """End a cache rank that lives and does nothing: nobody else would, and all wait for it."""
-        if now < self._next_question:
-            return
-        self._next_question = now + min(_QUESTION_S, self._plan.start_timeout_s / 4)
-        if self._plan.cache_rank_works():
-            self._last_worked = now
-        elif now - self._last_worked > self._plan.start_timeout_s:
-            self._console.print(
-                f"[red]cache rank hangs[/]: no answer, or busy with one message, for more than "
-                f"{self._plan.start_timeout_s:g} s (--start-timeout-s)",
-                soft_wrap=True,
-            )
-            child.kill_group()
-
-    def _start_cache_rank(self, child: ChildProcess) -> None:
-        child.start()
-        self._cache_rank_started = self._last_worked = time.monotonic()
-        self._guard.watch(child.pid)
 
     def _pause(self, seconds: float) -> None:
         """Sleep in short steps, so that a signal or a child's end is seen at once."""
@@ -255,32 +214,30 @@ class Launcher:
             time.sleep(min(_TICK_S, rest))
 
     def _echo_logs(self) -> None:
-        if self._verbose:
-            for child in self._children():
+        for child in self._children():
+            child.tend_log()
+            if self._verbose:
                 for line in child.new_log_lines():
                     text = f"[dim]{child.spec.name}:[/] {escape(line)}"
                     self._console.print(text, soft_wrap=True)
 
-    def _end_group(self, child: ChildProcess) -> None:
-        pid = child.pid
-        child.kill_group()
-        self._guard.forget(pid)
-
     def _shut_down(self, *, keep_logs: bool) -> None:
         asked = self._signals.count
         if asked:
-            self._console.print("stopping; once more ends it at once")
-        for child in reversed(self._children()):
-            if child.is_started:
-                grace_s = self._plan.stop_timeout_s
-                child.stop(grace_s, hurry=lambda: self._signals.count > max(1, asked))
-                self._guard.forget(child.pid)
+            self._console.print(
+                f"draining for at most {self._plan.drain_timeout_s:g} s; once more ends it at once",
+                soft_wrap=True,
+            )
+
+        def hurry() -> bool:
+            self._echo_logs()
+            return self._signals.count > max(1, asked)
+
+        # SGLang first: its requests need the cache rank until they are finished.
+        for rank in reversed(self._ranks()):
+            rank.stop(self._plan.drain_timeout_s + _EXIT_S if asked else _EXIT_S, hurry)
         self._echo_logs()
         self._guard.close()
         self._plan.clean_up(keep_logs)
         if asked:
             self._console.print("stopped")
-
-
-def _tail(child: ChildProcess) -> str:
-    return f"last lines of {child.spec.log_path}:\n{child.log_tail()}"

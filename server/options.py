@@ -64,13 +64,21 @@ RANK_FLAGS: tuple[Flag, ...] = (
     *_flags("Cache rank", "cache", "cache-tokens=capacity_tokens poison-freed-slots"),
     *_flags("Evaluation", "", "evaluation stress-selection"),
 )  # fmt: skip
+DRAIN_FLAGS = _flags("Server", "", "drain-timeout-s")
 ROW_FLAGS = _flags("Server", "", "cache-device max-running-requests max-context dtype")
 SERVE_FLAGS: tuple[Flag, ...] = (
     *_flags("Server", "", "host port allow-remote device cache-ranks tp=tensor_parallel"),
     *ROW_FLAGS,
-    *_flags("Server", "", "chunked-prefill-size start-timeout-s stop-timeout-s run-dir"),
+    *_flags(
+        "Server",
+        "",
+        "chunked-prefill-size start-timeout-s drain-timeout-s hang-timeout-s max-restarts run-dir",
+    ),
     *RANK_FLAGS,
 )
+
+_SUPERVISION = {"run_dir", "hang_timeout_s", "max_restarts"}
+INFERENCE_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key not in _SUPERVISION)
 
 
 def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:

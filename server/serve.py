@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
-import shutil
+import signal
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -18,10 +19,12 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .child_process import ChildSpec
 from .devices import as_pair, cache_rank_device, resolve_transport
+from .embedded_model import cache_root
 from .launch import Launcher, LaunchPlan
+from .liveness import Pulse
 from .ports import server_url
 from .preflight import ResolvedLaunch, check_policy, resolve_launch, resolve_model
-from .probes import server_state
+from .probes import StatusUnavailableError, server_state
 from .progress import StartProgress
 from .settings import ServeSettings
 from .settings_sources import to_yaml
@@ -33,14 +36,16 @@ from .sglang_command import (
     sglang_env,
 )
 from .start_view import start_view
+from .supervision import RestartRules
 
 SETTINGS_FILE = "cache_rank.yaml"
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-_METRICS_DIR = "metrics"
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _CACHE_RANK_LOG, _SGLANG_LOG = "cache_rank.log", "sglang.log"
 _STATUS_TIMEOUT_S = 0.5
-_LONG_MESSAGE_S = 10.0
-"""What a cache rank that works is not busy with for minutes on end: a single message."""
+_PULSE_TIMEOUT_S, _HTTP_TIMEOUT_S = 2.0, 5.0
+_HANG_S = {"cpu": 15.0, "cuda": 60.0}
+"""Default of --hang-timeout-s. On a GPU the host sees a pass as one piece, compiling included."""
 
 
 def serve(settings: ServeSettings, console: Console, *, verbose: bool = False) -> None:
@@ -51,7 +56,7 @@ def serve(settings: ServeSettings, console: Console, *, verbose: bool = False) -
     SettingsError, UnsupportedModelError
         Before anything is started.
     LaunchError
-        If a rank did not become ready, or SGLang ended by itself.
+        If a rank did not become ready, or ended too often.
     """
     progress = StartProgress(console)
     with progress.stage(f"model {settings.model}"):
@@ -83,7 +88,7 @@ def prepare_run_dir(launch: ResolvedLaunch) -> RunDir:
     for name in (_CACHE_RANK_LOG, _SGLANG_LOG):
         (run_dir.path / name).unlink(missing_ok=True)
         (run_dir.path / f"{name}.1").unlink(missing_ok=True)
-    remove_leftovers(run_dir)
+    run_dir.clear_sglang()
     return run_dir
 
 
@@ -102,26 +107,26 @@ def refuse_live_server(run_dir: RunDir) -> None:
         )
 
 
-def remove_leftovers(run_dir: RunDir) -> None:
-    """Remove what SGLang's processes keep in a run directory, and leave when they are killed.
+def prepare_sglang(run_dir: RunDir) -> None:
+    """Make the run directory ready for SGLang's first start, or the next one."""
+    run_dir.clear_sglang()
+    sglang_folders(run_dir)
 
-    Their names hold process ids, which come again: the next server would read it as its own.
+
+def sglang_folders(run_dir: RunDir) -> dict[str, str]:
+    """Make the folders in which SGLang's processes keep files, and return their variables.
+
+    SGLang's own choice is /tmp, where its sockets and metrics outlive every server. What torch
+    compiles is kept for the next start. Metrics stay where the user wants them.
     """
-    for path in run_dir.path.glob("sglang-store-*"):
-        path.unlink(missing_ok=True)
-    shutil.rmtree(run_dir.path / _METRICS_DIR, ignore_errors=True)
-
-
-def metrics_env(run_dir: RunDir) -> dict[str, str]:
-    """Return where SGLang's processes are to share metrics, made; nothing if the user said so.
-
-    SGLang's own choice is a folder in /tmp that outlives every server.
-    """
-    if METRICS_VARIABLE in os.environ:
-        return {}
-    folder = run_dir.path / _METRICS_DIR
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return {METRICS_VARIABLE: str(folder)}
+    found = {"TMPDIR": str(run_dir.temporary)}
+    run_dir.temporary.mkdir(mode=0o700, exist_ok=True)
+    if METRICS_VARIABLE not in os.environ:
+        found[METRICS_VARIABLE] = str(run_dir.metrics)
+        run_dir.metrics.mkdir(mode=0o700, exist_ok=True)
+    if COMPILED_VARIABLE not in os.environ:
+        found[COMPILED_VARIABLE] = str(cache_root() / "inductor")
+    return found
 
 
 def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
@@ -149,6 +154,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
             argv=cache_rank_argv(run_dir=run_dir.path, config=config),
             env=cache_rank_env(os.environ, device=settings.cache_device, inference_device=device),
             log_path=run_dir.path / _CACHE_RANK_LOG,
+            stop_signal=signal.SIGINT,  # at once: SGLang ended before
         ),
         sglang=ChildSpec(
             name="SGLang",
@@ -160,18 +166,24 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
                 port=launch.port,
             ),
             env=sglang_env(settings, os.environ, run_dir=run_dir.path, device=device)
-            | metrics_env(run_dir),
+            | sglang_folders(run_dir),
             log_path=run_dir.path / _SGLANG_LOG,
         ),
         cache_rank_detail=lambda: cache_rank_detail(run_dir),
         server_state=lambda: server_state(url, instance=run_dir.instance),
         banner=banner(settings, url, run_dir.path),
-        start_timeout_s=settings.start_timeout_s,
-        stop_timeout_s=settings.stop_timeout_s,
+        rules=RestartRules(
+            hang_timeout_s=settings.hang_timeout_s or _HANG_S[device],
+            start_timeout_s=settings.start_timeout_s,
+            max_restarts=settings.max_restarts,
+        ),
+        drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
-        guarded_dir=run_dir.path if is_ours else None,
+        before_sglang=lambda: prepare_sglang(run_dir),
+        guarded=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
-        cache_rank_works=lambda: cache_rank_works(run_dir),
+        cache_rank_pulse=lambda: cache_rank_pulse(run_dir),
+        sglang_pulse=lambda: sglang_pulse(run_dir, url),
     )
 
 
@@ -189,13 +201,31 @@ def cache_rank_detail(run_dir: RunDir) -> str | None:
     return _detail(run_dir.heartbeat_socket)
 
 
-def cache_rank_works(run_dir: RunDir) -> bool:
-    """Whether the cache rank of `run_dir` answers, and is not stuck in a message."""
-    try:
-        reply = request_status(run_dir.heartbeat_socket, _STATUS_TIMEOUT_S)
-    except CacheRankError:
-        return False
-    return reply.values.get("busy_s", 0.0) < _LONG_MESSAGE_S
+def cache_rank_pulse(run_dir: RunDir) -> Pulse:
+    """Ask the cache rank of `run_dir` whether its work moves.
+
+    Raises
+    ------
+    CacheRankError
+        If it does not answer.
+    """
+    reply = request_status(run_dir.heartbeat_socket, _PULSE_TIMEOUT_S)
+    return Pulse(is_ready=True, stalled_s=reply.values["stalled_s"])
+
+
+def sglang_pulse(run_dir: RunDir, url: str) -> Pulse:
+    """Ask SGLang's HTTP process whether it is ready, and its scheduler whether its work moves.
+
+    Raises
+    ------
+    StatusUnavailableError, CacheRankError
+        If the HTTP process, or the scheduler's, does not answer.
+    """
+    state = server_state(url, _HTTP_TIMEOUT_S, instance=run_dir.instance)
+    if not state.reachable:
+        raise StatusUnavailableError(f"{url}: {state.detail}")
+    reply = request_status(run_dir.inference_socket, _PULSE_TIMEOUT_S)
+    return Pulse(is_ready=state.ready, stalled_s=reply.values["stalled_s"])
 
 
 def _detail(socket_path: Path) -> str | None:
@@ -213,10 +243,8 @@ def clean_run_dir(run_dir: RunDir, *, is_ours: bool, keep_logs: bool) -> None:
     """
     if is_ours and not keep_logs:
         run_dir.remove()
-        return
-    remove_leftovers(run_dir)
-    run_dir.clear()
-    (run_dir.path / SETTINGS_FILE).unlink(missing_ok=True)
+    else:
+        run_dir.clear()
 
 
 def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:

@@ -76,8 +76,26 @@ class ServeSettings(BaseModel):
         description="Longest wait until both ranks are ready and SGLang is warm; a first start "
         "on a GPU compiles kernels for minutes.",
     )
-    stop_timeout_s: float = Field(
-        10.0, ge=0, le=3600, description="Time to finish requests at shutdown, then SIGKILL."
+    drain_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        le=86400,
+        description="Time for requests under way at SIGTERM or Ctrl-C; new ones get 503 "
+        "meanwhile. A second signal ends at once.",
+    )
+    hang_timeout_s: float | None = Field(
+        None,
+        ge=1,
+        le=86400,
+        description="A rank that has work and makes no progress for so long is ended and started "
+        "again; default 15, on cuda 60, where a pass is one piece.",
+    )
+    max_restarts: int = Field(
+        10,
+        ge=0,
+        le=1000,
+        description="Restarts of one rank within 10 minutes, after which the launch ends with 1; "
+        "0: none.",
     )
     run_dir: Path | None = Field(
         None, description="Directory of sockets, token and logs; default a fresh private one."

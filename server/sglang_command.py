@@ -10,6 +10,7 @@ from pathlib import Path
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.nccl_transport import NCCL_ENVIRONMENT
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
+from tandemkv.inference_rank.drain import DRAIN_TIMEOUT_VARIABLE
 
 from .cores import usable_cores
 from .pages import PAGE_TOKENS, page_tokens
@@ -100,6 +101,7 @@ def sglang_env(
         **{
             SETTINGS_VARIABLE: settings.rank_settings.model_dump_json(),
             RUN_DIR_VARIABLE: str(run_dir),
+            DRAIN_TIMEOUT_VARIABLE: str(settings.drain_timeout_s),
         },
     )
     if device == "cpu":

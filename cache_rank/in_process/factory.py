@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.model_adapters.rotary import read_rotary
-from tandemkv.cache_rank.policies.base import PolicyContext
+from tandemkv.cache_rank.policies.base import Policy, PolicyContext
 from tandemkv.cache_rank.policies.composition import check_device
 from tandemkv.cache_rank.policies.registry import check_pooling, check_resolved, find_policy
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery
@@ -36,15 +36,41 @@ def create(
     PolicyError
         If the policy cannot run on the pools' device, or the settings are not for it.
     """
+    device = pools.k[0].device.type
+    return InProcessCacheRank(
+        model=model,
+        settings=settings,
+        pools=pools,
+        max_batch=max_batch,
+        predict_query=predict_query,
+        policy=make_policy(model, settings, model_dir, device=device, calibrated=calibrated),
+    )
+
+
+def make_policy(
+    model: ModelSpec,
+    settings: RankSettings,
+    model_dir: Path | None,
+    *,
+    device: str = "cpu",
+    calibrated: ModelSpec | None = None,
+) -> Policy:
+    """Build the policy of an engine on `device`; `calibrated` as for `create`.
+
+    Raises
+    ------
+    PolicyError
+        If it cannot run there, or the settings are not for it.
+    """
     selection = settings.selection
     policy_class = find_policy(selection.policy)
     capabilities = policy_class.capabilities
     check_resolved(policy_class, selection)
-    check_device(policy_class, selection.policy, pools.k[0].device.type)
+    check_device(policy_class, selection.policy, device)
     check_pooling(policy_class, selection)
     reads_rotary = capabilities.wants_query_window and selection.ridge_unrotate
     found = resolve_calibration(selection, calibrated or model, capabilities)
-    policy = policy_class(
+    return policy_class(
         PolicyContext(
             model=model,
             selection=selection,
@@ -52,12 +78,4 @@ def create(
             share=found.share,
             clusters=found.clusters,
         )
-    )
-    return InProcessCacheRank(
-        model=model,
-        settings=settings,
-        pools=pools,
-        max_batch=max_batch,
-        predict_query=predict_query,
-        policy=policy,
     )

@@ -30,7 +30,13 @@ def check_transport(transport: str, device: torch.device) -> None:
 
 
 def connect_transport(
-    transport: str, store_path: Path, *, rank: int, timeout_s: float, device: torch.device
+    transport: str,
+    store_path: Path,
+    *,
+    rank: int,
+    timeout_s: float,
+    device: torch.device,
+    connect_timeout_s: float = 60.0,
 ) -> Transport:
     """Meet the other rank; see `gloo_transport.connect_gloo`, `nccl_transport.connect_nccl`.
 
@@ -47,10 +53,14 @@ def connect_transport(
     if transport == "nccl":
         from .nccl_transport import connect_nccl
 
-        return connect_nccl(store_path, rank=rank, timeout_s=timeout_s)
+        return connect_nccl(
+            store_path, rank=rank, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s
+        )
     from .gloo_transport import connect_gloo
 
-    gloo = connect_gloo(store_path, rank=rank, timeout_s=timeout_s)
+    gloo = connect_gloo(
+        store_path, rank=rank, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s
+    )
     if device.type == "cpu":
         return gloo
     from .host_staged import HostStagedTransport

@@ -112,7 +112,7 @@ class DescriptorListener:
 
 
 def offer_tensors(
-    path: Path, tensors: MappedTensors, *, token: bytes, epoch: int, timeout_s: float
+    path: Path, tensors: Sequence[MappedTensors], *, token: bytes, epoch: int, timeout_s: float
 ) -> tuple[socket.socket, MappedTensors]:
     """Hand `tensors` to the cache rank that listens at `path`.
 
@@ -135,7 +135,7 @@ def offer_tensors(
     try:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
-        send_tensors(connection, tensors, token=token, epoch=epoch)
+        send_tensors(connection, *tensors, token=token, epoch=epoch)
         message, descriptors = _receive(connection, deadline)
         if message.error:
             _close_all(descriptors)
@@ -153,22 +153,21 @@ def offer_tensors(
 
 def send_tensors(
     connection: socket.socket,
-    tensors: MappedTensors | None,
-    *,
+    *tensors: MappedTensors,
     token: bytes = b"",
     epoch: int = 0,
     error: str = "",
 ) -> None:
     """Send tensors, or the reason why there are none."""
-    specs = () if tensors is None else tensors.specs
+    specs = [spec for each in tensors for spec in each.specs]
     message = _Tensors(
         token=token,
         epoch=epoch,
         error=error[:4096],
         specs=tuple(_Spec(s.name, s.shape, s.dtype) for s in specs),
     )
-    descriptors = () if tensors is None else tensors.descriptors
-    socket.send_fds(connection, [_ENCODER.encode(message)], list(descriptors))
+    descriptors = [each for some in tensors for each in some.descriptors]
+    socket.send_fds(connection, [_ENCODER.encode(message)], descriptors)
 
 
 def wait_for_hang_up(connection: socket.socket, wake: socket.socket) -> bool:

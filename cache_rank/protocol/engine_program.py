@@ -84,7 +84,7 @@ class EngineProgram:
         self.selecting = [x for x in layers if self._steps.is_selecting_layer(x)]
         # Layers whose keys are scanned; the others follow one of them, if selections are shared.
         self.sources = [x for x in layers if self._steps.selections(x)]
-        self._is_source = frozenset(self.sources)
+        self._is_source, self._is_selecting = frozenset(self.sources), frozenset(self.selecting)
         exact = frozenset(range(model.num_layers) if all_exact else selection.exact_layer_ids)
         self._sparse = frozenset(range(model.num_layers)) - exact
         self.index_interval = 1 if keeps_queries else index_interval
@@ -161,3 +161,28 @@ class EngineProgram:
         """Whether a decode step of a kind takes the newest key of `layer` into the index."""
         is_due = kind is not DecodeKind.DENSE and self.index_interval > 0
         return is_due and self.is_source(layer)
+
+    def awaits(self, kind: DecodeKind, layer: int) -> bool:
+        """Whether the attention of `layer` waits for what the same step selects."""
+        is_in_step = kind is DecodeKind.SELECTING and not self.selects_for_next_step
+        return is_in_step and layer in self._is_selecting and layer not in self.late_layers
+
+    def hands_over_query(self, kind: DecodeKind, layer: int) -> bool:
+        """Whether the query of `layer` is handed over before it attends, to select with it."""
+        is_in_step = kind is DecodeKind.SELECTING and not self.selects_for_next_step
+        return is_in_step and self.needs_query and self.is_source(layer)
+
+    def hands_over_later(self, kind: DecodeKind, layer: int) -> bool:
+        """Whether the engine is told that `layer` has attended, and with which query.
+
+        What it selects then is for the next step.
+        """
+        if not self.is_sparse_layer(layer):
+            return False
+        selects = kind is DecodeKind.SELECTING and self.selects_for_next_step
+        return selects or (self.keeps_queries and self.indexes(kind, layer))
+
+    def extends(self, layer: int, *, seeds: bool) -> bool:
+        """Whether a prefill step has something to do for `layer`, if prompts end in it or not."""
+        indexes = self.index_interval > 0 and self.is_source(layer)
+        return indexes or (seeds and self.is_sparse_layer(layer))

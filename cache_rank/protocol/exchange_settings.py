@@ -33,16 +33,27 @@ class ExchangeSettings(Strict):
     heartbeat_misses: int = Field(
         default=3, ge=1, le=60, description="Missed signs of life until a rank counts as lost."
     )
-    transport: Literal["gloo", "nccl", "peer", "local"] = Field(
+    transport: Literal["shared", "gloo", "nccl", "peer", "local"] = Field(
         default="gloo",
         description="Data plane between the ranks: gloo to a cache rank on a CPU, nccl between "
-        "two GPUs; peer: one process drives both GPUs; local: and on the same GPU.",
+        "two GPUs; peer: one process drives both GPUs; local: and on the same GPU; shared: a "
+        "cache rank on the CPU of the inference rank, in memory that both processes map.",
     )
 
     @property
     def is_in_process(self) -> bool:
         """Whether the inference rank's process drives the cache rank, on its GPU or another."""
         return self.transport in ("local", "peer")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the cache rank is another process that maps the inference rank's memory."""
+        return self.transport == "shared"
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether the inference rank's process has all K/V in SGLang's pool."""
+        return self.is_in_process or self.is_shared
 
     @property
     def is_peer(self) -> bool:

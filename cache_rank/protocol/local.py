@@ -73,7 +73,7 @@ def check_dense(selection: SelectionSettings, transport: str) -> None:
     SettingsError
         With what to do.
     """
-    if transport == "local":  # all of it is
+    if transport in ("local", "shared"):  # all of it is
         return
     fitting = selection.num_resident + selection.num_recent_tokens
     for name, most in (("dense_tokens", fitting), ("dense_batch_tokens", 0)):

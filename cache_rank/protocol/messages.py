@@ -15,7 +15,7 @@ import msgspec
 from .errors import ProtocolError
 from .model_spec import ModelSpec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 1 << 20
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
@@ -118,7 +118,10 @@ class _AnyHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(_Message, frozen=True, tag=2):
-    """The epoch is open; `store_name` is the rendezvous file in the run directory."""
+    """The epoch is open; `store_name` is the rendezvous file in the run directory.
+
+    `keeps_queries` and `index_interval` are those of `engine_program.EngineProgram`.
+    """
 
     epoch: Id
     num_slots: Id
@@ -126,6 +129,8 @@ class Welcome(_Message, frozen=True, tag=2):
     all_exact: bool
     store_name: ShortText
     traits: PolicyTraits = PolicyTraits()
+    keeps_queries: bool = False
+    index_interval: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
 
 
 class Refused(_Message, frozen=True, tag=3):

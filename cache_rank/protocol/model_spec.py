@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from .errors import UnsupportedModelError
+from .errors import ProtocolError, UnsupportedModelError
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Context = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
@@ -51,6 +51,22 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     def scale(self) -> float:
         """Softmax scale of the attention logits."""
         return 1.0 / math.sqrt(self.head_dim)
+
+
+KV_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def model_as_claimed(ours: ModelSpec, claimed: ModelSpec) -> ModelSpec:
+    """Return our model with the KV dtype and context that the inference rank was given.
+
+    Raises
+    ------
+    ProtocolError
+        If the dtype is none that KV is kept in.
+    """
+    if claimed.dtype not in KV_DTYPES:
+        raise ProtocolError(f"dtype={claimed.dtype} must be one of {', '.join(KV_DTYPES)}")
+    return msgspec.structs.replace(ours, dtype=claimed.dtype, max_context=claimed.max_context)
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directory through which the ranks of one machine find and trust each other.
 
-It holds the ipc sockets, the token and the rendezvous files. Nobody but its owner can enter
-it: that, not the token, is what keeps other users of the machine out.
+It holds the ipc sockets, the token, the rendezvous files and whatever else a launch makes; shared
+memory that cannot lie in it carries its name (`RunDir.shared_memory_prefix`). Nobody but its owner
+can enter it: that, not the token, is what keeps other users of the machine out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 import re
@@ -23,8 +25,20 @@ TOKEN_BYTES = 32
 MAX_SOCKET_PATH_BYTES = 107
 """What fits into ``sockaddr_un.sun_path`` on Linux, the closing zero not counted."""
 
-_SOCKET_NAMES = ("control.sock", "heartbeat.sock", "inference.sock")
+_SOCKET_NAMES = ("control.sock", "heartbeat.sock", "inference.sock", "memory.sock")
 _STORE_NAME = re.compile(r"store-[0-9]{1,19}")
+_TEMPORARY, _METRICS = "sglang-tmp", "sglang-metrics"
+_LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
+"""The last is a socket of SGLang's, whose name it gets from the standard library."""
+_MADE = (
+    *_SOCKET_NAMES,
+    *(f"{name}.lock" for name in _SOCKET_NAMES),
+    *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml"),
+    *("store-" + "[0-9]" * digits for digits in range(1, 10)),
+    *(_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm"),
+)
+"""What a launch makes, as patterns; logs apart, which are for reading."""
+_OF_SGLANG = (_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm")
 
 
 class RunDir:
@@ -104,6 +118,34 @@ class RunDir:
         return self.path / _SOCKET_NAMES[2]
 
     @property
+    def memory_socket(self) -> Path:
+        """Where the cache rank takes descriptors of mapped tensors."""
+        return self.path / _SOCKET_NAMES[3]
+
+    @property
+    def temporary(self) -> Path:
+        """Folder for temporary files of SGLang's processes (``TMPDIR``); not made here."""
+        return self.path / _TEMPORARY
+
+    @property
+    def metrics(self) -> Path:
+        """Folder in which SGLang's processes share metrics; not made here."""
+        return self.path / _METRICS
+
+    @property
+    def shared_memory_prefix(self) -> str:
+        """How names of shared memory of this directory's ranks begin, in ``/dev/shm``.
+
+        Segments that are named so are removed with the directory, however the ranks end.
+        """
+        return f"tandemkv-{self.instance}-"
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """Patterns of all paths that a launch makes, logs apart."""
+        return (f"/dev/shm/{self.shared_memory_prefix}*", *self._patterns(_MADE))
+
+    @property
     def token(self) -> bytes:
         """The shared secret, 32 bytes; read once.
 
@@ -169,15 +211,24 @@ class RunDir:
         return self.path / name
 
     def remove(self) -> None:
-        """Delete the directory with all that it holds."""
+        """Delete the directory with all that it holds, and shared memory that belongs to it."""
+        self.clear()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove sockets, token and rendezvous files; what else is there stays, and so does it."""
-        names = [*_SOCKET_NAMES, *(f"{name}.lock" for name in _SOCKET_NAMES), "token"]
-        stores = (p for p in self.path.glob("store-*") if _STORE_NAME.fullmatch(p.name))
-        for path in (*(self.path / name for name in names), *stores):
-            path.unlink(missing_ok=True)
+        """Remove what a launch makes, logs apart; what else is there stays, and so does it."""
+        _remove(self.made)
+
+    def clear_sglang(self) -> None:
+        """Remove what SGLang's processes leave when they are killed.
+
+        Their names hold process ids, which come again: the next server would read it as its own.
+        """
+        _remove(self._patterns(_OF_SGLANG))
+
+    def _patterns(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        folder = glob.escape(str(self.path))
+        return tuple(f"{folder}/{name}" for name in names)
 
     def _create_token(self) -> None:
         # Written aside and linked into place, so that nobody ever reads half a token and of
@@ -193,6 +244,16 @@ class RunDir:
             draft.unlink()
 
 
+def _remove(patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
+        for name in glob.glob(pattern, include_hidden=True):  # noqa: PTH207 (absolute)
+            path = Path(name)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
 def _default_path() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     if not (base and Path(base).is_dir() and os.access(base, os.W_OK)):
@@ -201,7 +262,7 @@ def _default_path() -> Path:
 
 
 def _check_length(directory: Path) -> None:
-    longest = max(len(os.fsencode(directory / name)) for name in _SOCKET_NAMES)
+    longest = max(len(os.fsencode(directory / name)) for name in _LONGEST_NAMES)
     if longest > MAX_SOCKET_PATH_BYTES:
         raise SettingsError(
             f"run_dir={directory}: its sockets would have paths of {longest} bytes, the system "
@@ -220,13 +281,20 @@ def _check_private(path: Path, *, is_directory: bool) -> None:
     if not is_kind(status.st_mode):
         kind = "directory" if is_directory else "file"
         raise SettingsError(f"{path}: must be a {kind} (and no symbolic link)")
+    if is_directory and status.st_mode & stat.S_ISVTX:
+        raise SettingsError(
+            f"{path}: is a directory that users share (mode {stat.S_IMODE(status.st_mode):04o}); "
+            f"give one of your own, e.g. --run-dir {path}/tandemkv"
+        )
     if status.st_uid != os.geteuid():
         raise SettingsError(
             f"{path}: belongs to uid {status.st_uid}, must belong to uid {os.geteuid()}; "
             "run both ranks as one user, or give another --run-dir"
         )
     if status.st_mode & 0o077:
+        advice = f"chmod {'0700' if is_directory else '0600'} it, or give another --run-dir"
+        if is_directory and not (path / "token").exists() and any(path.iterdir()):
+            advice = f"give a directory that is for this alone, e.g. --run-dir {path}/tandemkv"
         raise SettingsError(
-            f"{path}: mode {stat.S_IMODE(status.st_mode):04o} lets others in; "
-            f"chmod {'0700' if is_directory else '0600'} it, or give another --run-dir"
+            f"{path}: mode {stat.S_IMODE(status.st_mode):04o} lets others in; {advice}"
         )

@@ -21,14 +21,19 @@ NUM_ENTRIES = 64
 _HEADER = 6
 
 
+SLOW = 2
+"""The request attends to everything in this decode step, and is selected for."""
+GROWN = 1
+"""The request has outgrown dense attention: its first tokens become resident before the step."""
+
+
 class EntryKind(IntEnum):
     """What an entry announces."""
 
     EXTEND = 1
     """A prefill step."""
     DECODE = 2
-    RELEASE = 3
-    """Requests in `rows` ended: finished, aborted or retracted."""
+    """A decode step that indexes or selects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ class StepRow:
     window : int
         Prompt queries that seed the row's resident set; 0: it is not seeded in this step.
     flags : int
-        Bits of `RowFlag`.
+        `GROWN`, `SLOW`, both, or 0.
     """
 
     row: int

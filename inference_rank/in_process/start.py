@@ -43,7 +43,10 @@ from .start_measurement import StartMeasurement, agree_over_ranks
 
 @dataclass(slots=True)
 class LocalRuntime:
-    """What the plugin's hooks find in a process that has its own cache rank."""
+    """What the plugin's hooks find in a process that has its own cache rank.
+
+    `client` is None: there is no connection that could be lost.
+    """
 
     settings: RankSettings
     model: ModelSpec
@@ -58,6 +61,7 @@ class LocalRuntime:
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
+    client: None = None
 
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
@@ -94,7 +98,7 @@ class LocalRuntime:
 
 
 def create_backend(runner: Any) -> InProcessBackend:
-    """Create this process's cache rank and backend.
+    """Create the backend, and this process's cache rank if it has one.
 
     Raises
     ------
@@ -103,6 +107,10 @@ def create_backend(runner: Any) -> InProcessBackend:
     """
     settings = runtime_module.settings_from_environment()
     check_sizes(runner, settings)
+    if settings.exchange.is_shared:
+        from tandemkv.inference_rank.links.start import create_shared_backend
+
+        return create_shared_backend(runner, settings)
     device, cache_device = torch.device(runner.device), cache_device_of(runner, settings)
     device = with_index(device)
     model = local_model_spec(runner)
@@ -252,7 +260,11 @@ def make_home(
     ]
     samples = None
     if selection.num_samples:
-        log_weight = make_log_weights(model, selection, rows1 - 1, device)
+        mapped = getattr(pool, "mapped", None)
+        if mapped is not None:
+            log_weight = mapped["sample_log_weight"].fill_(float("-inf"))
+        else:
+            log_weight = make_log_weights(model, selection, rows1 - 1, device)
         samples = PoolSamples(pool, log_weight, **sample_sizes)
     return PoolTail(
         pool, AttendTable(**sizes, first_slot=num_slots, longest=longest), sets, samples

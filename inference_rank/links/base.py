@@ -69,13 +69,11 @@ class Link(Protocol):
     Called in the order of the forward pass, by the thread that queues it. What is called between
     `begin_decode` and `end_step` queues work of fixed shape on a GPU, and can be captured.
 
-    Attributes
-    ----------
-    program : EngineProgram
-        Which layers select, for whom and when.
     """
 
-    program: EngineProgram
+    @property
+    def program(self) -> EngineProgram:
+        """Which layers select, for whom and when."""
 
     def begin_extend(self, requests: Sequence[ExtendRow]) -> None:
         """Announce a prefill step. What was known of earlier tenants of its rows is forgotten."""

@@ -159,8 +159,7 @@ class LocalLink:
         there: torch.Tensor | None = None
         if self._far is not None and not program.is_sparse_layer(layer):
             there = self._far.begin(query, k, v, owner, forward_batch, save_kv_cache)
-        selects = self._kind is DecodeKind.SELECTING and program.is_source(layer)
-        if not selects or not program.needs_query or program.selects_for_next_step:
+        if not program.hands_over_query(self._kind, layer):
             return
         signal = side.signal(layer, size)
         if there is None:
@@ -191,31 +190,27 @@ class LocalLink:
         """See `Link.attended`."""
         program, side, engine = self.program, self._side, self._engine
         lane, selecting = engine.lane_of(layer), self._kind is DecodeKind.SELECTING
-        indexes = program.indexes(self._kind, layer)
-        is_sparse = program.is_sparse_layer(layer)
-        selects_next = is_sparse and selecting and program.selects_for_next_step
         # What is selected now is for a later step, which begins when everything beside this one
         # was joined.
-        if (selects_next and program.is_source(layer)) or (
-            is_sparse and program.keeps_queries and indexes
-        ):
+        later = program.hands_over_later(self._kind, layer)
+        if later and program.is_source(layer):
             signal = side.signal(layer, batch_size)
             query = self._query_for_engine(layer, query, signal)
             with side.fork(query, lane=lane, signal=signal):
                 engine.append(layer, batch_size)
-                if selects_next:
+                if selecting:
                     engine.choose(layer, query)
                     engine.fetch(layer, batch_size)
                 else:
                     engine.observe(layer, query)
-        elif selects_next:
+        elif later:
             # What its source chose is for the next step as well: not before it has attended.
             signal = side.signal(layer, batch_size)
             if signal is not None:
                 raise_flags(signal.raised)
             with side.fork(lane=lane, signal=signal):
                 engine.fetch(layer, batch_size)
-        elif indexes:
+        elif program.indexes(self._kind, layer):
             side.defer(lane, lambda: engine.append(layer, batch_size))
 
     def end_step(self) -> None:

@@ -40,6 +40,12 @@ _CAPACITY = "cache.capacity_tokens"
 _DENSE_TOKENS = "selection.dense_tokens"
 _PACKAGES = ("tandemkv", "sglang", "torch", "transformers", "numpy")
 
+_LOCAL = (
+    *("port", "run_dir", "model"),
+    *("start_timeout_s", "drain_timeout_s", "hang_timeout_s", "max_restarts"),
+)
+"""Settings that change no result."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -112,7 +118,7 @@ class Campaign:
     def digest_of(self, configuration: Configuration, task: str) -> str:
         """Return the digest under which a result counts."""
         settings = self.settings_of(configuration).model_dump(mode="json")
-        for local in ("port", "run_dir", "model", "start_timeout_s", "stop_timeout_s"):
+        for local in _LOCAL:
             del settings[local]
         if settings["cache_device"] == "auto":  # as results were that knew no such setting
             del settings["cache_device"]

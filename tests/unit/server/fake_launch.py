@@ -9,9 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.server.child_process import ChildSpec
 from tandemkv.server.launch import Launcher, LaunchError, LaunchPlan
+from tandemkv.server.liveness import Pulse
 from tandemkv.server.probes import ServerState
+from tandemkv.server.supervision import RestartRules
 
 FAKE = Path(__file__).with_name("fake_rank.py")
 
@@ -27,7 +30,8 @@ def spec(name: str, directory: Path, mode: str) -> ChildSpec:
 
 def main() -> None:
     directory, cache_mode, sglang_mode, *rest = sys.argv[1:]
-    root = Path(directory)
+    root = Path(directory, *rest[1:])
+    root.mkdir(exist_ok=True)
     run = root / "run"
     run.mkdir()
 
@@ -40,6 +44,14 @@ def main() -> None:
             return ServerState(True, False, "another server answers", is_other=True)
         return ServerState(reachable=reason is None, ready=reason is None, detail=reason or "")
 
+    def pulse(name: str) -> Pulse:
+        """Answer as a rank does whose state is in files; ``NAME.stalled`` holds seconds."""
+        if (root / f"{name}.silent").exists():
+            raise CacheRankLostError(f"{name} does not answer")
+        stalled = root / f"{name}.stalled"
+        stalled_s = float(stalled.read_text()) if stalled.exists() else 0.0
+        return Pulse(is_ready=up(name) is None, stalled_s=stalled_s)
+
     def clean_up(keep_logs: bool) -> None:
         if not keep_logs:
             shutil.rmtree(run)
@@ -50,12 +62,18 @@ def main() -> None:
         cache_rank_detail=lambda: up("cache"),
         server_state=state,
         banner="READY",
-        start_timeout_s=float(rest[0]) if rest else 20.0,
-        stop_timeout_s=0.3,
+        cache_rank_pulse=lambda: pulse("cache"),
+        sglang_pulse=lambda: pulse("sglang"),
+        rules=RestartRules(
+            hang_timeout_s=1.0,
+            start_timeout_s=float(rest[0]) if rest else 20.0,
+            max_restarts=2,
+            first_backoff_s=0.1,
+        ),
+        drain_timeout_s=0.3,
         clean_up=clean_up,
-        guarded_dir=run,
-        first_backoff_s=0.1,
-        cache_rank_works=lambda: not (root / "hung").exists(),
+        guarded=(str(run),),
+        before_sglang=lambda: (root / "sglang.up").unlink(missing_ok=True),
     )
     try:
         Launcher(plan, Console(stderr=True), verbose=True).run()

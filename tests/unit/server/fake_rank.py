@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +30,21 @@ if mode in ("stubborn", "parent"):
     # A grandchild that ignores SIGTERM and does not notice its parent's death.
     code = "import signal,time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     note_pid(subprocess.Popen([sys.executable, "-I", "-S", "-c", code]).pid)
+if mode == "shared":
+    handle, segment = tempfile.mkstemp(dir="/dev/shm", prefix="psm_")
+    os.write(handle, bytes(4096))
+    mapped = mmap.mmap(handle, 4096)
+    (directory / f"{name}.segment").write_text(segment)
+if mode == "draining":
+
+    def drain(*_: object) -> None:
+        (directory / f"{name}.draining").touch()
+        while not (directory / f"{name}.finish").exists():
+            time.sleep(0.01)
+        (directory / f"{name}.ended").touch()
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, drain)
 if mode != "never":
     (directory / f"{name}.up").touch()
 time.sleep(600)

@@ -20,8 +20,8 @@ class Launched:
     """A launcher process over fake ranks in `root`."""
 
     def __init__(self, root: Path, *arguments: str) -> None:
-        self.root = root
-        self.output = root / "launcher.log"
+        self.root = root / arguments[3] if len(arguments) > 3 else root
+        self.output = root / f"launcher-{self.root.name}.log"
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(SCRIPT), str(root), *arguments],
@@ -175,8 +175,8 @@ def test_restarts_the_cache_rank_and_keeps_sglang(launch: Callable[..., Launched
             assert launched.process.poll() is None, launched.text()
             time.sleep(0.02)
     text = launched.text()
-    assert "cache rank ended: signal SIGKILL" in text
-    assert "restart in 0.2 s" in text  # the second pause is twice the first
+    assert "cache ended: signal SIGKILL" in text
+    assert "requests get 503, the server stays up" in text
     assert launched.pids("sglang") == [sglang]
     assert is_alive(sglang)
     launched.process.terminate()
@@ -184,28 +184,105 @@ def test_restarts_the_cache_rank_and_keeps_sglang(launch: Callable[..., Launched
     assert_all_gone(launched.pids())
 
 
-def test_a_cache_rank_that_hangs_is_started_again(
-    launch: Callable[..., Launched], tmp_path: Path
+@pytest.mark.parametrize("state", ["silent", "stalled"])
+@pytest.mark.parametrize("name", ["cache", "sglang"])
+def test_a_rank_that_hangs_is_ended_and_started_again(
+    launch: Callable[..., Launched], tmp_path: Path, name: str, state: str
 ) -> None:
-    launched = launch("serve", "serve", "5")
+    launched = launch("serve", "serve")
     launched.wait_for("READY")
-    (first,) = launched.pids("cache")
+    (first,) = launched.pids(name)
     os.kill(first, signal.SIGSTOP)
-    (tmp_path / "hung").touch()
-    launched.wait_for("cache rank hangs")
-    (tmp_path / "hung").unlink()
-    launched.wait_for("cache rank restarted")
+    (tmp_path / f"{name}.{state}").write_text("7")
+    launched.wait_for(f"{name} hangs")
+    (tmp_path / f"{name}.{state}").unlink()
+    launched.wait_for(f"{name} ready again")
     assert not is_alive(first)
-    eventually(lambda: len(launched.pids("cache")) == 2, launched.text)
+    assert len(launched.pids(name)) == 2
+    reason = "its work has not moved for 7 s" if state == "stalled" else f"{name} does not answer"
+    assert reason in launched.text()
+    assert "allowed are 1 s (--hang-timeout-s)" in launched.text()
     launched.process.terminate()
     assert launched.wait() == 0
     assert_all_gone(launched.pids())
 
 
-def test_ends_with_an_error_when_sglang_dies(launch: Callable[..., Launched]) -> None:
+def test_a_rank_that_is_busy_and_moves_is_left_alone(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
     launched = launch("serve", "serve")
     launched.wait_for("READY")
+    for name in ("cache", "sglang"):
+        (tmp_path / f"{name}.stalled").write_text("0.9")
+    time.sleep(3.0)  # three times what may pass without progress
+    assert "hangs" not in launched.text()
+    assert len(launched.pids()) == 2
+
+
+def test_restarts_sglang_and_keeps_the_cache_rank(launch: Callable[..., Launched]) -> None:
+    launched = launch("serve", "serve")
+    launched.wait_for("READY")
+    (cache,) = launched.pids("cache")
     os.kill(launched.pids("sglang")[0], signal.SIGKILL)
-    assert launched.wait() == 1
-    assert "LaunchError: SGLang ended: signal SIGKILL" in launched.text()
+    launched.wait_for("sglang ready again")
+    text = launched.text()
+    assert "sglang ended: signal SIGKILL" in text
+    assert "restart 1 of 2 in 0.1 s, the server is not ready" in text
+    assert len(launched.pids("sglang")) == 2
+    assert launched.pids("cache") == [cache]
+    launched.process.terminate()
+    assert launched.wait() == 0
     assert_all_gone(launched.pids())
+
+
+@pytest.mark.parametrize("name", ["cache", "sglang"])
+def test_too_many_restarts_end_the_launch(launch: Callable[..., Launched], name: str) -> None:
+    launched = launch("serve", "serve")
+    launched.wait_for("READY")
+    for count in (1, 2, 3):
+        eventually(lambda count=count: len(launched.pids(name)) == count, launched.text)
+        os.kill(launched.pids(name)[-1], signal.SIGKILL)
+    assert launched.wait() == 1
+    text = launched.text()
+    assert "it was started again 2 times in 10 minutes, allowed are 2 (--max-restarts)" in text
+    assert "restart 2 of 2 in 0.2 s" in text  # the second pause is twice the first
+    assert (launched.root / "run" / f"{name}.log").exists()  # kept for reading
+    assert_all_gone(launched.pids())
+
+
+def test_sglang_may_finish_and_the_cache_rank_ends_last(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    launched = launch("serve", "draining")
+    launched.wait_for("READY")
+    launched.process.terminate()
+    eventually(lambda: (tmp_path / "sglang.draining").exists(), launched.text)
+    assert is_alive(launched.pids("cache")[0])
+    (tmp_path / "sglang.finish").touch()
+    assert launched.wait() == 0
+    assert "draining for at most 0.3 s" in launched.text()
+    assert (tmp_path / "sglang.ended").exists()  # by itself, with the cache rank there
+    assert_all_gone(launched.pids())
+
+
+def test_a_second_signal_ends_it_at_once(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    launched = launch("serve", "draining")
+    launched.wait_for("READY")
+    launched.process.terminate()
+    eventually(lambda: (tmp_path / "sglang.draining").exists(), launched.text)
+    launched.process.terminate()
+    assert launched.wait() == 0
+    assert not (tmp_path / "sglang.ended").exists()
+    assert_all_gone(launched.pids())
+
+
+def test_shared_memory_of_killed_ranks_is_removed(launch: Callable[..., Launched]) -> None:
+    """A rank maps a segment with a name of its library's choice, and cannot remove it."""
+    for end in (signal.SIGTERM, signal.SIGKILL):
+        launched = launch("shared", "serve", "20", end.name)
+        launched.wait_for("READY")
+        segment = Path((launched.root / "cache.segment").read_text())
+        assert segment.exists()
+        launched.process.send_signal(end)
+        launched.wait()
+        eventually(lambda path=segment: not path.exists(), lambda path=segment: f"{path} is left")

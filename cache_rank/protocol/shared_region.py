@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two processes of one host map: which tensors there are, and which flag means what.
+
+The inference rank makes all of it. What survives an epoch is K/V, request table and weights of
+sample tokens; flags, ring and staging are new in each epoch, so that nothing of an earlier one can
+satisfy a wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ProtocolError
+from .local import LocalPools
+from .mapped_tensors import MappedTensors, TensorSpec
+from .model_spec import ModelSpec
+from .settings import SelectionSettings
+from .step_flags import WORDS_APART
+from .step_ring import ring_shape
+
+SEED_BUFFERS = 2
+"""Layers whose prompt queries may be under way at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionSizes:
+    """Sizes that both ranks must agree on.
+
+    Attributes
+    ----------
+    num_slots : int
+        Slots of tokens, the padding page included.
+    num_rows : int
+        Rows of the request table; row 0 is padding.
+    page_size : int
+        Tokens that lie in consecutive slots.
+    """
+
+    num_slots: int
+    num_rows: int
+    page_size: int
+
+    @property
+    def max_batch(self) -> int:
+        """Requests of a step at most."""
+        return self.num_rows - 1
+
+
+class FlagIndex:
+    """Numbers of the flags of an epoch, for a model of `num_layers` layers.
+
+    `input` is raised by the forward pass: the layer's residual stream (decode) or K/V and prompt
+    queries (prefill) are in place; that of layer `num_layers` ends the step. `query`: so is the
+    layer's query, behind its attention if it selects for the next step. `ready` is raised by the
+    engine: the resident set may be attended to, or is filled.
+    """
+
+    ANNOUNCED, CONSUMED, LOADED, FINISHED, PROGRESS, ABORTED, CONFIRMED = range(7)
+    _FIRST = 7
+
+    def __init__(self, num_layers: int) -> None:
+        self._layers = num_layers + 1
+        self.end = num_layers
+
+    @property
+    def count(self) -> int:
+        """Flags in all."""
+        return self._FIRST + 3 * self._layers
+
+    def input(self, layer: int) -> int:
+        """See the class."""
+        return self._FIRST + layer
+
+    def query(self, layer: int) -> int:
+        """See the class."""
+        return self._FIRST + self._layers + layer
+
+    def ready(self, layer: int) -> int:
+        """See the class."""
+        return self._FIRST + 2 * self._layers + layer
+
+
+def kept_specs(
+    model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
+) -> tuple[TensorSpec, ...]:
+    """Return what survives an epoch: K/V with the resident sets behind the tokens, and tables."""
+    slots = sizes.num_slots + sizes.num_rows * selection.num_resident
+    heads, dim = model.num_kv_heads, model.head_dim
+    weights = (model.num_layers, sizes.num_rows, heads, selection.num_samples)
+    return (
+        TensorSpec("kv", (model.num_layers, 2, slots, heads, dim), model.dtype),
+        TensorSpec("req_to_token", (sizes.num_rows, model.max_context), "int32"),
+        TensorSpec("sample_log_weight", weights, "float32"),
+    )
+
+
+def epoch_specs(
+    model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
+) -> tuple[TensorSpec, ...]:
+    """Return what is new in each epoch: flags, ring and staging."""
+    layers, batch = model.num_layers, sizes.max_batch
+    query = (model.num_qo_heads, model.head_dim)
+    seeds = (SEED_BUFFERS, batch * selection.seed_window, *query)
+    return (
+        TensorSpec("flags", (FlagIndex(layers).count, WORDS_APART), "int64"),
+        TensorSpec("ring", ring_shape(batch), "int64"),
+        TensorSpec("streams", (layers, batch, model.hidden_size), model.dtype),
+        TensorSpec("queries", (layers, batch, *query), model.dtype),
+        TensorSpec("seed_queries", seeds, model.dtype),
+        # Of a policy that attends: one layer's, used up before the next layer's query is there.
+        TensorSpec("outputs", (batch, model.num_qo_heads, model.head_dim + 1), "float32"),
+    )
+
+
+def check_region(
+    tensors: MappedTensors, model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
+) -> None:
+    """Refuse another set of tensors than the two ranks agreed on.
+
+    Raises
+    ------
+    ProtocolError
+        Naming the first that differs.
+    """
+    wanted = (*kept_specs(model, selection, sizes), *epoch_specs(model, selection, sizes))
+    found = {spec.name: spec for spec in tensors.specs}
+    for spec in wanted:
+        if found.pop(spec.name, None) != spec:
+            raise ProtocolError(
+                f"mapped tensor {spec.name!r} must be {spec.dtype}{list(spec.shape)}; start both "
+                "ranks with the same settings"
+            )
+    if found:
+        raise ProtocolError(f"mapped tensors {sorted(found)} are unknown; use one version")
+
+
+def pools_of(
+    tensors: MappedTensors, model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
+) -> LocalPools:
+    """Return the engine's pools as views of the mapped tensors."""
+    kv, width = tensors["kv"], selection.num_resident
+    shape = (sizes.num_rows, width, model.num_kv_heads, model.head_dim)
+    tail = kv[:, :, sizes.num_slots :]
+    layers = range(model.num_layers)
+    return LocalPools(
+        k=[kv[x, 0, : sizes.num_slots] for x in layers],
+        v=[kv[x, 1, : sizes.num_slots] for x in layers],
+        resident=[(tail[x, 0].view(shape), tail[x, 1].view(shape)) for x in layers],
+        page_size=sizes.page_size,
+        log_weight=tensors["sample_log_weight"] if selection.num_samples else None,
+    )
+
+
+def seed_buffer(tensors: MappedTensors, layer: int) -> torch.Tensor:
+    """Return where the prompt queries ``[n, Hq, D]`` of `layer` lie, shared with other layers."""
+    return tensors["seed_queries"][layer % SEED_BUFFERS]

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inference rank's connection to an engine in another process of this host.
+
+Owned by the scheduler thread. Only `mark_lost` is called from other threads: the heartbeat's, and
+the one that watches whether the other process lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandemkv.cache_rank.protocol.control import ControlClient
+from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, wait_for_hang_up
+from tandemkv.cache_rank.protocol.engine_program import EngineProgram
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, TandemKVError
+from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
+from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.messages import Goodbye, Timing, Welcome
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_region import (
+    FlagIndex,
+    RegionSizes,
+    epoch_specs,
+    kept_specs,
+)
+from tandemkv.cache_rank.protocol.step_flags import StepFlags
+from tandemkv.cache_rank.protocol.step_ring import StepEntry, StepRing
+from tandemkv.inference_rank.counters import Counters
+
+HANDSHAKE_TIMEOUT_S = 30.0
+_LONGEST_WAIT_S = 3600.0
+_MARGIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedEpoch:
+    """A cache rank that was met, and whose epoch nobody has begun yet."""
+
+    control: ControlClient
+    connection: socket.socket
+    ours: MappedTensors
+    theirs: MappedTensors
+    welcome: Welcome
+
+    def close(self) -> None:
+        """Release it unused."""
+        self.connection.close()
+        self.control.close()
+        self.ours.close()
+        self.theirs.close()
+
+
+class SharedConnection:
+    """Memory, flags and announcements of one inference rank, and whether its cache rank lives.
+
+    Parameters
+    ----------
+    run_dir : RunDir
+        Where the cache rank's sockets are.
+    settings, model, sizes
+        Of this rank.
+    kept : MappedTensors
+        K/V and tables (`shared_region.kept_specs`); they stay when an epoch ends.
+    counters : Counters
+        Counts waits, epochs and losses.
+
+    Attributes
+    ----------
+    lost_reason : str or None
+        Why there is no epoch; None while connected.
+    epoch : int
+        Number of the epoch.
+    program : EngineProgram
+        What the engine does in which layer.
+    """
+
+    program: EngineProgram
+
+    def __init__(
+        self,
+        *,
+        run_dir: RunDir,
+        settings: RankSettings,
+        model: ModelSpec,
+        sizes: RegionSizes,
+        kept: MappedTensors,
+        counters: Counters,
+    ) -> None:
+        self._run_dir, self._settings, self._model = run_dir, settings, model
+        self._sizes, self._kept, self._counters = sizes, kept, counters
+        self._at = FlagIndex(model.num_layers)
+        self._lock = threading.Lock()
+        self._control: ControlClient | None = None
+        self._connection: socket.socket | None = None
+        self._waker: socket.socket | None = None
+        self._theirs = MappedTensors()
+        self._ours = MappedTensors()
+        self.lost_reason: str | None = "not connected yet"
+        self.epoch = self.step = 0
+        exchange = settings.exchange
+        self._limit_s = exchange.heartbeat_interval_s * exchange.heartbeat_misses + _MARGIN_S
+        self._heartbeat = HeartbeatClient(
+            run_dir.heartbeat_socket,
+            interval_s=exchange.heartbeat_interval_s,
+            misses=exchange.heartbeat_misses,
+            on_lost=self.mark_lost,
+            max_busy_s=exchange.transfer_timeout_s,
+        )
+
+    # -- epochs --------------------------------------------------------------------------
+
+    def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
+        """Open a new epoch; raises what `open_connection` raises."""
+        self.drop()
+        self.adopt(self.open_connection(timeout_s=timeout_s))
+
+    def open_connection(self, *, timeout_s: float) -> OpenedEpoch:
+        """Meet the cache rank with new flags, ring and staging, within `timeout_s` in all.
+
+        Touches nothing of this object, so any thread may call it; the scheduler goes on.
+
+        Raises
+        ------
+        HandshakeRefusedError
+            The cache rank was started with other settings, or cannot use the memory.
+        CacheRankLostError
+            There is no cache rank, or it did not answer in time.
+        SettingsError
+            If memory for the epoch is not to be had.
+        """
+        deadline = time.monotonic() + timeout_s
+        ours = MappedTensors()
+        control = ControlClient(self._run_dir)
+        try:
+            hello = make_hello(
+                token=self._run_dir.token,
+                model=self._model,
+                settings=self._settings,
+                max_rows=self._sizes.max_batch,
+                page_size=self._sizes.page_size,
+            )
+            welcome = open_epoch(control, hello, timeout_s)
+            for spec in epoch_specs(self._model, self._settings.selection, self._sizes):
+                ours.allocate(spec.name, spec.shape, spec.dtype)
+            connection, theirs = offer_tensors(
+                self._run_dir.memory_socket,
+                (self._kept, ours),
+                token=self._run_dir.token,
+                epoch=welcome.epoch,
+                timeout_s=max(0.1, deadline - time.monotonic()),
+            )
+        except BaseException:
+            control.close()
+            ours.close()
+            raise
+        return OpenedEpoch(
+            control=control, connection=connection, ours=ours, theirs=theirs, welcome=welcome
+        )
+
+    def adopt(self, opened: OpenedEpoch) -> None:
+        """Begin the epoch of what `open_connection` returned; its engine knows no request."""
+        welcome, at = opened.welcome, self._at
+        self._control, self._connection = opened.control, opened.connection
+        self._ours, self._theirs = opened.ours, opened.theirs
+        self._flags = StepFlags(opened.ours["flags"])
+        self._ring = StepRing(
+            opened.ours["ring"], self._flags, announced=at.ANNOUNCED, consumed=at.CONSUMED
+        )
+        self.program = EngineProgram(
+            self._model,
+            self._settings,
+            timing=Timing(welcome.timing),
+            traits=welcome.traits,
+            all_exact=welcome.all_exact,
+            keeps_queries=welcome.keeps_queries,
+            index_interval=welcome.index_interval,
+        )
+        self.epoch, self.step = welcome.epoch, 0
+        self._counters.epochs_total += 1
+        with self._lock:
+            self.lost_reason = None
+        self._heartbeat.start(welcome.epoch)
+        wake, self._waker = socket.socketpair()
+        threading.Thread(
+            target=self._watch, args=(opened.connection, wake), name="lifeline", daemon=True
+        ).start()
+
+    def mark_lost(self, reason: str) -> None:
+        """End the epoch: nothing is waited for any more. Safe from any thread, idempotent."""
+        with self._lock:
+            if self.lost_reason is not None:
+                return
+            self.lost_reason = reason
+            self._counters.cache_rank_lost_total += 1
+
+    def close(self) -> None:
+        """Say goodbye and release what belongs to the epoch. Idempotent."""
+        if self.lost_reason is None and self._control is not None:
+            with contextlib.suppress(TandemKVError):
+                self._control.send(Goodbye(epoch=self.epoch))
+        with self._lock:
+            self.lost_reason = "closed"
+        self.drop()
+
+    # -- steps ---------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> MappedTensors:
+        """Staging of the epoch (`shared_region.epoch_specs`)."""
+        return self._ours
+
+    @property
+    def books(self) -> MappedTensors:
+        """What the engine remembers of each row, held here too: it outlives the engine."""
+        return self._theirs
+
+    def announce(self, entry: StepEntry) -> None:
+        """Announce the next step, numbered `step`; nothing happens once the epoch is lost."""
+        if self.lost_reason is not None:
+            return
+        try:
+            self._ring.write(entry, timeout_s=_LONGEST_WAIT_S, is_over=self._is_over_now())
+        except CacheRankLostError as error:
+            self.mark_lost(str(error))
+
+    def raise_to(self, flag: int) -> None:
+        """Raise a flag to the present step; nothing happens once the epoch is lost."""
+        if self.lost_reason is None:
+            self._flags.raise_to(flag, self.step)
+
+    def wait(self, flag: int, step: int | None = None) -> bool:
+        """Wait for a flag of `step`, the present one by default; False: the epoch is lost.
+
+        The engine may take as long as it makes progress; it is lost once it makes none for the
+        heartbeat's window and a second more.
+        """
+        if self.lost_reason is not None:
+            return False
+        wanted = self.step if step is None else step
+        if self._flags.value(flag) - wanted >= 0:
+            return True
+        started = time.perf_counter_ns()
+        found = self._flags.wait(
+            flag, wanted, timeout_s=_LONGEST_WAIT_S, is_over=self._is_over_now()
+        )
+        self._counters.exchange_wait_us_total += (time.perf_counter_ns() - started) // 1000
+        if not found:
+            self.mark_lost(f"no answer within {self._limit_s:g} s")
+        return found
+
+    def give_up(self) -> None:
+        """Let the engine end the present step without what was not raised for it."""
+        if self.lost_reason is None:
+            self._flags.raise_to(self._at.ABORTED, self.step)
+
+    def update_byte_counters(self) -> None:
+        """Nothing is sent: both ranks read and write the same memory."""
+
+    def confirm(self) -> None:
+        """Note that the results of the present step were taken."""
+        self.raise_to(self._at.CONFIRMED)
+
+    def _is_over_now(self) -> Callable[[], bool]:
+        """Return a check whether the epoch is lost, or the engine makes no progress any more."""
+        last, since = -1, time.monotonic()
+
+        def is_over() -> bool:
+            nonlocal last, since
+            if self.lost_reason is not None:
+                return True
+            progress = self._flags.value(self._at.PROGRESS)
+            if progress != last:
+                last, since = progress, time.monotonic()
+            return time.monotonic() - since > self._limit_s
+
+        return is_over
+
+    def _watch(self, connection: socket.socket, wake: socket.socket) -> None:
+        with contextlib.closing(wake):
+            try:
+                is_gone = wait_for_hang_up(connection, wake)
+            except (OSError, ValueError) as error:
+                self.mark_lost(f"its connection cannot be watched: {error}")
+                return
+        if is_gone:
+            self.mark_lost("its process ended")
+
+    def drop(self) -> None:
+        """Release what is left of an epoch that ended; K/V stay. Idempotent."""
+        self._heartbeat.stop()
+        if self._waker is not None:
+            self._waker.close()
+            self._waker = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        self._ours.close()
+        self._theirs.close()
+
+
+def make_kept_tensors(
+    model: ModelSpec, settings: RankSettings, sizes: RegionSizes
+) -> MappedTensors:
+    """Make what survives an epoch.
+
+    Raises
+    ------
+    SettingsError
+        If the memory is not to be had; nothing is left then.
+    """
+    kept = MappedTensors()
+    try:
+        for spec in kept_specs(model, settings.selection, sizes):
+            kept.allocate(spec.name, spec.shape, spec.dtype)
+    except BaseException:
+        kept.close()
+        raise
+    return kept

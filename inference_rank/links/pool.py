@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's KV pool and request table in memory that the engine's process maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.shared_region import RegionSizes
+from tandemkv.inference_rank import runtime as runtime_module
+
+from .connection import make_kept_tensors
+
+
+def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any) -> type:
+    """Return a subclass of SGLang's ``MHATokenToKVPool`` whose K/V are mapped tensors.
+
+    Behind the tokens lie the resident sets. SGLang's allocator does not know them: it goes by the
+    pool's `size`. SGLang's request table is replaced by a mapped one, as the engine reads it.
+
+    Parameters
+    ----------
+    base : type
+        SGLang's class.
+    configurator : Any
+        SGLang's ``KVCacheConfigurator``.
+    req_to_token_pool : Any
+        SGLang's request table, still empty.
+    """
+
+    class SharedKVPool(base):
+        """K/V of all requests, and of the resident sets, mapped by two processes."""
+
+        size: int
+        mapped: MappedTensors
+        mapped_sizes: RegionSizes
+
+        def _create_buffers(self) -> None:
+            if self.is_quantized_kv_cache or self.kv_cache_layout != "nhd":
+                raise ContractError(
+                    f"SGLang lays out K/V as {self.kv_cache_layout}; transport=shared needs plain "
+                    "[slots, heads, dim]: serve without a quantised KV cache"
+                )
+            self.k_scale_buffer = self.v_scale_buffer = None
+            self.dq_k_buffer = self.dq_v_buffer = None
+            table = req_to_token_pool.req_to_token
+            self.mapped_sizes = RegionSizes(
+                num_slots=int(self.size) + int(self.page_size),
+                num_rows=int(table.shape[0]),
+                page_size=int(self.page_size),
+            )
+            model = shared_model_spec(
+                configurator.model_config.model_path, self.store_dtype, int(table.shape[1])
+            )
+            settings = runtime_module.settings_from_environment()
+            self.mapped = make_kept_tensors(model, settings, self.mapped_sizes)
+            req_to_token_pool.req_to_token = self.mapped["req_to_token"]
+            kv = self.mapped["kv"]
+            self.k_buffer = [kv[layer, 0] for layer in range(self.layer_num)]
+            self.v_buffer = [kv[layer, 1] for layer in range(self.layer_num)]
+            self._kv_buffer_descs = self._build_kv_buffer_descs()
+            self._init_data_ptrs_and_strides()
+
+    return SharedKVPool
+
+
+def shared_model_spec(model_path: str, dtype: Any, max_context: int) -> ModelSpec:
+    """Return the shape of the model, with the KV dtype and the width of the request table."""
+    model = read_model_spec(
+        Path(model_path), dtype=str(dtype).removeprefix("torch."), max_context=max_context
+    )
+    return msgspec.structs.replace(model, max_context=max_context)

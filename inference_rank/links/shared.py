@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Link ``shared``: the engine in another process of this host, in memory that both map.
+
+What the forward pass has is written into staging that the engine reads, and a flag is raised; what
+the engine has done is written into the resident sets directly, and a flag is waited for. The engine
+derives from the announcement which flags come in which order (`engine_program`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS, FlagIndex, seed_buffer
+from tandemkv.cache_rank.protocol.step_ring import GROWN, SLOW, EntryKind, StepEntry, StepRow
+from tandemkv.inference_rank.residual_hooks import install_residual_hooks
+
+from .base import DecodeRows, ExtendRow
+from .connection import SharedConnection
+
+_DECODE_KINDS = tuple(DecodeKind)
+
+
+class SharedLink:
+    """See `Link`. The forward pass is on a CPU: what is written is seen at once, in order.
+
+    Parameters
+    ----------
+    connection : SharedConnection
+        To the engine's process; an epoch is open.
+    model : ModelSpec
+        Shape of the model.
+    generation_of : Callable
+        Identity of the present tenant of a row.
+    """
+
+    def __init__(
+        self, connection: SharedConnection, model: ModelSpec, generation_of: Callable[[int], int]
+    ) -> None:
+        self._connection, self._generation_of = connection, generation_of
+        self._at, self._num_layers = FlagIndex(model.num_layers), model.num_layers
+        self._kind = DecodeKind.DENSE
+        self._is_decode = self._is_open = False
+        self._grown: frozenset[int] = frozenset()
+        self._has_seeds = False
+        self._seeded: dict[int, int] = {}
+
+    @property
+    def program(self) -> EngineProgram:
+        """See `Link`; that of the present epoch."""
+        return self._connection.program
+
+    def hook(self, model: Any) -> None:
+        """Read the residual stream of SGLang's `model`, if the policy predicts queries from it."""
+        if self.program.needs_hidden:
+            install_residual_hooks(model, self._on_layer_input)
+
+    # -- prefill -------------------------------------------------------------------------
+
+    def begin_extend(self, requests: Sequence[ExtendRow]) -> None:
+        """See `Link.begin_extend`."""
+        self._is_decode = False
+        self._seeded = {}
+        self._has_seeds = any(request.window is not None for request in requests)
+        rows = [
+            StepRow(
+                row=request.row,
+                generation=self._generation_of(request.row),
+                length=request.length,
+                prefix_len=request.prefix_len,
+                window=0 if request.window is None else request.window[1] - request.window[0],
+            )
+            for request in requests
+        ]
+        self._announce(EntryKind.EXTEND, rows)
+
+    def extend(self, layer: int, slots: torch.Tensor, windows: Sequence[torch.Tensor]) -> None:
+        """See `Link.extend`."""
+        if not self.program.extends(layer, seeds=self._has_seeds):
+            return
+        connection = self._connection
+        if windows:
+            # The buffer is another layer's until the engine has seeded that.
+            before = self._seeded.get(layer % SEED_BUFFERS)
+            if before is not None:
+                connection.wait(self._at.ready(before))
+            self._seeded[layer % SEED_BUFFERS] = layer
+            if connection.lost_reason is None:
+                torch.cat(
+                    tuple(windows), out=_first(seed_buffer(connection.tensors, layer), windows)
+                )
+        connection.raise_to(self._at.input(layer))
+
+    def end_extend(self) -> None:
+        """See `Link.end_extend`."""
+        self._end()
+
+    def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:
+        """See `Link.seed_identity`; done when the next step is announced."""
+        del tables
+        self._grown = self._grown.union(rows.tolist())
+
+    # -- decode --------------------------------------------------------------------------
+
+    def begin_decode(self, kind: DecodeKind, step: DecodeRows) -> None:
+        """See `Link.begin_decode`."""
+        self._is_decode, self._kind = True, kind
+        if kind is DecodeKind.DENSE and not self._grown and not self.program.attends:
+            return  # nothing is asked of the engine
+        grown, self._grown = self._grown, frozenset()
+        size = len(step.rows)
+        slow = [False] * size if step.slow is None else step.slow.tolist()
+        rows = [
+            StepRow(
+                row=row,
+                generation=self._generation_of(row),
+                length=length,
+                prefix_len=max(0, length - 1),
+                flags=(GROWN if row in grown else 0) | (SLOW if is_slow else 0),
+            )
+            for row, length, is_slow in zip(
+                step.rows.tolist(), step.lengths_on_host.tolist(), slow, strict=True
+            )
+        ]
+        variant = _DECODE_KINDS.index(kind)
+        self._announce(EntryKind.DECODE, rows, variant=variant, num_cold=step.num_cold)
+
+    def enter_attention(self, layer: int) -> None:
+        """See `Link.enter_attention`."""
+
+    def select_with_query(
+        self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: Any,
+        forward_batch: Any, save_kv_cache: bool,
+    ) -> None:  # fmt: skip
+        """See `Link.select_with_query`."""
+        if self._is_open and self.program.hands_over_query(self._kind, layer):
+            self._hand_over(layer, query)
+
+    def remote_output(self, layer: int) -> torch.Tensor | None:
+        """See `Link.remote_output`: all K/V are mapped here."""
+        return None
+
+    def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
+        """See `Link.attend_selected`; of nothing, if the engine is lost and the step ends so."""
+        if not self.program.attends or not self.program.is_sparse_layer(layer):
+            return None
+        connection, shape = self._connection, (*query.shape[:2], query.shape[2] + 1)
+        if self._is_open:
+            self._hand_over(layer, query)
+            if connection.wait(self._at.ready(layer)):
+                return connection.tensors["outputs"][: len(query)]
+        return torch.full(shape, float("-inf"))
+
+    def await_set(self, layer: int) -> torch.Tensor | None:
+        """See `Link.await_set`."""
+        if self._is_open and self.program.awaits(self._kind, layer):
+            self._connection.wait(self._at.ready(layer))
+        return None
+
+    def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
+        """See `Link.attended`."""
+        if self._is_open and self.program.hands_over_later(self._kind, layer):
+            self._hand_over(layer, query)
+
+    def end_step(self) -> None:
+        """See `Link.end_step`."""
+        if self._is_open:
+            self._connection.raise_to(self._at.input(self._at.end))
+        self._end()
+
+    def recover(self) -> None:
+        """See `Link.recover`."""
+        if self._is_open:
+            self._connection.give_up()
+            self._is_open = False
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _announce(
+        self, kind: EntryKind, rows: list[StepRow], *, variant: int = 0, num_cold: int = 0
+    ) -> None:
+        """Begin a step, once the engine has done with all that earlier ones have asked for."""
+        self.recover()
+        connection = self._connection
+        if connection.lost_reason is not None or not connection.wait(self._at.FINISHED):
+            return
+        connection.step += 1
+        connection.announce(
+            StepEntry(
+                kind=kind, step=connection.step, variant=variant, num_cold=num_cold,
+                rows=tuple(rows),
+            )
+        )  # fmt: skip
+        self._is_open = True
+
+    def _end(self) -> None:
+        """End a step: SGLang may write to the request table once the engine has read it."""
+        if self._is_open:
+            self._connection.wait(self._at.LOADED)
+        self._is_open = False
+
+    def _on_layer_input(
+        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        is_selecting = self._is_open and self._is_decode and self._kind is DecodeKind.SELECTING
+        if not is_selecting or not self.program.reads_stream(layer):
+            return
+        if self._connection.lost_reason is not None:
+            return
+        out = self._connection.tensors["streams"][layer, : len(hidden_states)]
+        if residual is None:
+            out.copy_(hidden_states)
+        else:
+            torch.add(hidden_states, residual, out=out)
+        self._connection.raise_to(self._at.input(layer))
+
+    def _hand_over(self, layer: int, query: torch.Tensor) -> None:
+        if self._connection.lost_reason is None:
+            self._connection.tensors["queries"][layer, : len(query)].copy_(query)
+            self._connection.raise_to(self._at.query(layer))
+
+
+def _first(buffer: torch.Tensor, windows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return buffer[: sum(len(window) for window in windows)]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the attention backend of an inference rank whose engine is in another process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tandemkv.cache_rank.protocol.local import DenseLengths
+from tandemkv.cache_rank.protocol.messages import StatusReply
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.in_process.backend import InProcessBackend
+from tandemkv.inference_rank.in_process.start import (
+    dense_steps,
+    full_backend,
+    local_model_spec,
+    make_home,
+)
+
+from .connection import OpenedEpoch, SharedConnection
+from .shared import SharedLink
+
+_GENERATION_BITS = 40
+
+
+@dataclass(slots=True)
+class SharedRuntime:
+    """What the plugin's hooks find in a process whose engine is another process."""
+
+    settings: RankSettings
+    model: ModelSpec
+    client: SharedConnection
+    counters: Counters
+    resident_bytes: int
+    req_to_token_pool: Any
+    middle_chunk_row: int | None = None
+    rows_on_host: list[int] | None = None
+    running_reqs: list[Any] = field(default_factory=list)
+    running_lengths: list[int] = field(default_factory=list)
+    scheduler: Any = None
+
+    def adopt(self, connection: OpenedEpoch) -> None:
+        """Begin the epoch of a connection that was opened."""
+        self.client.adopt(connection)
+
+    def generation(self, row: int) -> int:
+        """Identity of the present tenant of `row`; SGLang's own counter restarts at a flush."""
+        count = int(self.req_to_token_pool.req_generation[row])
+        return (self.client.epoch << _GENERATION_BITS) | count
+
+    def status(self) -> StatusReply:
+        """Answer a `StatusRequest`."""
+        selection, lost = self.settings.selection, self.client.lost_reason
+        num_dense = DenseLengths.of(selection, selection.num_resident).num_dense
+        values = self.counters.as_values()
+        values |= {
+            "cache_rank_up": float(lost is None),
+            "resident_bytes": float(self.resident_bytes),
+            "resident_slots": float(selection.num_resident),
+            "ring_slots": float(selection.num_recent_tokens),
+            "plan_refresh_steps": float(selection.refresh_steps),
+            "plan_dense_tokens": float(
+                DenseLengths.of(selection, selection.num_resident).num_dense
+            ),
+        }
+        return StatusReply(
+            role="inference_rank",
+            epoch=self.client.epoch,
+            ready=lost is None,
+            values=values,
+            info={
+                "policy": selection.policy,
+                "budget_tokens": str(selection.budget_tokens),
+                "sample_tokens": str(selection.num_samples),
+                "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
+                "transport": self.settings.exchange.transport,
+                "index_dtype": selection.index_dtype,
+                "model": self.model.architecture,
+                "pid": str(os.getpid()),
+                "lost_reason": lost or "",
+                "plan_placement": "a process of its own, in shared memory",
+                "plan_note": "not measured between processes; see exchange_wait_us_total",
+            },
+        )
+
+
+def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBackend:
+    """Create the backend, and open the first epoch with the engine's process.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError, CacheRankError, ContractError
+        The server must not start.
+    """
+    device, model, pool = (
+        torch.device(runner.device),
+        local_model_spec(runner),
+        runner.token_to_kv_pool,
+    )
+    home = make_home(runner, settings, model, device)
+    counters = Counters()
+    connection = SharedConnection(
+        run_dir=runtime_module.run_dir_from_environment(),
+        settings=settings,
+        model=model,
+        sizes=pool.mapped_sizes,
+        kept=pool.mapped,
+        counters=counters,
+    )
+    connection.connect()
+    runtime = SharedRuntime(
+        settings=settings,
+        model=model,
+        client=connection,
+        counters=counters,
+        resident_bytes=home.nbytes,
+        req_to_token_pool=runner.req_to_token_pool,
+    )
+    runtime_module.set_current_local(runtime)
+    selection = settings.selection
+    link = SharedLink(connection, model, runtime.generation)
+    link.hook(runner.model)
+    return InProcessBackend(
+        runner,
+        full_backend(runner),
+        link,
+        home,
+        cache_device=device,
+        is_far=False,
+        seed_window=selection.seed_window,
+        dense=dense_steps(selection),
+        num_resident=selection.num_resident,
+        runtime=runtime,
+    )

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's thread last did, for whoever has to tell a busy rank from one that hangs.
+
+The thread moves with each turn of its loop and with each attention layer of a pass, so that a
+long prefill is seen to move. It is idle while it waits for requests. A pass on a GPU is
+launched ahead of its computation: there the wait for the device is one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tandemkv.cache_rank.protocol.progress import ProgressClock
+
+clock = ProgressClock()
+"""Of this process's scheduler thread."""
+
+
+def on_turn(*_: Any, **__: Any) -> None:
+    """Note a turn of the scheduler's loop."""
+    clock.advance()
+
+
+def on_layer(*_: Any, **__: Any) -> None:
+    """Note an attention layer."""
+    clock.advance()
+
+
+def around_idle(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Note that the loop found no work; housekeeping may sleep until some comes."""
+    clock.idle()
+    original(*args, **kwargs)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meets a cache rank that comes back, in a thread: the scheduler goes on to answer with 503."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, Protocol
+
+from tandemkv.cache_rank.protocol.errors import CacheRankError, HandshakeRefusedError
+
+_LOG = logging.getLogger(__name__)
+_RETRY_INTERVAL_S = 0.5
+_TIMEOUT_S = 5.0
+"""For Hello, Welcome and data plane together."""
+
+
+class OpenConnection(Protocol):
+    """See `CacheClient.open_connection` and `SharedConnection.open_connection`."""
+
+    def __call__(self, *, timeout_s: float) -> Any:
+        """Meet the cache rank, or raise."""
+
+
+class Reconnecting:
+    """Tries until a connection is open. Owned by the scheduler thread.
+
+    Parameters
+    ----------
+    open_connection : Callable
+        Called in a thread, again and again; nothing that it raises ends the thread.
+    retry_interval_s : float
+        Pause between two tries.
+    """
+
+    def __init__(
+        self, open_connection: OpenConnection, *, retry_interval_s: float = _RETRY_INTERVAL_S
+    ) -> None:
+        self._open_connection = open_connection
+        self._retry_interval_s = retry_interval_s
+        self._connection: Any = None
+        self._thread = threading.Thread(target=self._run, name="reconnect", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Any:
+        """Return the connection once it is open; None before. Never waits."""
+        return None if self._thread.is_alive() else self._connection
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while True:
+            try:
+                self._connection = self._open_connection(timeout_s=_TIMEOUT_S)
+            except HandshakeRefusedError:
+                _LOG.exception("the cache rank that came back refuses this server")
+            except CacheRankError as error:
+                _LOG.warning("no cache rank yet: %s", error)
+            except Exception:  # whatever it is, requests get 503 until a try succeeds
+                _LOG.exception("reconnecting failed")
+            else:
+                return
+            pause.wait(self._retry_interval_s)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a rank that runs gets on: asked again and again, from a thread of the launcher."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tandemkv.cache_rank.protocol.errors import TandemKVError
+
+_INTERVAL_S = 1.0
+_LONGEST_TURN_S = 15.0
+"""A question has a time limit; a turn that takes longer means that the launcher itself slept."""
+
+
+class Pulse(NamedTuple):
+    """What a rank says: whether it is ready, and how long its work has not moved."""
+
+    is_ready: bool
+    stalled_s: float
+
+
+class Liveness:
+    """Asks one rank for its pulse.
+
+    Parameters
+    ----------
+    ask : Callable
+        Returns the pulse; raises `TandemKVError` if nobody answers. Must have a time limit.
+    interval_s : float
+        Pause between two questions.
+    """
+
+    def __init__(self, ask: Callable[[], Pulse], interval_s: float = _INTERVAL_S) -> None:
+        self._ask = ask
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.expect_start()
+
+    def expect_start(self) -> None:
+        """Forget what was known: the rank is started now, and not judged before it was ready."""
+        with self._lock:
+            self._was_ready = False
+            self._answered = time.monotonic()
+            self._stalled_s = 0.0
+            self._reason = ""
+            self._generation = getattr(self, "_generation", 0) + 1
+
+    def start(self) -> None:
+        """Begin to ask. Idempotent."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ask no more. A question under way is not waited for."""
+        self._stopping.set()
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether the rank has been ready since it was started."""
+        return self._was_ready
+
+    def hangs(self, timeout_s: float) -> str | None:
+        """Return why the rank counts as hung, None if it does not."""
+        with self._lock:
+            if not self._was_ready:
+                return None
+            if self._stalled_s > timeout_s:
+                return f"its work has not moved for {self._stalled_s:.0f} s"
+            silent_s = time.monotonic() - self._answered
+            return (
+                f"no answer for {silent_s:.0f} s ({self._reason})" if silent_s > timeout_s else None
+            )
+
+    def _run(self) -> None:
+        turn = time.monotonic()
+        while not self._stopping.is_set():
+            generation = self._generation
+            pulse, reason = None, ""
+            try:
+                pulse = self._ask()
+            except TandemKVError as error:
+                reason = str(error)
+            except (
+                Exception
+            ) as error:  # e.g. no more descriptors here: nothing is known of the rank
+                pulse = Pulse(is_ready=False, stalled_s=0.0)
+                reason = f"{type(error).__name__}: {error}"
+            now = time.monotonic()
+            with self._lock:
+                if generation == self._generation:
+                    self._note(pulse, reason, now, slept=now - turn > _LONGEST_TURN_S)
+            turn = now
+            self._stopping.wait(self._interval_s)
+
+    def _note(self, pulse: Pulse | None, reason: str, now: float, *, slept: bool) -> None:
+        if pulse is None:
+            self._reason = reason
+            if slept:
+                self._answered = now
+            return
+        self._answered, self._stalled_s = now, pulse.stalled_s
+        self._was_ready = self._was_ready or pulse.is_ready

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank that is kept running: ended when it hangs, started again when it ended.
+
+Used by the launcher, on its main thread. The pause before a start doubles from one failure to
+the next, and there is a bound on starts, after which the launch fails: whoever started it (a
+container's restart policy, a person) has to look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+
+from tandemkv.cache_rank.protocol.errors import TandemKVError
+
+from .child_process import ChildProcess
+from .guard import Guard, remove_segments, shared_memory_of
+from .liveness import Liveness
+
+FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+_HEALTHY_S = 60.0
+"""A rank that lived this long starts over with the shortest pause."""
+WINDOW_S = 600.0
+
+
+class LaunchError(TandemKVError):
+    """A rank did not start, or ended too often while serving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRules:
+    """When a rank is ended, and how often it is started again.
+
+    `max_restarts` is for `WINDOW_S`. A rank that is not ready `start_timeout_s` after a restart
+    counts as hung.
+    """
+
+    hang_timeout_s: float
+    start_timeout_s: float
+    max_restarts: int
+    first_backoff_s: float = FIRST_BACKOFF_S
+
+
+class SupervisedRank:
+    """A child, and what is known about its life.
+
+    Parameters
+    ----------
+    child : ChildProcess
+        The rank.
+    liveness : Liveness
+        Asks it.
+    rules : RestartRules
+        See there.
+    console : Console
+        Where it is said what happens.
+    meanwhile : str
+        What clients get while it is away, for the message.
+    before_start : Callable
+        Called before each start.
+    """
+
+    def __init__(
+        self,
+        child: ChildProcess,
+        liveness: Liveness,
+        rules: RestartRules,
+        console: Console,
+        *,
+        meanwhile: str,
+        before_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.child = child
+        self.liveness = liveness
+        self._rules = rules
+        self._console = console
+        self._meanwhile = meanwhile
+        self._before_start = before_start
+        self._guard: Guard | None = None
+        self._started = 0.0
+        self._backoff_s = rules.first_backoff_s
+        self._restart_at: float | None = None
+        self._restarts: deque[float] = deque()
+        self._is_coming_back = False
+
+    def start(self, guard: Guard) -> None:
+        """Start it for the first time, or again."""
+        self._guard = guard
+        self._before_start()
+        self.liveness.expect_start()
+        self.child.start()
+        self._started = time.monotonic()
+        guard.watch(self.child.pid)
+
+    def end_group(self) -> None:
+        """End what is left of it, and remove its shared memory."""
+        pid = self.child.pid
+        segments = shared_memory_of([pid])
+        self.child.kill_group()
+        remove_segments(segments)
+        if self._guard is not None:
+            self._guard.forget(pid)
+
+    def stop(self, grace_s: float, hurry: Callable[[], bool]) -> None:
+        """Ask it to end, and end it after `grace_s`; see `ChildProcess.stop`."""
+        self.liveness.stop()
+        if not self.child.is_started:
+            return
+        segments = shared_memory_of([self.child.pid])
+        self.child.stop(grace_s, hurry)
+        remove_segments(segments)
+        if self._guard is not None:
+            self._guard.forget(self.child.pid)
+
+    def keep(self) -> None:
+        """Do what is due: called every moment while serving. Never waits.
+
+        Raises
+        ------
+        LaunchError
+            If it ended more often than the rules allow.
+        """
+        now = time.monotonic()
+        if self._restart_at is not None:
+            if now >= self._restart_at and self._guard is not None:
+                self._restart_at = None
+                self.start(self._guard)
+                self._is_coming_back = True
+                self._say(f"{self.child.spec.name} restarted, pid {self.child.pid}")
+            return
+        status = self.child.exit_status()
+        if status is not None:
+            self._plan_restart(status, now)
+        elif self._is_coming_back and self.liveness.was_ready:
+            self._is_coming_back = False
+            self._say(f"{self.child.spec.name} ready again after {now - self._started:.0f} s")
+        else:
+            self._end_if_hung(now)
+
+    def _end_if_hung(self, now: float) -> None:
+        reason = self.liveness.hangs(self._rules.hang_timeout_s)
+        limit = f"{self._rules.hang_timeout_s:g} s (--hang-timeout-s)"
+        if reason is None and not self.liveness.was_ready:
+            limit = f"{self._rules.start_timeout_s:g} s (--start-timeout-s)"
+            if now - self._started > self._rules.start_timeout_s:
+                reason = "it does not become ready"
+        if reason is not None:
+            self._say(
+                f"[red]{self.child.spec.name} hangs[/]: {escape(reason)}, allowed are {limit}; "
+                "ending it"
+            )
+            self.end_group()
+
+    def _plan_restart(self, status: str, now: float) -> None:
+        name = self.child.spec.name
+        self.end_group()
+        while self._restarts and now - self._restarts[0] > WINDOW_S:
+            self._restarts.popleft()
+        allowed = self._rules.max_restarts
+        if len(self._restarts) >= allowed:
+            raise LaunchError(
+                f"{name} ended: {status}; it was started again {len(self._restarts)} times in "
+                f"{WINDOW_S / 60:g} minutes, allowed are {allowed} (--max-restarts)\n"
+                f"{tail(self.child)}"
+            )
+        if now - self._started > _HEALTHY_S:
+            self._backoff_s = self._rules.first_backoff_s
+        self._restarts.append(now)
+        self._say(
+            f"[red]{name} ended: {status}[/]; restart {len(self._restarts)} of {allowed} in "
+            f"{self._backoff_s:g} s, {self._meanwhile}\n"
+            f"[dim]{escape(self.child.log_tail(5))}[/]"
+        )
+        self._restart_at = now + self._backoff_s
+        self._backoff_s = min(_LONGEST_BACKOFF_S, self._backoff_s * 2)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def tail(child: ChildProcess) -> str:
+    """Return the end of a child's log, for an error."""
+    return f"last lines of {child.spec.log_path}:\n{child.log_tail()}"
