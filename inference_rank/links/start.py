@@ -57,7 +57,7 @@ class SharedRuntime:
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
         selection, lost = self.settings.selection, self.client.lost_reason
-        num_dense = DenseLengths.of(selection, selection.num_resident).num_dense
+
         values = self.counters.as_values()
         values |= {
             "cache_rank_up": float(lost is None),
