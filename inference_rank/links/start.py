@@ -21,7 +21,9 @@ from tandemkv.inference_rank.in_process.start import (
     full_backend,
     local_model_spec,
     make_home,
+    refresh_for,
 )
+from tandemkv.inference_rank.refresh import RefreshSchedule
 
 from .connection import OpenedEpoch, SharedConnection
 from .shared import SharedLink
@@ -44,6 +46,7 @@ class SharedRuntime:
     running_reqs: list[Any] = field(default_factory=list)
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
+    refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
 
     def adopt(self, connection: OpenedEpoch) -> None:
         """Begin the epoch of a connection that was opened."""
@@ -121,6 +124,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         counters=counters,
         resident_bytes=home.nbytes,
         req_to_token_pool=runner.req_to_token_pool,
+        refresh=refresh_for(runner, connection.program, settings.selection),
     )
     runtime_module.set_current_local(runtime)
     selection = settings.selection
