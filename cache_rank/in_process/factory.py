@@ -36,15 +36,14 @@ def create(
     PolicyError
         If the policy cannot run on the pools' device, or the settings are not for it.
     """
+    device = pools.k[0].device.type
     return InProcessCacheRank(
         model=model,
         settings=settings,
         pools=pools,
         max_batch=max_batch,
         predict_query=predict_query,
-        policy=make_policy(
-            model, settings, model_dir, device=pools.k[0].device.type, calibrated=calibrated
-        ),
+        policy=make_policy(model, settings, model_dir, device=device, calibrated=calibrated),
     )
 
 
@@ -53,15 +52,15 @@ def make_policy(
     settings: RankSettings,
     model_dir: Path | None,
     *,
-    device: str,
+    device: str = "cpu",
     calibrated: ModelSpec | None = None,
 ) -> Policy:
-    """Build the policy of an engine on a device type.
+    """Build the policy of an engine on `device`; `calibrated` as for `create`.
 
     Raises
     ------
     PolicyError
-        If the policy cannot run there, or the settings are not for it.
+        If it cannot run there, or the settings are not for it.
     """
     selection = settings.selection
     policy_class = find_policy(selection.policy)

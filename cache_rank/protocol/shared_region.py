@@ -109,7 +109,8 @@ def epoch_specs(
         TensorSpec("streams", (layers, batch, model.hidden_size), model.dtype),
         TensorSpec("queries", (layers, batch, *query), model.dtype),
         TensorSpec("seed_queries", seeds, model.dtype),
-        TensorSpec("outputs", (batch, query[0], query[1] + 1), "float32"),
+        # Of a policy that attends: one layer's, used up before the next layer's query is there.
+        TensorSpec("outputs", (batch, model.num_qo_heads, model.head_dim + 1), "float32"),
     )
 
 

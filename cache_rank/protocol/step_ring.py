@@ -21,12 +21,10 @@ NUM_ENTRIES = 64
 _HEADER = 6
 
 
+SLOW = 2
+"""The request attends to everything in this decode step, and is selected for."""
 GROWN = 1
 """The request has outgrown dense attention: its first tokens become resident before the step."""
-
-
-SLOW = 2
-"""The request attends to everything in this step, and is selected for."""
 
 
 class EntryKind(IntEnum):
@@ -53,7 +51,7 @@ class StepRow:
     window : int
         Prompt queries that seed the row's resident set; 0: it is not seeded in this step.
     flags : int
-        Of `GROWN` and `SLOW`.
+        `GROWN`, `SLOW`, both, or 0.
     """
 
     row: int

@@ -118,7 +118,8 @@ class EntryRunner:
             index = torch.tensor(grown)
             engine.seed_identity(index, self._table[index, : self._num_resident])
         engine.begin_step()
-        if kind is not DecodeKind.DENSE or self._program.attends:
+        program = self._program
+        if kind is not DecodeKind.DENSE or program.attends:
             slow = torch.tensor([bool(row.flags & SLOW) for row in entry.rows])
             engine.begin_decode(
                 torch.tensor([row.row for row in entry.rows]),
@@ -126,7 +127,7 @@ class EntryRunner:
                 self._table,
                 selects=kind is DecodeKind.SELECTING,
                 num_cold=entry.num_cold,
-                slow=slow if self._program.slow_steps else None,
+                slow=slow if program.slow_steps else None,
             )
         self._flags.raise_to(self._at.LOADED, entry.step)
         size = len(entry.rows)
@@ -134,15 +135,12 @@ class EntryRunner:
             if kind is DecodeKind.SELECTING and self._program.reads_stream(layer):
                 self._wait(self._at.input(layer))
                 self._select_ahead(layer, size)
-            if self._program.hands_over_query(kind, layer):
+            if program.attends_in(layer):
+                self._attend(layer, size)
+            elif program.hands_over_query(kind, layer):
                 self._wait(self._at.query(layer))
                 engine.choose(layer, self._tensors["queries"][layer, :size])
                 self._fetch(self._program.fetched_by(layer), size)
-            elif self._program.attends_in(layer):
-                self._wait(self._at.query(layer))
-                query = self._tensors["queries"][layer, :size]
-                self._tensors["outputs"][:size] = engine.attend_selected(layer, query)
-                self._raise(self._at.ready(layer))
             elif self._program.hands_over_later(kind, layer):
                 self._wait(self._at.query(layer))
                 self._select_later(kind, layer, size)
@@ -163,6 +161,12 @@ class EntryRunner:
             for late in program.late_layers:
                 self._engine.choose_late(late, streams[late, :size])
                 self._engine.fetch(late, size)
+
+    def _attend(self, layer: int, size: int) -> None:
+        self._wait(self._at.query(layer))
+        query = self._tensors["queries"][layer, :size]
+        self._tensors["outputs"][:size] = self._engine.attend_selected(layer, query)
+        self._raise(self._at.ready(layer))
 
     def _select_later(self, kind: DecodeKind, layer: int, size: int) -> None:
         engine = self._engine

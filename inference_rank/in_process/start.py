@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.local import (
     DenseLengths,
@@ -26,7 +27,7 @@ from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSetting
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.local import LocalLink
-from tandemkv.inference_rank.refresh import RefreshSchedule, schedule_for
+from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
 from tandemkv.inference_rank.resident_set import ResidentSet
 from tandemkv.inference_rank.sample_set import make_log_weights
 
@@ -153,6 +154,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         settings, model, rank, device=device, cache_device=cache_device, agree=agree_over_ranks
     )
     measurement.measure(runner, predictor, num_slots=num_slots, max_batch=len(home.table.slots))
+    selection = settings.selection
     local = LocalRuntime(
         settings=settings,
         model=model,
@@ -160,16 +162,9 @@ def create_backend(runner: Any) -> InProcessBackend:
         counters=Counters(),
         resident_bytes=home.nbytes,
         measurement=measurement,
-        refresh=schedule_for(
-            rank.program.slow_steps,
-            settings.selection,
-            lambda: runtime_module.tokenizer_of(
-                runner.server_args.tokenizer_path or str(runner.model_config.model_path)
-            ),
-        ),
+        refresh=refresh_for(runner, rank.program, selection),
     )
     runtime_module.set_current_local(local)
-    selection = settings.selection
     link = LocalLink(
         runner,
         rank,
@@ -191,6 +186,24 @@ def create_backend(runner: Any) -> InProcessBackend:
         num_resident=selection.num_resident,
         runtime=local,
     )
+
+
+def refresh_for(
+    runner: Any, program: EngineProgram, selection: SelectionSettings
+) -> RefreshSchedule:
+    """Return which steps of a sparse request are slow.
+
+    Raises
+    ------
+    SettingsError
+        If that is told by tokens, and the model's vocabulary has none of those.
+    """
+
+    def load() -> Vocabulary:
+        path = runner.server_args.tokenizer_path or str(runner.model_config.model_path)
+        return runtime_module.tokenizer_of(path)
+
+    return schedule_for(program.slow_steps, selection, load)
 
 
 def dense_steps(selection: SelectionSettings) -> DenseSteps:

@@ -112,8 +112,8 @@ class SharedLink:
         if kind is DecodeKind.DENSE and not self._grown and not self.program.attends:
             return  # nothing is asked of the engine
         grown, self._grown = self._grown, frozenset()
-        slow = [False] * len(step.rows) if step.slow is None else step.slow.tolist()
-        found = zip(step.rows.tolist(), step.lengths_on_host.tolist(), slow, strict=True)
+        size = len(step.rows)
+        slow = [False] * size if step.slow is None else step.slow.tolist()
         rows = [
             StepRow(
                 row=row,
@@ -122,7 +122,9 @@ class SharedLink:
                 prefix_len=max(0, length - 1),
                 flags=(GROWN if row in grown else 0) | (SLOW if is_slow else 0),
             )
-            for row, length, is_slow in found
+            for row, length, is_slow in zip(
+                step.rows.tolist(), step.lengths_on_host.tolist(), slow, strict=True
+            )
         ]
         variant = _DECODE_KINDS.index(kind)
         self._announce(EntryKind.DECODE, rows, variant=variant, num_cold=step.num_cold)
@@ -143,12 +145,15 @@ class SharedLink:
         return None
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
-        """See `Link.attend_selected`."""
-        if not self._is_open or not self.program.attends_in(layer):
+        """See `Link.attend_selected`; of nothing, if the engine is lost and the step ends so."""
+        if not self.program.attends_in(layer):
             return None
-        self._hand_over(layer, query)
-        self._connection.wait(self._at.ready(layer))
-        return self._connection.tensors["outputs"][: len(query)]
+        connection, shape = self._connection, (*query.shape[:2], query.shape[2] + 1)
+        if self._is_open:
+            self._hand_over(layer, query)
+            if connection.wait(self._at.ready(layer)):
+                return connection.tensors["outputs"][: len(query)]
+        return torch.full(shape, float("-inf"))
 
     def await_set(self, layer: int) -> torch.Tensor | None:
         """See `Link.await_set`."""

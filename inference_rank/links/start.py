@@ -21,8 +21,9 @@ from tandemkv.inference_rank.in_process.start import (
     full_backend,
     local_model_spec,
     make_home,
+    refresh_for,
 )
-from tandemkv.inference_rank.refresh import RefreshSchedule, schedule_for
+from tandemkv.inference_rank.refresh import RefreshSchedule
 
 from .connection import OpenedEpoch, SharedConnection
 from .shared import SharedLink
@@ -40,12 +41,12 @@ class SharedRuntime:
     counters: Counters
     resident_bytes: int
     req_to_token_pool: Any
-    refresh: RefreshSchedule
     middle_chunk_row: int | None = None
     rows_on_host: list[int] | None = None
     running_reqs: list[Any] = field(default_factory=list)
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
+    refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
 
     def adopt(self, connection: OpenedEpoch) -> None:
         """Begin the epoch of a connection that was opened."""
@@ -123,13 +124,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         counters=counters,
         resident_bytes=home.nbytes,
         req_to_token_pool=runner.req_to_token_pool,
-        refresh=schedule_for(
-            connection.program.slow_steps,
-            settings.selection,
-            lambda: runtime_module.tokenizer_of(
-                runner.server_args.tokenizer_path or str(runner.model_config.model_path)
-            ),
-        ),
+        refresh=refresh_for(runner, connection.program, settings.selection),
     )
     runtime_module.set_current_local(runtime)
     selection = settings.selection
