@@ -64,11 +64,17 @@ RANK_FLAGS: tuple[Flag, ...] = (
     *_flags("Cache rank", "cache", "cache-tokens=capacity_tokens poison-freed-slots"),
     *_flags("Evaluation", "", "evaluation stress-selection"),
 )  # fmt: skip
+EDGE_FLAGS = _flags(
+    "Requests", "edge",
+    "api-key-file admin-key-file cors-origins max-queued-requests max-body-bytes max-prompt-bytes "
+    "max-json-depth body-timeout-s max-n max-logprobs max-stops max-stop-bytes max-grammar-bytes",
+)  # fmt: skip
 ROW_FLAGS = _flags("Server", "", "cache-device max-running-requests max-context dtype")
 SERVE_FLAGS: tuple[Flag, ...] = (
     *_flags("Server", "", "host port allow-remote device cache-ranks tp=tensor_parallel"),
     *ROW_FLAGS,
     *_flags("Server", "", "chunked-prefill-size start-timeout-s stop-timeout-s run-dir"),
+    *EDGE_FLAGS,
     *RANK_FLAGS,
 )
 
@@ -141,5 +147,5 @@ def _metavar(field: FieldInfo) -> str:
     if typing.get_origin(hint) is Literal:
         return "|".join(str(item) for item in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return "0,1|none"
+        return "0,1|none" if int in typing.get_args(hint) else "A,B|none"
     return {int: "INTEGER", float: "NUMBER"}.get(hint, "TEXT")
