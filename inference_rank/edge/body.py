@@ -17,6 +17,11 @@ from starlette.types import Message, Receive, Scope
 from .refusal import RequestRefusedError
 
 
+_MOST_DISCARDED = 64 << 20
+"""Rest of a long body that is still taken from the connection. To close it with bytes unread would
+reset it, and a client that is still sending would never see the answer."""
+
+
 async def read_body(
     receive: Receive, headers: Mapping[bytes, bytes], *, max_bytes: int, timeout_s: float
 ) -> bytes:
@@ -25,7 +30,7 @@ async def read_body(
     Parameters
     ----------
     receive : Receive
-        Of ASGI. Not read beyond `max_bytes`.
+        Of ASGI. What is beyond `max_bytes` is not kept.
     headers : Mapping[bytes, bytes]
         Lower-case names.
     max_bytes : int
@@ -36,53 +41,56 @@ async def read_body(
     Raises
     ------
     RequestRefusedError
-        413 if it is too long (before it is read, if it says its length), 415 if it is not JSON or
+        413 if it is too long, 415 if it is not JSON or
         is compressed, 408 if it takes too long, 400 if the client leaves.
     """
-    _check_headers(headers, max_bytes)
+    _check_headers(headers)
+    stated = _stated_length(headers)
     parts: list[bytes] = []
     length = 0
     try:
         async with asyncio.timeout(timeout_s):
-            while True:
+            while stated <= max_bytes + _MOST_DISCARDED:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise RequestRefusedError(400, "the client left before its body was complete")
                 part = message.get("body", b"")
                 length += len(part)
-                if length > max_bytes:
-                    raise _too_long(f"more than {max_bytes}", max_bytes)
-                parts.append(part)
-                if not message.get("more_body", False):
+                if max(length, stated) <= max_bytes:
+                    parts.append(part)
+                else:
+                    parts.clear()
+                is_last = not message.get("more_body", False)
+                if is_last and length <= max_bytes:
                     return b"".join(parts)
+                if is_last or length > max_bytes + _MOST_DISCARDED:
+                    break
     except TimeoutError:
         raise RequestRefusedError(
-            408, f"the body was not complete after {timeout_s:g} s (edge.body_timeout_s)"
+            408, f"the body was not complete after {timeout_s:g} s (--body-timeout-s)"
         ) from None
-
-
-def _check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":
-        raise RequestRefusedError(
-            415,
-            f"content-type={kind[:60].decode('latin-1')}: application/json is required",
-        )
-    if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
-        raise RequestRefusedError(415, "content-encoding: a body must not be compressed")
-    stated = headers.get(b"content-length", b"")
-    if stated.isdigit() and len(stated) < 20 and int(stated) > max_bytes:
-        raise _too_long(stated.decode(), max_bytes)
-
-
-def _too_long(length: str, max_bytes: int) -> RequestRefusedError:
-    # The rest of the body is not read, so the connection cannot be used again.
-    return RequestRefusedError(
+    raise RequestRefusedError(
         413,
-        f"a body of {length} bytes: at most {max_bytes} are accepted (--max-body-bytes)",
+        f"a body of {max(stated, length)} bytes or more: at most {max_bytes} are accepted "
+        "(--max-body-bytes)",
         code="request_too_large",
         headers={"connection": "close"},
     )
+
+
+def _check_headers(headers: Mapping[bytes, bytes]) -> None:
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise RequestRefusedError(
+            415, f"content-type={kind[:60].decode('latin-1')}: application/json is required"
+        )
+    if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        raise RequestRefusedError(415, "content-encoding: a body must not be compressed")
+
+
+def _stated_length(headers: Mapping[bytes, bytes]) -> int:
+    stated = headers.get(b"content-length", b"")
+    return int(stated) if stated.isdigit() and len(stated) < 20 else 0
 
 
 def parse_json_object(body: bytes, *, max_depth: int) -> dict[str, Any]:
@@ -94,13 +102,13 @@ def parse_json_object(body: bytes, *, max_depth: int) -> dict[str, Any]:
         400 if it is no strict JSON (NaN, a lone surrogate), no object, or nested too deeply.
     """
     too_deep = RequestRefusedError(
-        400, f"the JSON is nested more than {max_depth} deep (edge.max_json_depth)"
+        400, f"the JSON is nested more than {max_depth} deep (--max-json-depth)"
     )
     try:
         found = msgspec.json.decode(body)
     except RecursionError:
         raise too_deep from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RequestRefusedError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise RequestRefusedError(400, "the body must be a JSON object")

@@ -52,8 +52,12 @@ def read_key(path: Path, setting: str) -> str:
             f"{setting}={path}: cannot be read ({error.strerror}); give a regular file of mode "
             "0600 with the key in one line"
         ) from error
-    with os.fdopen(handle, "rb") as file:
+    try:
         _check_private(os.fstat(handle), path, setting)
+    except SettingsError:
+        os.close(handle)
+        raise
+    with os.fdopen(handle, "rb") as file:
         text = file.read(_MOST_KEY_BYTES + 1).decode("ascii", errors="replace").strip()
     if len(text) < LEAST_KEY_CHARACTERS or len(text) >= _MOST_KEY_BYTES or not _KEY.fullmatch(text):
         raise SettingsError(

@@ -76,4 +76,6 @@ def shown(value: object) -> str:
         return f"a {'list' if isinstance(value, list) else 'mapping'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))  # type: ignore[arg-type]
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -302,7 +302,7 @@ def _completions(num_prompts: int, n: int, limits: Limits) -> int:
         raise RequestRefusedError(
             400,
             f"{num_prompts} prompts times n={n} are {total} completions; at most {most} are "
-            "allowed in one request (edge.max_n)",
+            "allowed in one request (--max-n)",
             param="n",
         )
     return total

@@ -75,7 +75,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "type='image_url'",
     ),
-    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "kwargs.messages=1"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}},
+        "chat_template_kwargs.messages=1",
+    ),
     (CHAT, {"messages": MESSAGES, "input_ids": [1]}, "input_ids: this server has no such"),
     (NATIVE, {"input_ids": [-1, 5]}, r"input_ids[0]=-1"),
     (NATIVE, {"text": "x", "input_ids": [1]}, "exactly one of text and input_ids"),
@@ -94,7 +98,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ALLOWED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"model": "m", "prompt": "x", "max_tokens": 256, "n": 2, "stop": ["a", "b"]}),
     (COMPLETIONS, {"prompt": [0, 999], "logprobs": 20, "temperature": 0, "top_k": -1}),
-    (COMPLETIONS, {"prompt": [[1], [2]], "stream": True, "stream_options": {"include_usage": True}}),
+    (COMPLETIONS, {"prompt": [[1]], "stream": True, "stream_options": {"include_usage": True}}),
     (COMPLETIONS, {"prompt": ["a", "b"], "logit_bias": {"999": -100}, "seed": -1, "echo": True}),
     (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "user": "u"}),
     (
