@@ -16,7 +16,6 @@ from starlette.types import Message, Receive, Scope
 
 from .refusal import RequestRefusedError
 
-
 _MOST_DISCARDED = 64 << 20
 """Rest of a long body that is still taken from the connection. To close it with bytes unread would
 reset it, and a client that is still sending would never see the answer."""

@@ -81,6 +81,4 @@ def _without_waiting(coroutine: Coroutine[Any, Any, Any]) -> Any:
     except StopIteration as stop:
         return stop.value
     coroutine.close()
-    raise RuntimeError(
-        f"{coroutine.__qualname__} of this SGLang waits for something while it tokenises"
-    )
+    raise RuntimeError("this SGLang waits for something while it tokenises")

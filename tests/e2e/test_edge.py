@@ -73,7 +73,7 @@ def test_readiness_answers_while_long_prompts_are_tokenised(server: Server) -> N
 def test_a_paused_server_is_not_ready_and_only_administrators_pause(server: Server) -> None:
     stranger = Server(server.url, server.pid, server.log)
     for path in ("/pause_generation", "/configure_logging", "/flush_cache"):
-        assert stranger.post(path, {})[0] == 401
+        assert stranger.post(path, {})[0] == 403
     assert server.get("/tandemkv/ready")[0] == 200
     assert server.post("/pause_generation", {})[0] == 200
     code, found = server.get("/tandemkv/ready")
