@@ -148,16 +148,14 @@ def _support_triton_hook(backend: str) -> Hook:
 
 def http_hooks() -> list[Hook]:
     """Hooks of the process that serves HTTP."""
-    from .http_routes import add_routes, let_probes_in
+    from .edge.hooks import AROUND
+    from .http_routes import serve_http
     from .shutdown import around_sigquit, around_sigterm
 
+    setup = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
     return [
-        (
-            "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
-            add_routes,
-            HookType.BEFORE,
-        ),
-        ("sglang.srt.utils.auth.decide_request_auth", let_probes_in, HookType.AROUND),
+        (setup, serve_http, HookType.BEFORE),
+        *((target, hook, HookType.AROUND) for target, hook in AROUND.items()),
         (f"{_SIGNALS}.sigterm_handler", around_sigterm, HookType.AROUND),
         (f"{_SIGNALS}.running_phase_sigquit_handler", around_sigquit, HookType.AROUND),
     ]

@@ -8,7 +8,6 @@ what is, not what this process believes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,10 @@ from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from . import runtime as runtime_module
-from .drain import Drain, DrainMiddleware
+from .drain import DrainMiddleware
+from .edge import hooks as edge_hooks
+from .edge.install import install, pause_reason
+from .sglang_contract import check_hooks_applied
 from .shutdown import create as create_shutdown
 
 _TIMEOUT_S = 1.0
@@ -27,38 +29,51 @@ _STATUS, _READY = "/tandemkv/status", "/tandemkv/ready"
 _WARMING_UP = "SGLang warms up; at a machine's first start it compiles kernels, for minutes"
 
 
-def add_routes(*_: Any, **__: Any) -> None:
+def serve_http(
+    server_args: Any, manager: Any, *args: Any, execute_warmup_func: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add our routes to SGLang's application and the edge around it (BEFORE hook).
+
+    Raises
+    ------
+    SettingsError
+        If the edge cannot be as it is set.
+    ContractError
+        If SGLang did not apply a hook: it only logs that.
+    """
+    from sglang.srt.entrypoints.http_server import app
+
+    check_hooks_applied(tuple(edge_hooks.AROUND))
+    add_routes(app, manager)
+    with_key = install(app, server_args, manager, execute_warmup_func=execute_warmup_func)
+    return (server_args, manager, *args), kwargs | {"execute_warmup_func": with_key}
+
+
+def add_routes(app: Any, manager: Any) -> None:
     """Add our routes to SGLang's application, before its HTTP server starts."""
     from fastapi.responses import JSONResponse
-    from sglang.srt.entrypoints.http_server import app
 
     run_dir = runtime_module.run_dir_from_environment()
     shutdown = create_shutdown()
     drain = shutdown.drain
     app.add_middleware(DrainMiddleware, drain=drain, on_startup=shutdown.install)
 
+    async def collect() -> dict[str, Any]:
+        reason = drain.reason or (None if _is_warm(manager) else _WARMING_UP)
+        return await collect_status(run_dir, not_ready=reason or pause_reason(manager))
+
     @app.get(_STATUS)
     async def status() -> JSONResponse:
         """State of both ranks."""
-        return JSONResponse(await collect_status(run_dir, is_warm=_is_warm(), drain=drain))
+        return JSONResponse(await collect())
 
     @app.get(_READY)
     async def ready() -> JSONResponse:
         """200 when both ranks are connected and SGLang has answered a request, else 503."""
         if drain.reason is not None:  # at once: the ranks may be ending
             return JSONResponse(readiness({"ready": False, "reason": drain.reason}, run_dir), 503)
-        collected = await collect_status(run_dir, is_warm=_is_warm(), drain=drain)
+        collected = await collect()
         return JSONResponse(readiness(collected, run_dir), 200 if collected["ready"] else 503)
-
-
-def let_probes_in(original: Callable[..., Any], *, path: str, **kwargs: Any) -> Any:
-    """Answer our routes without SGLang's ``--api-key``, as it does with /health and /metrics.
-
-    Who waits for a server (launcher, load balancer, kubelet) has no key.
-    """
-    if path in (_STATUS, _READY):
-        kwargs["api_key"] = None
-    return original(path=path, **kwargs)
 
 
 def readiness(collected: dict[str, Any], run_dir: RunDir) -> dict[str, Any]:
@@ -70,44 +85,35 @@ def readiness(collected: dict[str, Any], run_dir: RunDir) -> dict[str, Any]:
     return shown | {"instance": run_dir.instance}
 
 
-def _is_warm() -> bool:
+def _is_warm(manager: Any) -> bool:
     """Whether SGLang's own first request is through, or was not asked for.
 
     On a GPU it compiles what the model still lacks: minutes, on a machine's first start.
     """
-    from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-    status = http_server.get_global_state().tokenizer_manager.server_status
-    return bool(status is not ServerStatus.Starting)
+    return bool(manager.server_status is not ServerStatus.Starting)
 
 
-async def collect_status(
-    run_dir: RunDir, *, is_warm: bool, drain: Drain | None = None
-) -> dict[str, Any]:
+async def collect_status(run_dir: RunDir, *, not_ready: str | None) -> dict[str, Any]:
     """Ask both ranks.
 
     Parameters
     ----------
     run_dir : RunDir
         Where their sockets are.
-    is_warm : bool
-        Whether SGLang answers requests without delay; else the server is not ready.
-    drain : Drain, optional
-        Of this process; a server that drains is not ready.
+    not_ready : str, optional
+        Why this process answers no requests now, whatever the ranks say.
 
     Returns
     -------
     dict
         ``ready``, ``inference_rank`` and ``cache_ranks``; a rank that does not answer has an
-        ``error`` instead of values. Before SGLang is warm, and while it drains, also a
-        ``reason``.
+        ``error`` instead of values. If this process alone is not ready also a ``reason``.
     """
     collected = await _collect_ranks(run_dir)
-    if drain is not None and drain.reason is not None:
-        return collected | {"ready": False, "reason": drain.reason}
-    if collected["ready"] and not is_warm:
-        collected |= {"ready": False, "reason": _WARMING_UP}
+    if collected["ready"] and not_ready is not None:
+        collected |= {"ready": False, "reason": not_ready}
     return collected
 
 

@@ -97,8 +97,27 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.layers.rotary_embedding.rope_variant.Llama3RotaryEmbedding": ("head_size",),
     "sglang.srt.layers.rotary_embedding.yarn.YaRNScalingRotaryEmbedding": ("head_size",),
-    "sglang.srt.entrypoints.http_server.get_global_state": (),
-    "sglang.srt.entrypoints.http_server._setup_and_run_http_server": (),
+    "sglang.srt.entrypoints.http_server.app.build_middleware_stack": (),
+    "sglang.srt.entrypoints.http_server._setup_and_run_http_server": (
+        "server_args",
+        "tokenizer_manager",
+        "execute_warmup_func",
+    ),
+    "sglang.srt.utils.auth.AuthDecision": ("allowed", "error_status_code"),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts": ("texts",),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": (),
+    "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request": (
+        "request",
+        "raw_request",
+    ),
+    "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._convert_to_internal_request": (
+        "request",
+        "raw_request",
+    ),
+    "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingTokenize."
+    "_handle_non_streaming_request": (),
+    "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize."
+    "_handle_non_streaming_request": (),
     "sglang.srt.managers.tokenizer_manager.ServerStatus.Starting": (),
     "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler": (),
     "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler": (),

@@ -65,6 +65,11 @@ RANK_FLAGS: tuple[Flag, ...] = (
     *_flags("Evaluation", "", "evaluation stress-selection"),
 )  # fmt: skip
 DRAIN_FLAGS = _flags("Server", "", "drain-timeout-s")
+EDGE_FLAGS = _flags(
+    "Requests", "edge",
+    "api-key-file admin-key-file cors-origins max-queued-requests max-body-bytes max-prompt-bytes "
+    "max-json-depth body-timeout-s max-n max-logprobs max-stops max-stop-bytes max-grammar-bytes",
+)  # fmt: skip
 ROW_FLAGS = _flags("Server", "", "cache-device max-running-requests max-context dtype")
 SERVE_FLAGS: tuple[Flag, ...] = (
     *_flags("Server", "", "host port allow-remote device cache-ranks tp=tensor_parallel"),
@@ -74,6 +79,7 @@ SERVE_FLAGS: tuple[Flag, ...] = (
         "",
         "chunked-prefill-size start-timeout-s drain-timeout-s hang-timeout-s max-restarts run-dir",
     ),
+    *EDGE_FLAGS,
     *RANK_FLAGS,
 )
 
@@ -149,5 +155,5 @@ def _metavar(field: FieldInfo) -> str:
     if typing.get_origin(hint) is Literal:
         return "|".join(str(item) for item in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return "0,1|none"
+        return "0,1|none" if int in typing.get_args(hint) else "A,B|none"
     return {int: "INTEGER", float: "NUMBER"}.get(hint, "TEXT")

@@ -11,6 +11,7 @@ from tandemkv.cache_rank.protocol.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
 from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
+from tandemkv.inference_rank.edge.keys import Keys
 
 from .devices import (
     choose_cache_device,
@@ -72,6 +73,7 @@ def resolve_launch(
         ),
     )
     check_sglang_args(settings.sglang_args, device=device)
+    Keys.read(settings.edge)  # SGLang's process would fail at them half a minute later
     settings = resolve_cache_device(settings, device, progress)
     port = choose_port(settings.host, settings.port)
     model_dir = resolve_model(settings.model, progress)

@@ -19,6 +19,7 @@ from tandemkv.cache_rank.protocol.settings import (
     SelectionSettings,
 )
 from tandemkv.cache_rank.protocol.token_count import TokenCount
+from tandemkv.inference_rank.edge.settings import EdgeSettings
 
 EMBEDDED_MODEL = "smollm2"
 
@@ -44,7 +45,8 @@ class ServeSettings(BaseModel):
     )
     host: str = Field("127.0.0.1", min_length=1, description="Address that the server binds.")
     allow_remote: bool = Field(
-        False, description="Permit a host that other machines can reach; there is no password."
+        False,
+        description="Permit a host that other machines can reach; --api-key-file asks for a key.",
     )
     port: int = Field(
         30000, ge=0, le=65535, description="Port of the server; 0 lets the OS choose one."
@@ -106,6 +108,7 @@ class ServeSettings(BaseModel):
     selection: SelectionSettings = Field(default_factory=SelectionSettings)
     exchange: ExchangeSettings = Field(default_factory=ExchangeSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
+    edge: EdgeSettings = Field(default_factory=EdgeSettings)
     evaluation: bool = Field(
         False, description="Allow forced tokens and attention probes; off when serving."
     )
@@ -157,8 +160,9 @@ class ServeSettings(BaseModel):
     def _check(self) -> Self:
         if not self.allow_remote and not is_loopback(self.host):
             raise ValueError(
-                f"host={self.host} can be reached from other machines and the server asks for no "
-                "password; use 127.0.0.1, or add --allow-remote if that is what you want"
+                f"host={self.host} can be reached from other machines; use 127.0.0.1, or add "
+                "--allow-remote if that is what you want, and --api-key-file so that requests need "
+                "a key"
             )
         if self.device == "cpu" and self.cache_device == "cuda":
             raise ValueError(

@@ -175,6 +175,8 @@ def _normalise(key: str, value: Any, source: str) -> Any:
             if value.strip().lower() in ("none", ""):
                 return ()
             return tuple(part.strip() for part in value.split(","))
+    elif key == "edge.cors_origins" and isinstance(value, str):
+        return () if value.strip().lower() in ("none", "") else tuple(value.split(","))
     elif key == "sglang_args" and isinstance(value, str):
         try:
             return tuple(shlex.split(value))

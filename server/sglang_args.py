@@ -22,6 +22,8 @@ _OWN_FLAG = {
     "--max-running-requests": "use --max-running-requests of tandemkv",
     "--max-total-tokens": "use --cache-tokens of tandemkv",
     "--chunked-prefill-size": "use --chunked-prefill-size of tandemkv",
+    "--api-key": "it would be seen in command lines and logs; use --api-key-file of tandemkv",
+    "--admin-api-key": "it would be seen in command lines; use --admin-key-file of tandemkv",
     "--config": "a second configuration file could undo these checks; pass the arguments singly",
 }
 _REFUSED = {
@@ -44,6 +46,11 @@ _REFUSED = {
     "--smg-grpc-mode": "only the HTTP server is supported",
     "--grpc-mode": "only the HTTP server is supported",
     "--use-ray": "ray is not supported",
+    "--enable-http2": "the checks of requests are made for uvicorn",
+    "--fastapi-root-path": "the checks of requests go by the path as it comes",
+    "--enable-custom-logit-processor": "requests would carry pickled code",
+    "--enable-lora": "adapters are not supported",
+    "--lora-paths": "adapters are not supported",
 }
 _REFUSED_FAMILIES = {
     "--hicache-": "HiCache is not supported: the cache rank already keeps the KV",
@@ -61,6 +68,7 @@ _ONLY = {
     "--pipeline-parallel-size": ("1", "pipeline parallelism is not available in this version"),
     "--dp-size": ("1", "data parallelism is not available in this version"),
     "--data-parallel-size": ("1", "data parallelism is not available in this version"),
+    "--tokenizer-worker-num": ("1", "requests are checked in one HTTP process"),
     "--nnodes": ("1", "several nodes are not available in this version"),
     "--kv-cache-dtype": ("auto", "quantised KV is not supported"),
     "--cuda-graph-backend-prefill": ("disabled", "sets of prompts are filled outside of graphs"),

@@ -11,6 +11,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.nccl_transport import NCCL_ENVIRONMENT
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
 from tandemkv.inference_rank.drain import DRAIN_TIMEOUT_VARIABLE
+from tandemkv.inference_rank.edge.settings import EDGE_VARIABLE
 
 from .cores import usable_cores
 from .pages import PAGE_TOKENS, page_tokens
@@ -100,6 +101,7 @@ def sglang_env(
         SGLANG_PLUGINS="tandemkv",
         **{
             SETTINGS_VARIABLE: settings.rank_settings.model_dump_json(),
+            EDGE_VARIABLE: settings.edge.model_dump_json(),
             RUN_DIR_VARIABLE: str(run_dir),
             DRAIN_TIMEOUT_VARIABLE: str(settings.drain_timeout_s),
         },

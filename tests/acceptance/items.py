@@ -8,6 +8,7 @@ from typing import Any
 
 import bad_input
 import dead_cache_rank
+import edge
 import exact
 import life
 import mass
@@ -27,4 +28,5 @@ ITEMS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "dead_cache_rank": dead_cache_rank.run,
     "speed": speed.run,
     "outside": outside.run,
+    "edge": edge.run,
 }

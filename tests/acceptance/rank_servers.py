@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -43,6 +44,13 @@ class Server:
     pid: int
     log: Path
     run_dir: Path | None = None
+    admin_key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of an administrator: tests empty the cache and abort requests."""
+        key = {"authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
+        return {"content-type": "application/json"} | key
 
     def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, Any]:
         """GET, returning (status code, JSON or text)."""
@@ -51,10 +59,7 @@ class Server:
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 900.0) -> tuple[int, Any]:
         """POST JSON, returning (status code, JSON or text)."""
         data = json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"content-type": "application/json"}
-        )
-        return _call(request, timeout_s)
+        return _call(urllib.request.Request(self.url + path, data, self.headers), timeout_s)
 
     def generate(self, **body: Any) -> dict[str, Any]:
         """Call SGLang's native endpoint; fails the test on anything but 200."""
@@ -136,11 +141,20 @@ def ours(
     """Start ``tandemkv serve`` with a settings tree; ends it as Ctrl-C does."""
     work = Path(tempfile.mkdtemp(prefix="tkv-"))
     port, run_dir = free_port(), work / "run"
-    tree = {
-        "max_running_requests": 6,
-        "chunked_prefill_size": CHUNK_TOKENS,
-        "cache": {"capacity_tokens": CAPACITY_TOKENS, "poison_freed_slots": True},
-    } | (settings or {})
+    admin_key = secrets.token_hex(16)
+    key_file = work / "admin.key"
+    with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(admin_key)
+    edge = {"admin_key_file": str(key_file)} | (settings or {}).get("edge", {})
+    tree = (
+        {
+            "max_running_requests": 6,
+            "chunked_prefill_size": CHUNK_TOKENS,
+            "cache": {"capacity_tokens": CAPACITY_TOKENS, "poison_freed_slots": True},
+        }
+        | (settings or {})
+        | {"edge": edge}
+    )
     config = work / "settings.yaml"
     config.write_text(yaml.safe_dump(tree))
     argv = [
@@ -148,7 +162,7 @@ def ours(
         *("--config", str(config), "--port", str(port), "--run-dir", str(run_dir)),
     ]
     with _running(argv, work / "serve.log", signal.SIGINT, environ) as pid:
-        server = Server(f"http://127.0.0.1:{port}", pid, work / "serve.log", run_dir)
+        server = Server(f"http://127.0.0.1:{port}", pid, work / "serve.log", run_dir, admin_key)
         _wait(server, "/tandemkv/ready")
         yield server
 

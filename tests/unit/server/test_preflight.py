@@ -171,7 +171,9 @@ def test_addresses() -> None:
         ["--config", "x.yaml"], ["--port", "1"], ["--model-path", "m"], ["--max-total-tokens", "9"],
         ["--cuda-graph-backend-prefill", "full"], ["--cuda-graph-config", "{}"],
         ["--cuda-graph-backend-decode", "breakable"],
-        ["--ssl-certfile", "x.pem"], ["--ssl-key=x.pem"],
+        ["--ssl-certfile", "x.pem"], ["--ssl-key=x.pem"], ["--api-key", "k"], ["--admin-api=k"],
+        ["--enable-http2"], ["--fastapi-root-path", "/x"], ["--tokenizer-worker-num", "2"],
+        ["--enable-custom-logit-processor"], ["--enable-lora"], ["--lora-paths", "x"],
     ],
 )  # fmt: skip
 def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
@@ -179,9 +181,21 @@ def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
         check_sglang_args(["--log-level", "debug", *args], device="cpu")
 
 
+def test_keys_on_the_command_line_name_the_file_instead() -> None:
+    with pytest.raises(SettingsError, match="use --api-key-file of tandemkv"):
+        check_sglang_args(["--api-key=secret"], device="cpu")
+
+
 def test_passes_other_sglang_arguments() -> None:
     check_sglang_args(
-        ["--log-level", "debug", "--page-size", "1", "--api-key=--x", "--disable-radix-cache"],
+        [
+            "--log-level",
+            "debug",
+            "--page-size",
+            "1",
+            "--stream-interval=2",
+            "--disable-radix-cache",
+        ],
         device="cpu",
     )
     check_sglang_args(["--page-size", "16"], device="cuda")

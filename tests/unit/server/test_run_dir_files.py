@@ -85,7 +85,7 @@ def test_metrics_stay_where_the_user_wants_them(
 
 def test_the_cache_rank_is_not_told_what_is_for_sglang(launch: ResolvedLaunch) -> None:
     """An API key has no business in its settings file."""
-    settings = launch.settings.model_copy(update={"sglang_args": ("--api-key", "secret")})
+    settings = launch.settings.model_copy(update={"sglang_args": ("--log-level", "secret")})
     run_dir = prepare_run_dir(launch)
     plan = make_plan(replace(launch, settings=settings), run_dir)
     assert "secret" in plan.sglang.argv

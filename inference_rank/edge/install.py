@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put the edge around SGLang's application. The only module here that knows SGLang's objects."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from tandemkv.inference_rank import runtime as runtime_module
+
+from .keys import Keys
+from .limits import Limits
+from .middleware import Edge
+from .requests import MODEL_NAME
+from .settings import edge_settings
+
+PAUSED = "generation is paused; POST /continue_generation with the admin key ends that"
+
+_is_installed = False
+
+
+def install(
+    app: Any, server_args: Any, manager: Any, *, execute_warmup_func: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """Wrap `app`, outside of all middleware that SGLang has added or will.
+
+    Parameters
+    ----------
+    app : FastAPI
+        Not yet started.
+    server_args : ServerArgs
+        Of the server.
+    manager : TokenizerManager
+        Knows the model.
+    execute_warmup_func : callable
+        Takes the server's arguments and sends SGLang's first request, over HTTP.
+
+    Returns
+    -------
+    callable
+        `execute_warmup_func`, with a key that the edge accepts.
+
+    Raises
+    ------
+    SettingsError
+        If a key file or what the launcher handed over cannot be used.
+    """
+    global _is_installed
+    settings = edge_settings()
+    limits = Limits(
+        settings=settings,
+        vocab_size=int(manager.model_config.vocab_size),
+        context_tokens=int(manager.context_len),
+        max_running_requests=int(server_args.max_running_requests),
+        model_names=frozenset({str(server_args.served_model_name), MODEL_NAME}),
+        is_evaluation=runtime_module.settings_from_environment().evaluation,
+    )
+    keys = Keys.read(settings)
+    own_key = secrets.token_hex(32)
+    keys.allow_internal(own_key)
+    build, count = app.build_middleware_stack, _refusal_counter()
+    app.build_middleware_stack = lambda: Edge(
+        build(), limits, keys, closed=lambda: pause_reason(manager), count_refusal=count
+    )
+    _tokenize_once(manager)
+    _is_installed = True
+    return lambda given: execute_warmup_func(_WithKey(given, own_key))
+
+
+def pause_reason(manager: Any) -> str | None:
+    """Return why SGLang generates nothing now, or None."""
+    return PAUSED if manager.is_pause else None
+
+
+def decide_request_auth(_original: Callable[..., Any], **_: Any) -> Any:
+    """Leave keys to the edge, which every request has passed (AROUND hook).
+
+    SGLang would refuse its administrator's routes otherwise: it knows of no key.
+    """
+    from sglang.srt.utils.auth import AuthDecision
+
+    if _is_installed:
+        return AuthDecision(allowed=True)
+    return AuthDecision(allowed=False, error_status_code=403)
+
+
+class _WithKey:
+    """SGLang's arguments for its first request, whose key is in no command line or dump."""
+
+    def __init__(self, server_args: Any, api_key: str) -> None:
+        self._server_args = server_args
+        self.api_key = api_key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server_args, name)
+
+
+def _tokenize_once(manager: Any) -> None:
+    """Let the tokenizer settle its truncation and padding, before threads share it."""
+    if manager.tokenizer is not None:
+        manager.tokenizer("settled")
+
+
+def _refusal_counter() -> Callable[[int], None]:
+    # Imported late: the multi-process directory must be in the environment by then.
+    from prometheus_client import Counter
+
+    counter = Counter(
+        "tandemkv_edge_refused_total", "requests that did not reach SGLang", labelnames=["status"]
+    )
+    return lambda status: counter.labels(status=str(status)).inc()

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bounds of one server: settings, with what the model decides filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .settings import EdgeSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the checks of a request compare with.
+
+    Attributes
+    ----------
+    settings : EdgeSettings
+        As configured.
+    vocab_size : int
+        Token ids are below it. A larger one ends SGLang's scheduler.
+    context_tokens : int
+        Longest request, prompt and answer.
+    max_running_requests : int
+        Completions that SGLang decodes together.
+    model_names : frozenset of str
+        Names that a request may give as its model.
+    is_evaluation : bool
+        Whether forced tokens and emptying the prefix cache are open to all.
+    """
+
+    settings: EdgeSettings
+    vocab_size: int
+    context_tokens: int
+    max_running_requests: int
+    model_names: frozenset[str]
+    is_evaluation: bool = False
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Longest prompt in bytes of UTF-8."""
+        return self.settings.prompt_bytes(self.context_tokens)
+
+    @property
+    def body_bytes(self) -> int:
+        """Longest body in bytes."""
+        return self.settings.body_bytes(self.context_tokens)
+
+    @property
+    def max_admitted(self) -> int:
+        """Completions that run or wait, together."""
+        return self.max_running_requests + self.settings.max_queued_requests

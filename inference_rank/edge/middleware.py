@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The edge: an ASGI application around SGLang's. Runs in the HTTP process, on its event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .admission import Admission
+from .body import parse_json_object, read_body, replay, with_body
+from .keys import Keys, Role
+from .limits import Limits
+from .refusal import RequestRefusedError, shown
+from .requests import RequestCheck
+from .routes import Route, find_route, model_of
+from .shared_probes import SharedProbes
+
+_NO_BODY = 1 << 16
+"""Bodies of administration routes are small."""
+
+
+class Edge:
+    """Refuses what SGLang must not see; hands on the rest.
+
+    Parameters
+    ----------
+    app : ASGIApp
+        SGLang's application, with all of its own middleware.
+    limits : Limits
+        Bounds of this server.
+    keys : Keys
+        Who is who.
+    closed : callable
+        Why no completions are admitted now, or None.
+    count_refusal : callable
+        Told the status of each request that is refused.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        keys: Keys,
+        *,
+        closed: Callable[[], str | None],
+        count_refusal: Callable[[int], None],
+    ) -> None:
+        self._app = app
+        self._limits = limits
+        self._keys = keys
+        self._count_refusal = count_refusal
+        self._probes = SharedProbes(app)
+        self.admission = Admission(limits.max_admitted, closed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; ``lifespan`` goes through, a web socket is closed."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            await self._serve(scope, receive, send)
+        except RequestRefusedError as refusal:
+            self._count_refusal(refusal.status)
+            await refusal.response()(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        self._check_origin(headers.get(b"origin"))
+        path: str = scope["path"]
+        if scope["method"] == "OPTIONS" and b"origin" in headers:
+            await self._app(scope, receive, send)  # a preflight: CORS alone answers it
+            return
+        route = find_route(scope["method"], path)
+        if route.is_probe:
+            response = await self._probes.answer(scope)
+            await response(scope, receive, send)
+            return
+        needed = route.role
+        if route.opens_in_evaluation and self._limits.is_evaluation:
+            needed = Role.USER
+        self._keys.require(needed, headers.get(b"authorization"))
+        # SGLang's logs must not get at it.
+        scope = {
+            **scope,
+            "headers": [item for item in scope["headers"] if item[0].lower() != b"authorization"],
+        }
+        if route.check is not None:
+            await self._serve_checked(scope, receive, send, headers, route.check)
+            return
+        self._check_model(path)
+        await self._serve_plain(scope, receive, send, headers, route)
+
+    async def _serve_checked(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        headers: dict[bytes, bytes],
+        check: RequestCheck,
+    ) -> None:
+        settings = self._limits.settings
+        with self.admission.enter() as place:
+            body = await read_body(
+                receive,
+                headers,
+                max_bytes=self._limits.body_bytes,
+                timeout_s=settings.body_timeout_s,
+            )
+            found = parse_json_object(body, max_depth=settings.max_json_depth)
+            del body
+            place.grow(check(found, self._limits))
+            written = msgspec.json.encode(found)
+            del found
+            await self._app(with_body(scope, written), replay(written, receive), send)
+
+    async def _serve_plain(
+        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], route: Route
+    ) -> None:
+        body = b""
+        if "POST" in route.methods and (
+            headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        ):
+            settings = self._limits.settings
+            body = await read_body(
+                receive, headers, max_bytes=_NO_BODY, timeout_s=settings.body_timeout_s
+            )
+            found = parse_json_object(body, max_depth=settings.max_json_depth)
+            body = msgspec.json.encode(found)
+        await self._app(with_body(scope, body), replay(body, receive), send)
+
+    def _check_origin(self, origin: bytes | None) -> None:
+        """Refuse pages of other origins: SGLang lets each call it from a browser."""
+        if origin is None:
+            return
+        text = origin.decode("latin-1")
+        if text not in self._limits.settings.cors_origins:
+            raise RequestRefusedError(
+                403,
+                f"origin={shown(text)}: pages of this origin may not call the server; allow it "
+                "with --cors-origins",
+                code="origin_not_allowed",
+            )
+
+    def _check_model(self, path: str) -> None:
+        name = model_of(path)
+        if name is not None and name not in self._limits.model_names:
+            raise RequestRefusedError(
+                404, f"model={shown(name)}: this server has no such model", code="model_not_found"
+            )

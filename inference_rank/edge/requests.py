@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of whole requests, a function a route. Fields that are not listed are refused.
+
+Each function checks a parsed body in place and returns how many completions it asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .limits import Limits
+from .refusal import RequestRefusedError, shown
+from .sampling import (
+    EVALUATION_SAMPLING,
+    GRAMMAR,
+    NATIVE_SAMPLING,
+    SAMPLING,
+    SEED,
+    context,
+    last_token_id,
+    most_completions,
+    most_logprobs,
+)
+from .values import (
+    Check,
+    boolean,
+    check_fields,
+    integer,
+    json_bytes,
+    list_of,
+    mapping,
+    one_or_list,
+    only,
+    string,
+    token_ids,
+    wrong,
+)
+
+RequestCheck = Callable[[dict[str, Any], Limits], int]
+
+MODEL_NAME = "default"
+"""SGLang's name of whichever model it serves."""
+
+_SHORT = string(256)
+# Of OpenAI's API, without effect in SGLang: what their clients send anyway.
+_WITHOUT_EFFECT = (
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier",
+    "store", "user", "verbosity",
+)  # fmt: skip
+# Off is what every server can do.
+_OFF: dict[str, Check] = dict.fromkeys(
+    ("return_hidden_states", "return_routed_experts"), only(False)
+)
+
+
+def _prompt_bytes(limits: Limits) -> int:
+    return limits.prompt_bytes
+
+
+_TEXT = string(_prompt_bytes, least=1)
+_MODEL = string(1024)
+_STREAM_OPTIONS = mapping(
+    1024,
+    {"include_usage": boolean, "continuous_usage_stats": boolean, "include_obfuscation": boolean},
+)
+
+
+def _prompt(name: str, value: Any, limits: Limits) -> None:
+    """Check one prompt or several, as text or as token ids."""
+    if isinstance(value, str):
+        _TEXT(name, value, limits)
+    elif isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        part = _TEXT if isinstance(value[0], str) else token_ids
+        list_of(part, most_completions, least=1)(name, value, limits)
+    else:
+        token_ids(name, value, limits)
+
+
+_OPENAI: dict[str, Check] = {
+    **SAMPLING,
+    **_OFF,
+    "model": _MODEL,
+    "max_tokens": integer(1, context),
+    "min_tokens": integer(0, context),
+    "seed": SEED,
+    "stream": boolean,
+    "stream_options": _STREAM_OPTIONS,
+    "response_format": mapping(GRAMMAR),
+    "cache_salt": _SHORT,
+    "return_token_ids": boolean,
+    "return_cached_tokens_details": boolean,
+}
+_COMPLETION: dict[str, Check] = {
+    **_OPENAI,
+    "prompt": _prompt,
+    "suffix": _TEXT,
+    "echo": boolean,
+    "best_of": integer(1, most_completions),
+    "logprobs": integer(0, most_logprobs),
+}
+_CONTENT_PART: dict[str, Check] = {"type": only("text"), "text": string(_prompt_bytes)}
+_FUNCTION: dict[str, Check] = {
+    "name": _SHORT,
+    "arguments": string(_prompt_bytes),
+}
+_TOOL_CALL: dict[str, Check] = {
+    "id": _SHORT,
+    "index": integer(0, 1 << 20),
+    "type": only("function"),
+    "function": mapping(_prompt_bytes, _FUNCTION),
+}
+_MOST_MESSAGES, _MOST_TOOLS = 4096, 256
+
+
+def _content(name: str, value: Any, limits: Limits) -> None:
+    part = string(_prompt_bytes)
+    if isinstance(value, list):
+        part = list_of(mapping(_prompt_bytes, _CONTENT_PART), _MOST_MESSAGES)
+    part(name, value, limits)
+
+
+_MESSAGE: dict[str, Check] = {
+    "role": only("system", "developer", "user", "assistant", "tool", "function"),
+    "content": _content,
+    "name": _SHORT,
+    "tool_call_id": _SHORT,
+    "reasoning_content": string(_prompt_bytes),
+    "tool_calls": list_of(mapping(_prompt_bytes, _TOOL_CALL), _MOST_TOOLS),
+}
+
+
+def _template_options(name: str, value: Any, limits: Limits) -> None:
+    """Check ``chat_template_kwargs``: switches of a template, no arguments of its renderer."""
+    mapping(4096)(name, value, limits)
+    for key, item in value.items():
+        is_renderers = key in (
+            "messages", "conversation", "chat_template", "tools", "documents", "tokenize",
+            "add_generation_prompt", "continue_final_message", "padding", "truncation",
+            "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+            "tokenizer_kwargs", "processor_kwargs", "reasoning_effort",
+        )  # fmt: skip
+        if is_renderers or not key.isidentifier() or isinstance(item, (dict, list)):
+            raise wrong(f"{name}.{key[:80]}", item, "a switch of the model's chat template")
+
+
+_CHAT_PROMPT: dict[str, Check] = {
+    "messages": list_of(mapping(_prompt_bytes, _MESSAGE), _MOST_MESSAGES, least=1),
+    "tools": list_of(mapping(GRAMMAR), _MOST_TOOLS),
+    "tool_choice": lambda name, value, limits: (
+        mapping(1024) if isinstance(value, dict) else only("none", "auto", "required")
+    )(name, value, limits),
+    "reasoning_effort": only("none", "minimal", "low", "medium", "high"),
+    "chat_template_kwargs": _template_options,
+    "continue_final_message": boolean,
+}
+_CHAT: dict[str, Check] = {
+    **{name: check for name, check in _OPENAI.items() if name != "json_schema"},
+    **_CHAT_PROMPT,
+    "max_completion_tokens": integer(1, context),
+    "logprobs": boolean,
+    "top_logprobs": integer(0, most_logprobs),
+    "separate_reasoning": boolean,
+    "stream_reasoning": boolean,
+    "return_prompt_token_ids": boolean,
+    "return_meta_info": boolean,
+}
+_NATIVE: dict[str, Check] = {
+    **_OFF,
+    "text": one_or_list(_TEXT, most_completions),
+    "input_ids": _prompt,
+    "sampling_params": lambda *_: None,  # checked with its own table
+    "rid": string(128, pattern=r"(?!HEALTH_CHECK)[A-Za-z0-9._:-]{1,128}"),
+    "stream": boolean,
+    "return_logprob": boolean,
+    "return_text_in_logprobs": boolean,
+    "return_prompt_token_ids": boolean,
+    "logprob_start_len": integer(-1, context),
+    "top_logprobs_num": integer(0, most_logprobs),
+    "token_ids_logprob": list_of(integer(0, last_token_id), 1024),
+    "extra_key": _SHORT,
+}
+_TOKENIZE: dict[str, Check] = {
+    "model": _MODEL,
+    "prompt": one_or_list(string(_prompt_bytes), most_completions),
+    "add_special_tokens": boolean,
+    **_CHAT_PROMPT,
+}
+
+
+def _tokens(name: str, value: Any, limits: Limits) -> None:
+    if value != []:
+        _prompt(name, value, limits)
+
+
+_DETOKENIZE: dict[str, Check] = {
+    "model": _MODEL, "tokens": _tokens, "skip_special_tokens": boolean
+}  # fmt: skip
+
+
+def check_completion(body: dict[str, Any], limits: Limits) -> int:
+    """Check ``/v1/completions``."""
+    _check(body, _COMPLETION, limits, required="prompt")
+    if "best_of" in body and body["best_of"] < body.get("n", 1):
+        raise wrong("best_of", body["best_of"], f"at least n={body['n']}")
+    return _completions(_num_prompts(body["prompt"]), body.get("n", 1), limits)
+
+
+def check_chat(body: dict[str, Any], limits: Limits) -> int:
+    """Check ``/v1/chat/completions``."""
+    _check(body, _CHAT, limits, required="messages")
+    _check_chat_prompt(body, limits)
+    if "top_logprobs" in body and not body.get("logprobs", False):
+        raise wrong("top_logprobs", body["top_logprobs"], "logprobs=true beside it")
+    return _completions(1, body.get("n", 1), limits)
+
+
+def check_native(body: dict[str, Any], limits: Limits) -> int:
+    """Check SGLang's ``/generate``."""
+    _check(body, _NATIVE, limits)
+    given = [name for name in ("text", "input_ids") if name in body]
+    if len(given) != 1:
+        raise RequestRefusedError(400, "exactly one of text and input_ids is required")
+    sampling = body.get("sampling_params", {})
+    if not isinstance(sampling, dict):
+        raise wrong("sampling_params", sampling, "one mapping, for all prompts,")
+    table = EVALUATION_SAMPLING if limits.is_evaluation else NATIVE_SAMPLING
+    check_fields(sampling, table, limits, prefix="sampling_params.")
+    num_prompts = _num_prompts(body[given[0]])
+    if num_prompts > 1 and "rid" in body:
+        raise wrong("rid", body["rid"], "one prompt beside it")
+    return _completions(num_prompts, sampling.get("n", 1), limits)
+
+
+def check_tokenize(body: dict[str, Any], limits: Limits) -> int:
+    """Check ``/tokenize``."""
+    _check(body, _TOKENIZE, limits)
+    if ("prompt" in body) == ("messages" in body):
+        raise RequestRefusedError(400, "exactly one of prompt and messages is required")
+    if "messages" in body:
+        _check_chat_prompt(body, limits)
+    return 1
+
+
+def check_detokenize(body: dict[str, Any], limits: Limits) -> int:
+    """Check ``/detokenize``."""
+    _check(body, _DETOKENIZE, limits, required="tokens")
+    return 1
+
+
+def _check(
+    body: dict[str, Any],
+    fields: Mapping[str, Check],
+    limits: Limits,
+    *,
+    required: str | None = None,
+) -> None:
+    for name in _WITHOUT_EFFECT:
+        body.pop(name, None)
+    check_fields(body, fields, limits)
+    if required is not None and required not in body:
+        raise RequestRefusedError(
+            400, f"{required} is missing", param=required, code="missing_required_parameter"
+        )
+    model = body.get("model", MODEL_NAME)
+    if model not in limits.model_names:
+        names = ", ".join(sorted(limits.model_names - {MODEL_NAME}))
+        raise RequestRefusedError(
+            404,
+            f"model={shown(model)}: this server serves {names}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _check_chat_prompt(body: dict[str, Any], limits: Limits) -> None:
+    """Bound messages and tools together, for all of them are in the prompt."""
+    for position, message in enumerate(body["messages"]):
+        if "role" not in message:
+            raise RequestRefusedError(
+                400, f"messages[{position}].role is missing", param=f"messages[{position}].role"
+            )
+    length = json_bytes(body["messages"]) + json_bytes(body.get("tools", []))
+    if length > limits.prompt_bytes:
+        raise RequestRefusedError(
+            400,
+            f"messages and tools have {length} bytes; at most {limits.prompt_bytes} are allowed "
+            "(--max-prompt-bytes)",
+            param="messages",
+            code="context_length_exceeded",
+        )
+
+
+def _num_prompts(prompt: Any) -> int:
+    is_list = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
+    return len(prompt) if is_list else 1
+
+
+def _completions(num_prompts: int, n: int, limits: Limits) -> int:
+    total, most = num_prompts * n, most_completions(limits)
+    if total > most:
+        raise RequestRefusedError(
+            400,
+            f"{num_prompts} prompts times n={n} are {total} completions; at most {most} are "
+            "allowed in one request (--max-n)",
+            param="n",
+        )
+    return total

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may ask of the sampler, for SGLang's names and for OpenAI's."""
+
+from __future__ import annotations
+
+from .limits import Limits
+from .values import (
+    Bound,
+    Check,
+    boolean,
+    integer,
+    list_of,
+    logit_bias,
+    mapping,
+    number,
+    one_or_list,
+    string,
+)
+
+_LEAST_INT64, _MOST_INT64 = -(1 << 63), (1 << 63) - 1
+_ALL_TOKENS = 1 << 30  # SGLang's own word for the whole vocabulary
+
+LEAST_REPETITION_PENALTY = 0.01
+"""Smaller ones overflow when logits are divided by them, and SGLang's scheduler ends."""
+MOST_TEMPERATURE = 10.0
+
+
+def context(limits: Limits) -> int:
+    """Bound: tokens of a context."""
+    return limits.context_tokens
+
+
+def most_completions(limits: Limits) -> int:
+    """Bound: completions of one request."""
+    return min(limits.settings.max_n, limits.max_admitted)
+
+
+def most_logprobs(limits: Limits) -> int:
+    """Bound: alternatives per token."""
+    return min(limits.settings.max_logprobs, limits.vocab_size)
+
+
+def last_token_id(limits: Limits) -> int:
+    """Bound: the greatest token id."""
+    return limits.vocab_size - 1
+
+
+def _most_stops(limits: Limits) -> int:
+    return limits.settings.max_stops
+
+
+def _most_stop_bytes(limits: Limits) -> int:
+    return limits.settings.max_stop_bytes
+
+
+def _most_grammar_bytes(limits: Limits) -> int:
+    return limits.settings.max_grammar_bytes
+
+
+GRAMMAR: Bound = _most_grammar_bytes
+
+# An empty stop string would end every answer before it begins.
+_STOP = one_or_list(string(_most_stop_bytes, least=1), _most_stops)
+
+SAMPLING: dict[str, Check] = {
+    "temperature": number(0, MOST_TEMPERATURE),
+    "top_p": number(0, 1, above=True),
+    "top_k": integer(1, _ALL_TOKENS, also=(-1,)),
+    "min_p": number(0, 1),
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "repetition_penalty": number(LEAST_REPETITION_PENALTY, 2),
+    "logit_bias": logit_bias,
+    "n": integer(1, most_completions),
+    "stop": _STOP,
+    "stop_token_ids": list_of(integer(0, last_token_id), _most_stops),
+    "ignore_eos": boolean,
+    "no_stop_trim": boolean,
+    "skip_special_tokens": boolean,
+    "json_schema": string(GRAMMAR),
+    "regex": string(GRAMMAR),
+    "ebnf": string(GRAMMAR),
+}
+"""Under these names in every route. ``stop_regex`` is not there: SGLang matches it, backtracking,
+in its scheduler, where one expression can take for ever."""
+
+SEED = integer(_LEAST_INT64, _MOST_INT64)
+
+NATIVE_SAMPLING: dict[str, Check] = {
+    **SAMPLING,
+    "max_new_tokens": integer(0, context),
+    "min_new_tokens": integer(0, context),
+    "sampling_seed": SEED,
+    "spaces_between_special_tokens": boolean,
+    "stream_interval": integer(1, 4096),
+}
+
+EVALUATION_SAMPLING: dict[str, Check] = {**NATIVE_SAMPLING, "custom_params": mapping(1 << 24)}
+"""With ``--evaluation``: forced tokens travel in ``custom_params``."""

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the HTTP edge. They concern one server and are not part of the handshake.
+
+The launcher hands them to SGLang's HTTP process as JSON in ``TANDEMKV_EDGE``. Keys are in files,
+of which the settings hold the paths alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.strict import Strict
+
+EDGE_VARIABLE = "TANDEMKV_EDGE"
+
+BYTES_PER_TOKEN = 16
+"""Default of max_prompt_bytes per token of context. Prose has about four bytes a token."""
+
+
+class EdgeSettings(Strict):
+    """What a request may ask for, how many there may be, and who may send them."""
+
+    api_key_file: Path | None = Field(
+        default=None,
+        description="File of mode 0600 that holds the key which requests must send as bearer "
+        "token; default: no key is asked for.",
+    )
+    admin_key_file: Path | None = Field(
+        default=None,
+        description="File of mode 0600 that holds the key of SGLang's administration routes; "
+        "default: they are not served.",
+    )
+    cors_origins: tuple[str, ...] = Field(
+        default=(), description="Web origins whose pages may call the server, or none."
+    )
+    max_queued_requests: int = Field(
+        default=64,
+        ge=0,
+        le=1 << 16,
+        description="Completions that may wait beside max_running_requests; more get HTTP 429.",
+    )
+    max_body_bytes: int | None = Field(
+        default=None,
+        ge=1024,
+        le=1 << 30,
+        description="Longest body of a request; default twice max_prompt_bytes and 1 MiB.",
+    )
+    max_prompt_bytes: int | None = Field(
+        default=None,
+        ge=16,
+        le=1 << 30,
+        description="Longest prompt before it is tokenised; default 16 bytes a token of context.",
+    )
+    max_json_depth: int = Field(
+        default=32, ge=4, le=256, description="Deepest nesting of a request's JSON."
+    )
+    body_timeout_s: float = Field(
+        default=30.0, gt=0, le=3600, description="Longest wait for the body of a request."
+    )
+    max_n: int = Field(
+        default=16, ge=1, le=1024, description="Completions of one request: prompts times n."
+    )
+    max_logprobs: int = Field(
+        default=20, ge=0, le=256, description="Alternatives per token that logprobs may list."
+    )
+    max_stops: int = Field(
+        default=16, ge=1, le=256, description="Stop strings of one request, and stop tokens."
+    )
+    max_stop_bytes: int = Field(default=256, ge=1, le=1 << 16, description="Longest stop string.")
+    max_grammar_bytes: int = Field(
+        default=1 << 16,
+        ge=16,
+        le=1 << 24,
+        description="Longest JSON schema, regular expression or grammar of a request.",
+    )
+
+    def prompt_bytes(self, context_tokens: int) -> int:
+        """`max_prompt_bytes`, or what it is for a model of `context_tokens`."""
+        return self.max_prompt_bytes or BYTES_PER_TOKEN * context_tokens
+
+    def body_bytes(self, context_tokens: int) -> int:
+        """`max_body_bytes`, or what it is for a model of `context_tokens`."""
+        return self.max_body_bytes or 2 * self.prompt_bytes(context_tokens) + (1 << 20)
+
+
+def edge_settings(environ: Mapping[str, str] = os.environ) -> EdgeSettings:
+    """Return what the launcher handed over; the defaults if it handed over nothing.
+
+    Raises
+    ------
+    SettingsError
+        If the variable cannot be read.
+    """
+    text = environ.get(EDGE_VARIABLE)
+    if text is None:
+        return EdgeSettings()
+    try:
+        return EdgeSettings.model_validate_json(text)
+    except ValidationError as error:
+        raise SettingsError(
+            f"{EDGE_VARIABLE} is not what `tandemkv serve` hands over: {error}"
+        ) from error

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Item *edge*: bad requests are refused at once, no request gives a 5xx, no answer is another's.
+
+``TANDEMKV_CANARIES`` is the number of requests with a canary (10000), ``TANDEMKV_CANARIES_S`` the
+longest time for them, ``TANDEMKV_FUZZ_EXAMPLES`` the examples of Schemathesis per route (200).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rank_servers import Server, ours
+from workbench import SMALL, Bench, Checks
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+AT_ONCE_S = 1.0
+CALLERS = 12
+ATTACKS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "chat with top_logprobs 100000": (
+        CHAT,
+        {"messages": MESSAGES, "logprobs": True, "top_logprobs": 100_000},
+        400,
+    ),
+    "prompt [-1, 5]": (COMPLETIONS, {"prompt": [-1, 5]}, 400),
+    "prompt [vocabulary size]": (COMPLETIONS, {"prompt": [49152]}, 400),
+    "prompt [10**9]": (COMPLETIONS, {"prompt": [10**9]}, 400),
+    "native prompt [-1, 5]": ("/generate", {"input_ids": [-1, 5]}, 400),
+    "n 20000": (COMPLETIONS, {"prompt": "hi", "n": 20_000}, 400),
+    "prompt of 50 MB": (COMPLETIONS, {"prompt": "hello world " * (50 * 2**20 // 12)}, 413),
+    "unknown model": (COMPLETIONS, {"prompt": "hi", "model": "other"}, 404),
+}
+ROUTES = (
+    *("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize"),
+    *("/v1/models", "/model_info", "/tandemkv/ready", "/tandemkv/status"),
+)
+
+
+def run(_bench: Bench) -> dict[str, Any]:
+    """Attacks, then Schemathesis, then canaries, all on one server."""
+    checks = Checks()
+    with ours({"selection": SMALL}) as server:
+        attacks = {name: attack(server, *given) for name, given in ATTACKS.items()}
+        for name, row in attacks.items():
+            required = (
+                f"HTTP {ATTACKS[name][2]} within {AT_ONCE_S:g} s, then ready, RSS within 20 %"
+            )
+            checks.add(name, row, required, row["pass"])
+        pause = paused(server)
+        checks.add("paused by an administrator", pause, "[403, 503, 503, 200]", pause == PAUSED)
+        worst = worst_readiness(server)
+        checks.add("readiness while long prompts are tokenised, s", worst, "below 1", worst < 1.0)
+        fuzz = schemathesis(server)
+        checks.add("Schemathesis", fuzz["last_line"], "no 5xx", fuzz["pass"])
+        found = canaries(
+            server,
+            int(os.environ.get("TANDEMKV_CANARIES", "10000")),
+            float(os.environ.get("TANDEMKV_CANARIES_S", "86400")),
+        )
+        checks.add(
+            "answers that hold another's canary", found["foreign"], "0", not found["foreign"]
+        )
+        checks.add("requests that failed", found["failed"], "0", not found["failed"])
+        code = server.get("/tandemkv/ready")[0]
+        checks.add("ready at the end", code, "HTTP 200", code == 200)
+    return checks.result(attacks=attacks, schemathesis=fuzz, canaries=found)
+
+
+PAUSED = [403, 503, 503, 200]
+
+
+def attack(server: Server, path: str, body: dict[str, Any], required: int) -> dict[str, Any]:
+    """Send one bad request and see whether the server is as it was."""
+    before = rss_bytes(server)
+    start = time.monotonic()
+    code, _ = server.post(path, body, 30.0)
+    seconds = time.monotonic() - start
+    ready = server.get("/tandemkv/ready")[0]
+    growth = rss_bytes(server) / before
+    passed = (code, ready) == (required, 200) and seconds < AT_ONCE_S and growth < 1.2
+    return {"code": code, "seconds": round(seconds, 3), "rss": round(growth, 3), "pass": passed}
+
+
+def rss_bytes(server: Server) -> int:
+    """Resident memory of all processes."""
+    return sum(process.memory_info().rss for process in server.processes())
+
+
+def paused(server: Server) -> list[int]:
+    """Pause without the key, with it, ask for readiness and an answer, continue."""
+    stranger = Server(server.url, server.pid, server.log)
+    found = [stranger.post("/pause_generation", {})[0]]
+    server.post("/pause_generation", {})
+    found += [server.get("/tandemkv/ready")[0], server.post(COMPLETIONS, {"prompt": "hi"}, 5.0)[0]]
+    server.post("/continue_generation", {})
+    return [*found, server.get("/tandemkv/ready")[0]]
+
+
+def worst_readiness(server: Server) -> float:
+    """Return the longest time that readiness took beside eight prompts of the longest kind."""
+    text = ("hello world " * 11_000)[:130_000]
+    longest = 0.0
+    with ThreadPoolExecutor(8) as pool:
+        bodies = (
+            (COMPLETIONS, {"prompt": text}),
+            (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        )
+        pending = [pool.submit(server.post, *bodies[index % 2]) for index in range(8)]
+        while not all(item.done() for item in pending):
+            start = time.monotonic()
+            server.get("/tandemkv/ready")
+            longest = max(longest, time.monotonic() - start)
+    return round(longest, 3)
+
+
+def schemathesis(server: Server) -> dict[str, Any]:
+    """Run Schemathesis over the routes that are served, with SGLang's own schema of them."""
+    request = Server(server.url, server.pid, server.log, admin_key=server.admin_key)
+    schema = schema_of(request)
+    schema["paths"] = {path: item for path, item in schema["paths"].items() if path in ROUTES}
+    examples = os.environ.get("TANDEMKV_FUZZ_EXAMPLES", "200")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "openapi.json"
+        file.write_text(json.dumps(schema))
+        done = subprocess.run(
+            [
+                *(str(Path(sys.executable).with_name("schemathesis")), "run", str(file)),
+                *("--url", server.url, "--checks", "not_a_server_error", "--seed", "1"),
+                *("--max-examples", examples, "--mode", "all", "--request-timeout", "60"),
+                *("--phases", "examples,coverage,fuzzing", "--no-color"),
+                *("--suppress-health-check", "all", "--generation-database", "none"),
+                *("--max-time", "1800", "--continue-on-failure"),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=3600,
+            cwd=folder,
+        )
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    generated = next((line for line in lines if "generated" in line.lower()), "")
+    return {
+        "routes": sorted(schema["paths"]),
+        "examples_per_route": int(examples),
+        "summary": generated,
+        "last_line": lines[-1] if lines else done.stderr[-300:],
+        "failures": lines[-60:] if done.returncode else [],
+        "pass": done.returncode == 0 and server.get("/tandemkv/ready")[0] == 200,
+    }
+
+
+def schema_of(server: Server) -> dict[str, Any]:
+    """Return SGLang's OpenAPI schema, which administrators may read."""
+    import urllib.request
+
+    request = urllib.request.Request(f"{server.url}/openapi.json", headers=server.headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        found: dict[str, Any] = json.load(reply)
+    return found
+
+
+def canaries(server: Server, number: int, longest_s: float) -> dict[str, Any]:
+    """Send requests that each hold a word of their own; look for it in every other answer."""
+    end = time.monotonic() + longest_s
+    start = time.monotonic()
+
+    def one(index: int) -> tuple[int, int, str] | None:
+        if time.monotonic() > end:
+            return None
+        rng = random.Random(index)
+        word = canary(index)
+        filler = "The quick brown fox jumps over the lazy dog. " * rng.randrange(1, 12)
+        prompt = (
+            f"{filler}The password is {word}. Repeat it: the password is {word}. The password is"
+        )
+        body = {"prompt": prompt, "max_tokens": rng.randrange(8, 20), "temperature": 0}
+        code, found = server.post(COMPLETIONS, body, 300.0)
+        return index, code, found["choices"][0]["text"] if code == 200 else str(found)[:200]
+
+    with ThreadPoolExecutor(CALLERS) as pool:
+        rows = [row for row in pool.map(one, range(number)) if row is not None]
+    good = [(index, text) for index, code, text in rows if code == 200]
+    # What an answer says beside its own word must be nobody's word.
+    words = {canary(index) for index, _, _ in rows}
+    foreign = [
+        index
+        for index, text in good
+        if (set(re.findall(r"zq[a-f0-9]{12}", text)) - {canary(index)}) & words
+    ]
+    return {
+        "asked_for": number,
+        "sent": len(rows),
+        "at_once": CALLERS,
+        "seconds": round(time.monotonic() - start, 1),
+        "answers_with_their_own": sum(canary(index) in text for index, text in good),
+        "foreign": len(foreign),
+        "failed": len(rows) - len(good),
+    }
+
+
+def canary(index: int) -> str:
+    """Return the word of one request."""
+    return f"zq{random.Random(f'canary-{index}').getrandbits(48):012x}"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ended or blocked a server before there was an edge, sent to a real one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+from rank_servers import Server, ours
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+ATTACKS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "top_logprobs": (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 100000}, 400),
+    "negative id": (COMPLETIONS, {"prompt": [-1, 5]}, 400),
+    "id of vocabulary size": (COMPLETIONS, {"prompt": [49152]}, 400),
+    "huge id": (COMPLETIONS, {"prompt": [10**9]}, 400),
+    "native": ("/generate", {"input_ids": [-1, 5]}, 400),
+    "n": (COMPLETIONS, {"prompt": "hi", "n": 20000}, 400),
+    "50 MB": (COMPLETIONS, {"prompt": "hello world " * (50 * 2**20 // 12)}, 413),
+    "model": (COMPLETIONS, {"prompt": "hi", "model": "other"}, 404),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with ours() as running:
+        yield running
+
+
+def still_serves(server: Server) -> None:
+    assert server.get("/tandemkv/ready", 1.0)[0] == 200
+    body = {"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
+    assert server.post(COMPLETIONS, body, 30.0)[0] == 200
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_is_refused_at_once(server: Server, name: str) -> None:
+    path, body, code = ATTACKS[name]
+    rss = max(process.memory_info().rss for process in server.processes())
+    start = time.monotonic()
+    found = server.post(path, body, 30.0)
+    assert found[0] == code, found
+    # One second is what is asked for; CI's machine may stall.
+    assert time.monotonic() - start < 5.0
+    still_serves(server)
+    assert max(process.memory_info().rss for process in server.processes()) < 1.2 * rss
+
+
+def test_readiness_answers_while_long_prompts_are_tokenised(server: Server) -> None:
+    text = ("hello world " * 11000)[:130_000]
+    bodies = [
+        (COMPLETIONS, {"prompt": text}),
+        (CHAT, {"messages": [MESSAGES[0] | {"content": text}]}),
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        pending = [pool.submit(server.post, *bodies[index % 2]) for index in range(8)]
+        while not all(item.done() for item in pending):
+            assert server.get("/tandemkv/ready", 2.0)[0] == 200
+    for item in pending:
+        code, found = item.result()
+        assert code == 400, found
+        assert "longer than the model's context" in str(found)
+
+
+def test_a_paused_server_is_not_ready_and_only_administrators_pause(server: Server) -> None:
+    stranger = Server(server.url, server.pid, server.log)
+    for path in ("/pause_generation", "/configure_logging", "/flush_cache"):
+        assert stranger.post(path, {})[0] == 403
+    assert server.get("/tandemkv/ready")[0] == 200
+    assert server.post("/pause_generation", {})[0] == 200
+    code, found = server.get("/tandemkv/ready")
+    assert (code, "paused" in str(found)) == (503, True)
+    assert server.post(COMPLETIONS, {"prompt": "hi"}, 5.0)[0] == 503
+    assert server.post("/continue_generation", {})[0] == 200
+    still_serves(server)
+
+
+def test_the_key_is_shown_nowhere(server: Server) -> None:
+    assert server.admin_key is not None
+    assert server.run_dir is not None
+    assert server.post("/configure_logging", {"log_requests": True})[0] == 200
+    still_serves(server)
+    for process in server.processes():
+        shown = [*process.cmdline(), *process.environ().values()]
+        assert not any(server.admin_key in text for text in shown)
+    for log in (server.log, *server.run_dir.glob("*.log"), *server.run_dir.glob("*.yaml")):
+        assert server.admin_key not in log.read_text()
+    assert psutil.pid_exists(server.pid)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may hold. What is refused here ended SGLang's scheduler, or kept it busy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from edge_world import CHAT, COMPLETIONS, NATIVE, World, make_world
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 100000}, "top_logprobs=100000"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "logprobs=true"),
+    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs=-1"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs=21"),
+    (COMPLETIONS, {"prompt": [-1, 5]}, r"prompt[0]=-1"),
+    (COMPLETIONS, {"prompt": [1000]}, r"prompt[0]=1000"),
+    (COMPLETIONS, {"prompt": [5, 10**9]}, r"prompt[1]=1000000000"),
+    (COMPLETIONS, {"prompt": [10**40]}, "an integer of 133 bits"),
+    (COMPLETIONS, {"prompt": [1, True]}, r"prompt[1]=true"),
+    (COMPLETIONS, {"prompt": [1.0]}, r"prompt[0]=1.0"),
+    (COMPLETIONS, {"prompt": [[1], [1000]]}, r"prompt[1][0]=1000"),
+    (COMPLETIONS, {"prompt": [[1], "x"]}, r"prompt[1]='x'"),
+    (COMPLETIONS, {"prompt": []}, "at least one token id"),
+    (COMPLETIONS, {"prompt": [[]]}, "at least one token id"),
+    (COMPLETIONS, {"prompt": ""}, "prompt has 0 bytes"),
+    (COMPLETIONS, {"prompt": [1] * 257}, "257 tokens"),
+    (COMPLETIONS, {"prompt": "é" * 2049}, "prompt has 4098 bytes; 1 to 4096"),
+    (COMPLETIONS, {"prompt": "x", "n": 20000}, "n=20000"),
+    (COMPLETIONS, {"prompt": "x", "n": "20000"}, "n='20000'"),
+    (COMPLETIONS, {"prompt": "x", "n": 0}, "n=0"),
+    (COMPLETIONS, {"prompt": ["x"] * 17}, "a list of 1 to 16"),
+    (COMPLETIONS, {"prompt": ["x"] * 9, "n": 2}, "18 completions; at most 16"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 17}, "best_of=17"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 1, "n": 2}, "best_of=1: at least n=2"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens=0"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 257}, "max_tokens=257"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 2**70}, "max_tokens="),
+    (COMPLETIONS, {"prompt": "x", "stop": ["x"] * 17}, "a list of 1 to 16"),
+    (COMPLETIONS, {"prompt": "x", "stop": "x" * 257}, "stop has 257 bytes"),
+    (COMPLETIONS, {"prompt": "x", "stop": ["a", ""]}, r"stop[1] has 0 bytes"),
+    (COMPLETIONS, {"prompt": "x", "stop": 3}, "stop=3"),
+    (COMPLETIONS, {"prompt": "x", "stop_token_ids": [1000]}, r"stop_token_ids[0]=1000"),
+    (COMPLETIONS, {"prompt": "x", "stop_regex": "(a+)+$"}, "stop_regex: this server has no such"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"1000": 1}}, "logit_bias key='1000'"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias key='-1'"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"٣": 1}}, "logit_bias key="),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 101}}, r"logit_bias[1]=101"),
+    (COMPLETIONS, {"prompt": "x", "temperature": -1}, "temperature=-1"),
+    (COMPLETIONS, {"prompt": "x", "temperature": 1e300}, "temperature="),
+    (COMPLETIONS, {"prompt": "x", "temperature": True}, "temperature=true"),
+    (COMPLETIONS, {"prompt": "x", "top_p": 0}, "top_p=0"),
+    (COMPLETIONS, {"prompt": "x", "top_p": 1.5}, "top_p=1.5"),
+    (COMPLETIONS, {"prompt": "x", "top_k": 0}, "top_k=0"),
+    (COMPLETIONS, {"prompt": "x", "min_p": -0.1}, "min_p=-0.1"),
+    (COMPLETIONS, {"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty="),
+    (COMPLETIONS, {"prompt": "x", "frequency_penalty": 3}, "frequency_penalty=3"),
+    (COMPLETIONS, {"prompt": "x", "seed": 2**64}, "seed="),
+    (COMPLETIONS, {"prompt": "x", "json_schema": "x" * 70000}, "json_schema has 70000 bytes"),
+    (COMPLETIONS, {"prompt": "x", "custom_logit_processor": "x"}, "custom_logit_processor"),
+    (COMPLETIONS, {"prompt": "x", "lora_path": "/etc"}, "lora_path"),
+    (COMPLETIONS, {"prompt": "x", "bootstrap_host": "h"}, "bootstrap_host"),
+    (COMPLETIONS, {"prompt": "x", "return_hidden_states": True}, "return_hidden_states=true"),
+    (COMPLETIONS, {}, "prompt is missing"),
+    (CHAT, {"messages": []}, "a list of 1 to"),
+    (CHAT, {"messages": [{"content": "x"}]}, r"messages[0].role is missing"),
+    (CHAT, {"messages": [{"role": "root", "content": "x"}]}, r"messages[0].role='root'"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 4097}]}, "messages[0] has"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 2100}] * 2}, "messages and tools have"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "type='image_url'",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}},
+        "chat_template_kwargs.messages=1",
+    ),
+    (CHAT, {"messages": MESSAGES, "input_ids": [1]}, "input_ids: this server has no such"),
+    (NATIVE, {"input_ids": [-1, 5]}, r"input_ids[0]=-1"),
+    (NATIVE, {"text": "x", "input_ids": [1]}, "exactly one of text and input_ids"),
+    (NATIVE, {"text": "x", "top_logprobs_num": 100000}, "top_logprobs_num=100000"),
+    (NATIVE, {"text": "x", "sampling_params": {"n": 20000}}, "sampling_params.n=20000"),
+    (NATIVE, {"text": "x", "sampling_params": [{}]}, "one mapping"),
+    (NATIVE, {"text": "x", "sampling_params": {"custom_params": {}}}, "custom_params: this server"),
+    (NATIVE, {"text": "x", "token_ids_logprob": [1000]}, r"token_ids_logprob[0]=1000"),
+    (NATIVE, {"text": "x", "rid": "HEALTH_CHECK_1"}, "rid="),
+    (NATIVE, {"text": "x", "image_data": "/etc/passwd"}, "image_data"),
+    (NATIVE, {"text": "x", "input_embeds": [[1.0]]}, "input_embeds"),
+    ("/tokenize", {"prompt": "x" * 5000}, "prompt has 5000 bytes"),
+    ("/detokenize", {"tokens": [1000]}, r"tokens[0]=1000"),
+]
+
+ALLOWED: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"model": "m", "prompt": "x", "max_tokens": 256, "n": 2, "stop": ["a", "b"]}),
+    (COMPLETIONS, {"prompt": [0, 999], "logprobs": 20, "temperature": 0, "top_k": -1}),
+    (COMPLETIONS, {"prompt": [[1]], "stream": True, "stream_options": {"include_usage": True}}),
+    (COMPLETIONS, {"prompt": ["a", "b"], "logit_bias": {"999": -100}, "seed": -1, "echo": True}),
+    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "user": "u"}),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "s"}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "r"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            "tool_choice": "auto",
+            "response_format": {"type": "json_object"},
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    ),
+    (NATIVE, {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 0}, "rid": "to-abort"}),
+    (NATIVE, {"text": "x", "return_logprob": True, "logprob_start_len": -1, "lora_path": None}),
+    ("/v1/tokenize", {"model": "default", "prompt": "x"}),
+    ("/v1/detokenize", {"tokens": []}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def world() -> World:
+    return make_world()
+
+
+@pytest.mark.parametrize(("path", "body", "text"), REFUSED)
+def test_refuses(world: World, path: str, body: dict[str, Any], text: str) -> None:
+    reply = world.post(path, body)
+    assert reply.status_code == 400, reply.text
+    assert text in reply.json()["error"]["message"]
+    assert len(reply.text) < 600
+    assert not world.behind.seen
+    assert world.refused == [400]
+
+
+@pytest.mark.parametrize(("path", "body"), ALLOWED)
+def test_hands_on(world: World, path: str, body: dict[str, Any]) -> None:
+    reply = world.post(path, body)
+    assert reply.status_code == 200, reply.text
+    (seen,) = world.behind.seen
+    given = {name: value for name, value in body.items() if value is not None and name != "user"}
+    understood = json.loads(seen["body"])
+    assert understood.keys() == given.keys()
+    assert world.edge.admission.taken == 0
+
+
+@pytest.mark.parametrize("model", ["gpt-4", "m:adapter", ""])
+def test_unknown_models(world: World, model: str) -> None:
+    reply = world.post(COMPLETIONS, {"model": model, "prompt": "x"})
+    assert reply.status_code == 404
+    assert reply.json()["error"]["code"] == "model_not_found"
+    assert world.get("/v1/models/m").status_code == 200
+    assert world.get("/v1/models/other").status_code == 404
+
+
+def test_sglang_gets_what_was_checked(world: World) -> None:
+    """Of two keys of one name the checks see one, and so must SGLang."""
+    reply = world.post(COMPLETIONS, b'{"prompt":"x","n":20000,"n":1,"max_tokens":null}')
+    assert reply.status_code == 200
+    (seen,) = world.behind.seen
+    assert seen["body"] == b'{"prompt":"x","n":1}'
+    assert (b"content-length", b"20") in seen["headers"]
+
+
+def test_forced_tokens_need_evaluation() -> None:
+    body = {"text": "x", "sampling_params": {"custom_params": {"forced_token_ids": [1]}}}
+    assert make_world(is_evaluation=True).post(NATIVE, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'{"prompt":"x","temperature":NaN}', "not valid JSON"),
+        (b'{"prompt":"x","temperature":1e999}', "not valid JSON"),
+        (b'{"prompt":"\\ud800"}', "not valid JSON"),
+        (b'{"prompt":"\xff"}', "not valid JSON"),
+        (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "more than 32 deep"),
+        (b'{"prompt":' + b"[" * 40 + b"]" * 40 + b"}", "more than 32 deep"),
+        (b'{"prompt":' + b'{"a":' * 40 + b"1" + b"}" * 40 + b"}", "more than 32 deep"),
+    ],
+)
+def test_bad_json(world: World, body: bytes, text: str) -> None:
+    reply = world.post(COMPLETIONS, body)
+    assert reply.status_code == 400
+    assert text in reply.json()["error"]["message"]
