@@ -146,6 +146,18 @@ def cache_rank_device(settings: ServeSettings) -> str:
     return resolve_device(found, num_ranks_here=1)
 
 
+def inference_device_of(settings: ServeSettings, cache_device: str) -> str:
+    """Return the device of the inference rank of a cache rank that is started by itself.
+
+    What is left open cannot be seen from here. A cache rank that is on a CPU because that was
+    asked for, or because the policy runs on nothing else, is taken to be beside a GPU.
+    """
+    if settings.device != "auto":
+        return settings.device
+    is_cpu_only = "cuda" not in policy_devices(settings.selection.policy)
+    return "cuda" if settings.cache_device == "cpu" or is_cpu_only else cache_device
+
+
 def as_pair(settings: ServeSettings) -> ServeSettings:
     """Return the settings of a rank that is started by itself: one of two by default."""
     if settings.cache_ranks is not None:

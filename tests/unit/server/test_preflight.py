@@ -42,11 +42,11 @@ def test_resolves_every_auto(model_dir: Path) -> None:
     assert preflight.resolve_dtype("auto", "cuda", model_dir) == "bfloat16"
 
 
-def test_refuses_a_policy_that_cannot_run_in_the_process(model_dir: Path) -> None:
-    for policy in ("lfps", "quest", "sfi", "sync_kv"):
+def test_every_policy_may_run_in_the_process_on_a_cpu(model_dir: Path) -> None:
+    for policy in ("lfps", "quest", "sfi"):
         selection = {"policy": policy, "exact_layers": []}
-        with pytest.raises(SettingsError, match=f"policy={policy} needs .*use --cache-ranks 1"):
-            resolve(model_dir, cache_ranks=0, selection=selection)
+        launch = resolve(model_dir, cache_ranks=0, selection=selection)
+        assert launch.settings.transport == "local"
 
 
 @pytest.mark.parametrize(("tp_size", "divides"), [(1, True), (2, True), (4, True), (3, False)])
@@ -99,12 +99,8 @@ def test_refuses_what_has_no_calibration(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match=r"calibration=nothing\.json: cannot be read"):
         resolve(model_dir, selection={"policy": "kascade", "calibration": "nothing.json"})
     resolve(model_dir, selection={"policy": "kascade", "anchors": (0, 2)})
-    with pytest.raises(SettingsError, match="kascade_fraction needs a cache rank in a process"):
-        resolve(
-            model_dir,
-            cache_ranks=0,
-            selection={"policy": "kascade", "anchors": (0, 2), "kascade_fraction": 0.1},
-        )
+    fraction = {"policy": "kascade", "anchors": (0, 2), "kascade_fraction": 0.1}
+    resolve(model_dir, cache_ranks=0, selection=fraction)
     with pytest.raises(SettingsError, match=r"pool_before=1, .*policy=quest .* last_query"):
         resolve(model_dir, selection={"policy": "quest", "pool_before": 1})
 

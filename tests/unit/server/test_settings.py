@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.server.devices import resolve_device
 from tandemkv.server.options import RANK_FLAGS, SERVE_FLAGS
 from tandemkv.server.settings import ServeSettings, is_loopback
@@ -81,7 +83,7 @@ def test_exact_layers_in_yaml(tmp_path: Path, text: str, layers: tuple[int, ...]
 def test_flat_layers_are_exact_unless_samples_stand_for_them(
     chosen: dict[str, object], layers: tuple[int, ...]
 ) -> None:
-    assert SelectionSettings.model_validate(chosen).exact_layer_ids == layers
+    assert resolve_selection(chosen).exact_layer_ids == layers
 
 
 def test_text_forms_of_flags() -> None:
@@ -213,14 +215,19 @@ def test_the_shared_tree_is_embedded_whole() -> None:
 def test_every_setting_has_a_flag() -> None:
     keys = [flag.key for flag in SERVE_FLAGS]
     assert len(keys) == len(set(keys))
-    assert set(keys) == set(setting_fields()) - {"model", "sglang_args"}
-    assert {flag.key for flag in RANK_FLAGS} == set(setting_fields(RankSettings))
+    assert set(keys) == chosen_by_users(setting_fields()) - {"model", "sglang_args"}
+    assert {flag.key for flag in RANK_FLAGS} == chosen_by_users(setting_fields(RankSettings))
+
+
+def chosen_by_users(keys: Iterable[str]) -> set[str]:
+    """Without what is entered from the policy's class."""
+    return {key for key in keys if not key.startswith("selection.declared.")}
 
 
 def test_every_default_can_be_given_as_text() -> None:
     """A command line has nothing else."""
     defaults = ServeSettings(model="m")
-    for key in set(setting_fields()) - {"model", "sglang_args"}:
+    for key in chosen_by_users(setting_fields()) - {"model", "sglang_args"}:
         value: object = defaults
         for name in key.split("."):
             value = getattr(value, name)
