@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,12 +38,15 @@ def test_two_directories_have_different_tokens(tmp_path: Path) -> None:
     assert RunDir.create(tmp_path / "a").token != RunDir.create(tmp_path / "b").token
 
 
-def test_default_is_under_the_runtime_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    run_dir = RunDir.create()
-    assert run_dir.path.parent == tmp_path
+def test_default_is_under_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:  # pytest's may be too long a path
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        run_dir = RunDir.create()
+        assert run_dir.path.parent == Path(runtime)
+        check_made_and_removed(run_dir, monkeypatch)
+
+
+def check_made_and_removed(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _mode(run_dir.path) == 0o700
     run_dir.remove()
     assert not run_dir.path.exists()
