@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.local import WARM_UP_STEPS, DenseLengths
@@ -150,7 +151,9 @@ def test_dense_lengths() -> None:
     never = SELECTION.model_copy(update={"dense_while_fits": False})
     assert DenseLengths.of(never, NUM_RESIDENT) == DenseLengths(num_dense=0, num_cold=0)
     # Nothing fills the sink of a row that outgrows the ring: it would be an earlier request's.
-    sinks = never.model_copy(update={"policy": "streaming", "num_sink_tokens": 4})
+    sinks = resolve_selection(
+        never.model_copy(update={"policy": "streaming", "num_sink_tokens": 4})
+    )
     assert DenseLengths.of(sinks, 4).num_dense == 4 + NUM_RECENT
 
 

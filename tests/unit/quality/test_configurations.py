@@ -9,8 +9,8 @@ import pytest
 
 from tandemkv.cache_rank.policies import look_ahead
 from tandemkv.cache_rank.policies.base import PolicyCapabilities
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.quality.configurations import Configuration, parse_budgets, plan
 
 
@@ -40,7 +40,7 @@ def test_attended_tokens_are_the_budget_and_what_the_settings_say(
     policy: str, samples: int
 ) -> None:
     _, one = make([policy], ["1092"])
-    settings = SelectionSettings.model_validate(one.selection)
+    settings = resolve_selection(one.selection)
     assert (settings.policy, settings.num_samples) == (policy, samples)
     assert settings.budget_tokens == (1024 - samples) // 2
     assert settings.row_tokens == one.attended_tokens == 1092
@@ -62,7 +62,7 @@ def test_samples_are_in_the_budget(
 ) -> None:
     _, one = make(["look_ahead"], [budget], base=base)
     assert (one.selection["budget_tokens"], one.selection["sample_tokens"]) == (selected, samples)
-    assert SelectionSettings.model_validate(one.selection).num_samples == samples
+    assert resolve_selection(one.selection).num_samples == samples
     assert one.attended_tokens == int(budget)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.server.devices import resolve_device
 from tandemkv.server.options import RANK_FLAGS, SERVE_FLAGS
 from tandemkv.server.settings import ServeSettings, is_loopback
@@ -81,7 +82,7 @@ def test_exact_layers_in_yaml(tmp_path: Path, text: str, layers: tuple[int, ...]
 def test_flat_layers_are_exact_unless_samples_stand_for_them(
     chosen: dict[str, object], layers: tuple[int, ...]
 ) -> None:
-    assert SelectionSettings.model_validate(chosen).exact_layer_ids == layers
+    assert resolve_selection(chosen).exact_layer_ids == layers
 
 
 def test_text_forms_of_flags() -> None:

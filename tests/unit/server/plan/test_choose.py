@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.commands import app
@@ -41,7 +42,7 @@ def test_selection_settings_become_a_workload() -> None:
     assert (LOAD.num_resident, LOAD.num_recent_tokens, LOAD.fetch_cap_tokens) == (2052, 64, 64)
     assert LOAD.exact_layers == ()
     assert LOAD.selects
-    streaming = SelectionSettings(policy="streaming")
+    streaming = resolve_selection({"policy": "streaming"})
     load = Workload.from_selection(streaming, context_tokens=10, concurrency=1)
     assert load.exact_layers == (0, 1)
     assert (load.num_resident, load.selects, load.index_dtype) == (4, False, "native")
@@ -185,7 +186,7 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
     ],
 )
 def test_only_anchors_are_scanned(selection: dict[str, Any], scanned: int) -> None:
-    chosen = SelectionSettings.model_validate(selection)
+    chosen = resolve_selection(selection)
     load = Workload.from_selection(chosen, context_tokens=65536, concurrency=8, index_dtype="int4")
     assert load.num_scanned(36) == scanned
     layers = 36 if scanned == 34 else scanned
