@@ -19,7 +19,7 @@ MAX_LINES := 500
 # In the order of collection, so that servers are not what is left for the end.
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup serve test test-all lint format deploy-lint types imports size wheel ci acceptance clean
+.PHONY: help setup serve test test-all lint format deploy-lint types imports size wheel lock sbom ci acceptance clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -68,6 +68,16 @@ size: ## no file above the limit; prints the total
 
 wheel: setup ## build the wheel into dist/, install it into a fresh environment, import every module
 	@.ci/check_wheel
+
+lock: setup ## write the lock files anew; ARGS=--upgrade for the newest versions (needs a package index)
+	@deploy/lock.sh $(ARGS)
+
+sbom: setup ## list what is installed, with licences, as CycloneDX in dist/sbom.cdx.json
+	@mkdir -p dist
+	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	    --output-file dist/sbom.cdx.json $(BIN)/python
+	@$(BIN)/python -c 'import json; found = json.load(open("dist/sbom.cdx.json")); \
+	    print("sbom: dist/sbom.cdx.json,", len(found["components"]), "packages")'
 
 ci: ## all that CI runs
 	@.ci/run

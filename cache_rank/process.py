@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache rank as a process: signals, threads, memory, and the service loop."""
+"""The cache rank as a process: signals, threads, memory, and the service loop.
+
+SIGTERM ends it once its inference rank has gone, so that requests under way can finish where both
+get the signal together (a pod); SIGINT, or a second signal, at once.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +30,7 @@ from .shared.service import SharedEngineService
 logger = logging.getLogger(__name__)
 
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
+_TICK_S = 0.1
 
 
 def run_cache_rank(
@@ -35,6 +41,7 @@ def run_cache_rank(
     max_rows: int,
     device: str = "cpu",
     on_ready: Callable[[], None] | None = None,
+    drain_timeout_s: float = 0.0,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Call it from the main thread.
 
@@ -53,6 +60,8 @@ def run_cache_rank(
         Where the cache is; cuda is the first GPU that this process sees.
     on_ready : Callable, optional
         Called once the sockets answer.
+    drain_timeout_s : float
+        Longest time after SIGTERM for the inference rank to go first.
 
     Raises
     ------
@@ -90,17 +99,37 @@ def run_cache_rank(
             counters=counters,
         )
     stop = threading.Event()
-    with _stopping_on_signals(stop):
+    with _stopping_on_signals(stop, lambda: service.status().epoch, drain_timeout_s):
         logger.info("policy %s, run directory %s", settings.selection.policy, run_dir)
         service.run(stop, on_ready)
 
 
 @contextmanager
-def _stopping_on_signals(stop: threading.Event) -> Iterator[None]:
+def _stopping_on_signals(
+    stop: threading.Event, epoch: Callable[[], int], drain_timeout_s: float
+) -> Iterator[None]:
+    asked = threading.Event()
+
+    def wait_for_inference_rank() -> None:
+        deadline = time.monotonic() + drain_timeout_s
+        while epoch() and time.monotonic() < deadline and not stop.wait(_TICK_S):
+            pass
+        stop.set()
+
     def handle(number: int, frame: FrameType | None) -> None:
         del frame
-        logger.info("%s: stopping", signal.Signals(number).name)
-        stop.set()
+        name = signal.Signals(number).name
+        if number == signal.SIGINT or asked.is_set() or not epoch() or not drain_timeout_s:
+            logger.info("%s: stopping", name)
+            stop.set()
+            return
+        asked.set()
+        logger.info(
+            "%s: stopping once the inference rank has gone, in %g s at the latest",
+            name,
+            drain_timeout_s,
+        )
+        threading.Thread(target=wait_for_inference_rank, name="drain", daemon=True).start()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

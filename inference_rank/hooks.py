@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from . import progress, recovery, teacher_forcing
+from . import progress, recovery, single_process_group, teacher_forcing
 from . import runtime as runtime_module
 from .in_process import graph_variants
 
@@ -24,6 +24,8 @@ _CELL_SIZE = (
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 )
 _RENDEZVOUS = "sglang.srt.distributed.bootstrap.init_distributed_environment"
+_NEW_GROUP = "torch.distributed.new_group"
+_MONITORED_BARRIER = "torch.distributed.monitored_barrier"
 _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention"
 _LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
@@ -79,7 +81,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
         (_BUILD_POOL, _build_local_pool, HookType.AROUND),
         (f"{_SCHEDULER}.run_batch", _run_local_batch, HookType.AROUND),
         *(_hooks_of_recovery() if settings.exchange.is_shared else []),
-        (_RENDEZVOUS, _meet_over_a_file, HookType.AROUND),
+        *_group_hooks(),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
     ]
 
@@ -105,7 +107,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         ),
         (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
         *_hooks_of_recovery(),
-        (_RENDEZVOUS, _meet_over_a_file, HookType.AROUND),
+        *_group_hooks(),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
     ]
 
@@ -124,6 +126,15 @@ def _hooks_of_every_scheduler() -> list[Hook]:
         (f"{_SCHEDULER}.on_idle", progress.around_idle, HookType.AROUND),
         (f"{_ATTENTION}.forward", progress.on_layer, HookType.BEFORE),
         (_LOADS, _keep_loads_in_run_dir, HookType.AROUND),
+    ]
+
+
+def _group_hooks() -> list[Hook]:
+    alone = single_process_group
+    return [
+        (_RENDEZVOUS, _meet_over_a_file, HookType.AROUND),
+        (_NEW_GROUP, alone.around_new_group, HookType.AROUND),
+        (_MONITORED_BARRIER, alone.around_monitored_barrier, HookType.AROUND),
     ]
 
 
@@ -190,12 +201,15 @@ def _no_cell_size(_original: Callable[..., int], *_: Any, **__: Any) -> int:
 
 
 def _meet_over_a_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's TCP rendezvous, which listens on every interface.
+    """Replace SGLang's TCP rendezvous, which listens on every interface, and gloo if it is alone.
 
     Tensor-parallel ranks are children of one process, whose id names their file.
     """
+    size = kwargs.get("world_size")
+    if "backend" in kwargs:
+        kwargs["backend"] = single_process_group.without_listener(kwargs["backend"], size)
     if "distributed_init_method" in kwargs:
-        owner = os.getpid() if kwargs.get("world_size") == 1 else os.getppid()
+        owner = os.getpid() if size == 1 else os.getppid()
         path = runtime_module.run_dir_from_environment().path / f"sglang-store-{owner}"
         kwargs["distributed_init_method"] = f"file://{path}"
     return original(*args, **kwargs)

@@ -66,7 +66,12 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "sglang.srt.distributed.bootstrap.init_distributed_environment": (
         "world_size",
         "distributed_init_method",
+        "backend",
     ),
+    # SGLang calls both through `torch.distributed`, so that a hook on them is seen.
+    "torch.distributed.new_group": ("ranks", "backend"),
+    "torch.distributed.monitored_barrier": ("group",),
+    "torch.distributed.Backend.register_backend": ("name", "func", "devices"),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
     "capture_one_shape": ("size", "forward", "stream_idx", "variant_label"),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."

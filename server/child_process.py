@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from . import log_writer
 
@@ -65,6 +64,7 @@ class ChildProcess:
         self._output = -1
         self._echoed = 0
         self._echoed_inode = 0
+        self._unfinished = b""
 
     @property
     def is_started(self) -> bool:
@@ -191,23 +191,23 @@ class ChildProcess:
         try:
             with self.spec.log_path.open("rb") as current:
                 inode = os.fstat(current.fileno()).st_ino
-                found: list[str] = []
+                rest = b""
                 if inode != self._echoed_inode:  # the log was moved, or is the first
                     with contextlib.suppress(FileNotFoundError), self._older_log.open("rb") as old:
                         if os.fstat(old.fileno()).st_ino == self._echoed_inode:
-                            found = self._read_from(old)
+                            old.seek(self._echoed)
+                            rest = old.read()
                     self._echoed, self._echoed_inode = 0, inode
-                return found + self._read_from(current)
+                current.seek(self._echoed)
+                data = current.read()
         except OSError:
             return []
+        self._echoed += len(data)
+        data = self._unfinished + rest + data
+        end = data.rfind(b"\n") + 1
+        self._unfinished = data[end:]  # the line may go on in the next log
+        return data[:end].decode("utf-8", errors="replace").splitlines()
 
     @property
     def _older_log(self) -> Path:
         return self.spec.log_path.with_name(f"{self.spec.log_path.name}.1")
-
-    def _read_from(self, file: BinaryIO) -> list[str]:
-        file.seek(self._echoed)
-        data = file.read()
-        end = data.rfind(b"\n") + 1
-        self._echoed += end
-        return data[:end].decode("utf-8", errors="replace").splitlines()

@@ -172,11 +172,13 @@ def resolve_transport(settings: ServeSettings, device: str) -> ServeSettings:
     if not settings.cache_ranks or exchange.is_in_process:
         return settings
     cache_device = device if settings.cache_device == "auto" else settings.cache_device
+    is_given = "transport" in exchange.model_fields_set
     if device == cache_device == "cpu":
-        fitting = "gloo" if exchange.transport == "gloo" else "shared"
+        # The host-driven exchange is the same on a CPU as beside a GPU, and can be tested there.
+        fitting = "gloo" if is_given and exchange.transport == "gloo" else "shared"
     else:
         fitting = "nccl" if device == cache_device == "cuda" else "gloo"
-    if "transport" not in exchange.model_fields_set:
+    if not is_given:
         changed = exchange.model_copy(update={"transport": fitting})
         return settings.model_copy(update={"exchange": changed})
     if exchange.transport != fitting:

@@ -13,17 +13,20 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 _SHARED_MEMORY = "/dev/shm/"
 _DELETED = " (deleted)"
 _END_S = 5.0
+_FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.5, 30.0
+"""Between looks at shared memory: ranks make theirs while they start."""
 
 
 def shared_memory_of(groups: Iterable[int]) -> set[str]:
@@ -111,26 +114,45 @@ class Guard:
 def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
-    for line in sys.stdin:
-        word = line.strip()
-        if word == "bye":
+    groups: dict[int, set[str]] = {}
+    for line in _lines(groups):
+        if line == "bye":
             return
-        if word.startswith("+"):
-            groups.add(int(word[1:]))
-        elif word.startswith("-"):
-            groups.discard(int(word[1:]))
-    segments = shared_memory_of(groups)
+        if line.startswith("+"):
+            groups[int(line[1:])] = set()
+        elif line.startswith("-"):
+            remove_segments(groups.pop(int(line[1:]), ()))
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    _await_end(groups)  # who still runs might make files anew
-    remove_segments(segments)
+    _await_end(set(groups))  # who still runs might make files anew
+    for segments in groups.values():
+        remove_segments(segments)
     for pattern in sys.argv[1:]:
         for name in glob.glob(pattern, include_hidden=True):  # noqa: PTH207 (absolute)
             shutil.rmtree(name, ignore_errors=True)
             with contextlib.suppress(OSError):
                 Path(name).unlink()
+
+
+def _lines(groups: dict[int, set[str]]) -> Iterator[str]:
+    """Yield what the launcher says; note in between what `groups` have mapped.
+
+    The kernel may kill them together with the launcher: then it is too late to look.
+    """
+    pause, text = _FIRST_LOOK_S, ""
+    while True:
+        if not select.select([0], [], [], pause)[0]:
+            for group, segments in groups.items():
+                segments |= shared_memory_of([group])
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            continue
+        data = os.read(0, 4096)
+        if not data:
+            return
+        *lines, text = (text + data.decode()).split("\n")
+        pause = _FIRST_LOOK_S
+        yield from lines
 
 
 def _await_end(groups: set[int]) -> None:

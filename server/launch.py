@@ -27,8 +27,6 @@ from .supervision import LaunchError, RestartRules, SupervisedRank, tail
 __all__ = ["LaunchError", "LaunchPlan", "Launcher"]
 
 _TICK_S = 0.05
-_EXIT_S = 15.0
-"""For a rank to end once its requests are through, before it is killed."""
 
 
 class _StopRequestedError(Exception):
@@ -42,6 +40,7 @@ class LaunchPlan:
     `cache_rank` is None if the inference rank is its own. `cache_rank_detail` returns None once
     the cache rank answers, else why it does not. `cache_rank_pulse` and `sglang_pulse` are asked
     while serving, from threads; `rules` says what follows.
+    `exit_timeout_s` is for a rank to end once its requests are through, before it is killed.
     `before_sglang` is called before each start of SGLang.
     `start_report` is asked once the server is ready, and printed.
     `clean_up` gets whether the logs are to be kept, which they are after a failure; `guarded` are
@@ -57,6 +56,7 @@ class LaunchPlan:
     banner: str
     rules: RestartRules
     drain_timeout_s: float
+    exit_timeout_s: float = 15.0
     clean_up: Callable[[bool], None]
     before_sglang: Callable[[], None] = lambda: None
     guarded: tuple[str, ...] = ()
@@ -235,7 +235,8 @@ class Launcher:
 
         # SGLang first: its requests need the cache rank until they are finished.
         for rank in reversed(self._ranks()):
-            rank.stop(self._plan.drain_timeout_s + _EXIT_S if asked else _EXIT_S, hurry)
+            drain_s = self._plan.drain_timeout_s if asked else 0.0
+            rank.stop(drain_s + self._plan.exit_timeout_s, hurry)
         self._echo_logs()
         self._guard.close()
         self._plan.clean_up(keep_logs)

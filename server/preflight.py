@@ -20,6 +20,7 @@ from .devices import (
     resolve_transport,
 )
 from .memory import estimate_memory, gib
+from .model_files import check_model_files
 from .placement_choice import resolve_placement
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL, ServeSettings
@@ -57,6 +58,8 @@ def resolve_launch(
         If the settings do not fit this machine, the model or this version.
     UnsupportedModelError
         If the model cannot be served.
+    ModelFilesError
+        If a file of the model is missing, damaged, or does not fit the others.
     """
     check_policy(settings.selection.policy)
     on_one_device = settings.rank_settings.exchange.is_peer and is_peer_on_one_device()
@@ -74,7 +77,9 @@ def resolve_launch(
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)
     spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
-    check_model(settings, spec, read_config(model_dir))
+    config = read_config(model_dir)
+    check_model(settings, spec, config)
+    check_model_files(model_dir, config, settings.sglang_args)
     settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
     settings = resolve_transport(settings, device)
     check_selection(settings, spec, device)

@@ -43,6 +43,8 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _CACHE_RANK_LOG, _SGLANG_LOG = "cache_rank.log", "sglang.log"
 _STATUS_TIMEOUT_S = 0.5
+_INFERENCE_RANK_EXIT_S = 10.0
+"""Beyond --drain-timeout-s, for an inference rank to end its processes."""
 _PULSE_TIMEOUT_S, _HTTP_TIMEOUT_S = 2.0, 5.0
 _HANG_S = {"cpu": 15.0, "cuda": 60.0}
 """Default of --hang-timeout-s. On a GPU the host sees a pass as one piece, compiling included."""
@@ -270,7 +272,7 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
 
 
 def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
-    """Be the cache rank of the run directory `path`, until SIGTERM or SIGINT.
+    """Be the cache rank of the run directory `path`, until a signal; see `cache_rank.process`.
 
     Raises
     ------
@@ -295,5 +297,6 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
         settings=resolve_transport(pair, device).rank_settings,
         max_rows=settings.max_running_requests,
         device=device,
+        drain_timeout_s=settings.drain_timeout_s + _INFERENCE_RANK_EXIT_S,
         on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),
     )

@@ -92,6 +92,20 @@ def check_sglang_args(args: Sequence[str], *, device: str) -> None:
             raise SettingsError(f"SGLang argument {name} cannot be passed: {reason}")
 
 
+def value_of(args: Sequence[str], full: str) -> str | None:
+    """Return the value of the argument `full`, which may be shortened; None if it is not given.
+
+    The last one counts, as in SGLang's parser. The value of a flag that takes none is the empty
+    text, or the argument behind it.
+    """
+    value = None
+    for position, argument in enumerate(args):
+        name, has_value, text = argument.partition("=")
+        if _means(name, full):
+            value = text if has_value else "".join(args[position + 1 : position + 2])
+    return value
+
+
 def _reason(name: str) -> str | None:
     for full, why in {**_OWN_FLAG, **_REFUSED}.items():
         if _means(name, full):

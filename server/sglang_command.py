@@ -104,6 +104,11 @@ def sglang_env(
             DRAIN_TIMEOUT_VARIABLE: str(settings.drain_timeout_s),
         },
     )
+    # All ranks are on this host. Without a name gloo takes the interface of the host's own name,
+    # and NCCL the first that is not loopback; both listen there.
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if settings.tensor_parallel > 1:
+        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     if is_gpu_with_cache_process(settings, device):

@@ -182,6 +182,10 @@ class EngineProgram:
         selects = kind is DecodeKind.SELECTING and self.selects_for_next_step
         return selects or (self.keeps_queries and self.indexes(kind, layer))
 
+    def attends_in(self, layer: int) -> bool:
+        """Whether the policy attends in `layer`, and its output is merged."""
+        return self.attends and self.is_sparse_layer(layer)
+
     def extends(self, layer: int, *, seeds: bool) -> bool:
         """Whether a prefill step has something to do for `layer`, if prompts end in it or not."""
         indexes = self.index_interval > 0 and self.is_source(layer)

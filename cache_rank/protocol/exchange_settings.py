@@ -35,9 +35,9 @@ class ExchangeSettings(Strict):
     )
     transport: Literal["shared", "gloo", "nccl", "peer", "local"] = Field(
         default="gloo",
-        description="Data plane between the ranks: gloo to a cache rank on a CPU, nccl between "
-        "two GPUs; peer: one process drives both GPUs; local: and on the same GPU; shared: a "
-        "cache rank on the CPU of the inference rank, in memory that both processes map.",
+        description="How the ranks meet: shared, in memory that both processes map (both on this "
+        "host's CPU); nccl, between two GPUs; gloo, from a GPU to a cache rank on the CPU; peer: "
+        "one process drives both GPUs; local: and on the same GPU.",
     )
 
     @property

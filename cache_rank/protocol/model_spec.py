@@ -80,7 +80,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     path = model_dir / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModelError(
             f"model={model_dir}: no readable config.json ({error}); give a model directory "
             "in Hugging Face layout, or `smollm2`"
@@ -130,7 +130,7 @@ def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = No
             model_hash=model_hash(model_dir),
         )
         msgspec.convert(msgspec.structs.astuple(spec), ModelSpec)  # what a message may carry
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UnsupportedModelError(
             f"model={model_dir}: config.json lacks or garbles a field of the attention's shape "
             f"({type(error).__name__}: {error})"
@@ -164,14 +164,29 @@ def model_hash(model_dir: Path) -> str:
 
     Not a checksum of every weight (16 GB would delay each start by many seconds); it tells
     two models apart, and two versions of one whose file sizes, headers or last MiB differ.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a file cannot be read, a link to a missing file for example.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in [model_dir / "config.json", *sorted(model_dir.glob("*.safetensors"))]:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_HASHED_BYTES))
-            if size > _HASHED_BYTES:
-                file.seek(max(_HASHED_BYTES, size - _HASHED_BYTES))
-                digest.update(file.read(_HASHED_BYTES))
+        try:
+            _add_to_hash(digest, path)
+        except OSError as error:
+            raise UnsupportedModelError(
+                f"{path}: cannot be read ({error.strerror}); finish the copy or download of the "
+                "model, or correct the file's permissions"
+            ) from error
     return digest.hexdigest()
+
+
+def _add_to_hash(digest: hashlib.blake2b, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name}:{size};".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(_HASHED_BYTES))
+        if size > _HASHED_BYTES:
+            file.seek(max(_HASHED_BYTES, size - _HASHED_BYTES))
+            digest.update(file.read(_HASHED_BYTES))

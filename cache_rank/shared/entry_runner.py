@@ -135,7 +135,7 @@ class EntryRunner:
             if kind is DecodeKind.SELECTING and self._program.reads_stream(layer):
                 self._wait(self._at.input(layer))
                 self._select_ahead(layer, size)
-            if program.attends and program.is_sparse_layer(layer):
+            if program.attends_in(layer):
                 self._attend(layer, size)
             elif program.hands_over_query(kind, layer):
                 self._wait(self._at.query(layer))

@@ -81,7 +81,9 @@ class SharedEngineService:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
         self._model = read_model_spec(model_dir, dtype="float32")
-        make_policy(self._model, settings, model_dir)  # one that cannot be built is told now
+        make_policy(
+            self._model, settings, model_dir, device="cpu"
+        )  # one that cannot be built is told now
         self._session: SharedSession | None = None
         self._control = ControlServer(run_dir)
         exchange = settings.exchange
@@ -180,7 +182,7 @@ class SharedEngineService:
             return
         self._end_epoch("a new inference rank came")
         try:
-            policy = make_policy(model, self._settings, self._model_dir)
+            policy = make_policy(model, self._settings, self._model_dir, device="cpu")
             epoch = self._run_dir.next_epoch()
         except Exception as error:  # who waits must know
             logger.exception("no epoch can be opened")

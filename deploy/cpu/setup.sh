@@ -11,6 +11,9 @@
 # knows where one is: an index of CPU wheels as PIP_INDEX_URL or PIP_EXTRA_INDEX_URL, or a folder of
 # wheels as PIP_FIND_LINKS (or the same keys by `pip config set`). torch's installation page
 # names the index. Without it the default build is installed, and works.
+#
+# All else comes from the lock files (*.lock), with hashes; deploy/lock.sh writes them. torch has
+# none: a CPU build and the default one are different files, and which one is there is not known here.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -82,6 +85,10 @@ pip_install() {
     quietly "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off "$@"
 }
 
+install_locked() { # FILE: exactly what it lists, whose hashes are compared
+    pip_install --no-deps --require-hashes --only-binary :all: -r "$1"
+}
+
 install_shim() { # built from a copy: a build leaves folders beside the sources
     local copy
     copy=$(mktemp -d)
@@ -98,16 +105,17 @@ check_imports() {
 
 mapfile -t shim_files < <(find "$here/shim" -type f -not -name '*.pyc' | LC_ALL=C sort)
 
-step "1-torch" "$(hash_of "$torch_version")" pip_install "torch==$torch_version"
-# "+cpu" stays out of the constraint: whichever build is there is kept.
-step "2-dependencies" "$(hash_of torch "$torch_version" -- "$here/requirements.txt")" \
-    pip_install -r "$here/requirements.txt" "torch==$torch_version"
-step "3-without-dependencies" "$(hash_of -- "$here/requirements-no-deps.txt")" \
-    pip_install --no-deps -r "$here/requirements-no-deps.txt"
+# The lock file has all that torch's CPU build needs as well. The default build brings a CUDA stack,
+# which no lock file here has.
+step "1-locked" "$(hash_of -- "$here/requirements.lock")" \
+    install_locked "$here/requirements.lock"
+step "2-torch" "$(hash_of "$torch_version")" pip_install "torch==$torch_version"
+step "3-without-dependencies" "$(hash_of -- "$here/requirements-no-deps.lock")" \
+    install_locked "$here/requirements-no-deps.lock"
 step "4-shim" "$(hash_of -- "${shim_files[@]}")" install_shim
 if ((dev)); then
-    step "5-dev" "$(hash_of -- "$here/requirements-dev.txt")" \
-        pip_install -r "$here/requirements-dev.txt"
+    step "5-dev" "$(hash_of -- "$here/requirements-dev.lock")" \
+        install_locked "$here/requirements-dev.lock"
 fi
 step "6-tandemkv" "$(hash_of "$root" -- "$root/pyproject.toml")" pip_install --no-deps -e "$root"
 step "7-import-check" \

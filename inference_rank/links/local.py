@@ -178,7 +178,7 @@ class LocalLink:
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
         """See `Link.attend_selected`; only on a CPU, where one thing is done after the other."""
-        if not self.program.attends or not self.program.is_sparse_layer(layer):
+        if not self.program.attends_in(layer):
             return None
         return self._engine.attend_selected(layer, query)
 

@@ -146,7 +146,7 @@ class SharedLink:
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
         """See `Link.attend_selected`; of nothing, if the engine is lost and the step ends so."""
-        if not self.program.attends or not self.program.is_sparse_layer(layer):
+        if not self.program.attends_in(layer):
             return None
         connection, shape = self._connection, (*query.shape[:2], query.shape[2] + 1)
         if self._is_open:

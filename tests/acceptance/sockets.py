@@ -57,11 +57,13 @@ def purpose(listener: Listener, server: Server) -> str | None:
         return None
     if listener.port == int(server.url.rpartition(":")[2]):
         return "HTTP API" if listener.process == "SGLang" else None
-    if listener.process == "cache rank":
-        return "gloo pair with the inference rank"
-    if listener.process == "SGLang scheduler":
-        return "gloo pairs and rendezvous of torch.distributed"
+    if listener.process in ("cache rank", "SGLang scheduler") and _has_cache_rank(server):
+        return "gloo pair of the two ranks"
     return None
+
+
+def _has_cache_rank(server: Server) -> bool:
+    return any(_role(process) == "cache rank" for process in server.processes())
 
 
 def _role(process: psutil.Process) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from exactness import compare, flush, run
 from rank_servers import Server, ours
+from sockets import listening, purpose
 
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 
@@ -131,6 +132,14 @@ def test_start_was_measured(small: Server) -> None:
     while "measured at start" not in small.log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "measured at start" in small.log.read_text()
+
+
+def test_only_the_http_port_listens_on_tcp(small: Server) -> None:
+    """SGLang's own groups of one process have no socket; the others are Unix sockets."""
+    found = listening(small)
+    networked = [listener for listener in found if listener.kind != "unix"]
+    assert [(x.process, x.port) for x in networked] == [("SGLang", int(small.url.split(":")[-1]))]
+    assert [x for x in found if purpose(x, small) is None] == []
 
 
 def test_a_request_grows_out_of_dense_attention(small: Server, token_ids: list[int]) -> None:

@@ -52,6 +52,22 @@ def test_default_is_under_the_runtime_directory(
     fallback.remove()
 
 
+def test_no_advice_to_close_a_directory_that_others_need(tmp_path: Path) -> None:
+    """``chmod 0700 /tmp``, or of a home, would lock everybody out."""
+    with pytest.raises(SettingsError, match=r"users share.*--run-dir /tmp/tandemkv") as caught:
+        RunDir.create("/tmp")
+    assert "chmod" not in str(caught.value)
+    home = tmp_path / "home"
+    home.mkdir(mode=0o755)
+    RunDir.create(tmp_path / "run").path.chmod(0o755)
+    with pytest.raises(SettingsError, match="chmod 0700 it"):  # a run directory already
+        RunDir.create(tmp_path / "run")
+    (home / "letters").touch()
+    with pytest.raises(SettingsError, match=f"--run-dir {home}/tandemkv") as caught:
+        RunDir.create(home)
+    assert "chmod" not in str(caught.value)
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o750])
 def test_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
     RunDir.create(tmp_path / "run")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -58,7 +59,9 @@ def test_the_log_never_exceeds_its_bound_and_loses_nothing(
     deadline = time.monotonic() + 30
     while talker.exit_status() is None:
         assert time.monotonic() < deadline
-        largest = max([largest, *(path.stat().st_size for path in tmp_path.iterdir())])
+        for path in (log, tmp_path / "child.log.1"):
+            with contextlib.suppress(FileNotFoundError):
+                largest = max(largest, path.stat().st_size)
         seen += talker.new_log_lines()
         time.sleep(0.002)
     talker.kill_group()
@@ -68,8 +71,8 @@ def test_the_log_never_exceeds_its_bound_and_loses_nothing(
     assert talker.log_tail(1) == "line 1999"
     assert numbers(seen) == list(range(2000))
     kept = (tmp_path / "child.log.1").read_text() + log.read_text()
-    last = numbers(kept.splitlines())
-    assert last == list(range(last[0], 2000))  # cut between lines, none missing
+    last = numbers(kept.partition("\n")[2].splitlines())  # a log may begin within a line
+    assert last == list(range(last[0], 2000))
 
 
 def test_a_killed_writer_is_replaced_and_the_child_goes_on(

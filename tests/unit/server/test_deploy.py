@@ -165,6 +165,18 @@ def test_kustomizations_name_files_that_exist(folder: str) -> None:
     assert files == {name for name in resources if name.endswith(".yaml")}
 
 
+def test_who_stops_the_server_waits_for_its_drain() -> None:
+    """Requests may finish for --drain-timeout-s; then processes end within 15 s each."""
+    needed = load_settings({}, {"TANDEMKV_SERVE_MODEL": "smollm2"}, None).drain_timeout_s + 30
+    for placement in PLACEMENTS:
+        assert pod(placement)["terminationGracePeriodSeconds"] >= needed
+        assert all("lifecycle" not in item for item in pod(placement)["containers"])
+    for service in COMPOSE["services"].values():
+        assert float(service["stop_grace_period"].removesuffix("s")) >= needed
+    config = yaml.safe_load((KUBERNETES / "pair" / "settings.yaml").read_text(encoding="utf-8"))
+    assert "drain_timeout_s" not in yaml.safe_load(config["data"]["settings.yaml"])
+
+
 def test_compose_publishes_on_loopback_and_runs_without_rights() -> None:
     for service in COMPOSE["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny_model import write_model
 
 from tandemkv.cache_rank import device_memory
 from tandemkv.cache_rank.protocol.connect import check_transport
@@ -44,19 +44,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "vocab_size": 100,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    return write_model(tmp_path)
 
 
 def test_a_cache_rank_needs_a_gpu_of_its_own(gpus: pytest.MonkeyPatch) -> None:
@@ -127,6 +115,17 @@ def test_one_process_keeps_all_gpus() -> None:
     settings = ServeSettings(model="m", cache_ranks=0)
     env = sglang_env(settings, {}, run_dir=Path("/r"), device="cuda")
     assert "CUDA_VISIBLE_DEVICES" not in env
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_groups_of_several_processes_listen_on_loopback_alone(tensor_parallel: int) -> None:
+    settings = ServeSettings(model="m", cache_ranks=0, tensor_parallel=tensor_parallel)
+    env = sglang_env(settings, {}, run_dir=Path("/r"), device="cuda")
+    assert env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert env.get("NCCL_SOCKET_IFNAME") == ("lo" if tensor_parallel > 1 else None)
+    given = {"GLOO_SOCKET_IFNAME": "dummy0"}
+    env = sglang_env(settings, given, run_dir=Path("/r"), device="cuda")
+    assert env["GLOO_SOCKET_IFNAME"] == "dummy0"
 
 
 def test_passes_of_a_pair_are_neither_captured_nor_overlapped() -> None:

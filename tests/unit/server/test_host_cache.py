@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_model import write_model
 
 from tandemkv.cache_rank import process
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -31,17 +31,6 @@ from tandemkv.server.serve import make_plan, run_cache_rank_process
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import load_settings, to_yaml
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "vocab_size": 100,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-}
 HOST: dict[str, Any] = {"device": "cuda", "cache_device": "cpu", "port": 0}
 LFPS = {"policy": "lfps"}
 
@@ -60,11 +49,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    (path / "model.safetensors").write_bytes(b"x" * 100)
-    return path
+    return write_model(tmp_path / "tiny")
 
 
 def settings_of(**given: Any) -> ServeSettings:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
+from tiny_model import write_model
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -25,11 +25,7 @@ CONFIG = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    return write_model(tmp_path / "model", CONFIG)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from tiny_model import write_model
 
 from tandemkv.cache_rank.calibration import resolve as resolve_module
 from tandemkv.cache_rank.calibration.resolve import Resolved
@@ -23,24 +24,10 @@ from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import load_settings
 from tandemkv.server.sglang_args import check_sglang_args
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "hidden_size": 64,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-}
-
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    (path / "model.safetensors").write_bytes(b"x" * 100)
-    return path
+    return write_model(tmp_path / "tiny")
 
 
 def resolve(model_dir: Path, **values: object) -> ResolvedLaunch:

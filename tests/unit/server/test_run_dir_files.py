@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, SettingsError
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server.liveness import Pulse
 from tandemkv.server.preflight import ResolvedLaunch
 from tandemkv.server.serve import (
     METRICS_VARIABLE,
     SETTINGS_FILE,
-    cache_rank_works,
+    cache_rank_pulse,
     clean_run_dir,
     make_plan,
-    metrics_env,
     prepare_run_dir,
+    sglang_folders,
 )
 from tandemkv.server.settings import ServeSettings
 
@@ -57,13 +58,17 @@ def test_what_a_killed_server_left_is_gone(
     monkeypatch.delenv(METRICS_VARIABLE, raising=False)
     run_dir = RunDir.create(launch.settings.run_dir)
     (run_dir.path / "sglang-store-40").write_text("dead")
-    (Path(metrics_env(run_dir)[METRICS_VARIABLE]) / "counter_40.db").write_text("dead")
+    sglang_folders(run_dir)
+    (run_dir.metrics / "counter_40.db").write_text("dead")
+    (run_dir.temporary / "tmpsocket").write_text("dead")
     prepare_run_dir(launch)
     assert names(run_dir) == {"token"}
     plan = make_plan(launch, run_dir)
     folder = Path(plan.sglang.env[METRICS_VARIABLE])
     assert folder.parent == run_dir.path
     assert list(folder.iterdir()) == []
+    assert Path(plan.sglang.env["TMPDIR"]) == run_dir.temporary
+    assert list(run_dir.temporary.iterdir()) == []
     (run_dir.path / "sglang-store-41").write_text("")
     (run_dir.path / "store-3").write_text("")
     clean_run_dir(run_dir, is_ours=False, keep_logs=False)
@@ -100,10 +105,13 @@ def test_a_live_inference_rank_keeps_its_directory(launch: ResolvedLaunch) -> No
         server.close()
 
 
-def test_a_cache_rank_works_that_answers_and_is_not_stuck(launch: ResolvedLaunch) -> None:
+def test_the_pulse_of_a_cache_rank_is_how_long_its_work_stands_still(
+    launch: ResolvedLaunch,
+) -> None:
     run_dir = RunDir.create(launch.settings.run_dir)
-    assert not cache_rank_works(run_dir)
-    values = {"busy_s": 0.5}
+    with pytest.raises(CacheRankLostError):
+        cache_rank_pulse(run_dir)
+    values = {"busy_s": 600.0, "stalled_s": 0.5}  # busy for long, and it moves
     server = StatusServer(
         run_dir.heartbeat_socket,
         status=lambda: StatusReply(
@@ -111,8 +119,22 @@ def test_a_cache_rank_works_that_answers_and_is_not_stuck(launch: ResolvedLaunch
         ),
     )
     try:
-        assert cache_rank_works(run_dir)
-        values["busy_s"] = 600.0
-        assert not cache_rank_works(run_dir)
+        assert cache_rank_pulse(run_dir) == Pulse(is_ready=True, stalled_s=0.5)
     finally:
         server.close()
+
+
+def test_shared_memory_of_the_directory_goes_with_it(launch: ResolvedLaunch) -> None:
+    run_dir = RunDir.create(launch.settings.run_dir)
+    segment = Path("/dev/shm") / f"{run_dir.shared_memory_prefix}link"
+    segment.write_bytes(b"rows")
+    clean_run_dir(run_dir, is_ours=False, keep_logs=False)
+    assert not segment.exists()
+
+
+def test_a_folder_of_the_user_is_not_taken_for_ours(launch: ResolvedLaunch) -> None:
+    run_dir = RunDir.create(launch.settings.run_dir)
+    for name in ("tmp", "metrics", "store-7-notes"):
+        (run_dir.path / name).mkdir()
+    clean_run_dir(run_dir, is_ours=False, keep_logs=False)
+    assert names(run_dir) == {"tmp", "metrics", "store-7-notes"}

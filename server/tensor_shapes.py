@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the tensors of an unquantised checkpoint with its ``config.json``.
+
+The layout is that of Llama, Mistral, Qwen2 and Qwen3 in Hugging Face's files. Names that are not
+known are passed over; a checkpoint in which nothing is known (fused projections, another prefix)
+is therefore accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Shape = tuple[int, ...]
+
+_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<part>.+)")
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> None:
+    """Check number of layers, completeness of each, and shapes.
+
+    Parameters
+    ----------
+    tensors : Mapping[str, Shape]
+        Shape of each tensor by its name.
+    config : Mapping[str, Any]
+        ``config.json``; its shape of the attention has been read before.
+
+    Raises
+    ------
+    ValueError
+        What is wrong, and as a second argument the tensor that it is about, if there is one.
+    """
+    layers: dict[int, dict[str, Shape]] = {}
+    for name, shape in tensors.items():
+        match = _LAYER.fullmatch(name)
+        if match is not None:
+            layers.setdefault(int(match["layer"]), {})[match["part"]] = shape
+    parts, others = _expected(config)
+    is_known = any(part in parts for found in layers.values() for part in found)
+    if is_known:
+        _check_layers(layers, parts, config)
+    for layer, found in sorted(layers.items()):
+        for part, shape in found.items():
+            _check_shape(f"model.layers.{layer}.{part}", shape, parts.get(part))
+    for name, wanted in others.items():
+        if name in tensors:
+            _check_shape(name, tensors[name], wanted)
+        elif is_known and not (name == _HEAD and config.get("tie_word_embeddings")):
+            raise ValueError(f"the checkpoint has no tensor {name}{_tied(name)}")
+
+
+def _expected(config: Mapping[str, Any]) -> tuple[dict[str, Shape | None], dict[str, Shape | None]]:
+    """Return the shapes of a layer's weights and of the others; None where config has no number."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    inner, vocabulary = _number(config, "intermediate_size"), _number(config, "vocab_size")
+    table = (vocabulary, hidden) if vocabulary else None
+    layer: dict[str, Shape | None] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (heads * head_dim, hidden),
+        "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+        "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+        "self_attn.o_proj.weight": (hidden, heads * head_dim),
+        "mlp.gate_proj.weight": (inner, hidden) if inner else None,
+        "mlp.up_proj.weight": (inner, hidden) if inner else None,
+        "mlp.down_proj.weight": (hidden, inner) if inner else None,
+    }
+    return layer, {_EMBEDDING: table, _NORM: (hidden,), _HEAD: table}
+
+
+def _check_layers(
+    layers: Mapping[int, Mapping[str, Shape]],
+    parts: Mapping[str, Shape | None],
+    config: Mapping[str, Any],
+) -> None:
+    """Each layer has the known parts that any layer has, and there are as many as config says."""
+    wanted = int(config["num_hidden_layers"])
+    used = [part for part in parts if any(part in found for found in layers.values())]
+    for layer in range(wanted):
+        for part in used:
+            if part not in layers.get(layer, {}):
+                raise ValueError(
+                    f"num_hidden_layers={wanted}, but the checkpoint has no tensor "
+                    f"model.layers.{layer}.{part} (it has {_attending(layers)} layers)"
+                )
+    # Layers for predicting several tokens may follow; those are counted elsewhere.
+    beyond = [
+        layer for layer in layers if layer >= wanted and "self_attn.q_proj.weight" in layers[layer]
+    ]
+    if beyond and not config.get("num_nextn_predict_layers"):
+        raise ValueError(
+            f"num_hidden_layers={wanted}, but the checkpoint has {_attending(layers)} layers",
+            f"model.layers.{min(beyond)}.self_attn.q_proj.weight",
+        )
+
+
+def _attending(layers: Mapping[int, Mapping[str, Shape]]) -> int:
+    return sum(any(part.startswith("self_attn.") for part in found) for found in layers.values())
+
+
+def _check_shape(name: str, shape: Shape, wanted: Shape | None) -> None:
+    if wanted is not None and shape != wanted:
+        raise ValueError(f"{name} has shape {list(shape)}, config.json means {list(wanted)}", name)
+
+
+def _number(config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _tied(name: str) -> str:
+    return ", and config.json does not set tie_word_embeddings" if name == _HEAD else ""
