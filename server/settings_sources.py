@@ -18,6 +18,9 @@ from .settings import ServeSettings
 
 _LAYER_LISTS = ("selection.exact_layers", "selection.anchors")
 
+_ENTERED = "selection.declared"
+"""What a policy's class says; nobody else does."""
+
 ENVIRONMENT_PREFIX = "TANDEMKV_SERVE_"
 
 REMOVED = {
@@ -40,6 +43,8 @@ def setting_fields(model: type[BaseModel] = ServeSettings, prefix: str = "") -> 
     """Dotted name of every setting to its pydantic field."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
+        if f"{prefix}{name}" == _ENTERED:
+            continue
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             fields.update(setting_fields(field.annotation, f"{prefix}{name}."))
         else:
@@ -91,6 +96,7 @@ _OPEN_UNLESS_SET = (("exchange", "transport"), ("selection", "index_dtype"))
 def to_yaml(settings: ServeSettings) -> str:
     """Return the settings as YAML that ``--config`` reads back; what is open stays open."""
     tree = settings.model_dump(mode="json")
+    del tree["selection"]["declared"]
     for group, name in _OPEN_UNLESS_SET:
         if name not in getattr(settings, group).model_fields_set:
             del tree[group][name]

@@ -91,11 +91,6 @@ class PolicyCapabilities:
         return self.timing is Timing.EXACT_STEP
 
     @property
-    def needs_token(self) -> bool:
-        """Whether the host has to know the token that a step takes in before it runs."""
-        return self.refresh is RefreshRule.BOUNDARY
-
-    @property
     def declared(self) -> DeclaredPolicy:
         """What the defaults of settings depend on."""
         return DeclaredPolicy(

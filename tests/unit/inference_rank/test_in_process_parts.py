@@ -152,9 +152,8 @@ def test_dense_lengths() -> None:
     assert DenseLengths.of(never, NUM_RESIDENT) == DenseLengths(num_dense=0, num_cold=0)
     # Nothing fills the sink of a row that outgrows the ring: it would be an earlier request's.
     sinks = resolve_selection(
-        {"policy": "streaming", "num_sink_tokens": 4, "num_recent_tokens": NUM_RECENT,
-         "dense_while_fits": False}
-    )  # fmt: skip
+        never.model_copy(update={"policy": "streaming", "num_sink_tokens": 4})
+    )
     assert DenseLengths.of(sinks, 4).num_dense == 4 + NUM_RECENT
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tandemkv.cache_rank.policies.registry import resolve_selection
+from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools, create_local_cache_rank
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -127,7 +127,7 @@ class World:
             "index_dtype": "int4", **selection,
         }  # fmt: skip
         settings = RankSettings.model_validate(
-            {"selection": resolve_selection(chosen), "exchange": {"transport": "local"}}
+            {"selection": selection_values(chosen), "exchange": {"transport": "local"}}
         )
         self.selection = settings.selection
         self.num_resident = self.selection.num_resident

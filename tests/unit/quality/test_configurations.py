@@ -11,7 +11,6 @@ from tandemkv.cache_rank.policies import look_ahead
 from tandemkv.cache_rank.policies.base import PolicyCapabilities
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.quality.configurations import Configuration, parse_budgets, plan
 
 
@@ -63,7 +62,7 @@ def test_samples_are_in_the_budget(
 ) -> None:
     _, one = make(["look_ahead"], [budget], base=base)
     assert (one.selection["budget_tokens"], one.selection["sample_tokens"]) == (selected, samples)
-    assert SelectionSettings.model_validate(one.selection).num_samples == samples
+    assert resolve_selection(one.selection).num_samples == samples
     assert one.attended_tokens == int(budget)
 
 

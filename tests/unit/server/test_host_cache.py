@@ -278,7 +278,7 @@ def test_the_cache_counts_as_host_memory_where_it_is_made(
 
 @pytest.mark.usefixtures("gpus")
 def test_a_policy_that_needs_a_process_and_has_one_gpu_is_shown_the_host(model_dir: Path) -> None:
-    selection = {"policy": "sfi"}
+    selection = {"policy": "quest"}
     with pytest.raises(SettingsError, match=r"a second GPU; add --cache-device cpu"):
         launch_of(model_dir, cache_device="auto", selection=selection)
     said: list[str] = []

@@ -197,10 +197,10 @@ def test_a_policy_that_needs_a_process_gets_one(tmp_path: Path, gpus: Any) -> No
     settings, said = resolve(tmp_path, selection={"policy": "sync_kv"})
     assert (settings.cache_ranks, settings.selection.index_dtype) == (1, "native")
     assert "sync_kv needs one" in said[0]
+    for policy in ("quest", "own_policy:NewestFirst"):  # has a method of its own in decode steps
+        assert resolve(tmp_path, selection={"policy": policy})[0].cache_ranks == 1
     fraction = {"policy": "kascade", "kascade_fraction": 0.1}
     assert resolve(tmp_path, selection=fraction)[0].cache_ranks == 0
-    ignored = {"policy": "look_ahead", "kascade_fraction": 0.1}
-    assert resolve(tmp_path, selection=ignored)[0].cache_ranks == 0
     sparse = {"policy": "look_ahead", "share_layers": True, "exact_layers": ()}
     for shared in ({"policy": "kascade"}, sparse):
         settings, _ = resolve(tmp_path, selection=shared)

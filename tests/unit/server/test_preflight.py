@@ -42,11 +42,19 @@ def test_resolves_every_auto(model_dir: Path) -> None:
     assert preflight.resolve_dtype("auto", "cuda", model_dir) == "bfloat16"
 
 
-def test_every_policy_may_run_in_the_process_on_a_cpu(model_dir: Path) -> None:
-    for policy in ("lfps", "quest", "sfi"):
-        selection = {"policy": policy, "exact_layers": []}
-        launch = resolve(model_dir, cache_ranks=0, selection=selection)
-        assert launch.settings.transport == "local"
+def test_on_a_cpu_every_policy_runs_in_the_process(model_dir: Path) -> None:
+    """On a GPU those do that have no method of their own in decode steps."""
+    for policy in ("look_ahead", "lfps", "quest", "sfi", "own_policy:NewestFirst"):
+        settings = ServeSettings(
+            model=str(model_dir), cache_ranks=0, selection={"policy": policy, "exact_layers": []}
+        )
+        spec = read_model_spec(model_dir, dtype="float32")
+        preflight.check_selection(settings, spec, "cpu")
+        if policy == "look_ahead":
+            preflight.check_selection(settings, spec, "cuda")
+            continue
+        with pytest.raises(SettingsError, match=f"policy={policy}.*use --device cpu"):
+            preflight.check_selection(settings, spec, "cuda")
 
 
 @pytest.mark.parametrize(("tp_size", "divides"), [(1, True), (2, True), (4, True), (3, False)])
