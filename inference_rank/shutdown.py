@@ -92,7 +92,10 @@ class Shutdown:
                 "s (--drain-timeout-s)"
             )
             await self.drain.finish(_LAST_ANSWERS_S)
-        await asyncio.to_thread(_end_scheduler)
+        try:
+            await _end_scheduler()
+        except Exception:  # it is killed instead
+            _LOG.exception("the scheduler was not asked to end")
         _kill_below()
         remove_temporary_files()
         self._end()
@@ -139,12 +142,17 @@ def around_sigterm(original: Callable[..., None], *args: Any, **kwargs: Any) -> 
         _current.on_stop_signal()
 
 
-def around_sigquit(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Tell clients before SGLang kills its processes."""
+def around_sigquit(original: Callable[..., None], handler: Any, *args: Any, **kwargs: Any) -> None:
+    """Tell clients before SGLang kills its processes.
+
+    SGLang's own handler spends seconds on diagnostics first: only with ``--crash-dump-folder``.
+    """
     if _current is None:
-        original(*args, **kwargs)
+        original(handler, *args, **kwargs)
+    elif handler.tokenizer_manager.crash_dump_folder:
+        _current.on_dead_child(lambda: original(handler, *args, **kwargs))
     else:
-        _current.on_dead_child(lambda: original(*args, **kwargs))
+        _current.on_dead_child()
 
 
 def remove_temporary_files() -> None:
@@ -159,7 +167,7 @@ def remove_temporary_files() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _end_scheduler() -> None:
+async def _end_scheduler() -> None:
     """Ask SGLang's schedulers to end, and wait for them."""
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.io_struct import ShutdownReq
@@ -167,11 +175,11 @@ def _end_scheduler() -> None:
 
     manager = get_global_state().tokenizer_manager
     if manager._subprocess_watchdog is not None:
-        manager._subprocess_watchdog.stop()
+        await asyncio.to_thread(manager._subprocess_watchdog.stop)
     manager._dispatch_to_scheduler(ShutdownReq())
     deadline = time.monotonic() + _SCHEDULER_EXIT_S
     while time.monotonic() < deadline and collect_scheduler_processes():
-        time.sleep(0.05)
+        await asyncio.sleep(0.05)
 
 
 def _kill_below() -> None:

@@ -132,8 +132,14 @@ def test_sigterm_ends_the_process_after_the_last_answer(
     monkeypatch: pytest.MonkeyPatch, finishes: bool
 ) -> None:
     steps: list[str] = []
-    for name in ("_end_scheduler", "_kill_below", "remove_temporary_files"):
+    for name in ("_kill_below", "remove_temporary_files"):
         monkeypatch.setattr(shutdown, name, lambda name=name: steps.append(name))
+
+    async def end_scheduler() -> None:
+        steps.append("_end_scheduler")
+        raise RuntimeError("it does not listen")  # then it is killed, and the process still ends
+
+    monkeypatch.setattr(shutdown, "_end_scheduler", end_scheduler)
 
     async def scenario() -> None:
         drain, gate, ended = Drain(), asyncio.Event(), asyncio.Event()
