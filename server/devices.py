@@ -146,18 +146,6 @@ def cache_rank_device(settings: ServeSettings) -> str:
     return resolve_device(found, num_ranks_here=1)
 
 
-def inference_device_of(settings: ServeSettings, cache_device: str) -> str:
-    """Return the device of the inference rank of a cache rank that is started by itself.
-
-    What is left open cannot be seen from here. A cache rank that is on a CPU because that was
-    asked for, or because the policy runs on nothing else, is taken to be beside a GPU.
-    """
-    if settings.device != "auto":
-        return settings.device
-    is_cpu_only = "cuda" not in policy_devices(settings.selection.policy)
-    return "cuda" if settings.cache_device == "cpu" or is_cpu_only else cache_device
-
-
 def as_pair(settings: ServeSettings) -> ServeSettings:
     """Return the settings of a rank that is started by itself: one of two by default."""
     if settings.cache_ranks is not None:
@@ -184,13 +172,10 @@ def resolve_transport(settings: ServeSettings, device: str) -> ServeSettings:
     if not settings.cache_ranks or exchange.is_in_process:
         return settings
     cache_device = device if settings.cache_device == "auto" else settings.cache_device
-    is_given = "transport" in exchange.model_fields_set
-    if device == cache_device == "cpu":
-        # The host-driven exchange is the same on a CPU as beside a GPU, and can be tested there.
-        fitting = "gloo" if is_given and exchange.transport == "gloo" else "shared"
-    else:
-        fitting = "nccl" if device == cache_device == "cuda" else "gloo"
-    if not is_given:
+    fitting = "nccl" if device == cache_device == "cuda" else "gloo"
+    if exchange.is_shared and device == cache_device == "cpu":
+        return settings
+    if "transport" not in exchange.model_fields_set:
         changed = exchange.model_copy(update={"transport": fitting})
         return settings.model_copy(update={"exchange": changed})
     if exchange.transport != fitting:

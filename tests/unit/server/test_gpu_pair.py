@@ -87,7 +87,13 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
 def test_the_device_decides_the_data_plane_unless_given() -> None:
     settings = as_pair(ServeSettings(model="m"))
     assert resolve_transport(settings, "cuda").transport == "nccl"
-    assert resolve_transport(settings, "cpu").transport == "shared"
+    assert resolve_transport(settings, "cpu").transport == "gloo"
+    shared = ServeSettings.model_validate(
+        {"model": "m", "cache_ranks": 1, "exchange": {"transport": "shared"}}
+    )
+    assert resolve_transport(shared, "cpu") == shared
+    with pytest.raises(SettingsError, match=r"transport=shared.*cuda; use --transport nccl"):
+        resolve_transport(shared, "cuda")
     assert resolve_transport(ServeSettings(model="m", cache_ranks=0), "cuda").transport == "local"
     given = ServeSettings.model_validate(
         {"model": "m", "cache_ranks": 1, "exchange": {"transport": "gloo"}}
