@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from tandemkv.cache_rank import host_memory
+from tandemkv.cache_rank import host_memory, process
 from tandemkv.cache_rank.policies.base import PolicyError
 from tandemkv.cache_rank.process import run_cache_rank
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
@@ -71,3 +71,33 @@ def test_importing_the_process_touches_neither_transformers_nor_sglang():
         "sys.exit(f'imported {bad}' if bad else 0)"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "epoch", "ends"),
+    [
+        ([signal.SIGTERM], 0, True),  # nobody to wait for
+        ([signal.SIGTERM], 7, False),
+        ([signal.SIGTERM, signal.SIGTERM], 7, True),
+        ([signal.SIGINT], 7, True),
+    ],
+)
+def test_sigterm_waits_for_the_inference_rank(
+    numbers: list[signal.Signals], epoch: int, ends: bool
+) -> None:
+    stop = threading.Event()
+    epochs = [epoch]
+    with process._stopping_on_signals(stop, lambda: epochs[0], 30.0):
+        for number in numbers:
+            signal.raise_signal(number)
+        assert stop.wait(0.3) is ends
+        epochs[0] = 0  # it went
+        assert stop.wait(5.0)
+
+
+def test_sigterm_waits_no_longer_than_it_may() -> None:
+    stop = threading.Event()
+    with process._stopping_on_signals(stop, lambda: 7, 0.2):
+        signal.raise_signal(signal.SIGTERM)
+        assert not stop.is_set()
+        assert stop.wait(5.0)
