@@ -113,6 +113,9 @@ def sglang_env(
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
+        if not any(argument.startswith("--enable-torch") for argument in settings.sglang_args):
+            # The first request with a penalty would wait a minute for a compiler, and all others.
+            env.setdefault("TORCHDYNAMO_DISABLE", "1")
     if is_gpu_with_cache_process(settings, device):
         env.update(_gpu_env(env, 0))
         if settings.transport == "nccl":

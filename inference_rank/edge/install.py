@@ -54,6 +54,7 @@ def install(
         context_tokens=int(manager.context_len),
         max_running_requests=int(server_args.max_running_requests),
         model_names=frozenset({str(server_args.served_model_name), MODEL_NAME}),
+        has_grammars=server_args.grammar_backend != "none",
         is_evaluation=runtime_module.settings_from_environment().evaluation,
     )
     keys = Keys.read(settings)

@@ -24,6 +24,9 @@ class Limits:
         Completions that SGLang decodes together.
     model_names : frozenset of str
         Names that a request may give as its model.
+    has_grammars : bool
+        Whether SGLang has a grammar backend. Without one it ends such a request in the scheduler,
+        and answers 500 to a stream with logprobs.
     is_evaluation : bool
         Whether forced tokens and emptying the prefix cache are open to all.
     """
@@ -33,6 +36,7 @@ class Limits:
     context_tokens: int
     max_running_requests: int
     model_names: frozenset[str]
+    has_grammars: bool = True
     is_evaluation: bool = False
 
     @property

@@ -43,6 +43,7 @@ MODEL_NAME = "default"
 """SGLang's name of whichever model it serves."""
 
 _SHORT = string(256)
+_NO_GRAMMARS = "for the server runs with --grammar-backend none"
 # Of OpenAI's API, without effect in SGLang: what their clients send anyway.
 _WITHOUT_EFFECT = (
     "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier",
@@ -203,6 +204,9 @@ def check_completion(body: dict[str, Any], limits: Limits) -> int:
     _check(body, _COMPLETION, limits, required="prompt")
     if "best_of" in body and body["best_of"] < body.get("n", 1):
         raise wrong("best_of", body["best_of"], f"at least n={body['n']}")
+    if body.get("echo", False) and body.get("logprobs") == 0:
+        raise wrong("logprobs", 0, "at least 1 with echo=true")  # SGLang would answer 500
+    _check_grammar(body, limits)
     return _completions(_num_prompts(body["prompt"]), body.get("n", 1), limits)
 
 
@@ -212,6 +216,10 @@ def check_chat(body: dict[str, Any], limits: Limits) -> int:
     _check_chat_prompt(body, limits)
     if "top_logprobs" in body and not body.get("logprobs", False):
         raise wrong("top_logprobs", body["top_logprobs"], "logprobs=true beside it")
+    choice = body.get("tool_choice", "auto")
+    if not limits.has_grammars and choice not in ("auto", "none"):
+        raise wrong("tool_choice", choice, f"auto or none, {_NO_GRAMMARS},")
+    _check_grammar(body, limits)
     return _completions(1, body.get("n", 1), limits)
 
 
@@ -226,6 +234,7 @@ def check_native(body: dict[str, Any], limits: Limits) -> int:
         raise wrong("sampling_params", sampling, "one mapping, for all prompts,")
     table = EVALUATION_SAMPLING if limits.is_evaluation else NATIVE_SAMPLING
     check_fields(sampling, table, limits, prefix="sampling_params.")
+    _check_grammar(sampling, limits)
     num_prompts = _num_prompts(body[given[0]])
     if num_prompts > 1 and "rid" in body:
         raise wrong("rid", body["rid"], "one prompt beside it")
@@ -289,6 +298,18 @@ def _check_chat_prompt(body: dict[str, Any], limits: Limits) -> None:
             param="messages",
             code="context_length_exceeded",
         )
+
+
+def _check_grammar(body: dict[str, Any], limits: Limits) -> None:
+    """Refuse what constrains an answer where SGLang cannot."""
+    if limits.has_grammars:
+        return
+    for name in ("json_schema", "regex", "ebnf"):
+        if name in body:
+            raise wrong(name, body[name], f"no such field, {_NO_GRAMMARS},")
+    kind = body.get("response_format", {}).get("type", "text")
+    if kind != "text":
+        raise wrong("response_format.type", kind, f"text, {_NO_GRAMMARS},")
 
 
 def _num_prompts(prompt: Any) -> int:

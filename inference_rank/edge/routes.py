@@ -74,7 +74,6 @@ ROUTES: dict[str, Route] = {
     "/get_server_info": _ADMIN_READ,
     "/get_load": _ADMIN_READ,
     "/v1/loads": _ADMIN_READ,
-    "/openapi.json": _ADMIN_READ,
     "/health_generate": _ADMIN_READ,
     "/flush_cache": Route(("POST",), Role.ADMIN, opens_in_evaluation=True),
     "/abort_request": _ADMIN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,13 +64,16 @@ class World:
         return asyncio.run(self.send("GET", path, headers=headers))
 
 
-def make_limits(*, is_evaluation: bool = False, **settings: Any) -> Limits:
+def make_limits(
+    *, is_evaluation: bool = False, has_grammars: bool = True, **settings: Any
+) -> Limits:
     return Limits(
         settings=EdgeSettings(**settings),
         vocab_size=1000,
         context_tokens=256,
         max_running_requests=2,
         model_names=frozenset({"m", "default"}),
+        has_grammars=has_grammars,
         is_evaluation=is_evaluation,
     )
 
@@ -81,23 +84,17 @@ def make_world(
     closed: Callable[[], str | None] = lambda: None,
     behind: ASGIApp | None = None,
     is_evaluation: bool = False,
+    has_grammars: bool = True,
     **settings: Any,
 ) -> World:
     refused: list[int] = []
     app = behind or Behind()
     edge = Edge(
         app,
-        make_limits(is_evaluation=is_evaluation, **settings),
+        make_limits(is_evaluation=is_evaluation, has_grammars=has_grammars, **settings),
         keys or Keys(),
         closed=closed,
         count_refusal=refused.append,
     )
     assert isinstance(app, Behind)
     return World(edge, app, refused)
-
-
-def run(work: Callable[[], Awaitable[Any]]) -> Any:
-    async def inner() -> Any:
-        return await work()
-
-    return asyncio.run(inner())

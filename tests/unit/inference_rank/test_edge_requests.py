@@ -64,6 +64,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "lora_path": "/etc"}, "lora_path"),
     (COMPLETIONS, {"prompt": "x", "bootstrap_host": "h"}, "bootstrap_host"),
     (COMPLETIONS, {"prompt": "x", "return_hidden_states": True}, "return_hidden_states=true"),
+    (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 0}, "logprobs=0: at least 1 with echo"),
     (COMPLETIONS, {}, "prompt is missing"),
     (CHAT, {"messages": []}, "a list of 1 to"),
     (CHAT, {"messages": [{"content": "x"}]}, r"messages[0].role is missing"),
@@ -195,3 +196,21 @@ def test_bad_json(world: World, body: bytes, text: str) -> None:
     reply = world.post(COMPLETIONS, body)
     assert reply.status_code == 400
     assert text in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "x", "regex": "a+"}),
+        (COMPLETIONS, {"prompt": "x", "response_format": {"type": "json_object"}}),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "required"}),
+        (CHAT, {"messages": MESSAGES, "tool_choice": {"type": "function"}}),
+        (NATIVE, {"text": "x", "sampling_params": {"json_schema": "{}"}}),
+    ],
+)
+def test_grammars_need_a_backend(path: str, body: dict[str, Any]) -> None:
+    """SGLang without one ends the request late, and a stream with logprobs with 500."""
+    assert make_world().post(path, body).status_code == 200
+    reply = make_world(has_grammars=False).post(path, body)
+    assert reply.status_code == 400
+    assert "--grammar-backend none" in reply.json()["error"]["message"]

@@ -16,6 +16,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelE
 from tandemkv.cache_rank.protocol.model_spec import read_config, read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.inference_rank.edge.settings import EdgeSettings
 from tandemkv.server import doctor, placement_choice, ports, preflight
 from tandemkv.server.ports import choose_port, server_url
 from tandemkv.server.preflight import ResolvedLaunch, check_policy, resolve_launch
@@ -185,6 +186,11 @@ def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
         check_sglang_args(["--log-level", "debug", *args], device="cpu")
 
 
+def test_key_files_are_read_before_anything_starts(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--api-key-file=.*cannot be read"):
+        resolve(model_dir, edge={"api_key_file": tmp_path / "none"})
+
+
 def test_keys_on_the_command_line_name_the_file_instead() -> None:
     with pytest.raises(SettingsError, match="use --api-key-file of tandemkv"):
         check_sglang_args(["--api-key=secret"], device="cpu")
@@ -232,6 +238,8 @@ def test_the_plan_of_a_cpu_launch(
     )
     assert env["TANDEMKV_RUN_DIR"] == str(run_dir.path)
     assert (env["SGLANG_PLUGINS"], env["HF_HUB_OFFLINE"]) == ("tandemkv", "1")
+    assert env["TORCHDYNAMO_DISABLE"] == "1"  # penalties would be compiled while requests wait
+    assert EdgeSettings.model_validate_json(env["TANDEMKV_EDGE"]) == launch.settings.edge
     for child in (plan.sglang, plan.cache_rank):
         assert (child.env["OMP_NUM_THREADS"], child.env["PYTHONSAFEPATH"]) == ("1", "1")
         assert "TANDEMKV_SERVE_PORT" not in child.env
