@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import CacheRankError
 from tandemkv.cache_rank.protocol.local import LocalCacheRank
@@ -43,6 +44,8 @@ class EntryRunner:
         Number of the epoch, and R.
     is_over : Callable
         Whether the inference rank is gone.
+    clock : BusyClock
+        Told when the engine waits for the forward pass.
     """
 
     def __init__(
@@ -56,13 +59,14 @@ class EntryRunner:
         num_layers: int,
         num_resident: int,
         is_over: Callable[[], bool],
+        clock: BusyClock,
     ) -> None:
         self._engine, self._program = engine, engine.program
         self._flags, self._at = flags, FlagIndex(num_layers)
         self._num_layers, self._num_resident = num_layers, num_resident
         self._tensors, self._table = tensors, tensors["req_to_token"]
         self._versions, self._epoch = versions, epoch
-        self._is_gone = is_over
+        self._is_gone, self._clock = is_over, clock
         self._step = self._progress = 0
 
     def run(self, entry: StepEntry) -> None:
@@ -200,7 +204,10 @@ class EntryRunner:
         self._flags.raise_to(flag, self._step)
 
     def _wait(self, flag: int) -> None:
-        found = self._flags.wait(flag, self._step, timeout_s=_LONGEST_WAIT_S, is_over=self._is_over)
+        with self._clock.waiting():  # for the forward pass, however long it takes
+            found = self._flags.wait(
+                flag, self._step, timeout_s=_LONGEST_WAIT_S, is_over=self._is_over
+            )
         if not found:
             raise StepAbortedError(f"step {self._step} was given up")
 

@@ -139,6 +139,7 @@ class SharedEngineService:
         values = self._counters.values()
         values["malformed_frames_total"] = float(self._control.malformed)
         values["busy_s"] = self._clock.busy_s()
+        values["stalled_s"] = self._clock.progress.stalled_s()
         values["num_resident"] = float(selection.num_resident)
         values["capacity_tokens"] = float(self._settings.cache.capacity_tokens)
         if session is not None:

@@ -99,6 +99,7 @@ class SharedSession:
             num_layers=model.num_layers,
             num_resident=selection.num_resident,
             is_over=self._over.is_set,
+            clock=clock,
         )
         self.num_steps = 0
         self._wake, self._waker = socket.socketpair()
