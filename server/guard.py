@@ -25,8 +25,8 @@ from pathlib import Path
 _SHARED_MEMORY = "/dev/shm/"
 _DELETED = " (deleted)"
 _END_S = 5.0
-_FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.5, 30.0
-"""Between looks at shared memory: ranks make theirs while they start."""
+_FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.5, 4.0
+"""Between looks at shared memory; one takes some milliseconds."""
 
 
 def shared_memory_of(groups: Iterable[int]) -> set[str]:
