@@ -69,7 +69,7 @@ def post(server: Server, *, new_tokens: int, stream: bool) -> tuple[int, dict[st
         "temperature": 0,
         "ignore_eos": True,
         "stream": stream,
-        "model": "smollm2",
+        "model": "smollm2-135m-instruct",
     }
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
