@@ -198,7 +198,7 @@ def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
 
 
 def test_key_files_are_read_before_anything_starts(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="--api-key-file=.*cannot be read"):
+    with pytest.raises(SettingsError, match=r"--api-key-file=.*cannot be read"):
         resolve(model_dir, edge={"api_key_file": tmp_path / "none"})
 
 
