@@ -65,7 +65,6 @@ class InProcessBackend(AttentionBackend):
         self._num_layers = int(runner.model_config.num_hidden_layers)
         self._is_sparse = [self._program.is_sparse_layer(x) for x in range(self._num_layers)]
         # Exact layers: by SGLang's backend here, or by the GPU that has the K/V.
-        self._attends_remotely = is_far and not all(self._is_sparse)
         self._needs_full = not (all(self._is_sparse) or is_far)
         self._kind = self.captured_kind = DecodeKind.DENSE
         self.shares_gpu = cache_device == device
