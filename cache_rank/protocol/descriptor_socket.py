@@ -18,12 +18,12 @@ import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import msgspec
 
 from .errors import CacheRankLostError, HandshakeRefusedError, ProtocolError
-from .mapped_tensors import DTYPES, MappedTensors, TensorSpec
+from .mapped_tensors import DTYPES, HOMES, Home, Homes, MappedTensors, TensorSpec
 
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 64
@@ -34,6 +34,7 @@ class _Spec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     name: Annotated[str, msgspec.Meta(max_length=64)]
     shape: Annotated[tuple[_Dim, ...], msgspec.Meta(max_length=8)]
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    home: Annotated[str, msgspec.Meta(max_length=16)]
 
 
 class _Tensors(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -71,9 +72,11 @@ class DescriptorListener:
             raise
 
     def accept(
-        self, *, token: bytes, epoch: int, timeout_s: float
+        self, homes: Homes | None = None, *, token: bytes, epoch: int, timeout_s: float
     ) -> tuple[socket.socket, MappedTensors]:
         """Return the connection to the inference rank of `epoch`, and its tensors, mapped.
+
+        `homes` as of `MappedTensors`.
 
         Raises
         ------
@@ -91,7 +94,7 @@ class DescriptorListener:
                     _close_all(descriptors)
                     connection.close()
                     continue
-                return connection, _attach(message.specs, descriptors)
+                return connection, _attach(message.specs, descriptors, homes)
             except BaseException:
                 connection.close()
                 raise
@@ -140,7 +143,7 @@ def offer_tensors(
         if message.error:
             _close_all(descriptors)
             raise HandshakeRefusedError("memory", message.error)
-        return connection, _attach(message.specs, descriptors)
+        return connection, _attach(message.specs, descriptors, tensors[0].homes)
     except OSError as error:
         connection.close()
         raise CacheRankLostError(
@@ -164,7 +167,7 @@ def send_tensors(
         token=token,
         epoch=epoch,
         error=error[:4096],
-        specs=tuple(_Spec(s.name, s.shape, s.dtype) for s in specs),
+        specs=tuple(_Spec(s.name, s.shape, s.dtype, s.home) for s in specs),
     )
     descriptors = [each for some in tensors for each in some.descriptors]
     socket.send_fds(connection, [_ENCODER.encode(message)], descriptors)
@@ -203,16 +206,21 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[_Tensors, list
         raise
 
 
-def _attach(specs: Sequence[_Spec], descriptors: Sequence[int]) -> MappedTensors:
+def _attach(
+    specs: Sequence[_Spec], descriptors: Sequence[int], homes: Homes | None
+) -> MappedTensors:
     left = list(descriptors)
-    tensors = MappedTensors()
+    tensors = MappedTensors(homes)
     try:
         if len(specs) != len(left):
             raise ProtocolError(f"{len(left)} descriptors came for {len(specs)} tensors")
         for spec in specs:
             if spec.dtype not in DTYPES:
                 raise ProtocolError(f"mapped tensor {spec.name!r}: dtype={spec.dtype} is unknown")
-            tensors.attach(TensorSpec(spec.name, spec.shape, spec.dtype), left.pop(0))
+            if spec.home not in HOMES:
+                raise ProtocolError(f"mapped tensor {spec.name!r}: home={spec.home} is unknown")
+            home = cast(Home, spec.home)
+            tensors.attach(TensorSpec(spec.name, spec.shape, spec.dtype, home), left.pop(0))
     except BaseException:
         _close_all(left)
         tensors.close()

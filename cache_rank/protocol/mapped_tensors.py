@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named tensors in memory that several processes of one host map.
 
-Each tensor is an anonymous file (``memfd_create``). Its pages exist from the start and its size is
-sealed, so that no access can end in SIGBUS later. The memory lives as long as any process has it
-mapped or holds its descriptor; descriptors travel over a Unix socket (`descriptor_socket`).
+On a host each tensor is an anonymous file (``memfd_create``). Its pages exist from the start and its
+size is sealed, so that no access can end in SIGBUS later. On a GPU it is memory of CUDA's virtual
+memory management (`gpu_memory`). Either lives as long as any process has it mapped or holds its
+descriptor; descriptors travel over a Unix socket (`descriptor_socket`).
 """
 
 from __future__ import annotations
@@ -16,25 +17,73 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from typing import Literal, Self, get_args
 
 import torch
 
 from .available_memory import available_bytes
 from .errors import ProtocolError, SettingsError
+from .gpu_memory import GpuMemory
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _GIB = 1 << 30
 DTYPES = ("float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool")
+Home = Literal["host", "inference", "engine"]
+HOMES: tuple[str, ...] = get_args(Home)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Homes:
+    """Where mapped tensors lie, as one process sees it.
+
+    Attributes
+    ----------
+    inference, engine : torch.device
+        Of the forward pass, and of the engine; on a CPU all memory is the host's.
+    here : torch.device
+        Whose kernels use them in this process.
+    """
+
+    inference: torch.device
+    engine: torch.device
+    here: torch.device
+
+    @classmethod
+    def on_host(cls) -> Self:
+        """All memory is the host's."""
+        cpu = torch.device("cpu")
+        return cls(inference=cpu, engine=cpu, here=cpu)
+
+    @property
+    def are_on_gpu(self) -> bool:
+        """Whether there is GPU memory among it."""
+        return self.here.type == "cuda"
+
+    def gpu(self, home: str) -> GpuMemory | None:
+        """Return what makes and maps memory of `home`; None: that is the host."""
+        if home == "host" or not self.are_on_gpu:
+            return None
+        return self._engine if home == "engine" else self._inference
+
+    @cached_property
+    def _inference(self) -> GpuMemory:
+        return GpuMemory(self.inference, self.here)
+
+    @cached_property
+    def _engine(self) -> GpuMemory:
+        return GpuMemory(self.engine, self.here)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, shape and dtype (a torch name) of a mapped tensor."""
+    """Name, shape, dtype (a torch name) and home of a mapped tensor."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    home: Home = "host"
 
     @property
     def nbytes(self) -> int:
@@ -44,10 +93,18 @@ class TensorSpec:
 
 
 class MappedTensors:
-    """The mapped tensors of one process, by name. Used by one thread."""
+    """The mapped tensors of one process, by name. Used by one thread.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    homes : Homes, optional
+        Where they lie; without, all on the host.
+    """
+
+    def __init__(self, homes: Homes | None = None) -> None:
+        self.homes = homes or Homes.on_host()
         self._tensors: dict[str, torch.Tensor] = {}
+        self._addresses: dict[str, int] = {}
         self._descriptors: dict[str, int] = {}
         self._specs: dict[str, TensorSpec] = {}
 
@@ -72,7 +129,9 @@ class MappedTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | str) -> torch.Tensor:
+    def allocate(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | str, home: Home = "engine"
+    ) -> torch.Tensor:
         """Return the tensor `name`, made of zeros if there is none yet.
 
         Parameters
@@ -83,20 +142,25 @@ class MappedTensors:
             Of the tensor.
         dtype : torch.dtype or str
             One of `DTYPES`.
+        home : str
+            One of `HOMES`.
 
         Raises
         ------
         SettingsError
-            If the host lacks memory, or a limit of the process is in the way.
+            If the host or the GPU lacks memory, or a limit of the process is in the way.
         ProtocolError
             If there is one of another shape or dtype.
         """
-        spec = TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch."))
+        spec = TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch."), home)
         known = self._specs.get(name)
         if known is not None:
             _require_same(known, spec)
             return self._tensors[name]
-        return self._keep(spec, create_memory(name, spec.nbytes))
+        gpu = self.homes.gpu(home)
+        if gpu is None:
+            return self._keep(spec, create_memory(name, spec.nbytes))
+        return self._keep(spec, gpu.create(name, spec.nbytes)).zero_()
 
     def attach(self, spec: TensorSpec, descriptor: int) -> torch.Tensor:
         """Map what another process made; the descriptor is ours from now on, even on an error.
@@ -109,7 +173,8 @@ class MappedTensors:
         try:
             if spec.name in self._specs:
                 raise ProtocolError(f"mapped tensor {spec.name!r} came twice")
-            _check_memory(spec, descriptor)
+            if self.homes.gpu(spec.home) is None:
+                _check_memory(spec, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -118,7 +183,11 @@ class MappedTensors:
     def forget(self, name: str) -> None:
         """Close the descriptor of `name`, and unmap it once its tensor is used no more."""
         os.close(self._descriptors.pop(name))
-        del self._tensors[name], self._specs[name]
+        spec = self._specs.pop(name)
+        del self._tensors[name]
+        gpu, address = self.homes.gpu(spec.home), self._addresses.pop(name, None)
+        if gpu is not None and address is not None:
+            gpu.unmap(address, spec.nbytes)
 
     def close(self) -> None:
         """`forget` all. Idempotent."""
@@ -127,17 +196,27 @@ class MappedTensors:
 
     def _keep(self, spec: TensorSpec, descriptor: int) -> torch.Tensor:
         try:
-            mapped = mmap.mmap(descriptor, spec.nbytes)
-        except OSError as error:
+            whole = self._map(spec, descriptor)
+        except BaseException:
             os.close(descriptor)
+            raise
+        self._specs[spec.name], self._descriptors[spec.name] = spec, descriptor
+        self._tensors[spec.name] = whole[: prod(spec.shape)].view(spec.shape)
+        return self._tensors[spec.name]
+
+    def _map(self, spec: TensorSpec, descriptor: int) -> torch.Tensor:
+        dtype = getattr(torch, spec.dtype)
+        gpu = self.homes.gpu(spec.home)
+        if gpu is not None:
+            whole, self._addresses[spec.name] = gpu.map(spec.name, descriptor, spec.nbytes)
+            return whole.view(dtype)
+        try:
+            return torch.frombuffer(mmap.mmap(descriptor, spec.nbytes), dtype=dtype)
+        except OSError as error:
             raise SettingsError(
                 f"memory of {spec.name} ({spec.nbytes} bytes) cannot be mapped: {error.strerror}; "
                 "raise the process's limit of address space (ulimit -v)"
             ) from error
-        whole = torch.frombuffer(mapped, dtype=getattr(torch, spec.dtype))
-        self._specs[spec.name], self._descriptors[spec.name] = spec, descriptor
-        self._tensors[spec.name] = whole[: prod(spec.shape)].view(spec.shape)
-        return self._tensors[spec.name]
 
 
 def create_memory(name: str, nbytes: int) -> int:

@@ -3,7 +3,8 @@
 
 The inference rank makes all of it. What survives an epoch is K/V, request table and weights of
 sample tokens; flags, ring and staging are new in each epoch, so that nothing of an earlier one can
-satisfy a wait.
+satisfy a wait. On GPUs staging and flags in GPU memory survive too, for captured graphs name their
+addresses; their step numbers grow from epoch to epoch instead.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from .errors import ProtocolError
+from .gpu_flags import flag_specs
 from .local import LocalPools
 from .mapped_tensors import MappedTensors, TensorSpec
 from .model_spec import ModelSpec
+from .predictor_weights import PREDICTOR_PREFIX
 from .settings import SelectionSettings
 from .step_flags import WORDS_APART
 from .step_ring import ring_shape
@@ -90,28 +93,47 @@ def kept_specs(
     heads, dim = model.num_kv_heads, model.head_dim
     weights = (model.num_layers, sizes.num_rows, heads, selection.num_samples)
     return (
-        TensorSpec("kv", (model.num_layers, 2, slots, heads, dim), model.dtype),
-        TensorSpec("req_to_token", (sizes.num_rows, model.max_context), "int32"),
-        TensorSpec("sample_log_weight", weights, "float32"),
+        TensorSpec("kv", (model.num_layers, 2, slots, heads, dim), model.dtype, "engine"),
+        TensorSpec("req_to_token", (sizes.num_rows, model.max_context), "int32", "inference"),
+        TensorSpec("sample_log_weight", weights, "float32", "inference"),
     )
 
 
-def epoch_specs(
+def host_specs(model: ModelSpec, sizes: RegionSizes) -> tuple[TensorSpec, ...]:
+    """Return where the two hosts meet: flags and ring, new in each epoch."""
+    return (
+        TensorSpec("flags", (FlagIndex(model.num_layers).count, WORDS_APART), "int64"),
+        TensorSpec("ring", ring_shape(sizes.max_batch), "int64"),
+    )
+
+
+def staging_specs(
     model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
 ) -> tuple[TensorSpec, ...]:
-    """Return what is new in each epoch: flags, ring and staging."""
+    """Return what is handed over in a step."""
     layers, batch = model.num_layers, sizes.max_batch
     query = (model.num_qo_heads, model.head_dim)
     seeds = (SEED_BUFFERS, batch * selection.seed_window, *query)
     return (
-        TensorSpec("flags", (FlagIndex(layers).count, WORDS_APART), "int64"),
-        TensorSpec("ring", ring_shape(batch), "int64"),
-        TensorSpec("streams", (layers, batch, model.hidden_size), model.dtype),
-        TensorSpec("queries", (layers, batch, *query), model.dtype),
-        TensorSpec("seed_queries", seeds, model.dtype),
+        TensorSpec("streams", (layers, batch, model.hidden_size), model.dtype, "engine"),
+        TensorSpec("queries", (layers, batch, *query), model.dtype, "engine"),
+        TensorSpec("seed_queries", seeds, model.dtype, "engine"),
         # Of a policy that attends: one layer's, used up before the next layer's query is there.
-        TensorSpec("outputs", (batch, model.num_qo_heads, model.head_dim + 1), "float32"),
+        TensorSpec(
+            "outputs", (batch, model.num_qo_heads, model.head_dim + 1), "float32", "inference"
+        ),
     )
+
+
+def specs_by_life(
+    model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes, *, on_gpu: bool
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Return what survives an epoch, and what is new in each."""
+    kept, epoch = kept_specs(model, selection, sizes), host_specs(model, sizes)
+    staging = staging_specs(model, selection, sizes)
+    if on_gpu:
+        return (*kept, *staging, *flag_specs(model.num_layers, sizes.max_batch)), epoch
+    return kept, (*epoch, *staging)
 
 
 def check_region(
@@ -119,13 +141,18 @@ def check_region(
 ) -> None:
     """Refuse another set of tensors than the two ranks agreed on.
 
+    Weights of the prediction (`predictor_weights`) come beside them, and are checked by who reads
+    them.
+
     Raises
     ------
     ProtocolError
         Naming the first that differs.
     """
-    wanted = (*kept_specs(model, selection, sizes), *epoch_specs(model, selection, sizes))
-    found = {spec.name: spec for spec in tensors.specs}
+    on_gpu = tensors.homes.are_on_gpu
+    kept, epoch = specs_by_life(model, selection, sizes, on_gpu=on_gpu)
+    wanted = (*kept, *epoch)
+    found = {x.name: x for x in tensors.specs if not x.name.startswith(PREDICTOR_PREFIX)}
     for spec in wanted:
         if found.pop(spec.name, None) != spec:
             raise ProtocolError(

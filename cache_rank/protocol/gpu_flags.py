@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which flag in GPU memory means what, where two processes with captured graphs meet.
+
+See `tandemkv.kernels.step_flags` for what a flag is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .mapped_tensors import MappedTensors, TensorSpec
+
+_LINE = 32
+"""int32 words of a cache line of 128 bytes: two flags that are polled share none."""
+
+
+def flag_specs(num_layers: int, max_batch: int) -> tuple[TensorSpec, TensorSpec]:
+    """Return the tensors that the flags of either side lie in, beside the side that waits."""
+    width = -(-max_batch // _LINE) * _LINE
+    return (
+        TensorSpec("to_engine", (2 + 2 * num_layers, width), "int32", "engine"),
+        TensorSpec("to_inference", (2 + num_layers, width), "int32", "inference"),
+    )
+
+
+class GpuFlags:
+    """Views of the flags, each ``[n]`` int32.
+
+    Raised by the forward pass, waited for by the engine: `begin`, once the request table is
+    complete; `input`, once a layer's residual stream (decode, a flag a row) or K/V and prompt
+    queries (prefill, one flag) are in place; `query`, once a layer's query is, a flag a row; `end`,
+    once all tokens of the step are stored. Raised by the engine: `loaded`, once it has read the
+    request table; `ready`, once a layer's resident set may be attended to; `finished`, once the
+    step's work has ended.
+
+    Parameters
+    ----------
+    tensors : MappedTensors
+        With those of `flag_specs`.
+    num_layers : int
+        Of the model.
+    """
+
+    def __init__(self, tensors: MappedTensors, num_layers: int) -> None:
+        self._to_engine, self._to_inference = tensors["to_engine"], tensors["to_inference"]
+        self._num_layers = num_layers
+        self.begin, self.end = self._to_engine[0, :1], self._to_engine[1, :1]
+        self.loaded, self.finished = self._to_inference[0, :1], self._to_inference[1, :1]
+
+    def input(self, layer: int, size: int = 1) -> torch.Tensor:
+        """See the class."""
+        return self._to_engine[2 + layer, :size]
+
+    def query(self, layer: int, size: int) -> torch.Tensor:
+        """See the class."""
+        return self._to_engine[2 + self._num_layers + layer, :size]
+
+    def ready(self, layer: int) -> torch.Tensor:
+        """See the class."""
+        return self._to_inference[2 + layer, :1]

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What predicts a layer's query from the residual stream, handed from one process to another.
+
+The inference rank has the weights of the model that it serves, whatever they were loaded from. It
+copies those that the prediction reads into mapped tensors beside the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandemkv.kernels.query import QueryWeights, predict_query
+
+from .errors import ProtocolError
+from .mapped_tensors import MappedTensors
+
+PREDICTOR_PREFIX = "predict_"
+_OPTIONAL = ("weight_scale", "bias", "query_norm")
+_EPSILONS = "epsilons"
+_COS_SIN = "cos_sin"
+
+
+def put_weights(
+    tensors: MappedTensors, layers: Sequence[QueryWeights], cos_sin: torch.Tensor
+) -> None:
+    """Copy the weights of all layers into mapped tensors of the engine's home.
+
+    Parameters
+    ----------
+    tensors : MappedTensors
+        Where they are made.
+    layers : Sequence[QueryWeights]
+        Of each layer; all have the same fields.
+    cos_sin : torch.Tensor
+        ``[num_positions, head_dim]``; see `tandemkv.kernels.query.predict_query`.
+
+    Raises
+    ------
+    SettingsError
+        If there is no memory for them.
+    """
+    first = layers[0]
+    names = ["norm", "weight", *(n for n in _OPTIONAL if getattr(first, n) is not None)]
+    for name in names:
+        part: torch.Tensor = getattr(first, name)
+        out = tensors.allocate(
+            PREDICTOR_PREFIX + name, (len(layers), *part.shape), part.dtype, "engine"
+        )
+        for layer, weights in enumerate(layers):
+            out[layer].copy_(getattr(weights, name))
+    epsilons = [[x.norm_eps, x.query_norm_eps] for x in layers]
+    shape = (len(layers), 2)
+    tensors.allocate(PREDICTOR_PREFIX + _EPSILONS, shape, torch.float32, "host").copy_(
+        torch.tensor(epsilons)
+    )
+    tensors.allocate(
+        PREDICTOR_PREFIX + _COS_SIN, tuple(cos_sin.shape), cos_sin.dtype, "engine"
+    ).copy_(cos_sin)
+
+
+class MappedPredictor:
+    """Predicts with the weights that `put_weights` has put: ``rope(q_norm(W_q norm(h)))``.
+
+    Parameters
+    ----------
+    tensors : MappedTensors
+        With the weights; to be kept as long as this object.
+    num_layers : int
+        Of the model.
+
+    Raises
+    ------
+    ProtocolError
+        If they are of another model, or incomplete.
+    """
+
+    def __init__(self, tensors: MappedTensors, num_layers: int) -> None:
+        names = ("norm", "weight", _EPSILONS, _COS_SIN)
+        missing = [name for name in names if PREDICTOR_PREFIX + name not in tensors]
+        if missing:
+            raise ProtocolError(f"weights of the prediction lack {missing}; use one version")
+        parts = {
+            name: tensors[PREDICTOR_PREFIX + name]
+            for name in ("norm", "weight", *_OPTIONAL)
+            if PREDICTOR_PREFIX + name in tensors
+        }
+        wrong = [name for name, part in parts.items() if len(part) != num_layers]
+        if wrong:
+            raise ProtocolError(f"weights of the prediction: {wrong} are of another model")
+        epsilons = tensors[PREDICTOR_PREFIX + _EPSILONS].tolist()
+        self._cos_sin = tensors[PREDICTOR_PREFIX + _COS_SIN]
+        self._layers = [
+            QueryWeights(
+                **{name: part[layer] for name, part in parts.items()},
+                norm_eps=norm_eps,
+                query_norm_eps=query_norm_eps,
+            )
+            for layer, (norm_eps, query_norm_eps) in enumerate(epsilons)
+        ]
+
+    def __call__(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``; `hidden` stays as it is."""
+        return predict_query(hidden, positions, self._layers[layer], self._cos_sin)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that hold step numbers: how captured graphs of two processes meet.
+
+A flag lies in the memory of whoever waits for it. It is raised by writing the number of the step,
+and never taken down: a wait for step n ends when the flag is n or later, by signed difference, so
+what arrives after its wait was given up satisfies no later step. `step` is a word of the process
+that raises or waits, so a captured graph can be replayed for any step.
+
+A wait has an end. When it is reached, the wait stores its step in `lost`; from then on waits return
+at once and raises do nothing, so the rest of the graph runs through and nothing hangs or traps.
+"""
+
+import torch
+
+from tandemkv.kernels.check import FLOATS, INT32, Dims, fail
+from tandemkv.kernels.dispatch import resolve
+
+
+def send_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    flags: torch.Tensor,
+    *,
+    step: torch.Tensor,
+    lost: torch.Tensor,
+) -> None:
+    """Write ``hidden + residual`` to `out`, and raise the flag of each row.
+
+    Parameters
+    ----------
+    hidden, residual : torch.Tensor
+        ``[num_rows, width]``, float; without `residual`, `hidden` as it is.
+    out : torch.Tensor
+        ``[num_rows, width]``, dtype of `hidden`; may be another GPU's memory.
+    flags : torch.Tensor
+        ``[num_rows]`` int32, in the memory of whoever waits.
+    step, lost : torch.Tensor
+        ``[1]`` int32; see the module.
+
+    Raises
+    ------
+    ValueError
+        If an argument differs from the above.
+    """
+    dims = _check(flags, step, lost, "num_rows")
+    dims.check("hidden", hidden, "num_rows width", FLOATS)
+    if residual is not None:
+        dims.check("residual", residual, "num_rows width", (hidden.dtype,))
+    dims.check("out", out, "num_rows width", (hidden.dtype,))
+    resolve("step_flags", "send_rows", hidden.device)(
+        hidden, residual, out, flags, step=step, lost=lost
+    )
+
+
+def raise_flags(flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor) -> None:
+    """Raise `flags` ``[n]`` int32 to `step` once everything queued before is complete.
+
+    Raises
+    ------
+    ValueError
+        If an argument differs from the above.
+    """
+    _check(flags, step, lost, "n")
+    resolve("step_flags", "raise_flags", flags.device)(flags, step=step, lost=lost)
+
+
+def wait_flags(
+    flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor, timeout_s: float
+) -> None:
+    """Hold back what is queued next until all `flags` are raised to `step`.
+
+    Parameters
+    ----------
+    flags : torch.Tensor
+        ``[n]`` int32, in this device's memory.
+    step, lost : torch.Tensor
+        ``[1]`` int32; `lost` is set to the step if the flags do not come in time. Setting it from
+        another stream ends a wait that is under way.
+    timeout_s : float
+        Longest wait. On a CPU nobody could raise them meanwhile: the wait is over at once.
+
+    Raises
+    ------
+    ValueError
+        If an argument differs from the above.
+    """
+    _check(flags, step, lost, "n")
+    if timeout_s <= 0:
+        fail("timeout_s", timeout_s, "> 0")
+    resolve("step_flags", "wait_flags", flags.device)(
+        flags, step=step, lost=lost, timeout_s=timeout_s
+    )
+
+
+def _check(flags: torch.Tensor, step: torch.Tensor, lost: torch.Tensor, size: str) -> Dims:
+    dims = Dims()
+    dims.check("flags", flags, size, INT32)
+    for name, word in (("step", step), ("lost", lost)):
+        dims.check(name, word, "one", INT32)
+        if len(word) != 1:
+            fail(f"{name}.shape", tuple(word.shape), "[1]")
+    return dims

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton version of `tandemkv.kernels.step_flags`.
+
+Memory order as in `tandemkv.kernels.triton_ops.flags`: raising is a release at system scope after a
+barrier of the program, waiting polls with ``ld.acquire``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tandemkv.kernels.triton_ops.chained import is_chained, lead
+from tandemkv.kernels.triton_ops.flags import _load_acquire, _nanoseconds
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _send_kernel(
+    hidden, residual, out, flags, step, lost, width, hidden_stride, residual_stride, out_stride,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.zeros([], tl.int32)
+    while start < width:
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(hidden + row * hidden_stride + at, mask=at < width)
+        if HAS_RESIDUAL:
+            more = tl.load(residual + row * residual_stride + at, mask=at < width)
+            x = (x.to(tl.float32) + more.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(out + row * out_stride + at, x, mask=at < width)
+        start += BLOCK
+    tl.debug_barrier()
+    number, is_lost = tl.load(step), tl.load(lost)
+    tl.atomic_xchg(flags + row, number, mask=is_lost == 0, sem="release", scope="sys")
+
+
+@triton.jit
+def _raise_kernel(flags, num_flags, step, lost, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    number, is_lost = tl.load(step), tl.load(lost)
+    tl.atomic_xchg(
+        flags + at, tl.full([BLOCK], 0, tl.int32) + number,
+        mask=(at < num_flags) & (is_lost == 0), sem="release", scope="sys",
+    )  # fmt: skip
+
+
+@triton.jit
+def _num_missing(flags, mask, wanted, USE_ASM: tl.constexpr):
+    found = _load_acquire(flags, mask, USE_ASM)
+    return tl.sum((mask & (found - wanted < 0)).to(tl.int32), 0)
+
+
+@triton.jit
+def _wait_kernel(
+    flags, num_flags, step, lost, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    mask = at < num_flags
+    wanted, is_lost = tl.load(step), tl.load(lost, volatile=True)
+    num_missing = _num_missing(flags + at, mask, wanted, USE_ASM)
+    end, is_late = _nanoseconds(USE_ASM) + timeout_ns, tl.full([], 0, tl.int32)
+    while (num_missing > 0) & (is_late == 0) & (is_lost == 0):
+        num_missing = _num_missing(flags + at, mask, wanted, USE_ASM)
+        is_late = (_nanoseconds(USE_ASM) > end).to(tl.int32)
+        is_lost = tl.load(lost, volatile=True)
+        if not USE_ASM:  # nobody could raise them meanwhile
+            is_late = tl.full([], 1, tl.int32)
+    tl.store(lost, wanted, mask=(num_missing > 0) & (is_lost == 0))
+    lead(CHAINED)  # not before: what is launched takes room
+
+
+def send_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    flags: torch.Tensor,
+    *,
+    step: torch.Tensor,
+    lost: torch.Tensor,
+) -> None:
+    """Write and raise; see `tandemkv.kernels.step_flags.send_rows`."""
+    num_rows, width = hidden.shape
+    if not num_rows:
+        return
+    other = hidden if residual is None else residual
+    for name, tensor in (("hidden", hidden), ("residual", other), ("out", out)):
+        if tensor.stride(1) != 1:
+            raise ValueError(f"{name}.stride()={tensor.stride()}: must be 1 in the last place")
+    block = min(4096, triton.next_power_of_2(width))
+    _send_kernel[(num_rows,)](
+        hidden, other, out, flags, step, lost, width,
+        hidden.stride(0), other.stride(0), out.stride(0),
+        HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=max(1, block // 512),
+    )  # fmt: skip
+
+
+def raise_flags(flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor) -> None:
+    """Raise; see `tandemkv.kernels.step_flags.raise_flags`."""
+    if len(flags):
+        block = triton.next_power_of_2(len(flags))
+        _raise_kernel[(1,)](flags, len(flags), step, lost, BLOCK=block, num_warps=1)
+
+
+def wait_flags(
+    flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor, timeout_s: float
+) -> None:
+    """Wait; see `tandemkv.kernels.step_flags.wait_flags`."""
+    if len(flags):
+        _wait_kernel[(1,)](
+            flags, len(flags), step, lost, int(timeout_s * 1e9),
+            BLOCK=triton.next_power_of_2(len(flags)), USE_ASM=not _INTERPRETED,
+            CHAINED=is_chained(flags.device), num_warps=1,
+        )  # fmt: skip

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags with step numbers in Triton; run by `test_triton_step_flags` in its own process."""
+
+import pytest
+import torch
+
+from tandemkv.kernels.reference import step_flags
+from tandemkv.kernels.triton_ops import step_flags as triton_step_flags
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOTH = (step_flags, triton_step_flags)
+
+
+def word(value: int) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("lost", [0, 4])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 7), (3, 64), (5, 5000)])
+def test_rows_arrive_with_their_flags(
+    lost: int, with_residual: bool, rows: int, width: int
+) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, 2 * width, device=DEVICE)[:, :width]
+    residual = torch.randn(rows, width, device=DEVICE) if with_residual else None
+    out, raised = torch.zeros(2, rows + 1, width, device=DEVICE), []
+    for index, module in enumerate(BOTH):
+        flags = torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE)
+        module.send_rows(
+            hidden, residual, out[index, :rows], flags[:rows], step=word(9), lost=word(lost)
+        )
+        raised.append(flags.tolist())
+    assert torch.equal(out[0], out[1])
+    assert raised[0] == raised[1] == [0 if lost else 9] * rows + [0]
+
+
+@pytest.mark.parametrize(
+    ("raised", "step", "before", "after"),
+    [
+        ([], 3, 0, 0),
+        ([3, 3, 3], 3, 0, 0),
+        ([7, 3, 4], 3, 0, 0),
+        ([3, 2, 3], 3, 0, 3),  # one is missing
+        ([3, 2, 3], 3, 1, 1),  # nothing is waited for any more
+        ([-(2**31) + 1], 2**31 - 2, 0, 0),  # numbers wrap around
+        ([2**31 - 2], -(2**31) + 1, 0, -(2**31) + 1),
+    ],
+)
+def test_a_wait_compares_step_numbers(
+    raised: list[int], step: int, before: int, after: int
+) -> None:
+    for module in BOTH:
+        flags = torch.tensor([*raised, 0], dtype=torch.int32, device=DEVICE)[: len(raised)]
+        lost = word(before)
+        module.wait_flags(flags, step=word(step), lost=lost, timeout_s=0.01)
+        assert lost.item() == after, module.__name__
+        assert flags.tolist() == raised  # never taken down
+
+
+def test_flags_are_raised_unless_the_epoch_is_lost() -> None:
+    for module in BOTH:
+        flags = torch.zeros(6, dtype=torch.int32, device=DEVICE)
+        module.raise_flags(flags[:2], step=word(5), lost=word(0))
+        module.raise_flags(flags[3:5], step=word(6), lost=word(1))
+        assert flags.tolist() == [5, 5, 0, 0, 0, 0]
