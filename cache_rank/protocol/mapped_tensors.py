@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named tensors in memory that several processes of one host map.
 
-On a host each tensor is an anonymous file (``memfd_create``). Its pages exist from the start and its
-size is sealed, so that no access can end in SIGBUS later. On a GPU it is memory of CUDA's virtual
-memory management (`gpu_memory`). Either lives as long as any process has it mapped or holds its
-descriptor; descriptors travel over a Unix socket (`descriptor_socket`).
+On a host each tensor is an anonymous file (``memfd_create``). Its pages exist from the start and
+its size is sealed, so that no access can end in SIGBUS later. On a GPU it is memory of CUDA's
+virtual memory management (`gpu_memory`). Either lives as long as any process has it mapped or
+holds its descriptor; descriptors travel over a Unix socket (`descriptor_socket`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -161,6 +161,11 @@ class MappedTensors:
         if gpu is None:
             return self._keep(spec, create_memory(name, spec.nbytes))
         return self._keep(spec, gpu.create(name, spec.nbytes)).zero_()
+
+    def allocate_all(self, specs: Iterable[TensorSpec]) -> None:
+        """`allocate` a tensor for each of `specs`."""
+        for spec in specs:
+            self.allocate(spec.name, spec.shape, spec.dtype, spec.home)
 
     def attach(self, spec: TensorSpec, descriptor: int) -> torch.Tensor:
         """Map what another process made; the descriptor is ours from now on, even on an error.

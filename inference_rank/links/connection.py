@@ -28,8 +28,7 @@ from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import (
     FlagIndex,
     RegionSizes,
-    epoch_specs,
-    kept_specs,
+    specs_by_life,
 )
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import StepEntry, StepRing
@@ -68,7 +67,7 @@ class SharedConnection:
     settings, model, sizes
         Of this rank.
     kept : MappedTensors
-        K/V and tables (`shared_region.kept_specs`); they stay when an epoch ends.
+        K/V and tables (`shared_region.specs_by_life`); they stay when an epoch ends.
     counters : Counters
         Counts waits, epochs and losses.
 
@@ -137,7 +136,7 @@ class SharedConnection:
             If memory for the epoch is not to be had.
         """
         deadline = time.monotonic() + timeout_s
-        ours = MappedTensors()
+        ours = MappedTensors(self._kept.homes)
         control = ControlClient(self._run_dir)
         try:
             hello = make_hello(
@@ -148,8 +147,10 @@ class SharedConnection:
                 page_size=self._sizes.page_size,
             )
             welcome = open_epoch(control, hello, timeout_s)
-            for spec in epoch_specs(self._model, self._settings.selection, self._sizes):
-                ours.allocate(spec.name, spec.shape, spec.dtype)
+            _, new = specs_by_life(
+                self._model, self._settings.selection, self._sizes, on_gpu=ours.homes.are_on_gpu
+            )
+            ours.allocate_all(new)
             connection, theirs = offer_tensors(
                 self._run_dir.memory_socket,
                 (self._kept, ours),
@@ -214,7 +215,7 @@ class SharedConnection:
 
     @property
     def tensors(self) -> MappedTensors:
-        """Staging of the epoch (`shared_region.epoch_specs`)."""
+        """Staging of the epoch (`shared_region.specs_by_life`)."""
         return self._ours
 
     @property
@@ -321,8 +322,9 @@ def make_kept_tensors(
     """
     kept = MappedTensors()
     try:
-        for spec in kept_specs(model, settings.selection, sizes):
-            kept.allocate(spec.name, spec.shape, spec.dtype)
+        kept.allocate_all(
+            specs_by_life(model, settings.selection, sizes, on_gpu=kept.homes.are_on_gpu)[0]
+        )
     except BaseException:
         kept.close()
         raise
