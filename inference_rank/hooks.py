@@ -12,6 +12,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from . import progress, recovery, single_process_group, teacher_forcing
 from . import runtime as runtime_module
 from .in_process import graph_variants
+from .resume import hooks as resume_hooks
 
 Hook = tuple[str, Callable[..., Any], HookType]
 
@@ -80,7 +81,7 @@ def in_process_hooks(backend: str) -> list[Hook]:
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),
         (_BUILD_POOL, _build_local_pool, HookType.AROUND),
         (f"{_SCHEDULER}.run_batch", _run_local_batch, HookType.AROUND),
-        *(_hooks_of_recovery() if settings.exchange.is_shared else []),
+        *(resume_hooks.hooks() if settings.exchange.is_shared else []),
         *_group_hooks(),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
     ]
@@ -287,11 +288,12 @@ def _run_local_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *
     rows = [req.req_pool_idx for req in batch.reqs]
     runtime.rows_on_host = None if None in rows else [int(row) for row in rows]
     try:
-        result = original(scheduler, batch, *args, **kwargs)
+        if runtime.client is not None:
+            result = runtime.passes.run(original, scheduler, batch, *args, **kwargs)
+        else:
+            result = original(scheduler, batch, *args, **kwargs)
     finally:
         runtime.rows_on_host = None
-    if runtime.client is not None:
-        recovery.after_batch(runtime, batch)
     return result
 
 

@@ -11,8 +11,8 @@ from tandemkv.cache_rank.protocol.errors import CacheRankError, HandshakeRefused
 
 _LOG = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
-_TIMEOUT_S = 5.0
-"""For Hello, Welcome and data plane together."""
+_TIMEOUT_S = 10.0
+"""For Hello, Welcome and data plane together; a Hello waits for a cache rank that starts."""
 
 
 class OpenConnection(Protocol):

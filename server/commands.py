@@ -17,7 +17,15 @@ from .bench.command import bench_app
 from .calibrate.command import calibrate
 from .command_classes import ReportingGroup, ServeCommand, passed_through
 from .inspect.command import inspect as inspect_command
-from .options import DRAIN_FLAGS, INFERENCE_FLAGS, RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
+from .options import (
+    DRAIN_FLAGS,
+    INFERENCE_FLAGS,
+    RANK_FLAGS,
+    ROW_FLAGS,
+    SERVE_FLAGS,
+    STANDBY_FLAGS,
+    with_flags,
+)
 from .plan.command import plan
 from .quality import command as quality_command
 from .settings import EMBEDDED_MODEL
@@ -82,7 +90,7 @@ def serve(
 
 
 @app.command("cache-rank")
-@with_flags((*RANK_FLAGS, *ROW_FLAGS, *DRAIN_FLAGS))
+@with_flags((*RANK_FLAGS, *ROW_FLAGS, *DRAIN_FLAGS, *STANDBY_FLAGS))
 def cache_rank(
     flags: dict[str, Sourced],
     run_dir: Annotated[

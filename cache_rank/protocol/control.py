@@ -72,11 +72,23 @@ class ControlClient:
             If it is malformed.
         """
         self._dealer.send(message)
-        reply = self._dealer.receive(timeout_s)
+        return self.receive(timeout_s)
+
+    def receive(self, timeout_s: float) -> Message:
+        """Return the next message.
+
+        Raises
+        ------
+        CacheRankLostError
+            If there is none within `timeout_s`.
+        ProtocolError
+            If it is malformed.
+        """
+        reply = self._dealer.receive(max(0.0, timeout_s))
         if reply is None:
             raise CacheRankLostError(
-                f"the cache rank did not answer {type(message).__name__} within {timeout_s:g} s; "
-                f"is it running? `tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
+                f"the cache rank did not answer within {timeout_s:.1f} s; is it running? "
+                f"`tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
             )
         return reply
 

@@ -33,6 +33,12 @@ class ExchangeSettings(Strict):
     heartbeat_misses: int = Field(
         default=3, ge=1, le=60, description="Missed signs of life until a rank counts as lost."
     )
+    recovery_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="Longest pause without a cache rank; then requests end with HTTP 503.",
+    )
     transport: Literal["shared", "gloo", "nccl", "peer", "local"] = Field(
         default="gloo",
         description="How the ranks meet: shared, in memory that both processes map (both on this "

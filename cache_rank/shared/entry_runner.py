@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,7 +14,14 @@ from tandemkv.cache_rank.protocol.local import LocalCacheRank
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
-from tandemkv.cache_rank.protocol.step_ring import GROWN, SLOW, EntryKind, StepEntry
+from tandemkv.cache_rank.protocol.step_ring import (
+    GROWN,
+    RESIDENT,
+    SLOW,
+    EntryKind,
+    StepEntry,
+    StepRow,
+)
 
 from .row_versions import RowVersions
 
@@ -68,6 +75,7 @@ class EntryRunner:
         self._versions, self._epoch = versions, epoch
         self._is_gone, self._clock = is_over, clock
         self._step = self._progress = 0
+        self.num_restored = self.num_reseeded = 0
 
     def run(self, entry: StepEntry) -> None:
         """Do what `entry` asks for; returns when its end is announced.
@@ -81,12 +89,44 @@ class EntryRunner:
         try:
             if entry.kind is EntryKind.EXTEND:
                 self._extend(entry)
+            elif entry.kind is EntryKind.RESUME:
+                self._resume(entry)
             else:
                 self._decode(entry)
         except StepAbortedError:
             if self._is_gone():
                 raise
         self._flags.raise_to(self._at.FINISHED, entry.step)
+
+    def _resume(self, entry: StepEntry) -> None:
+        """Take up rows as they were before the first step whose results were not taken."""
+        rows, generations = self._ids(entry.rows)
+        is_resident = [bool(row.flags & RESIDENT) for row in entry.rows]
+        if self._versions is None:
+            restored = is_resident  # sets that never change
+        else:
+            first_lost = self._flags.value(self._at.CONFIRMED) + 1
+            found = self._versions.restore(rows, generations, step=first_lost)
+            restored = [a and b for a, b in zip(found, is_resident, strict=True)]
+        reseeded = [a and not b for a, b in zip(is_resident, restored, strict=True)]
+        self._engine.resume(
+            rows,
+            [row.length for row in entry.rows],
+            [self._table[row.row, : row.length].clone() for row in entry.rows],
+            restored=restored,
+            reseeded=reseeded,
+        )
+        anew = [row for row, is_anew in zip(entry.rows, reseeded, strict=True) if is_anew]
+        self._record(*self._ids(anew))
+        # What a policy remembered elsewhere is gone, whatever the books say.
+        self.num_restored = 0 if self._engine.forgets else sum(restored)
+        self.num_reseeded = sum(is_resident) - self.num_restored
+        self._flags.raise_to(self._at.RESTORED, self.num_restored)
+        self._flags.raise_to(self._at.RESEEDED, self.num_reseeded)
+        self._flags.raise_to(self._at.LOADED, entry.step)
+
+    def _ids(self, rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
+        return [row.row for row in rows], [row.generation for row in rows]
 
     def _extend(self, entry: StepEntry) -> None:
         engine, rows = self._engine, entry.rows
@@ -113,7 +153,7 @@ class EntryRunner:
                     engine.seed(layer, request, row.row, window)
                     first += row.window
                 self._raise(self._at.ready(layer))
-        self._record([row.row for _, row in seeds], [row.generation for _, row in seeds])
+        self._record(*self._ids([row for _, row in seeds]))
 
     def _decode(self, entry: StepEntry) -> None:
         engine, kind = self._engine, _DECODE_KINDS[entry.variant]
@@ -154,7 +194,7 @@ class EntryRunner:
             engine.end_step()
         changed = entry.rows if kind is DecodeKind.SELECTING else ()
         changed = tuple(r for r in entry.rows if r.row and (r in changed or r.flags & GROWN))
-        self._record([row.row for row in changed], [row.generation for row in changed])
+        self._record(*self._ids(changed))
 
     def _select_ahead(self, layer: int, size: int) -> None:
         program, streams = self._program, self._tensors["streams"]
@@ -195,7 +235,7 @@ class EntryRunner:
             self._raise(self._at.ready(layer))
 
     def _record(self, rows: list[int], generations: list[int]) -> None:
-        if self._versions is not None:
+        if self._versions is not None and rows:
             self._versions.record(rows, generations, epoch=self._epoch, step=self._step + 1)
 
     def _raise(self, flag: int) -> None:

@@ -9,26 +9,30 @@ import torch
 
 from tandemkv.cache_rank.protocol.local import Allocate
 
+_NO_STEP = 0
+
 
 class RowVersions:
-    """Two copies of each row's books, by the parity of the step that they were valid before.
+    """Two copies of each row's books, as they were before the two latest steps that changed it.
 
-    The engine works on the books in place. Behind each step that changes rows it copies these rows,
-    stamped with epoch, generation and the number of the step that comes next. Two steps may be
-    under way, so the state before the first one that is lost is in one of the two copies. The
-    inference rank alone says which step was confirmed.
+    The engine works on the books in place. Behind each step that changes rows it copies these rows
+    over the older of their two copies, stamped with epoch, generation and the number of the step
+    that comes next. A step ends after its copies were made, and its results are used once it has
+    ended. So a step whose results were not used has at most one copy after it, and the state before
+    it is the other one.
 
     Parameters
     ----------
     books : Mapping
         Name to tensor ``[num_layers, num_rows, ...]``.
     allocate : Allocate
-        Makes the copies where they outlive the process.
+        Makes the copies where they outlive the process, or returns those that are there.
 
     Attributes
     ----------
     stamps : torch.Tensor
-        ``[2, num_rows, 3]`` int64: epoch, generation, number of the step that comes next.
+        ``[2, num_rows, 3]`` int64: epoch, generation, number of the step that comes next; 0 is
+        none.
     """
 
     def __init__(self, books: Mapping[str, torch.Tensor], allocate: Allocate) -> None:
@@ -44,11 +48,40 @@ class RowVersions:
         self, rows: Sequence[int], generations: Sequence[int], *, epoch: int, step: int
     ) -> None:
         """Copy `rows` as they are before `step`."""
-        if not rows:
-            return
-        side, index = step % 2, torch.tensor(rows)
-        self.stamps[side, index] = 0  # half a copy is none
-        for name, book in self._books.items():
-            self._copies[name][side][:, index] = book[:, index]
-        stamps = [(epoch, generation, step) for generation in generations]
-        self.stamps[side, index] = torch.tensor(stamps)
+        steps = self.stamps[:, list(rows), 2]
+        is_second = steps[0] > steps[1]
+        for side, places in ((0, ~is_second), (1, is_second)):
+            chosen = places.nonzero()[:, 0].tolist()
+            if not chosen:
+                continue
+            index = torch.tensor([rows[i] for i in chosen])
+            self.stamps[side, index] = _NO_STEP  # half a copy is none
+            for name, book in self._books.items():
+                self._copies[name][side][:, index] = book[:, index]
+            stamps = [(epoch, generations[i], step) for i in chosen]
+            self.stamps[side, index] = torch.tensor(stamps)
+
+    def restore(self, rows: Sequence[int], generations: Sequence[int], *, step: int) -> list[bool]:
+        """Bring the books of `rows` to what they were before `step`.
+
+        Returns
+        -------
+        list of bool
+            For which rows that was possible. Copies of later steps, and those of rows for which it
+            was not, are given up.
+        """
+        index = torch.tensor(list(rows), dtype=torch.int64)
+        stamps = self.stamps[:, index]  # [2, n, 3]
+        is_usable = (
+            (stamps[..., 1] == torch.tensor(list(generations), dtype=torch.int64))
+            & (stamps[..., 2] > _NO_STEP)
+            & (stamps[..., 2] <= step)
+        )
+        best = torch.where(is_usable, stamps[..., 2], _NO_STEP).argmax(0)
+        for side in (0, 1):
+            chosen = index[is_usable[side] & (best == side)]
+            for name, book in self._books.items():
+                book[:, chosen] = self._copies[name][side][:, chosen]
+            self.stamps[side, index[~is_usable[side]]] = _NO_STEP
+        found: list[bool] = is_usable.any(0).tolist()
+        return found

@@ -9,6 +9,7 @@ counted.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from tandemkv.cache_rank.protocol.handshake import check_hello
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.messages import (
     Goodbye,
+    HeartbeatReply,
     Hello,
     Message,
     Refused,
@@ -35,6 +37,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
 
+from .predictors import Predictors
 from .session import SharedSession
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,8 @@ class SharedEngineService:
         Most request rows that an inference rank may have.
     counters : Counters
         Counts what goes wrong.
+    predictors : Predictors, optional
+        Of the same settings and model; maybe loaded already.
 
     Raises
     ------
@@ -77,13 +82,13 @@ class SharedEngineService:
         settings: RankSettings,
         max_rows: int,
         counters: Counters,
+        predictors: Predictors | None = None,
     ) -> None:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
         self._model = read_model_spec(model_dir, dtype="float32")
-        make_policy(
-            self._model, settings, model_dir, device="cpu"
-        )  # one that cannot be built is told now
+        make_policy(self._model, settings, model_dir, device="cpu")  # if it cannot, that shows now
+        self._predictors = predictors or Predictors(settings, model_dir)
         self._session: SharedSession | None = None
         self._control = ControlServer(run_dir)
         exchange = settings.exchange
@@ -146,6 +151,8 @@ class SharedEngineService:
             values |= session.engine.last_counters()
             values["steps_total"] = float(session.num_steps)
             values["index_bytes"] = float(session.engine.nbytes)
+            restored, reseeded = session.resumed_rows
+            values |= {"restored_rows": float(restored), "reseeded_rows": float(reseeded)}
         return StatusReply(
             role="cache_rank",
             epoch=session.number if session is not None else 0,
@@ -155,6 +162,7 @@ class SharedEngineService:
                 "policy": selection.policy,
                 "model_hash": self._model.model_hash,
                 "transport": self._settings.exchange.transport,
+                "pid": str(os.getpid()),
             },
         )
 
@@ -180,6 +188,10 @@ class SharedEngineService:
         refused = self._check(hello, model)
         if refused is not None:
             self._refuse(peer, refused)
+            return
+        # A Hello may have waited for long: who gave up must not end another's epoch.
+        if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
+            logger.info("ignored the Hello of an inference rank that is gone")
             return
         self._end_epoch("a new inference rank came")
         try:
@@ -235,6 +247,7 @@ class SharedEngineService:
                 model=model,
                 settings=self._settings,
                 model_dir=self._model_dir,
+                predictors=self._predictors,
                 sizes=sizes,
                 connection=connection,
                 tensors=tensors,

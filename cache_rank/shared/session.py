@@ -13,26 +13,29 @@ import torch
 
 from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.in_process.factory import create
-from tandemkv.cache_rank.model_adapters.registry import find_adapter
-from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.descriptor_socket import wait_for_hang_up
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.local import LocalCacheRank, PredictQuery
+from tandemkv.cache_rank.protocol.local import LocalCacheRank
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import (
     FlagIndex,
     RegionSizes,
     check_region,
+    part_books,
     pools_of,
 )
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import StepRing
 
 from .entry_runner import EntryRunner, StepAbortedError
+from .predictors import Predictors
 from .row_versions import RowVersions
+
+_VERSIONED = ("resident_positions", "resident_last_used")
+"""What a step that is done twice would change twice. Other tensors by row hold the same after a
+second time: windows of queries are rings by position, a policy's own tensors are made so."""
 
 
 class SharedSession:
@@ -44,6 +47,8 @@ class SharedSession:
         Its number.
     model, settings, model_dir, sizes
         Agreed on in the handshake.
+    predictors : Predictors
+        Of the settings and the model.
     connection : socket.socket
         Ends with the inference rank.
     tensors : MappedTensors
@@ -52,7 +57,8 @@ class SharedSession:
     Attributes
     ----------
     made : MappedTensors
-        What the engine made, for the inference rank to hold.
+        What the engine remembers of rows, for the inference rank to hold: made by it, or by the
+        engine of an earlier epoch.
 
     Raises
     ------
@@ -67,28 +73,33 @@ class SharedSession:
         model: ModelSpec,
         settings: RankSettings,
         model_dir: Path,
+        predictors: Predictors,
         sizes: RegionSizes,
         connection: socket.socket,
         tensors: MappedTensors,
         clock: BusyClock,
     ) -> None:
         selection = settings.selection
+        self.made = part_books(tensors, model, selection, sizes)
         check_region(tensors, model, selection, sizes)
         self.number, self._clock = epoch, clock
-        self._connection, self._tensors, self.made = connection, tensors, MappedTensors()
+        self._connection, self._tensors = connection, tensors
         pools = replace(pools_of(tensors, model, selection, sizes), allocate=self.made.allocate)
         self.engine: LocalCacheRank = create(
             model=model,
             settings=settings,
             pools=pools,
             max_batch=sizes.max_batch,
-            predict_query=_predictor(model, settings, model_dir) or _predicts_nothing,
+            predict_query=predictors.of(model) or _predicts_nothing,
             model_dir=model_dir,
         )
         flags, at = StepFlags(tensors["flags"]), FlagIndex(model.num_layers)
         self._ring = StepRing(tensors["ring"], flags, announced=at.ANNOUNCED, consumed=at.CONSUMED)
-        names = ("resident_positions", "resident_last_used")
-        books = {name: self.made[name] for name in names if self.engine.program.selects}
+        books: dict[str, torch.Tensor] = {}
+        if self.engine.program.selects:
+            books = {name: self.made[name] for name in _VERSIONED}
+            if selection.num_samples:
+                books["sample_log_weight"] = tensors["sample_log_weight"]
         self._over = threading.Event()
         self._runner = EntryRunner(
             self.engine,
@@ -104,6 +115,11 @@ class SharedSession:
         self.num_steps = 0
         self._wake, self._waker = socket.socketpair()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    @property
+    def resumed_rows(self) -> tuple[int, int]:
+        """Rows whose resident sets were taken up, and rows that were seeded anew."""
+        return self._runner.num_restored, self._runner.num_reseeded
 
     @property
     def is_over(self) -> bool:
@@ -139,16 +155,6 @@ class SharedSession:
         with contextlib.suppress(OSError, ValueError):  # closed by us meanwhile
             wait_for_hang_up(self._connection, self._wake)
         self._over.set()
-
-
-def _predictor(model: ModelSpec, settings: RankSettings, model_dir: Path) -> PredictQuery | None:
-    """Return a prediction with the checkpoint's weights; None if no query is predicted."""
-    policy = find_policy(settings.selection.policy)
-    if policy.capabilities.timing is not Timing.SAME_STEP_HIDDEN:
-        return None
-    exact = settings.selection.exact_layer_ids
-    layers = [layer for layer in range(model.num_layers) if layer not in exact]
-    return find_adapter(model.architecture)(model_dir, model, layers=layers).predict_query
 
 
 def _predicts_nothing(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ the one that watches whether the other process lives.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -17,7 +18,11 @@ from dataclasses import dataclass
 from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, wait_for_hang_up
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.cache_rank.protocol.errors import CacheRankLostError, TandemKVError
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankLostError,
+    HandshakeRefusedError,
+    TandemKVError,
+)
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
@@ -31,9 +36,12 @@ from tandemkv.cache_rank.protocol.shared_region import (
     specs_by_life,
 )
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
-from tandemkv.cache_rank.protocol.step_ring import StepEntry, StepRing
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRing, StepRow
 from tandemkv.inference_rank.counters import Counters
 
+from .fence import Fence
+
+_LOG = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 30.0
 _LONGEST_WAIT_S = 3600.0
 _MARGIN_S = 1.0
@@ -75,8 +83,10 @@ class SharedConnection:
     ----------
     lost_reason : str or None
         Why there is no epoch; None while connected.
-    epoch : int
-        Number of the epoch.
+    epoch, step : int
+        Number of the epoch, and of the step announced last; steps are counted over all epochs.
+    confirmed : int
+        Latest step whose results were taken.
     program : EngineProgram
         What the engine does in which layer.
     """
@@ -103,7 +113,8 @@ class SharedConnection:
         self._theirs = MappedTensors()
         self._ours = MappedTensors()
         self.lost_reason: str | None = "not connected yet"
-        self.epoch = self.step = 0
+        self.epoch = self.step = self.confirmed = 0
+        self._fence: Fence | None = None
         exchange = settings.exchange
         self._limit_s = exchange.heartbeat_interval_s * exchange.heartbeat_misses + _MARGIN_S
         self._heartbeat = HeartbeatClient(
@@ -117,14 +128,14 @@ class SharedConnection:
     # -- epochs --------------------------------------------------------------------------
 
     def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
-        """Open a new epoch; raises what `open_connection` raises."""
-        self.drop()
+        """Open the first epoch; raises what `open_connection` raises."""
         self.adopt(self.open_connection(timeout_s=timeout_s))
 
     def open_connection(self, *, timeout_s: float) -> OpenedEpoch:
         """Meet the cache rank with new flags, ring and staging, within `timeout_s` in all.
 
-        Touches nothing of this object, so any thread may call it; the scheduler goes on.
+        The cache rank of the epoch before has ended then, or is ended: it maps the same memory.
+        Changes nothing of this object, so that any thread may call it while no epoch is open.
 
         Raises
         ------
@@ -135,6 +146,17 @@ class SharedConnection:
         SettingsError
             If memory for the epoch is not to be had.
         """
+        if self._fence is not None:
+            self._fence.close(timeout_s)
+        try:
+            return self._open(timeout_s, (self._kept, self._theirs))
+        except HandshakeRefusedError as error:
+            if error.field != "memory" or not self._theirs.specs:
+                raise
+            _LOG.warning("rows are seeded anew, what is known of them is of no use: %s", error)
+            return self._open(timeout_s, (self._kept,))
+
+    def _open(self, timeout_s: float, survivors: tuple[MappedTensors, ...]) -> OpenedEpoch:
         deadline = time.monotonic() + timeout_s
         ours = MappedTensors(self._kept.homes)
         control = ControlClient(self._run_dir)
@@ -153,7 +175,7 @@ class SharedConnection:
             ours.allocate_all(new)
             connection, theirs = offer_tensors(
                 self._run_dir.memory_socket,
-                (self._kept, ours),
+                (*survivors, ours),
                 token=self._run_dir.token,
                 epoch=welcome.epoch,
                 timeout_s=max(0.1, deadline - time.monotonic()),
@@ -167,11 +189,17 @@ class SharedConnection:
         )
 
     def adopt(self, opened: OpenedEpoch) -> None:
-        """Begin the epoch of what `open_connection` returned; its engine knows no request."""
+        """Begin the epoch of what `open_connection` returned; its engine knows no request yet."""
+        self.drop()
         welcome, at = opened.welcome, self._at
         self._control, self._connection = opened.control, opened.connection
+        self._fence = Fence(opened.connection)
+        self._theirs.close()  # the same memory is mapped as what came now
         self._ours, self._theirs = opened.ours, opened.theirs
         self._flags = StepFlags(opened.ours["flags"])
+        for flag in (at.FINISHED, at.ABORTED):
+            self._flags.raise_to(flag, self.step)
+        self._flags.raise_to(at.CONFIRMED, self.confirmed)
         self._ring = StepRing(
             opened.ours["ring"], self._flags, announced=at.ANNOUNCED, consumed=at.CONSUMED
         )
@@ -184,7 +212,7 @@ class SharedConnection:
             keeps_queries=welcome.keeps_queries,
             index_interval=welcome.index_interval,
         )
-        self.epoch, self.step = welcome.epoch, 0
+        self.epoch = welcome.epoch
         self._counters.epochs_total += 1
         with self._lock:
             self.lost_reason = None
@@ -210,6 +238,7 @@ class SharedConnection:
         with self._lock:
             self.lost_reason = "closed"
         self.drop()
+        self._theirs.close()
 
     # -- steps ---------------------------------------------------------------------------
 
@@ -257,6 +286,28 @@ class SharedConnection:
             self.mark_lost(f"no answer within {self._limit_s:g} s")
         return found
 
+    def resume(self, rows: tuple[StepRow, ...]) -> None:
+        """Let the engine take up the requests in `rows`; `has_finished` tells when it has."""
+        self.step += 1
+        self.announce(StepEntry(kind=EntryKind.RESUME, step=self.step, rows=rows))
+
+    @property
+    def resumed_rows(self) -> tuple[int, int]:
+        """Rows that the engine took up in this epoch, and rows that it seeded anew."""
+        return self._flags.value(self._at.RESTORED), self._flags.value(self._at.RESEEDED)
+
+    def await_finish(self, step: int) -> bool:
+        """Wait until the engine has done all of `step`; False: it will not."""
+        return self.has_finished(step) or self.wait(self._at.FINISHED, step)
+
+    def forget_rows(self) -> None:
+        """Give up what is known of rows: the next epoch begins without. Only while lost."""
+        self._theirs.close()
+
+    def has_finished(self, step: int) -> bool:
+        """Whether the engine has done all of `step`; also known of an epoch that is lost."""
+        return self._flags.value(self._at.FINISHED) - step >= 0
+
     def give_up(self) -> None:
         """Let the engine end the present step without what was not raised for it."""
         if self.lost_reason is None:
@@ -265,9 +316,11 @@ class SharedConnection:
     def update_byte_counters(self) -> None:
         """Nothing is sent: both ranks read and write the same memory."""
 
-    def confirm(self) -> None:
-        """Note that the results of the present step were taken."""
-        self.raise_to(self._at.CONFIRMED)
+    def confirm(self, step: int) -> None:
+        """Note that the results of `step`, which the engine has finished, were taken."""
+        self.confirmed = max(self.confirmed, step)
+        if self.lost_reason is None:
+            self._flags.raise_to(self._at.CONFIRMED, self.confirmed)
 
     def _is_over_now(self) -> Callable[[], bool]:
         """Return a check whether the epoch is lost, or the engine makes no progress any more."""
@@ -295,7 +348,7 @@ class SharedConnection:
             self.mark_lost("its process ended")
 
     def drop(self) -> None:
-        """Release what is left of an epoch that ended; K/V stay. Idempotent."""
+        """Release what is left of an epoch that ended; what survives it stays. Idempotent."""
         self._heartbeat.stop()
         if self._waker is not None:
             self._waker.close()
@@ -307,7 +360,6 @@ class SharedConnection:
             self._control.close()
             self._control = None
         self._ours.close()
-        self._theirs.close()
 
 
 def make_kept_tensors(

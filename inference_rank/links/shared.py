@@ -19,7 +19,7 @@ from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS, FlagIndex, 
 from tandemkv.cache_rank.protocol.step_ring import GROWN, SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 
-from .base import DecodeRows, ExtendRow
+from .base import DecodeRows, ExtendRow, StepLostError
 from .connection import SharedConnection
 
 _DECODE_KINDS = tuple(DecodeKind)
@@ -36,6 +36,15 @@ class SharedLink:
         Shape of the model.
     generation_of : Callable
         Identity of the present tenant of a row.
+
+    Attributes
+    ----------
+    pass_step : int or None
+        Step that was announced for the pass under way, or the latest; None: it asked for nothing.
+    is_void : bool
+        The engine did not do its part of that pass.
+    breaks_off : bool
+        Such a pass ends at once, with `StepLostError`; else it runs through.
     """
 
     def __init__(
@@ -46,6 +55,8 @@ class SharedLink:
         self._kind = DecodeKind.DENSE
         self._is_decode = self._is_open = False
         self._grown: frozenset[int] = frozenset()
+        self.pass_step: int | None = None
+        self.is_void, self.breaks_off = False, True
         self._has_seeds = False
         self._seeded: dict[int, int] = {}
 
@@ -83,16 +94,16 @@ class SharedLink:
         if not self.program.extends(layer, seeds=self._has_seeds):
             return
         connection = self._connection
+        if connection.lost_reason is not None:
+            self._lose()
+            return
         if windows:
             # The buffer is another layer's until the engine has seeded that.
             before = self._seeded.get(layer % SEED_BUFFERS)
             if before is not None:
-                connection.wait(self._at.ready(before))
+                self._wait(self._at.ready(before))
             self._seeded[layer % SEED_BUFFERS] = layer
-            if connection.lost_reason is None:
-                torch.cat(
-                    tuple(windows), out=_first(seed_buffer(connection.tensors, layer), windows)
-                )
+            torch.cat(tuple(windows), out=_first(seed_buffer(connection.tensors, layer), windows))
         connection.raise_to(self._at.input(layer))
 
     def end_extend(self) -> None:
@@ -145,20 +156,17 @@ class SharedLink:
         return None
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
-        """See `Link.attend_selected`; of nothing, if the engine is lost and the step ends so."""
+        """See `Link.attend_selected`."""
         if not self.program.attends_in(layer):
             return None
-        connection, shape = self._connection, (*query.shape[:2], query.shape[2] + 1)
-        if self._is_open:
-            self._hand_over(layer, query)
-            if connection.wait(self._at.ready(layer)):
-                return connection.tensors["outputs"][: len(query)]
-        return torch.full(shape, float("-inf"))
+        self._hand_over(layer, query)
+        self._wait(self._at.ready(layer))
+        return self._connection.tensors["outputs"][: len(query)]
 
     def await_set(self, layer: int) -> torch.Tensor | None:
         """See `Link.await_set`."""
         if self._is_open and self.program.awaits(self._kind, layer):
-            self._connection.wait(self._at.ready(layer))
+            self._wait(self._at.ready(layer))
         return None
 
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
@@ -178,6 +186,11 @@ class SharedLink:
             self._connection.give_up()
             self._is_open = False
 
+    def rewind(self) -> None:
+        """Forget the pass that was lost, and what was to be asked for with it."""
+        self.recover()
+        self._grown, self.pass_step, self.is_void = frozenset(), None, False
+
     # -- inside --------------------------------------------------------------------------
 
     def _announce(
@@ -186,7 +199,9 @@ class SharedLink:
         """Begin a step, once the engine has done with all that earlier ones have asked for."""
         self.recover()
         connection = self._connection
-        if connection.lost_reason is not None or not connection.wait(self._at.FINISHED):
+        self.pass_step, self.is_void = None, False
+        if not connection.wait(self._at.FINISHED):
+            self._lose()
             return
         connection.step += 1
         connection.announce(
@@ -195,12 +210,21 @@ class SharedLink:
                 rows=tuple(rows),
             )
         )  # fmt: skip
-        self._is_open = True
+        self._is_open, self.pass_step = True, connection.step
+
+    def _wait(self, flag: int) -> None:
+        if not self._connection.wait(flag):
+            self._lose()
+
+    def _lose(self) -> None:
+        self.is_void = True
+        if self.breaks_off:
+            raise StepLostError(self._connection.lost_reason or "")
 
     def _end(self) -> None:
         """End a step: SGLang may write to the request table once the engine has read it."""
         if self._is_open:
-            self._connection.wait(self._at.LOADED)
+            self._wait(self._at.LOADED)
         self._is_open = False
 
     def _on_layer_input(

@@ -24,8 +24,11 @@ from tandemkv.inference_rank.in_process.start import (
     refresh_for,
 )
 from tandemkv.inference_rank.refresh import RefreshSchedule
+from tandemkv.inference_rank.resume.passes import PassLog
+from tandemkv.inference_rank.resume.penalties import PenaltyLog
+from tandemkv.inference_rank.resume.recovery import Recovery, State
 
-from .connection import OpenedEpoch, SharedConnection
+from .connection import SharedConnection
 from .shared import SharedLink
 
 _GENERATION_BITS = 40
@@ -47,15 +50,28 @@ class SharedRuntime:
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
+    num_flushes: int = 0
+    penalties: PenaltyLog = field(default_factory=PenaltyLog)
+    passes: PassLog = field(init=False)
+    recovery: Recovery = field(init=False)
 
-    def adopt(self, connection: OpenedEpoch) -> None:
-        """Begin the epoch of a connection that was opened."""
-        self.client.adopt(connection)
+    def follow(self, link: SharedLink, backend: InProcessBackend) -> None:
+        """Follow the passes of `backend`, so that lost ones can be done again."""
+        self.passes = PassLog(self.client, link, backend, self.counters)
+        self.recovery = Recovery(
+            self.client,
+            self.passes,
+            self.penalties,
+            self.counters,
+            generation_of=self.generation,
+            num_cold=backend.num_cold,
+            timeout_s=self.settings.exchange.recovery_timeout_s,
+        )
 
     def generation(self, row: int) -> int:
         """Identity of the present tenant of `row`; SGLang's own counter restarts at a flush."""
         count = int(self.req_to_token_pool.req_generation[row])
-        return (self.client.epoch << _GENERATION_BITS) | count
+        return (self.num_flushes << _GENERATION_BITS) | count
 
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
@@ -63,7 +79,8 @@ class SharedRuntime:
 
         values = self.counters.as_values()
         values |= {
-            "cache_rank_up": float(lost is None),
+            "cache_rank_up": float(self.recovery.state is State.SERVING),
+            "pause_s": self.recovery.pause_s,
             "resident_bytes": float(self.resident_bytes),
             "resident_slots": float(selection.num_resident),
             "ring_slots": float(selection.num_recent_tokens),
@@ -75,7 +92,7 @@ class SharedRuntime:
         return StatusReply(
             role="inference_rank",
             epoch=self.client.epoch,
-            ready=lost is None,
+            ready=not self.recovery.is_down,
             values=values,
             info={
                 "policy": selection.policy,
@@ -87,6 +104,7 @@ class SharedRuntime:
                 "model": self.model.architecture,
                 "pid": str(os.getpid()),
                 "lost_reason": lost or "",
+                "state": "no cache rank" if self.recovery.is_down else self.recovery.state.value,
                 "plan_placement": "a process of its own, in shared memory",
                 "plan_note": "not measured between processes; see exchange_wait_us_total",
             },
@@ -126,11 +144,10 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         req_to_token_pool=runner.req_to_token_pool,
         refresh=refresh_for(runner, connection.program, settings.selection),
     )
-    runtime_module.set_current_local(runtime)
     selection = settings.selection
     link = SharedLink(connection, model, runtime.generation)
     link.hook(runner.model)
-    return InProcessBackend(
+    backend = InProcessBackend(
         runner,
         full_backend(runner),
         link,
@@ -142,3 +159,6 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         num_resident=selection.num_resident,
         runtime=runtime,
     )
+    runtime.follow(link, backend)
+    runtime_module.set_current_local(runtime)
+    return backend

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def test_the_pulse_of_a_cache_rank_is_how_long_its_work_stands_still(
 ) -> None:
     run_dir = RunDir.create(launch.settings.run_dir)
     with pytest.raises(CacheRankLostError):
-        cache_rank_pulse(run_dir)
+        cache_rank_pulse(run_dir, os.getpid())
     values = {"busy_s": 600.0, "stalled_s": 0.5}  # busy for long, and it moves
     server = StatusServer(
         run_dir.heartbeat_socket,
@@ -119,7 +120,7 @@ def test_the_pulse_of_a_cache_rank_is_how_long_its_work_stands_still(
         ),
     )
     try:
-        assert cache_rank_pulse(run_dir) == Pulse(is_ready=True, stalled_s=0.5)
+        assert cache_rank_pulse(run_dir, os.getpid()) == Pulse(is_ready=True, stalled_s=0.5)
     finally:
         server.close()
 
