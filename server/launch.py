@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -33,6 +33,13 @@ class _StopRequestedError(Exception):
     """Ctrl-C or SIGTERM arrived while starting."""
 
 
+class Holder(Protocol):
+    """See `DescriptorHolder`."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """What to start and how to tell that it is ready, and gets on.
@@ -42,6 +49,7 @@ class LaunchPlan:
     messages. `cache_rank_detail` returns None once
     the cache rank answers, else why it does not. `cache_rank_pulse`, with the id of a process, and
     `sglang_pulse` are asked while serving, from threads; `rules` says what follows.
+    `make_holder` makes what holds memory for the ranks while the launch lives.
     `exit_timeout_s` is for a rank to end once its requests are through, before it is killed.
     `before_sglang` is called before each start of SGLang.
     `start_report` is asked once the server is ready, and printed.
@@ -63,6 +71,7 @@ class LaunchPlan:
     exit_timeout_s: float = 15.0
     clean_up: Callable[[bool], None]
     before_sglang: Callable[[], None] = lambda: None
+    make_holder: Callable[[], Holder | None] = lambda: None
     guarded: tuple[str, ...] = ()
     start_report: Callable[[], RenderableType | None] = lambda: None
 
@@ -126,8 +135,10 @@ class Launcher:
         """
         with StopSignals() as self._signals:
             self._guard = Guard(self._plan.guarded)
+            self._holder: Holder | None = None
             keep_logs = False
             try:
+                self._holder = self._plan.make_holder()
                 self._start()
                 report = self._plan.start_report()
                 if report is not None:
@@ -247,6 +258,8 @@ class Launcher:
             drain_s = self._plan.drain_timeout_s if asked else 0.0
             rank.stop(drain_s + self._plan.exit_timeout_s, hurry)
         self._echo_logs()
+        if self._holder is not None:
+            self._holder.close()
         self._guard.close()
         self._plan.clean_up(keep_logs)
         if asked:

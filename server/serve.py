@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
+from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.ipc import server_pid
@@ -193,6 +194,11 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         before_sglang=lambda: prepare_sglang(run_dir),
+        make_holder=lambda: (
+            DescriptorHolder(run_dir.holder_socket, run_dir.token)
+            if settings.transport == "shared"
+            else None
+        ),
         guarded=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
         cache_rank_pulse=lambda pid: cache_rank_pulse(run_dir, pid),

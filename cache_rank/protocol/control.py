@@ -72,10 +72,10 @@ class ControlClient:
             If it is malformed.
         """
         self._dealer.send(message)
-        return self.receive(timeout_s)
+        return self.receive(timeout_s, after=message)
 
-    def receive(self, timeout_s: float) -> Message:
-        """Return the next message.
+    def receive(self, timeout_s: float, *, after: Message) -> Message:
+        """Return the next message, which follows `after`.
 
         Raises
         ------
@@ -87,8 +87,8 @@ class ControlClient:
         reply = self._dealer.receive(max(0.0, timeout_s))
         if reply is None:
             raise CacheRankLostError(
-                f"the cache rank did not answer within {timeout_s:.1f} s; is it running? "
-                f"`tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
+                f"the cache rank did not answer {type(after).__name__} within {timeout_s:g} s; "
+                f"is it running? `tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
             )
         return reply
 

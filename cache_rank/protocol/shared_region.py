@@ -23,6 +23,8 @@ from .settings import SelectionSettings
 from .step_flags import WORDS_APART
 from .step_ring import ring_shape
 
+STAMPS = "row_stamps"
+"""Of what the engine remembers of rows: which request and which step each copy is of."""
 SEED_BUFFERS = 2
 """Layers whose prompt queries may be under way at once."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tandemkv.cache_rank.protocol.local import Allocate
+from tandemkv.cache_rank.protocol.shared_region import STAMPS
 
 _NO_STEP = 0
 
@@ -42,7 +43,7 @@ class RowVersions:
             for name, book in self._books.items()
         }
         num_rows = next(iter(self._books.values())).shape[1]
-        self.stamps = allocate("row_stamps", (2, num_rows, 3), torch.int64)
+        self.stamps = allocate(STAMPS, (2, num_rows, 3), torch.int64)
 
     def record(
         self, rows: Sequence[int], generations: Sequence[int], *, epoch: int, step: int

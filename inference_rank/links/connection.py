@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandemkv.cache_rank.protocol.control import ControlClient
+from tandemkv.cache_rank.protocol.descriptor_holder import let_hold, same_tensors, take_held
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, wait_for_hang_up
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
@@ -31,6 +32,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import (
+    STAMPS,
     FlagIndex,
     RegionSizes,
     specs_by_life,
@@ -43,6 +45,8 @@ from .fence import Fence
 
 _LOG = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 30.0
+KEPT, BOOKS = "kept", "books"
+"""Groups of tensors that the launcher holds."""
 _LONGEST_WAIT_S = 3600.0
 _MARGIN_S = 1.0
 
@@ -115,6 +119,7 @@ class SharedConnection:
         self.lost_reason: str | None = "not connected yet"
         self.epoch = self.step = self.confirmed = 0
         self._fence: Fence | None = None
+        self._is_first = False
         exchange = settings.exchange
         self._limit_s = exchange.heartbeat_interval_s * exchange.heartbeat_misses + _MARGIN_S
         self._heartbeat = HeartbeatClient(
@@ -129,6 +134,11 @@ class SharedConnection:
 
     def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
         """Open the first epoch; raises what `open_connection` raises."""
+        # What an earlier inference rank's engine remembered is of requests that ended with it.
+        self._theirs = take_held(
+            self._run_dir.holder_socket, token=self._run_dir.token, group=BOOKS
+        )
+        self._is_first = True
         self.adopt(self.open_connection(timeout_s=timeout_s))
 
     def open_connection(self, *, timeout_s: float) -> OpenedEpoch:
@@ -169,6 +179,8 @@ class SharedConnection:
                 page_size=self._sizes.page_size,
             )
             welcome = open_epoch(control, hello, timeout_s)
+            if self._is_first and STAMPS in self._theirs:  # its engine has stopped by now
+                self._theirs[STAMPS].zero_()
             _, new = specs_by_life(
                 self._model, self._settings.selection, self._sizes, on_gpu=ours.homes.are_on_gpu
             )
@@ -194,8 +206,11 @@ class SharedConnection:
         welcome, at = opened.welcome, self._at
         self._control, self._connection = opened.control, opened.connection
         self._fence = Fence(opened.connection)
+        self._is_first = False
         self._theirs.close()  # the same memory is mapped as what came now
         self._ours, self._theirs = opened.ours, opened.theirs
+        run_dir = self._run_dir
+        let_hold(run_dir.holder_socket, self._theirs, token=run_dir.token, group=BOOKS)
         self._flags = StepFlags(opened.ours["flags"])
         for flag in (at.FINISHED, at.ABORTED):
             self._flags.raise_to(flag, self.step)
@@ -363,21 +378,29 @@ class SharedConnection:
 
 
 def make_kept_tensors(
-    model: ModelSpec, settings: RankSettings, sizes: RegionSizes
+    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, run_dir: RunDir
 ) -> MappedTensors:
-    """Make what survives an epoch.
+    """Make what survives an epoch, or take what the launcher holds of an earlier inference rank.
+
+    The launcher holds it from then on. What was stored in it is forgotten.
 
     Raises
     ------
     SettingsError
         If the memory is not to be had; nothing is left then.
     """
+    holder, token = run_dir.holder_socket, run_dir.token
+    kept = take_held(holder, token=token, group=KEPT)
+    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=kept.homes.are_on_gpu)[0]
+    if same_tensors(kept, wanted):
+        kept["req_to_token"].zero_()
+        return kept
+    kept.close()
     kept = MappedTensors()
     try:
-        kept.allocate_all(
-            specs_by_life(model, settings.selection, sizes, on_gpu=kept.homes.are_on_gpu)[0]
-        )
+        kept.allocate_all(wanted)
     except BaseException:
         kept.close()
         raise
+    let_hold(holder, kept, token=token, group=KEPT)
     return kept

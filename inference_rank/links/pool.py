@@ -58,7 +58,9 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
                 configurator.model_config.model_path, self.store_dtype, int(table.shape[1])
             )
             settings = runtime_module.settings_from_environment()
-            self.mapped = make_kept_tensors(model, settings, self.mapped_sizes)
+            self.mapped = make_kept_tensors(
+                model, settings, self.mapped_sizes, runtime_module.run_dir_from_environment()
+            )
             req_to_token_pool.req_to_token = self.mapped["req_to_token"]
             kv = self.mapped["kv"]
             self.k_buffer = [kv[layer, 0] for layer in range(self.layer_num)]
