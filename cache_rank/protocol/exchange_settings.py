@@ -40,7 +40,7 @@ class ExchangeSettings(Strict):
         description="Longest pause without a cache rank; then requests end with HTTP 503.",
     )
     transport: Literal["shared", "gloo", "nccl", "peer", "local"] = Field(
-        default="gloo",
+        default="shared",
         description="How the ranks meet: shared, in memory that both processes map (both on this "
         "host's CPU); nccl, between two GPUs; gloo, from a GPU to a cache rank on the CPU; peer: "
         "one process drives both GPUs; local: and on the same GPU.",

@@ -267,6 +267,11 @@ class SharedConnection:
         """What the engine remembers of each row, held here too: it outlives the engine."""
         return self._theirs
 
+    @property
+    def epoch_bytes(self) -> int:
+        """Bytes of mapped memory that belong to the epoch, the engine's books included."""
+        return self._ours.nbytes + self._theirs.nbytes
+
     def announce(self, entry: StepEntry) -> None:
         """Announce the next step, numbered `step`; nothing happens once the epoch is lost."""
         if self.lost_reason is not None:

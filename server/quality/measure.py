@@ -19,7 +19,7 @@ from .tokenizing import Tokenizer
 
 _CACHED_SHARE = 0.9
 """Of a turn before, at least; less than all, because whole pages are cached."""
-_ROW_KINDS = ("sparse", "dense", "exact", "slow")
+_ROW_KINDS = ("sparse", "dense", "exact")
 
 
 def measure(
@@ -76,12 +76,10 @@ def measure(
     counters = {key: value - before.get(key, 0.0) for key, value in after.items()}
     context = counters.get("inference.context_tokens_total", 0.0)
     kinds = {k: counters.get(f"inference.{k}_rows_total", 0.0) for k in _ROW_KINDS}
-    # A slow row is counted as sparse and as exact.
-    rows = kinds["sparse"] + kinds["dense"] + kinds["exact"] - kinds["slow"]
+    rows = kinds["sparse"] + kinds["dense"] + kinds["exact"]  # a slow row is sparse
     share = None
     if context:
         share = counters["inference.attended_tokens_total"] / context
-        share += kinds["slow"] / rows * (1 - share)
     return TaskResult(
         task=task,
         samples_digest=samples_digest(samples),
