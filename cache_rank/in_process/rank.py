@@ -225,7 +225,8 @@ class InProcessCacheRank:
         self._index.begin_extend([0] * len(rows), lengths, tables, rows)
         for layer in self._place_of:
             self._index.rebuild(layer)
-        books = [(layer, self._book_of[layer]) for layer in self._sparse if layer in self._book_of]
+        every = [(layer, self.program.book_of(layer)) for layer in self._sparse]
+        books = [(layer, book) for layer, book in every if book is not None]
         chosen = [i for i, is_restored in enumerate(restored) if is_restored]
         if chosen and books:
             padded = pad_sequence([tables[i] for i in chosen], batch_first=True)
@@ -234,7 +235,6 @@ class InProcessCacheRank:
             # Steps go on behind the latest of those that the books name: only their order counts.
             latest = self._mirror.last_used[:, index].max().clamp(min=0)
             self.batch.step.copy_(latest)
-        every = [(layer, self._book_of.get(layer)) for layer in self._sparse]
         for row, table, is_reseeded in zip(rows, tables, reseeded, strict=True):
             if is_reseeded:
                 self._seeder.seed_latest(every, row, table, self._selection)

@@ -29,6 +29,8 @@ from .rewind import end_requests, live_requests, recompute, rewind
 _LOG = logging.getLogger(__name__)
 _TURN_S = 0.005
 _RETRY_S = 0.05
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 5.0
+"""Between epochs that end while rows are taken up."""
 _MOST_FAILED_RESUMES = 2
 """After so many epochs that ended while rows were taken up, what is known of them is given up."""
 
@@ -110,7 +112,8 @@ class Recovery:
         self.is_down = False
         self._since = 0.0
         self._confirmed = -1
-        self._failed_resumes = 0
+        self._failed_resumes = self._failures = 0
+        self._not_before = 0.0
         self._was_paused = False
         self._reconnecting: Reconnecting | None = None
 
@@ -130,6 +133,10 @@ class Recovery:
             self._meet(scheduler)
         elif lost is not None:
             self._failed_resumes += 1
+            self._failures += 1
+            self._not_before = time.monotonic() + min(
+                _LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**self._failures
+            )
             self._await_cache_rank()
         elif self._connection.has_finished(self._connection.step):
             self._end(scheduler)
@@ -184,13 +191,15 @@ class Recovery:
         self._await_cache_rank()
 
     def _await_cache_rank(self) -> None:
-        self.state = State.MEETING
-        self._reconnecting = Reconnecting(
-            self._connection.open_connection, retry_interval_s=_RETRY_S
-        )
+        self.state, self._reconnecting = State.MEETING, None
 
     def _meet(self, scheduler: Any) -> None:
-        assert self._reconnecting is not None
+        if self._reconnecting is None:
+            if time.monotonic() < self._not_before:
+                return
+            self._reconnecting = Reconnecting(
+                self._connection.open_connection, retry_interval_s=_RETRY_S
+            )
         opened = self._reconnecting.take()
         if opened is None:
             return
@@ -222,7 +231,7 @@ class Recovery:
         self._counters.restored_rows_total += restored
         self._counters.reseeded_rows_total += reseeded
         self._counters.note_pause(pause_s)
-        self.state, self.is_down = State.SERVING, False
+        self.state, self.is_down, self._failures = State.SERVING, False, 0
         scheduler._engine_paused = self._was_paused
         _LOG.warning(
             "the cache rank is back after %.2f s, epoch %d: %d resident sets taken up, %d seeded "

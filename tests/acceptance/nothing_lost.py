@@ -35,7 +35,7 @@ SELECTION = {
 }
 SHORTEST, LONGEST = 200, 500
 LIMITS_S = {"cold": 12.0, "standby": 3.0}
-_READY_S = 120.0
+_READY_S, _PROMPTS_S = 120.0, 400.0
 
 
 @dataclass
@@ -46,11 +46,10 @@ class Stream:
     times: list[float] = field(default_factory=list)
     error: str = ""
 
-    @property
-    def longest_gap_s(self) -> float:
-        """Longest time between two tokens."""
+    def longest_gap_s(self, since: float) -> float:
+        """Longest time between two tokens, of those that came after `since`."""
         pairs = zip(self.times, self.times[1:], strict=False)
-        return max((after - before for before, after in pairs), default=0.0)
+        return max((after - before for before, after in pairs if after > since), default=0.0)
 
 
 def settings_of(*, num_requests: int, standby: bool, **more: Any) -> dict[str, Any]:
@@ -71,7 +70,9 @@ def make_prompts(num_requests: int, seed: int = 11) -> list[list[int]]:
     return [ids[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
-def read(server: Server, prompt: list[int], new_tokens: int, stream: Stream, **sampling: Any) -> None:
+def read(
+    server: Server, prompt: list[int], new_tokens: int, stream: Stream, **sampling: Any
+) -> None:
     """Follow one greedy stream to its end."""
     body = {
         "input_ids": prompt,
@@ -126,7 +127,9 @@ def serving_pid(server: Server) -> int:
     return int(status["cache_ranks"][0]["info"]["pid"])
 
 
-def wait_for(condition: Any, complaint: str, timeout_s: float = _READY_S) -> None:
+def wait_for(
+    condition: Any, complaint: str, timeout_s: float = _READY_S, pause_s: float = 0.05
+) -> None:
     """Wait until `condition` holds."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -135,7 +138,7 @@ def wait_for(condition: Any, complaint: str, timeout_s: float = _READY_S) -> Non
                 return
         if time.monotonic() > deadline:
             raise AssertionError(complaint)
-        time.sleep(0.05)
+        time.sleep(pause_s)
 
 
 def undisturbed(server: Server, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
@@ -160,21 +163,23 @@ def repeat(
 ) -> dict[str, Any]:
     """One repetition: kill while all decode; see what came of it, and what is left."""
     flush(server)
-    before = values(server)
+    before, pid = values(server), serving_pid(server)
     with ThreadPoolExecutor(len(prompts)) as pool:
         streams, futures = begin(pool, server, prompts, new_tokens)
-        wait_for(lambda: all(stream.tokens for stream in streams), "requests do not begin", 300.0)
-        begun = time.monotonic()
-        steps = values(server)["decode_steps_total"]
-        skipped = rng.randrange(1, max(2, new_tokens // 3))
+        first = rng.randrange(2, max(3, new_tokens // 2))
         wait_for(
-            lambda: values(server)["decode_steps_total"] >= steps + skipped, "no step is made"
+            lambda: all(len(stream.times) > first for stream in streams),
+            "requests do not decode",
+            _PROMPTS_S,
+            0.002,
         )
-        step_s = (time.monotonic() - begun) / skipped
+        times = streams[0].times
+        step_s = times[-1] - times[-2]
         moment = rng.random()
         time.sleep(moment * step_s)
         in_flight = sum(not future.done() for future in futures)
-        os.kill(serving_pid(server), signal.SIGKILL)
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
         for future in futures:
             future.result()
     wait_for(lambda: values(server)["request_rows"] == 0, "rows are left", 30.0)
@@ -188,7 +193,7 @@ def repeat(
         "same_tokens": sum(same),
         "moment_in_step": round(moment, 3),
         "step_s": round(step_s, 3),
-        "longest_gap_s": round(max(stream.longest_gap_s for stream in streams), 3),
+        "longest_gap_s": round(max(stream.longest_gap_s(killed) for stream in streams), 3),
         "rows_left": values(server)["request_rows"],
         "slots_left": values(server)["slots_used"],
     } | {name.removesuffix("_total"): after[name] - before[name] for name in names}
@@ -262,7 +267,7 @@ def run(_bench: Bench) -> dict[str, Any]:
     for name, repetitions in (("standby", 20), ("cold", 5)):
         found[name] = campaign(
             num_requests=32,
-            new_tokens=24,
+            new_tokens=40,
             repetitions=repetitions,
             standby=name == "standby",
         )

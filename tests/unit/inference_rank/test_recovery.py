@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The turns of SGLang's scheduler from a loss to the end of the pause, or to the end of patience."""
+"""The turns of SGLang's scheduler from a loss to the end of the pause, or of patience."""
 
 from __future__ import annotations
 
@@ -208,8 +208,6 @@ def test_a_loss_without_progress_in_between_is_the_same_pause(world: World) -> N
     while not recovery.is_down:
         connection.mark_lost("it crashed over the step")
         recovery.turn(world)
-        turn_until(
-            recovery, world, lambda: recovery.state is State.SERVING or recovery.is_down
-        )
+        turn_until(recovery, world, lambda: recovery.state is State.SERVING or recovery.is_down)
         assert time.monotonic() - began < 20
     assert world.counters.requests_failed_total == 3
