@@ -12,7 +12,7 @@ import two_ranks
 
 from tandemkv.cache_rank.selection_probe import selection_file
 from tandemkv.inference_rank.attention_probe import AttentionProbe
-from tandemkv.server.inspect.recording import read_recording
+from tandemkv.server.evaluation.inspect.recording import read_recording
 
 
 def positions(text: str) -> set[int]:
