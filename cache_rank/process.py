@@ -23,6 +23,7 @@ from .counters import Counters
 from .protocol.errors import SettingsError
 from .protocol.run_dir import RunDir
 from .protocol.settings import RankSettings
+from .protocol.shared_devices import engine_homes
 from .resources import Resources
 from .service import CacheRankService
 from .shared.service import SharedEngineService
@@ -89,6 +90,7 @@ def run_cache_rank(
             settings=settings,
             max_rows=max_rows,
             counters=counters,
+            homes=engine_homes(place),
         )
     else:
         service = CacheRankService(

@@ -173,7 +173,7 @@ def resolve_transport(settings: ServeSettings, device: str) -> ServeSettings:
         return settings
     cache_device = device if settings.cache_device == "auto" else settings.cache_device
     fitting = "nccl" if device == cache_device == "cuda" else "gloo"
-    if exchange.is_shared and device == cache_device == "cpu":
+    if exchange.is_shared and device == cache_device:
         return settings
     if "transport" not in exchange.model_fields_set:
         changed = exchange.model_copy(update={"transport": fitting})

@@ -61,7 +61,8 @@ def resolve_launch(
         If a file of the model is missing, damaged, or does not fit the others.
     """
     check_policy(settings.selection.policy)
-    on_one_device = settings.rank_settings.exchange.is_peer and is_peer_on_one_device()
+    exchange = settings.rank_settings.exchange
+    on_one_device = (exchange.is_peer or exchange.is_shared) and is_peer_on_one_device()
     device = resolve_device(
         settings.device,
         cache_ranks=settings.cache_ranks,

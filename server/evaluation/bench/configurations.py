@@ -168,6 +168,12 @@ BUILT_IN: Mapping[str, Configuration] = {
         for name, more in _VARIANTS.items()
     },
     **{
+        f"1+1-shared{name}": _own(
+            1, cache_ranks=1, cache_device="cuda", **{"exchange.transport": "shared"}, **more
+        )
+        for name, more in _VARIANTS.items()
+    },
+    **{
         f"{size}+{size}-peer{name}": _own(
             size, cache_ranks=1, **{"exchange.transport": "peer"}, **more
         )

@@ -19,6 +19,7 @@ from tandemkv.server.guard import Guard
 from tandemkv.server.plan.shape import ModelShape
 
 from . import decode_steps, one_batch
+from .cache_rank import cache_rank_beside
 from .configurations import Configuration
 from .measured import Measured, Point
 from .one_batch import capacity_tokens, write_driver, write_model_config
@@ -211,7 +212,11 @@ def _run_child(
         )
         env["BENCH_PREFILL_CHUNK"] = str(run.prefill_chunk)
         env["SGLANG_TORCH_PROFILER_DIR"] = str(folder)
-        status = _wait(argv, env, folder, run.timeout_s)
+        settings = configuration.serve_settings(
+            model_dir=model_dir, capacity_tokens=capacity, batch=batch
+        )
+        with cache_rank_beside(settings, run_dir, folder):
+            status = _wait(argv, env, folder, run.timeout_s)
     finally:
         run_dir.remove()
     text = _read(folder / "stdout.log")
