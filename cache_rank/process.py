@@ -26,9 +26,9 @@ from .protocol.ipc import server_pid
 from .protocol.model_spec import read_model_spec
 from .protocol.run_dir import RunDir
 from .protocol.settings import RankSettings
+from .protocol.shared_devices import engine_homes
 from .resources import Resources
 from .service import CacheRankService
-from .shared.predictors import Predictors
 from .shared.service import SharedEngineService
 
 logger = logging.getLogger(__name__)
@@ -89,9 +89,8 @@ def run_cache_rank(
         if not torch.cuda.is_available():
             raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
         place = torch.device("cuda", torch.cuda.current_device())
-    predictors = None
     if standby:
-        predictors = load_all(model_dir, settings)
+        load_all(model_dir, settings, place)
         await_turn(directory)
     service: CacheRankService | SharedEngineService
     if settings.exchange.transport == "shared":
@@ -101,7 +100,7 @@ def run_cache_rank(
             settings=settings,
             max_rows=max_rows,
             counters=counters,
-            predictors=predictors,
+            homes=engine_homes(place),
         )
     else:
         service = CacheRankService(
@@ -117,16 +116,11 @@ def run_cache_rank(
         service.run(stop, on_ready)
 
 
-def load_all(model_dir: Path, settings: RankSettings) -> Predictors:
-    """Do what takes long before an epoch begins: imports, compiling, reading weights.
-
-    Weights are read for the dtype that a CPU computes in by default; others are read later.
-    """
+def load_all(model_dir: Path, settings: RankSettings, device: torch.device) -> None:
+    """Do what takes long before an epoch begins: imports, compiling, CUDA."""
     model = read_model_spec(model_dir, dtype="float32")
-    make_policy(model, settings, model_dir, device="cpu")
-    predictors = Predictors(settings, model_dir)
-    predictors.of(model)
-    return predictors
+    make_policy(model, settings, model_dir, device=device.type)
+    torch.zeros(1, device=device)
 
 
 def await_turn(run_dir: RunDir) -> None:

@@ -44,11 +44,6 @@ def attend_resident(
     lse : torch.Tensor
         ``[num_reqs, num_qo_heads]``, float32. Natural logarithm of the sum of
         the exponentials of the scaled logits; ``-inf`` where nothing is visible.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)

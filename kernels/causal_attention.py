@@ -28,11 +28,6 @@ def attend_causal(
     torch.Tensor
         ``[num_queries, num_qo_heads, head_dim]``, dtype of `q`.
 
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
-
     Notes
     -----
     Memory beyond the result is bounded by blocks of queries times

@@ -23,11 +23,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     -------
     torch.Tensor
         As `x`; computed in float32 including the weight, then rounded once.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
     """
     dims = Dims()
     if x.dim() == 0:

@@ -34,11 +34,6 @@ def gather_pack(
         rows of padding are zeroed.
     page_size : int
         Tokens per page, ``>= 1``. With 1, `slots` holds the slot of each position.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype, device or `page_size` differs from the above.
     """
     check_int("page_size", page_size, minimum=1)
     dims = Dims()

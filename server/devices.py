@@ -174,6 +174,8 @@ def resolve_transport(settings: ServeSettings, device: str) -> ServeSettings:
     cache_device = device if settings.cache_device == "auto" else settings.cache_device
     on_one_kind = device == cache_device
     fitting = "gloo" if not on_one_kind else "nccl" if device == "cuda" else "shared"
+    if exchange.is_shared and on_one_kind:
+        return settings
     if "transport" not in exchange.model_fields_set:
         changed = exchange.model_copy(update={"transport": fitting})
         return settings.model_copy(update={"exchange": changed})

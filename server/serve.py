@@ -159,7 +159,10 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
                 name=name,
                 argv=cache_rank_argv(run_dir=run_dir.path, config=config),
                 env=cache_rank_env(
-                    os.environ, device=settings.cache_device, inference_device=device
+                    os.environ,
+                    device=settings.cache_device,
+                    inference_device=device,
+                    is_shared=settings.rank_settings.exchange.is_shared,
                 ),
                 log_path=run_dir.path / log,
                 stop_signal=signal.SIGINT,  # at once: SGLang ended before

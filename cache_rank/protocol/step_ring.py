@@ -36,7 +36,10 @@ class EntryKind(IntEnum):
     """A prefill step."""
     DECODE = 2
     """A decode step that indexes or selects."""
-    RESUME = 3
+    PREPARE = 3
+    """No step: the engine is to load its kernels for prompts or, with requests, to capture a decode
+    step of so many. It confirms to the other host when that is done."""
+    RESUME = 4
     """Take up the rows of an earlier epoch: what survives is in mapped memory."""
 
 

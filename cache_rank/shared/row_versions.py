@@ -9,6 +9,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.shared_region import STAMPS
+from tandemkv.kernels.placing import place
 
 _NO_STEP = 0
 
@@ -44,26 +45,30 @@ class RowVersions:
         }
         num_rows = next(iter(self._books.values())).shape[1]
         self.stamps = allocate(STAMPS, (2, num_rows, 3), torch.int64)
+        # Which copy is the newer one, on the host: recording must not wait for the device.
+        is_second = self.stamps[1, :, 2] > self.stamps[0, :, 2]
+        self._newest: list[int] = is_second.long().tolist()
 
     def record(
         self, rows: Sequence[int], generations: Sequence[int], *, epoch: int, step: int
     ) -> None:
         """Copy `rows` as they are before `step`."""
-        steps = self.stamps[:, list(rows), 2]
-        is_second = steps[0] > steps[1]
-        for side, places in ((0, ~is_second), (1, is_second)):
-            chosen = places.nonzero()[:, 0].tolist()
+        device = self.stamps.device
+        for side in (0, 1):
+            chosen = [i for i, row in enumerate(rows) if self._newest[row] != side]
             if not chosen:
                 continue
-            index = torch.tensor([rows[i] for i in chosen])
+            index = place([rows[i] for i in chosen], device)
             self.stamps[side, index] = _NO_STEP  # half a copy is none
             for name, book in self._books.items():
                 self._copies[name][side][:, index] = book[:, index]
-            stamps = [(epoch, generations[i], step) for i in chosen]
-            self.stamps[side, index] = torch.tensor(stamps)
+            stamps = [x for i in chosen for x in (epoch, generations[i], step)]
+            self.stamps[side, index] = place(stamps, device).view(-1, 3)
+        for row in rows:
+            self._newest[row] = 1 - self._newest[row]
 
     def restore(self, rows: Sequence[int], generations: Sequence[int], *, step: int) -> list[bool]:
-        """Bring the books of `rows` to what they were before `step`.
+        """Bring the books of `rows` to what they were before `step`; waits for the device.
 
         Returns
         -------
@@ -71,12 +76,12 @@ class RowVersions:
             For which rows that was possible. Copies of later steps, and those of rows for which it
             was not, are given up.
         """
-        index = torch.tensor(list(rows), dtype=torch.int64)
+        device = self.stamps.device
+        index = torch.tensor(list(rows), dtype=torch.int64, device=device)
+        wanted = torch.tensor(list(generations), dtype=torch.int64, device=device)
         stamps = self.stamps[:, index]  # [2, n, 3]
         is_usable = (
-            (stamps[..., 1] == torch.tensor(list(generations), dtype=torch.int64))
-            & (stamps[..., 2] > _NO_STEP)
-            & (stamps[..., 2] <= step)
+            (stamps[..., 1] == wanted) & (stamps[..., 2] > _NO_STEP) & (stamps[..., 2] <= step)
         )
         best = torch.where(is_usable, stamps[..., 2], _NO_STEP).argmax(0)
         for side in (0, 1):
@@ -84,5 +89,7 @@ class RowVersions:
             for name, book in self._books.items():
                 book[:, chosen] = self._copies[name][side][:, chosen]
             self.stamps[side, index[~is_usable[side]]] = _NO_STEP
+        for row, side in zip(rows, best.tolist(), strict=True):
+            self._newest[row] = side
         found: list[bool] = is_usable.any(0).tolist()
         return found

@@ -246,7 +246,7 @@ class InProcessBackend(AttentionBackend):
         num_cold = dense.num_dense if self._program.attends else dense.num_cold
         step = DecodeRows(
             rows=rows, lengths=lengths, lengths_on_host=on_host, req_to_token=req_to_token,
-            num_cold=num_cold, slow=slow,
+            num_cold=num_cold, slow=slow, is_rehearsal=in_capture,
         )  # fmt: skip
         self.link.begin_decode(kind, step)
         with self._fence.planning():

@@ -24,9 +24,10 @@ from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     TandemKVError,
 )
+from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.messages import Goodbye, Timing, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -121,7 +122,7 @@ class SharedConnection:
         self._fence: Fence | None = None
         self._is_first = False
         exchange = settings.exchange
-        self._limit_s = exchange.heartbeat_interval_s * exchange.heartbeat_misses + _MARGIN_S
+        self._limit_s = limit_s(exchange)
         self._heartbeat = HeartbeatClient(
             run_dir.heartbeat_socket,
             interval_s=exchange.heartbeat_interval_s,
@@ -136,7 +137,10 @@ class SharedConnection:
         """Open the first epoch; raises what `open_connection` raises."""
         # What an earlier inference rank's engine remembered is of requests that ended with it.
         self._theirs = take_held(
-            self._run_dir.holder_socket, token=self._run_dir.token, group=BOOKS
+            self._run_dir.holder_socket,
+            token=self._run_dir.token,
+            group=BOOKS,
+            homes=self._kept.homes,
         )
         self._is_first = True
         self.adopt(self.open_connection(timeout_s=timeout_s))
@@ -259,8 +263,8 @@ class SharedConnection:
 
     @property
     def tensors(self) -> MappedTensors:
-        """Staging of the epoch (`shared_region.specs_by_life`)."""
-        return self._ours
+        """Where staging is (`shared_region.specs_by_life`)."""
+        return self._kept if self._kept.homes.are_on_gpu else self._ours
 
     @property
     def books(self) -> MappedTensors:
@@ -271,6 +275,26 @@ class SharedConnection:
     def epoch_bytes(self) -> int:
         """Bytes of mapped memory that belong to the epoch, the engine's books included."""
         return self._ours.nbytes + self._theirs.nbytes
+
+    def prepare(self, *, variant: int, num_cold: int, size: int) -> None:
+        """Let the engine make ready for decode steps of `size` requests, or prompts if 0.
+
+        Waits until it is; compiling may take a minute. Nothing happens once the epoch is lost.
+        """
+        if self.lost_reason is not None:
+            return
+        self.step += 1
+        rows = tuple(StepRow(row=0, generation=0, length=1) for _ in range(size))
+        entry = StepEntry(
+            kind=EntryKind.PREPARE, step=self.step, variant=variant, num_cold=num_cold, rows=rows
+        )
+        self.announce(entry)
+        found = self._flags.wait(
+            self._at.FINISHED, self.step, timeout_s=_LONGEST_WAIT_S,
+            is_over=lambda: self.lost_reason is not None,
+        )  # fmt: skip
+        if not found:
+            raise CacheRankLostError(f"it did not get ready: {self.lost_reason}")
 
     def announce(self, entry: StepEntry) -> None:
         """Announce the next step, numbered `step`; nothing happens once the epoch is lost."""
@@ -382,12 +406,18 @@ class SharedConnection:
         self._ours.close()
 
 
-def make_kept_tensors(
-    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, run_dir: RunDir
-) -> MappedTensors:
-    """Make what survives an epoch, or take what the launcher holds of an earlier inference rank.
+def limit_s(exchange: ExchangeSettings) -> float:
+    """Return how long a step waits for an engine that makes no progress."""
+    return exchange.heartbeat_interval_s * exchange.heartbeat_misses + _MARGIN_S
 
-    The launcher holds it from then on. What was stored in it is forgotten.
+
+def make_kept_tensors(
+    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes, run_dir: RunDir
+) -> MappedTensors:
+    """Make what survives an epoch, where `homes` says.
+
+    What the launcher holds of an earlier inference rank is taken instead; what was stored in it is
+    forgotten. The launcher holds it from then on.
 
     Raises
     ------
@@ -395,13 +425,15 @@ def make_kept_tensors(
         If the memory is not to be had; nothing is left then.
     """
     holder, token = run_dir.holder_socket, run_dir.token
-    kept = take_held(holder, token=token, group=KEPT)
-    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=kept.homes.are_on_gpu)[0]
+    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu)[0]
+    kept = take_held(holder, token=token, group=KEPT, homes=homes)
     if same_tensors(kept, wanted):
-        kept["req_to_token"].zero_()
+        for spec in wanted:
+            if spec.name != "kv":  # which slots hold something, the tables say
+                kept[spec.name].zero_()
         return kept
     kept.close()
-    kept = MappedTensors()
+    kept = MappedTensors(homes)
     try:
         kept.allocate_all(wanted)
     except BaseException:

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.local import DenseLengths
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.predictor_weights import put_weights
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.in_process.backend import InProcessBackend
+from tandemkv.inference_rank.in_process.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.in_process.start import (
     attention_probe,
     dense_steps,
@@ -30,8 +33,9 @@ from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 from tandemkv.inference_rank.resume.recovery import Recovery, State
 
-from .connection import SharedConnection
+from .connection import SharedConnection, limit_s
 from .shared import SharedLink
+from .signals import HostSignals, StreamSignals
 
 _GENERATION_BITS = 40
 
@@ -58,6 +62,8 @@ class SharedRuntime:
     penalties: PenaltyLog = field(default_factory=PenaltyLog)
     passes: PassLog = field(init=False)
     recovery: Recovery = field(init=False)
+    measurement: None = None
+    """A selection is timed in the process that makes it."""
 
     def follow(self, link: SharedLink, backend: InProcessBackend) -> None:
         """Follow the passes of `backend`, so that lost ones can be done again."""
@@ -140,6 +146,8 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         kept=pool.mapped,
         counters=counters,
     )
+    if settings.selection.declared.predicts_from_hidden:
+        _put_predictor(runner, settings, model, pool.mapped)
     connection.connect()
     runtime = SharedRuntime(
         settings=settings,
@@ -153,7 +161,19 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         refresh=refresh_for(runner, connection.program, settings.selection),
     )
     selection = settings.selection
-    link = SharedLink(connection, model, runtime.generation)
+    limit = limit_s(settings.exchange)
+    signals = (
+        StreamSignals(connection, model.num_layers, timeout_s=limit)
+        if pool.mapped.homes.are_on_gpu
+        else HostSignals(connection, model.num_layers)
+    )
+    link = SharedLink(
+        connection,
+        signals,
+        model,
+        generation_of=runtime.generation,
+        rows_on_host=lambda: runtime.rows_on_host,
+    )
     link.hook(runner.model)
     backend = InProcessBackend(
         runner,
@@ -171,3 +191,18 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
     runtime.follow(link, backend)
     runtime_module.set_current_local(runtime)
     return backend
+
+
+def _put_predictor(
+    runner: Any, settings: RankSettings, model: ModelSpec, mapped: MappedTensors
+) -> None:
+    """Put the weights that predict queries where the engine reads them."""
+    predictor = LiveQueryPredictor(
+        runner.model,
+        num_qo_heads=model.num_qo_heads,
+        head_dim=model.head_dim,
+        device=torch.device(runner.device),
+        is_int8=settings.selection.predictor_dtype_of(is_far=False) == "int8",
+    )
+    predictor.load()
+    put_weights(mapped, *predictor.weights())

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.inference_rank.counters import Counters
-from tandemkv.inference_rank.links.base import StepLostError
 
 
 class Link(Protocol):
@@ -21,15 +21,15 @@ class Link(Protocol):
     is_void: bool
     breaks_off: bool
 
+    def is_done(self, step: int) -> bool:
+        """Return whether the engine has done all of `step`."""
+
     def rewind(self) -> None:
         """Forget the pass that was lost."""
 
 
 class Connection(Protocol):
     """What is asked of the connection; see `SharedConnection`."""
-
-    def await_finish(self, step: int) -> bool:
-        """Return whether the engine has done all of `step`."""
 
     def confirm(self, step: int) -> None:
         """Note that the results of `step` were taken."""
@@ -92,8 +92,8 @@ class PassLog:
         link.breaks_off = not (scheduler.enable_overlap and batch.forward_mode.is_extend())
         try:
             result = original(scheduler, batch, *args, **kwargs)
-        except StepLostError:
-            result = GenerationBatchResult()
+        except CacheRankLostError:
+            link.is_void, result = True, GenerationBatchResult()
         found.step, found.is_void = link.pass_step, link.is_void
         self._passes[batch.forward_iter] = found
         return result
@@ -127,7 +127,7 @@ class PassLog:
             return False
         if result.copy_done is not None:  # a GPU reports a wait that it gave up
             result.copy_done.synchronize()
-        return found.step is None or self._connection.await_finish(found.step)
+        return found.step is None or self._link.is_done(found.step)
 
 
 def _random_state(batch: Any, device: torch.device) -> torch.Tensor | None:

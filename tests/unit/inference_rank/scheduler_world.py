@@ -55,7 +55,7 @@ class Engine:
         if self.is_void and self.breaks_off:
             raise StepLostError("told to")
 
-    def await_finish(self, step: int) -> bool:
+    def is_done(self, step: int) -> bool:
         return self.faults.get(step) != "late"
 
     def confirm(self, step: int) -> None:
