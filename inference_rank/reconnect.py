@@ -16,7 +16,7 @@ _TIMEOUT_S = 5.0
 
 
 class OpenConnection(Protocol):
-    """See `CacheClient.open_connection` and `SharedConnection.open_connection`."""
+    """See `SharedConnection.open_connection`."""
 
     def __call__(self, *, timeout_s: float) -> Any:
         """Meet the cache rank, or raise."""

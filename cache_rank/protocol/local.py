@@ -32,6 +32,9 @@ SeenFrom = Callable[[torch.device, torch.Tensor], torch.Tensor]
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """``(name, shape, dtype)`` -> zeros on the engine's device, where other processes map them."""
 
+PADDING_ROW = 0
+"""Row of requests that only fill up a captured batch."""
+
 WARM_UP_STEPS = 64
 """Steps before a request leaves dense attention in which its resident set is made ready."""
 

@@ -170,7 +170,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         measurement=measurement,
         refresh=refresh_for(runner, rank.program, selection),
     )
-    runtime_module.set_current_local(local)
+    runtime_module.set_current(local)
     link = LocalLink(
         runner,
         rank,

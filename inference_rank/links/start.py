@@ -51,6 +51,7 @@ class SharedRuntime:
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
+    _flushed: int = 0
 
     def adopt(self, connection: OpenedEpoch) -> None:
         """Begin the epoch of a connection that was opened."""
@@ -58,8 +59,12 @@ class SharedRuntime:
 
     def generation(self, row: int) -> int:
         """Identity of the present tenant of `row`; SGLang's own counter restarts at a flush."""
-        count = int(self.req_to_token_pool.req_generation[row])
+        count = self._flushed + int(self.req_to_token_pool.req_generation[row])
         return (self.client.epoch << _GENERATION_BITS) | count
+
+    def before_flush(self) -> None:
+        """Go on above all counts that SGLang is about to reset."""
+        self._flushed += int(self.req_to_token_pool.req_generation.max())
 
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
@@ -134,7 +139,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         req_to_token_pool=runner.req_to_token_pool,
         refresh=refresh_for(runner, connection.program, settings.selection),
     )
-    runtime_module.set_current_local(runtime)
+    runtime_module.set_current(runtime)
     selection = settings.selection
     link = SharedLink(connection, model, runtime.generation)
     link.hook(runner.model)

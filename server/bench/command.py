@@ -132,12 +132,6 @@ def kernels(only: OnlyOption = None, out: OutOption = None) -> None:
 
 
 @bench_app.command()
-def transport(only: OnlyOption = None, out: OutOption = None) -> None:
-    """Time copies between host, GPU and GPU."""
-    _run_suite("transport", only or [], out)
-
-
-@bench_app.command()
 def serve(
     tokenizer: Annotated[
         str,

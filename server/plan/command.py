@@ -12,11 +12,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.options import RANK_FLAGS, with_flags
-from tandemkv.server.placement_choice import needs_own_process, selection_on_gpu
-from tandemkv.server.preflight import check_policy, resolve_model
+from tandemkv.server.pages import with_int4_index
+from tandemkv.server.preflight import check_policy, check_runs_on, resolve_model
 from tandemkv.server.settings import EMBEDDED_MODEL
 from tandemkv.server.settings_sources import Sourced, load_settings
 
@@ -100,16 +99,11 @@ def plan(
     flags["model"] = Sourced(model, "--model")
     selection = load_settings(flags, os.environ).selection
     check_policy(selection.policy)
-    if needs_own_process(selection):
-        raise SettingsError(
-            f"policy={selection.policy} with these settings needs a cache rank in a process of its "
-            "own, whose time per token is not predicted; add --cache-device cpu to "
-            "`tandemkv serve` for one that keeps K/V in host memory"
-        )
+    check_runs_on(selection, "cuda")
     if index_dtype is not None:
         selection = selection.model_copy(update={"index_dtype": index_dtype})
     load = Workload.from_selection(
-        selection_on_gpu(selection),
+        with_int4_index(selection),
         context_tokens=context,
         concurrency=concurrency,
         chunk_tokens=chunked_prefill_size,

@@ -22,6 +22,7 @@ from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import PROBE_VARIABLE
 from tandemkv.server.child_process import ChildProcess, ChildSpec
 from tandemkv.server.ports import choose_port
 from tandemkv.server.probes import fetch_status, server_state
@@ -29,7 +30,6 @@ from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import ENVIRONMENT_PREFIX, to_yaml
 from tandemkv.server.sglang_command import sglang_argv
 
-PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
 _HOST = "127.0.0.1"
 _TICK_S = 0.25
 _REQUEST_TIMEOUT_S = 7200.0

@@ -192,13 +192,8 @@ def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
         resolve(tmp_path, cache_ranks=1, selection=both, exchange={"transport": "peer"})
 
 
-def test_a_policy_that_needs_a_process_gets_one(tmp_path: Path, gpus: Any) -> None:
+def test_shared_selections_stay_in_process(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
-    settings, said = resolve(tmp_path, selection={"policy": "sync_kv"})
-    assert (settings.cache_ranks, settings.selection.index_dtype) == (1, "native")
-    assert "sync_kv needs one" in said[0]
-    for policy in ("quest", "own_policy:NewestFirst"):  # has a method of its own in decode steps
-        assert resolve(tmp_path, selection={"policy": policy})[0].cache_ranks == 1
     fraction = {"policy": "kascade", "kascade_fraction": 0.1}
     assert resolve(tmp_path, selection=fraction)[0].cache_ranks == 0
     sparse = {"policy": "look_ahead", "share_layers": True, "exact_layers": ()}
@@ -286,17 +281,26 @@ def test_an_int4_index_comes_with_as_many_recent_tokens_as_a_long_page(
     assert argv[argv.index("--page-size") + 1] == ("128" if is_long else "64")
 
 
-@pytest.mark.parametrize("option", [{"late_layers": 2}, {"predictor_dtype": "int8"}], ids=str)
 @pytest.mark.parametrize(("device", "changes"), [("cpu", {}), ("cuda", {"cache_ranks": 1})])
-def test_only_a_cache_rank_in_the_process_can(
-    tmp_path: Path, gpus: Any, device: str, changes: dict[str, Any], option: dict[str, Any]
+def test_only_a_cache_rank_in_the_process_has_a_copy_of_w_q(
+    tmp_path: Path, gpus: Any, device: str, changes: dict[str, Any]
 ) -> None:
     gpus(2)
-    selection = {"budget_tokens": 2048, **option}
+    selection = {"budget_tokens": 2048, "predictor_dtype": "int8"}
     with pytest.raises(SettingsError, match="add --cache-ranks 0, or --transport peer"):
-        resolve(tmp_path, device, selection=selection, exchange={"transport": "nccl"}, **changes)
+        resolve(tmp_path, device, selection=selection, exchange={"transport": "shared"}, **changes)
     settings, _ = resolve(tmp_path, device, selection=selection, cache_ranks=0)
-    assert option.items() <= settings.selection.model_dump().items()
+    assert settings.selection.predictor_dtype == "int8"
+
+
+@pytest.mark.parametrize("transport", ["shared", "peer"])
+def test_layers_may_be_late_in_every_placement(tmp_path: Path, gpus: Any, transport: str) -> None:
+    gpus(2)
+    settings, _ = resolve(
+        tmp_path, selection={"budget_tokens": 2048, "late_layers": 2}, cache_ranks=1,
+        exchange={"transport": transport},
+    )  # fmt: skip
+    assert settings.selection.num_late == 2
 
 
 @pytest.mark.parametrize(
@@ -307,7 +311,7 @@ def test_only_a_cache_rank_in_the_process_can(
         ({"late_layers": 2}, "peer", 2),
         ({"exact_layers": [0, 1]}, "peer", None),
         ({"policy": "async_spade"}, "peer", None),
-        ({}, "nccl", None),
+        ({}, "shared", None),
     ],
 )
 def test_a_first_layer_is_late_between_two_gpus(
