@@ -23,6 +23,7 @@ from .counters import Counters
 from .protocol.errors import SettingsError
 from .protocol.run_dir import RunDir
 from .protocol.settings import RankSettings
+from .protocol.shared_devices import engine_homes
 from .shared.service import SharedEngineService
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def run_cache_rank(
         settings=settings,
         max_rows=max_rows,
         counters=counters,
+        homes=engine_homes(torch.device(device)),
     )
     stop = threading.Event()
     with _stopping_on_signals(stop, lambda: service.status().epoch, drain_timeout_s):

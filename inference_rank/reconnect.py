@@ -12,7 +12,7 @@ from tandemkv.cache_rank.protocol.errors import CacheRankError, HandshakeRefused
 _LOG = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
 _TIMEOUT_S = 5.0
-"""For Hello, Welcome and data plane together."""
+"""For Hello, Welcome and shared memory together."""
 
 
 class OpenConnection(Protocol):

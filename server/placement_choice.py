@@ -76,26 +76,20 @@ def resolve_placement(
         )
     if device == "cuda" and in_process:
         _check_gpus(settings, spec, model_dir)
-    if device == "cpu" or settings.transport != "local":
+    if device == "cpu" or settings.transport not in ("local", "shared"):
         return settings
     return _with_dense_tokens(settings, spec, model_dir, progress)
 
 
 def _check_contradictions(settings: ServeSettings, spec: ModelSpec) -> None:
     """Refuse options that the placement, or the model, has no use for."""
-    in_process = settings.rank_settings.exchange.is_in_process
-    if settings.tensor_parallel > 1 and not in_process:
+    exchange = settings.rank_settings.exchange
+    if settings.tensor_parallel > 1 and not exchange.is_in_process:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel} needs --cache-ranks 0 or --transport peer "
             "in this version; add one of them, or use --tp 1"
         )
     check_dense(settings.selection, settings.transport)
-    if settings.selection.predictor_dtype is not None and not in_process:
-        raise SettingsError(
-            f"predictor_dtype={settings.selection.predictor_dtype}: only a cache rank in the "
-            "inference rank's process has a copy of W_q of a dtype of its own; add --cache-ranks "
-            "0, or --transport peer on two GPUs, or leave --predictor-dtype out"
-        )
     if settings.selection.num_late > settings.selection.most_late(spec.num_layers):
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: too many for {spec.num_layers} layers: "

@@ -46,10 +46,8 @@ def resolve_launch(
 
     Parameters
     ----------
-    settings : ServeSettings
-        What was asked for.
-    progress : callable
-        Told what takes a while.
+    settings, progress : ServeSettings, callable
+        What was asked for; told what takes a while.
     num_ranks_here : int
         Ranks that this launch starts, if the cache rank is a process of its own.
 

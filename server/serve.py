@@ -10,7 +10,6 @@ import os
 import signal
 from pathlib import Path
 
-import torch
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
@@ -155,9 +154,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
         else ChildSpec(
             name="cache rank",
             argv=cache_rank_argv(run_dir=run_dir.path, config=config),
-            env=cache_rank_env(
-                os.environ, device=settings.cache_device, num_gpus=torch.cuda.device_count()
-            ),
+            env=cache_rank_env(os.environ, device=settings.cache_device),
             log_path=run_dir.path / _CACHE_RANK_LOG,
             stop_signal=signal.SIGINT,  # at once: SGLang ended before
         ),

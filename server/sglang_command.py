@@ -20,9 +20,8 @@ CPU_CHUNK_TOKENS = 2048
 """Default of --chunked-prefill-size on cpu: bounds the memory of one forward pass."""
 
 _CUDA_FLAGS = ("--device", "cuda", "--cuda-graph-backend-prefill", "disabled")
-# A lost cache rank has to end the requests of a pass before its tokens are used, so none may be
-# under way beside it.
-_CUDA_SHARED_FLAGS = (*_CUDA_FLAGS, "--disable-overlap-schedule")
+_SHARED_GPU_ENV = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Streams that wait for the other process must not hold up others in a queue of the GPU."""
 _CPU_FLAGS = (
     "--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle",
@@ -67,8 +66,7 @@ def sglang_argv(
         "--max-total-tokens", str(settings.cache.capacity_tokens),
         "--enable-metrics",
     ]  # fmt: skip
-    is_shared = settings.rank_settings.exchange.is_shared
-    argv += _CPU_FLAGS if device == "cpu" else _CUDA_SHARED_FLAGS if is_shared else _CUDA_FLAGS
+    argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
     if settings.tensor_parallel > 1:
         argv += ["--tp-size", str(settings.tensor_parallel)]
     chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
@@ -114,6 +112,8 @@ def sglang_env(
         if not any(argument.startswith("--enable-torch") for argument in settings.sglang_args):
             # The first request with a penalty would wait a minute for a compiler, and all others.
             env.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if device == "cuda" and settings.rank_settings.exchange.is_shared:
+        env = _SHARED_GPU_ENV | env
     return env
 
 
@@ -125,7 +125,7 @@ def cache_rank_argv(*, run_dir: Path, config: Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def cache_rank_env(environ: Mapping[str, str], *, device: str, num_gpus: int) -> dict[str, str]:
+def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
     """Return the environment of the cache rank; its settings come from the file alone.
 
     Parameters
@@ -134,15 +134,11 @@ def cache_rank_env(environ: Mapping[str, str], *, device: str, num_gpus: int) ->
         Of this process.
     device : {"cpu", "cuda"}
         Of both ranks.
-    num_gpus : int
-        GPUs that this process sees. The inference rank takes the first; if there is another, that
-        is the cache rank's first. Each sees both, for it maps memory of both.
     """
     env = _common_env(environ, device=device)
-    if device == "cuda" and num_gpus > 1:
-        visible = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        first, second = visible[:2] if len(visible) > 1 else ("0", "1")
-        env["CUDA_VISIBLE_DEVICES"] = f"{second.strip()},{first.strip()}"
+    if device == "cuda":
+        # On one GPU, under MPS, the forward pass goes first.
+        return {"CUDA_MPS_CLIENT_PRIORITY": "1"} | _SHARED_GPU_ENV | env
     return env
 
 

@@ -306,7 +306,7 @@ def create_local_cache_rank(
     predict_query: PredictQuery,
     model_dir: Path | None = None,
 ) -> LocalCacheRank:
-    """Build the in-process cache rank.
+    """Build the engine in this process.
 
     `model_dir` tells the rotary embedding of the model, for policies that undo it.
 

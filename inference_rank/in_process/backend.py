@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's attention backend ``tandemkv`` with an in-process cache rank.
+"""SGLang's attention backend ``tandemkv``.
 
 K/V stay in SGLang's own pool, so prefill, radix hits, retraction and slot reuse are SGLang's
 from end to end. Decode attends to resident sets that lie behind the tokens in the same pool;
-the cache rank keeps them fresh on a stream of its own, inside SGLang's decode graph.
+an engine keeps them fresh, reached by a link.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class InProcessBackend(AttentionBackend):
         num_cold = dense.num_dense if self._program.attends else dense.num_cold
         step = DecodeRows(
             rows=rows, lengths=lengths, lengths_on_host=on_host, req_to_token=req_to_token,
-            num_cold=num_cold, slow=slow,
+            num_cold=num_cold, slow=slow, is_rehearsal=in_capture,
         )  # fmt: skip
         self.link.begin_decode(kind, step)
         with self._fence.planning():

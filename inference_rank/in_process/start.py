@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the in-process cache rank and its attention backend when SGLang asks for one."""
+"""Build the attention backend, and the engine that this process drives if there is one."""
 
 from __future__ import annotations
 

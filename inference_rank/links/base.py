@@ -53,6 +53,8 @@ class DecodeRows:
     slow : torch.Tensor, optional
         ``[B]`` bool on the host, with `EngineProgram.slow_steps`: who attends to everything in this
         step, and is selected for.
+    is_rehearsal : bool
+        Whether the step is run to be captured, and its requests are none.
     """
 
     rows: torch.Tensor
@@ -61,6 +63,7 @@ class DecodeRows:
     req_to_token: torch.Tensor
     num_cold: int
     slow: torch.Tensor | None = None
+    is_rehearsal: bool = False
 
 
 class Link(Protocol):

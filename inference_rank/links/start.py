@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.local import DenseLengths
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.predictor_weights import put_weights
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.in_process.backend import InProcessBackend
+from tandemkv.inference_rank.in_process.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.in_process.start import (
     attention_probe,
     dense_steps,
@@ -27,8 +30,9 @@ from tandemkv.inference_rank.in_process.start import (
 from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.refresh import RefreshSchedule
 
-from .connection import OpenedEpoch, SharedConnection
+from .connection import OpenedEpoch, SharedConnection, limit_s
 from .shared import SharedLink
+from .signals import HostSignals, StreamSignals
 
 _GENERATION_BITS = 40
 
@@ -51,6 +55,8 @@ class SharedRuntime:
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
+    measurement: None = None
+    """A selection is timed in the process that makes it."""
     _flushed: int = 0
 
     def adopt(self, connection: OpenedEpoch) -> None:
@@ -99,7 +105,7 @@ class SharedRuntime:
                 "pid": str(os.getpid()),
                 "lost_reason": lost or "",
                 "plan_placement": "a process of its own, in shared memory",
-                "plan_note": "not measured between processes; see exchange_wait_us_total",
+                "plan_note": "not measured in another process; see exchange_wait_us_total",
             },
         )
 
@@ -127,6 +133,8 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         kept=pool.mapped,
         counters=counters,
     )
+    if settings.selection.declared.predicts_from_hidden:
+        _put_predictor(runner, settings, model, pool.mapped)
     connection.connect()
     runtime = SharedRuntime(
         settings=settings,
@@ -141,7 +149,19 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
     )
     runtime_module.set_current(runtime)
     selection = settings.selection
-    link = SharedLink(connection, model, runtime.generation)
+    limit = limit_s(settings.exchange)
+    signals = (
+        StreamSignals(connection, model.num_layers, timeout_s=limit)
+        if pool.mapped.homes.are_on_gpu
+        else HostSignals(connection, model.num_layers)
+    )
+    link = SharedLink(
+        connection,
+        signals,
+        model,
+        generation_of=runtime.generation,
+        rows_on_host=lambda: runtime.rows_on_host,
+    )
     link.hook(runner.model)
     return InProcessBackend(
         runner,
@@ -156,3 +176,18 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         runtime=runtime,
         probe=attention_probe(runner, settings, model, home, link),
     )
+
+
+def _put_predictor(
+    runner: Any, settings: RankSettings, model: ModelSpec, mapped: MappedTensors
+) -> None:
+    """Put the weights that predict queries where the engine reads them."""
+    predictor = LiveQueryPredictor(
+        runner.model,
+        num_qo_heads=model.num_qo_heads,
+        head_dim=model.head_dim,
+        device=torch.device(runner.device),
+        is_int8=settings.selection.predictor_dtype_of(is_far=False) == "int8",
+    )
+    predictor.load()
+    put_weights(mapped, *predictor.weights())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm, RoPE and paged attention on a GPU; interpreted where there is none.
+"""RoPE and paged attention on a GPU; interpreted where there is none.
 
 The cases run in a process of their own, for the reason that `own_process` gives.
 """
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from own_process import run_cases
+from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.attention import attend_paged
-from tandemkv.kernels.testing import TOLERANCES, assert_close
 
 pytest.importorskip("triton")
 

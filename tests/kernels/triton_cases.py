@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from tolerances import assert_close
 
 from tandemkv.kernels.reference import merge
-from tandemkv.kernels.testing import assert_close
 from tandemkv.kernels.triton_ops import merge as triton_merge
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tandemkv.server.quality.corpus import Corpus
-from tandemkv.server.quality.servers import MeasurementError
-from tandemkv.server.quality.tasks.base import TaskInputs
-from tandemkv.server.quality.tokenizing import PromptBuilder
+from tandemkv.server.evaluation.corpus import Corpus
+from tandemkv.server.evaluation.quality.servers import MeasurementError
+from tandemkv.server.evaluation.quality.tasks.base import TaskInputs
+from tandemkv.server.evaluation.tokenizing import PromptBuilder
 
 
 class WordTokenizer:

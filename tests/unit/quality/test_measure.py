@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tandemkv.server.quality.measure import measure
-from tandemkv.server.quality.results import TaskResult
-from tandemkv.server.quality.samples import Sample
-from tandemkv.server.quality.servers import MeasurementError
+from tandemkv.server.evaluation.quality.measure import measure
+from tandemkv.server.evaluation.quality.results import TaskResult
+from tandemkv.server.evaluation.quality.samples import Sample
+from tandemkv.server.evaluation.quality.servers import MeasurementError
 
 
 class Numbers:

@@ -111,7 +111,7 @@ def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
     assert (settings.cache_ranks, settings.tensor_parallel) == (0, 2)
     assert said[0] == "placement in-process-tp2: as --tp says"
     with pytest.raises(SettingsError, match="use --tp 1"):
-        resolve(tmp_path, tensor_parallel=2, selection={"policy": "sync_kv"})
+        resolve(tmp_path, tensor_parallel=2, exchange={"transport": "shared"})
 
 
 @pytest.mark.parametrize(
@@ -281,26 +281,15 @@ def test_an_int4_index_comes_with_as_many_recent_tokens_as_a_long_page(
     assert argv[argv.index("--page-size") + 1] == ("128" if is_long else "64")
 
 
-@pytest.mark.parametrize(("device", "changes"), [("cpu", {}), ("cuda", {"cache_ranks": 1})])
-def test_only_a_cache_rank_in_the_process_has_a_copy_of_w_q(
-    tmp_path: Path, gpus: Any, device: str, changes: dict[str, Any]
+@pytest.mark.parametrize("transport", ["shared", "peer"])
+def test_every_placement_has_late_layers_and_a_w_q_of_its_own(
+    tmp_path: Path, gpus: Any, transport: str
 ) -> None:
     gpus(2)
-    selection = {"budget_tokens": 2048, "predictor_dtype": "int8"}
-    with pytest.raises(SettingsError, match="add --cache-ranks 0, or --transport peer"):
-        resolve(tmp_path, device, selection=selection, exchange={"transport": "shared"}, **changes)
-    settings, _ = resolve(tmp_path, device, selection=selection, cache_ranks=0)
-    assert settings.selection.predictor_dtype == "int8"
-
-
-@pytest.mark.parametrize("transport", ["shared", "peer"])
-def test_layers_may_be_late_in_every_placement(tmp_path: Path, gpus: Any, transport: str) -> None:
-    gpus(2)
-    settings, _ = resolve(
-        tmp_path, selection={"budget_tokens": 2048, "late_layers": 2}, cache_ranks=1,
-        exchange={"transport": transport},
-    )  # fmt: skip
-    assert settings.selection.num_late == 2
+    selection = {"budget_tokens": 2048, "late_layers": 2, "predictor_dtype": "int8"}
+    exchange = {"transport": transport}
+    settings, _ = resolve(tmp_path, selection=selection, cache_ranks=1, exchange=exchange)
+    assert (settings.selection.num_late, settings.selection.predictor_dtype) == (2, "int8")
 
 
 @pytest.mark.parametrize(
