@@ -211,7 +211,7 @@ def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str,
 
 def counters() -> dict[str, float]:
     """Return what the engine has counted, wherever it is; nothing for stock SGLang."""
-    runtime = runtime_module.current_local()
+    runtime = runtime_module.current()
     if runtime is None:
         return {}
     if runtime.client is None:
@@ -223,7 +223,7 @@ def counters() -> dict[str, float]:
 
 def require_cache_rank() -> None:
     """Stop where the cache rank's process was lost: what was timed then selects nothing."""
-    runtime = runtime_module.current_local()
+    runtime = runtime_module.current()
     if runtime is not None and runtime.client is not None and runtime.client.lost_reason:
         raise RuntimeError(f"the cache rank was lost: {runtime.client.lost_reason}")
 

@@ -12,11 +12,11 @@ from tandemkv.cache_rank.protocol.errors import CacheRankError, HandshakeRefused
 _LOG = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
 _TIMEOUT_S = 10.0
-"""For Hello, Welcome and data plane together; a Hello waits for a cache rank that starts."""
+"""For Hello, Welcome and shared memory together; a Hello waits for a cache rank that starts."""
 
 
 class OpenConnection(Protocol):
-    """See `CacheClient.open_connection` and `SharedConnection.open_connection`."""
+    """See `SharedConnection.open_connection`."""
 
     def __call__(self, *, timeout_s: float) -> Any:
         """Meet the cache rank, or raise."""

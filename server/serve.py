@@ -20,7 +20,7 @@ from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .child_process import ChildSpec
-from .devices import as_pair, cache_rank_device, resolve_transport
+from .devices import as_pair, cache_rank_device
 from .embedded_model import cache_root
 from .launch import Launcher, LaunchPlan
 from .liveness import Pulse
@@ -44,7 +44,7 @@ SETTINGS_FILE = "cache_rank.yaml"
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _CACHE_RANK_LOGS, _SGLANG_LOG = ("cache_rank.log", "standby.log"), "sglang.log"
-_MEANWHILE = {"shared": "requests wait for it, for --recovery-timeout-s at most"}
+_MEANWHILE = "requests wait for it, for --recovery-timeout-s at most"
 _STATUS_TIMEOUT_S = 0.5
 _INFERENCE_RANK_EXIT_S = 10.0
 """Beyond --drain-timeout-s, for an inference rank to end its processes."""
@@ -158,12 +158,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
             ChildSpec(
                 name=name,
                 argv=cache_rank_argv(run_dir=run_dir.path, config=config),
-                env=cache_rank_env(
-                    os.environ,
-                    device=settings.cache_device,
-                    inference_device=device,
-                    is_shared=settings.rank_settings.exchange.is_shared,
-                ),
+                env=cache_rank_env(os.environ, device=settings.cache_device),
                 log_path=run_dir.path / log,
                 stop_signal=signal.SIGINT,  # at once: SGLang ended before
             )
@@ -172,7 +167,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
     return LaunchPlan(
         cache_rank=cache_ranks[0] if cache_ranks else None,
         standby=cache_ranks[1] if len(cache_ranks) > 1 else None,
-        meanwhile=_MEANWHILE.get(settings.transport, "requests get 503, the server stays up"),
+        meanwhile=_MEANWHILE,
         sglang=ChildSpec(
             name="SGLang",
             argv=sglang_argv(
@@ -316,8 +311,7 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
     run_cache_rank(
         run_dir=run_dir.path,
         model_dir=resolve_model(settings.model, logger.info),
-        # Where nobody says that the inference rank has a GPU, it is where the cache rank is.
-        settings=resolve_transport(pair, settings.device_or(device)).rank_settings,
+        settings=pair.rank_settings,
         max_rows=settings.max_running_requests,
         device=device,
         drain_timeout_s=settings.drain_timeout_s + _INFERENCE_RANK_EXIT_S,

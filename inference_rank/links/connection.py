@@ -357,9 +357,6 @@ class SharedConnection:
         if self.lost_reason is None:
             self._flags.raise_to(self._at.ABORTED, self.step)
 
-    def update_byte_counters(self) -> None:
-        """Nothing is sent: both ranks read and write the same memory."""
-
     def confirm(self, step: int) -> None:
         """Note that the results of `step`, which the engine has finished, were taken."""
         self.confirmed = max(self.confirmed, step)

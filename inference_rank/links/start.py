@@ -37,8 +37,6 @@ from .connection import SharedConnection, limit_s
 from .shared import SharedLink
 from .signals import HostSignals, StreamSignals
 
-_GENERATION_BITS = 40
-
 
 @dataclass(slots=True)
 class SharedRuntime:
@@ -58,12 +56,12 @@ class SharedRuntime:
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
-    num_flushes: int = 0
     penalties: PenaltyLog = field(default_factory=PenaltyLog)
     passes: PassLog = field(init=False)
     recovery: Recovery = field(init=False)
     measurement: None = None
     """A selection is timed in the process that makes it."""
+    _flushed: int = 0
 
     def follow(self, link: SharedLink, backend: InProcessBackend) -> None:
         """Follow the passes of `backend`, so that lost ones can be done again."""
@@ -80,8 +78,11 @@ class SharedRuntime:
 
     def generation(self, row: int) -> int:
         """Identity of the present tenant of `row`; SGLang's own counter restarts at a flush."""
-        count = int(self.req_to_token_pool.req_generation[row])
-        return (self.num_flushes << _GENERATION_BITS) | count
+        return self._flushed + int(self.req_to_token_pool.req_generation[row])
+
+    def before_flush(self) -> None:
+        """Go on above all counts that SGLang is about to reset."""
+        self._flushed += int(self.req_to_token_pool.req_generation.max())
 
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
@@ -118,7 +119,7 @@ class SharedRuntime:
                 "lost_reason": lost or "",
                 "state": "no cache rank" if self.recovery.is_down else self.recovery.state.value,
                 "plan_placement": "a process of its own, in shared memory",
-                "plan_note": "not measured between processes; see exchange_wait_us_total",
+                "plan_note": "not measured in another process; see exchange_wait_us_total",
             },
         )
 
@@ -189,7 +190,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         probe=attention_probe(runner, settings, model, home, link),
     )
     runtime.follow(link, backend)
-    runtime_module.set_current_local(runtime)
+    runtime_module.set_current(runtime)
     return backend
 
 

@@ -20,17 +20,21 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
         (f"{_SCHEDULER}.process_input_requests", before_requests, HookType.BEFORE),
         (f"{_SCHEDULER}._add_request_to_queue", around_queue, HookType.AROUND),
         (f"{_SCHEDULER}.process_batch_result", around_results, HookType.AROUND),
+        (
+            "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
+            before_rows_clear,
+            HookType.BEFORE,
+        ),
         (f"{_SCHEDULER}.release_host_resources", say_goodbye, HookType.BEFORE),
         (f"{_SCHEDULER}.pause_generation", after_pause, HookType.AFTER),
         (f"{_SCHEDULER}.continue_generation", after_pause, HookType.AFTER),
         (f"{_BATCH}.cumulate_penalty_output_tokens", around_penalties, HookType.AROUND),
-        ("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear", on_rows_clear, HookType.AFTER),
     ]
 
 
 def before_requests(scheduler: Any, *_: Any, **__: Any) -> None:
     """Run once per turn of the scheduler's loop."""
-    runtime = runtime_module.current_local()
+    runtime = runtime_module.current()
     if runtime is not None:
         runtime.recovery.turn(scheduler)
 
@@ -39,7 +43,7 @@ def around_queue(
     original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Refuse a new request if no cache rank came back for too long."""
-    runtime = runtime_module.current_local()
+    runtime = runtime_module.current()
     if runtime is None or not runtime.recovery.refuses(scheduler, req):
         return original(scheduler, req, *args, **kwargs)
     return None
@@ -47,7 +51,7 @@ def around_queue(
 
 def around_results(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> None:
     """Use the results of a pass, or drop them."""
-    runtime = runtime_module.current_local()
+    runtime = runtime_module.current()
     if runtime is None:
         original(scheduler, batch, result)
     else:
@@ -56,29 +60,29 @@ def around_results(original: Callable[..., Any], scheduler: Any, batch: Any, res
 
 def after_pause(_result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
     """Tell an administrator's pause from ours."""
-    runtime = runtime_module.current_local()
+    runtime = runtime_module.current()
     if runtime is not None:
         runtime.recovery.note_pause(scheduler)
 
 
 def around_penalties(original: Callable[..., None], batch: Any) -> None:
     """Note which tokens penalties are made of."""
-    runtime = runtime_module.current_local()
+    runtime = runtime_module.current()
     if runtime is None:
         original(batch)
     else:
         runtime.penalties.add(original, batch)
 
 
-def on_rows_clear(_result: Any, *_: Any, **__: Any) -> None:
-    """SGLang's row generations restart at zero."""
-    runtime = runtime_module.current_local()
+def before_rows_clear(_pool: Any, *_: Any, **__: Any) -> None:
+    """SGLang's row generations are about to restart at zero."""
+    runtime = runtime_module.current()
     if runtime is not None:
-        runtime.num_flushes += 1
+        runtime.before_flush()
 
 
 def say_goodbye(*_: Any, **__: Any) -> None:
     """End the epoch when the scheduler ends in order: the cache rank need not find out."""
-    runtime = runtime_module.current_local()
+    runtime = runtime_module.current()
     if runtime is not None:
         runtime.client.close()

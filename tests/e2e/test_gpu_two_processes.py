@@ -7,15 +7,11 @@ and how the former runs without a GPU.
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from exactness import flush, run
+from exactness import run
 from rank_servers import Server
 from stock_agreement import (
     COVERING,
@@ -77,55 +73,3 @@ def test_tokens_are_those_of_stock(
     after = server.values()[0]
     sparse_or_exact = ("sparse_rows_total", "exact_rows_total")
     assert sum(after[name] - before[name] for name in sparse_or_exact) > NEW_TOKENS
-
-
-def test_a_killed_cache_rank_is_told_and_comes_back(server: Server, token_ids: list[int]) -> None:
-    flush(server)
-    prompt = token_ids[:300]
-    before = run(server, [prompt], new_tokens=8, at_once=1)[0]["ids"]
-    found = kill(server, token_ids[:400], is_decoding=True)
-    assert set(found["codes"]) == {503}, found
-    assert found["says_why"], found
-    assert found["unready"], found
-    assert run(server, [prompt], new_tokens=8, at_once=1)[0]["ids"] == before
-
-
-def kill(server: Server, prompt: list[int], *, is_decoding: bool) -> dict[str, Any]:
-    """Kill the cache rank under eight requests, of which six can run; wait until it is back."""
-    body = {"sampling_params": {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True}}
-    ends: list[float] = []
-
-    def note(_: Future[Any]) -> None:
-        ends.append(time.monotonic())
-
-    with ThreadPoolExecutor(8) as pool:
-        pending = []
-        for i in range(8):  # unlike first tokens: no radix hits among them
-            own = body | {"input_ids": [100 + i, *prompt]}
-            pending.append(pool.submit(server.post, "/generate", own))
-            pending[-1].add_done_callback(note)
-        steps = server.values()[0]["decode_steps_total"]
-        if is_decoding:
-            while server.values()[0]["decode_steps_total"] < steps + 10:
-                time.sleep(0.05)
-        else:
-            time.sleep(3.0)
-        os.kill(server.cache_rank_pid(), signal.SIGKILL)
-        start = time.monotonic()
-        unready = False
-        while time.monotonic() < start + 180.0:
-            code, _ = server.get("/tandemkv/ready")
-            if code == 200 and unready:
-                break
-            unready |= code == 503
-            time.sleep(0.05)
-        back_s = time.monotonic() - start
-        answers = [p.result() for p in pending]
-    return {
-        "codes": [code for code, _ in answers],
-        "says_why": all("cache rank" in str(text) for _, text in answers),
-        "example": str(answers[0][1])[:300],
-        "seconds_to_last_error": max(ends) - start,
-        "unready": unready,
-        "seconds_to_ready_again": back_s,
-    }
