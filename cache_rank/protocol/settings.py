@@ -128,8 +128,8 @@ class SelectionSettings(Strict):
         default=None,
         ge=0,
         le=1 << 20,
-        description="So do all requests of a step that has no more tokens than this in all; default "
-        "none, with serve as many as take no longer.",
+        description="So do all requests of a step that has no more tokens than this in all; "
+        "default none, with serve as many as take no longer.",
     )
     pooling: Literal["softmax_mean", "max_logit", "mean_logit"] = Field(
         default="softmax_mean", description="How the query heads of a group are pooled."
