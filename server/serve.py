@@ -299,7 +299,8 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
     run_cache_rank(
         run_dir=run_dir.path,
         model_dir=resolve_model(settings.model, logger.info),
-        settings=resolve_transport(pair, device).rank_settings,
+        # Where nobody says that the inference rank has a GPU, it is where the cache rank is.
+        settings=resolve_transport(pair, settings.device_or(device)).rank_settings,
         max_rows=settings.max_running_requests,
         device=device,
         drain_timeout_s=settings.drain_timeout_s + _INFERENCE_RANK_EXIT_S,

@@ -132,6 +132,13 @@ class Link(Protocol):
         Returns flags that the caller has to wait for instead, or None.
         """
 
+    def resident_positions(self, layer: int) -> torch.Tensor | None:
+        """Return the position in each resident slot, ``[rows, H, R]`` int32, -1 where empty.
+
+        None for a layer that nothing is selected for: its first tokens are resident. For probes,
+        between `await_set` and `attended`.
+        """
+
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
         """Note that `layer` has stored its token and attended with ``query [B, Hq, D]``."""
 

@@ -226,6 +226,11 @@ class SharedConnection:
         """What the engine remembers of each row, held here too: it outlives the engine."""
         return self._theirs
 
+    @property
+    def epoch_bytes(self) -> int:
+        """Bytes of mapped memory that belong to the epoch, the engine's books included."""
+        return self._ours.nbytes + self._theirs.nbytes
+
     def prepare(self, *, variant: int, num_cold: int, size: int) -> None:
         """Let the engine make ready for decode steps of `size` requests, or prompts if 0.
 

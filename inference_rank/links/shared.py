@@ -180,6 +180,11 @@ class SharedLink:
             self._signals.await_ready(layer)
         return None
 
+    def resident_positions(self, layer: int) -> torch.Tensor | None:
+        """See `Link.resident_positions`: the engine's books are mapped here, too."""
+        book = self.program.book_of(layer)
+        return None if book is None else self._connection.books["resident_positions"][book]
+
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
         """See `Link.attended`."""
         if self._is_open and self.program.hands_over_later(self._kind, layer):

@@ -20,12 +20,14 @@ from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.in_process.backend import InProcessBackend
 from tandemkv.inference_rank.in_process.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.in_process.start import (
+    attention_probe,
     dense_steps,
     full_backend,
     local_model_spec,
     make_home,
     refresh_for,
 )
+from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.refresh import RefreshSchedule
 
 from .connection import OpenedEpoch, SharedConnection, limit_s
@@ -44,6 +46,8 @@ class SharedRuntime:
     client: SharedConnection
     counters: Counters
     resident_bytes: int
+    mapped_bytes: int
+    occupancy: Occupancy
     req_to_token_pool: Any
     middle_chunk_row: int | None = None
     rows_on_host: list[int] | None = None
@@ -71,6 +75,8 @@ class SharedRuntime:
         values |= {
             "cache_rank_up": float(lost is None),
             "resident_bytes": float(self.resident_bytes),
+            "mapped_bytes": float(self.mapped_bytes + self.client.epoch_bytes),
+            **self.occupancy.values(),
             "resident_slots": float(selection.num_resident),
             "ring_slots": float(selection.num_recent_tokens),
             "plan_refresh_steps": float(selection.refresh_steps),
@@ -131,6 +137,8 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         client=connection,
         counters=counters,
         resident_bytes=home.nbytes,
+        mapped_bytes=pool.mapped.nbytes,
+        occupancy=Occupancy(runner),
         req_to_token_pool=runner.req_to_token_pool,
         refresh=refresh_for(runner, connection.program, settings.selection),
     )
@@ -161,6 +169,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         dense=dense_steps(selection),
         num_resident=selection.num_resident,
         runtime=runtime,
+        probe=attention_probe(runner, settings, model, home, link),
     )
 
 

@@ -20,7 +20,7 @@ from .servers import MeasurementError, RunningServer
 
 _CACHED_SHARE = 0.9
 """Of a turn before, at least; less than all, because whole pages are cached."""
-_ROW_KINDS = ("sparse", "dense", "exact", "slow")
+_ROW_KINDS = ("sparse", "dense", "exact")
 
 
 def measure(
@@ -79,12 +79,10 @@ def _per_step(counters: Mapping[str, float]) -> dict[str, Any]:
     """Return the fields of `TaskResult` that counters give."""
     context = counters.get("inference.context_tokens_total", 0.0)
     kinds = {k: counters.get(f"inference.{k}_rows_total", 0.0) for k in _ROW_KINDS}
-    # A slow row is counted as sparse and as exact.
-    rows = kinds["sparse"] + kinds["dense"] + kinds["exact"] - kinds["slow"]
+    rows = kinds["sparse"] + kinds["dense"] + kinds["exact"]  # a slow row is sparse
     share = None
     if context:
         share = counters["inference.attended_tokens_total"] / context
-        share += kinds["slow"] / rows * (1 - share)
     return {
         "attended_share": share,
         "fetched_rows_per_step": counters["cache.fetched_rows_total"] / rows if rows else None,
