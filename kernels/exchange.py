@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying of token rows from the pools straight into the resident set.
-
-Gather and scatter in one, for both ranks on one GPU: no pack is written.
-"""
+"""Copying of token rows from the pools straight into the resident set."""
 
 from dataclasses import dataclass
 
@@ -51,7 +48,6 @@ def exchange_rows(
     rows: torch.Tensor,
     *,
     page_size: int = 1,
-    pos_res: torch.Tensor | None = None,
     weights: SampleWeights | None = None,
     flag: torch.Tensor | None = None,
     num_done: torch.Tensor | None = None,
@@ -76,9 +72,6 @@ def exchange_rows(
         rows of requests that fetch nothing and are not active in `weights`.
     page_size : int
         Tokens per page, ``>= 1``. With 1, `slots` holds the slot of each position.
-    pos_res : torch.Tensor, optional
-        ``[num_rows, num_kv_heads, num_slots]``, int32. Written: the position that each
-        slot holds.
     weights : SampleWeights, optional
         Copied too, bit by bit, also where nothing is fetched.
     flag : torch.Tensor, optional
@@ -106,8 +99,6 @@ def exchange_rows(
     dims.check("k_res", k_res, res, (k_pool.dtype,))
     dims.check("v_res", v_res, res, (v_pool.dtype,))
     dims.check("rows", rows, "num_reqs", INTS)
-    if pos_res is not None:
-        dims.check("pos_res", pos_res, "num_rows num_kv_heads num_slots", INT32)
     if weights is not None:
         weights.check(dims)
     if (flag is None) != (num_done is None):
@@ -117,7 +108,7 @@ def exchange_rows(
             dims.check(name, word, "one", INT32)
             if len(word) != 1:
                 fail(f"{name}.shape", tuple(word.shape), "(1,)")
-    options = {"pos_res": pos_res, "weights": weights, "flag": flag, "num_done": num_done}
+    options = {"weights": weights, "flag": flag, "num_done": num_done}
     run = resolve("exchange", "exchange_rows", k_pool.device)
     sets = k_res, v_res, rows
     run(k_pool, v_pool, slots, fetch_pos, fetch_slot, *sets, page_size=page_size, **options)

@@ -36,7 +36,6 @@ __all__ = [
     "check_num_samples",
     "load_sample_moves",
     "load_sample_slots",
-    "newest_sample",
     "sample_offsets",
 ]
 
@@ -53,20 +52,6 @@ def check_num_samples(num_samples: int) -> None:
     """
     if num_samples % 2 or not 2 <= num_samples <= MOST_SAMPLES:
         fail("num_samples", num_samples, f"even, 2 to {MOST_SAMPLES}")
-
-
-def newest_sample(num_candidates: int, num_samples: int) -> int:
-    """Return which sample the newest candidate, ``num_candidates - 1``, is; -1 if none."""
-    offset, stride = num_candidates - 1, 1
-    while num_samples * stride * 2 < num_candidates:
-        stride *= 2
-    if offset >= num_samples and offset % (2 * stride):
-        return -1
-    while offset >= num_samples:
-        while num_samples * stride > offset:
-            stride //= 2
-        offset -= (num_samples - 1) * stride
-    return offset
 
 
 def load_sample_slots(
