@@ -11,7 +11,7 @@ from tandemkv.cache_rank.mirror import ResidentMirror
 from tandemkv.cache_rank.protocol.local import LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.kernels.exchange import exchange_rows
-from tandemkv.kernels.placing import place
+from tandemkv.kernels.to_device import to_device
 
 from .policy_calls import PolicyCalls
 
@@ -82,7 +82,7 @@ class Seeder:
         calls.observe_prompt(prompt)
         if book is not None:
             self._mirror.seed(book, row, chosen)
-        rows = place([row], slots.device)  # the host goes on with the layer's other kernels
+        rows = to_device([row], slots.device)  # the host goes on with the layer's other kernels
         if self._pools.log_weight is not None:  # samples count once something is selected
             self._pools.log_weight[layer, row] = float("-inf")
         self._copy(layer, rows, slots[None], chosen[None])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tandemkv.cache_rank.protocol.local import Allocate
-from tandemkv.kernels.placing import place
+from tandemkv.kernels.to_device import to_device
 
 
 class RowVersions:
@@ -48,9 +48,9 @@ class RowVersions:
         if not rows:
             return
         device = self.stamps.device
-        side, index = step % 2, place(rows, device)
+        side, index = step % 2, to_device(rows, device)
         self.stamps[side, index] = 0  # half a copy is none
         for name, book in self._books.items():
             self._copies[name][side][:, index] = book[:, index]
         stamps = [x for generation in generations for x in (epoch, generation, step)]
-        self.stamps[side, index] = place(stamps, device).view(-1, 3)
+        self.stamps[side, index] = to_device(stamps, device).view(-1, 3)
