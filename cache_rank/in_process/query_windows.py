@@ -10,8 +10,8 @@ import torch
 from tandemkv.cache_rank.policies.base import Policy, PolicyError
 from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.kernels.placing import place
 from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, push_and_predict
+from tandemkv.kernels.to_device import to_device
 
 # Larger than any position: such a row's window holds nothing.
 _NEVER = 1 << 62
@@ -96,7 +96,7 @@ class DeviceQueryWindows:
     def begin_prompt(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget whatever `rows` held: their windows begin behind the prompt's `lengths`."""
         device = self._starts.device
-        self._starts[place(rows, device)] = place(lengths, device, self._starts.dtype)
+        self._starts[to_device(rows, device)] = to_device(lengths, device, self._starts.dtype)
 
     def observe_prompt(
         self, layer: int, row: int, queries: torch.Tensor, positions: torch.Tensor
