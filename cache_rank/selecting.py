@@ -186,7 +186,7 @@ class SparseRows:
         """Return bounds of the keys by page, made anew in each step, if the policy reads them."""
         if self._epoch.policy.capabilities.index != "page_bounds":
             return None
-        size = self._epoch.settings.selection.quest_page_tokens
+        size = self._epoch.policy.page_tokens
         return page_bounds(keys, asked.slots, asked.lo, asked.hi, page_tokens=size)
 
     def _nothing(self, shape: tuple[int, int]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.messages import RefreshRule, RowFlag, RowStep, Welcome
+from tandemkv.cache_rank.protocol.messages import RowFlag, RowStep, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import (
@@ -72,7 +72,7 @@ class Runtime:
         welcome = self.client.adopt(connection)
         self._lengths.clear()
         self._dirty.clear()
-        self.refresh = self.schedule_for(RefreshRule(welcome.traits.refresh))
+        self.refresh = self.schedule_for()
         self.packs = PackQueue(
             resident=self.resident,
             exchange=self.settings.exchange,
@@ -89,8 +89,8 @@ class Runtime:
                 "one more; start both ranks with the same settings"
             )
 
-    def schedule_for(self, rule: RefreshRule) -> RefreshSchedule:
-        """Return the schedule that the policy's rule and the settings ask for.
+    def schedule_for(self) -> RefreshSchedule:
+        """Return the schedule that the policy declares.
 
         Raises
         ------
@@ -98,7 +98,7 @@ class Runtime:
             If no token of the vocabulary ends a sentence, or there is no tokenizer.
         """
         known = self.refresh.triggers  # those of an earlier epoch
-        return schedule_for(rule, self.settings.selection, self.load_tokenizer, triggers=known)
+        return schedule_for(self.settings.selection, self.load_tokenizer, triggers=known)
 
     def generation(self, row: int) -> int:
         """Identity of the present occupancy of `row`; SGLang's own counter restarts at a flush."""

@@ -19,6 +19,7 @@ from .command_classes import ReportingGroup, ServeCommand, passed_through
 from .inspect.command import inspect as inspect_command
 from .options import DRAIN_FLAGS, INFERENCE_FLAGS, RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
 from .plan.command import plan
+from .policies_command import policies
 from .quality import command as quality_command
 from .settings import EMBEDDED_MODEL
 from .settings_sources import Sourced, load_settings, to_yaml
@@ -30,6 +31,7 @@ app = typer.Typer(
 
 app.command("inspect")(inspect_command)
 app.command()(plan)
+app.command()(policies)
 app.command()(calibrate)
 app.add_typer(bench_app, name="bench")
 

@@ -17,9 +17,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 from pydantic.fields import FieldInfo
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.token_count import COUNTED
 
-from .settings_sources import Sourced, setting_fields
+from .settings_sources import Sourced, read_assignments, setting_fields
 
 
 class Flag(NamedTuple):
@@ -45,16 +46,10 @@ RANK_FLAGS: tuple[Flag, ...] = (
         "Selection", "selection",
         "policy budget-tokens resident-factor sink-tokens=num_sink_tokens "
         "recent-tokens=num_recent_tokens sample-tokens fetch-cap index-dtype exact-layers "
-        "look-ahead-layers late-layers predictor-dtype "
+        "late-layers predictor-dtype "
         "refresh-every seed-window pooling pool-before pool-after "
         "dense-while-fits dense-tokens dense-batch-tokens "
-        "quest-page-tokens ridge-window ridge-eps "
-        "lfps-rows lfps-decay lfps-sparsity lfps-threshold lfps-bypass "
-        "ridge-sign ridge-normalise ridge-unrotate "
-        "calibration anchors share-layers kascade-fraction "
-        "sfi-max-interval sfi-triggers sfi-window sfi-alpha sfi-norm-exponent sfi-decay "
-        "sfi-decay-power sfi-tail-brake sfi-lambda-clip sfi-nms sfi-nms-radius sfi-cross "
-        "sfi-temperature sync-stride sync-static sync-union",
+        "calibration anchors share-layers",
     ),
     *_flags(
         "Exchange between the ranks", "exchange",
@@ -87,8 +82,21 @@ _SUPERVISION = {"run_dir", "hang_timeout_s", "max_restarts"}
 INFERENCE_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key not in _SUPERVISION)
 
 
+_SET_PARAMETER = "assignments"
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="POLICY.OPTION=VALUE",
+        help="An option of the policy, e.g. sfi.max_interval=8; repeatable. `tandemkv policies` "
+        "lists them.",
+        rich_help_panel="Selection",
+    ),
+]
+
+
 def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add `flags` to a typer command; it gets what was given as the argument ``flags``.
+    """Add `flags` and ``--set`` to a command; it gets what was given as the argument ``flags``.
 
     The command declares ``flags: dict[str, Sourced]``; typer sees one option per flag instead.
     """
@@ -102,13 +110,20 @@ def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callabl
                 value = arguments.pop(name, None)
                 if value is not None:
                     given[flag.key] = Sourced(value, flag.name)
+            for key, sourced in read_assignments(arguments.pop(_SET_PARAMETER) or ()).items():
+                if key in given:
+                    raise SettingsError(
+                        f"{given[key].source} and {sourced.source} set the same; give one of them"
+                    )
+                given[key] = sourced
             function(flags=given, **arguments)
 
         signature = inspect.signature(function, eval_str=True)
         own = [item for item in signature.parameters.values() if item.name != "flags"]
+        hints = {name: _annotation(flag) for name, flag in parameters.items()}
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
-            for name, hint in ((name, _annotation(flag)) for name, flag in parameters.items())
+            for name, hint in (hints | {_SET_PARAMETER: SetOption}).items()
         ]
         keyword = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own]
         visible = [*keyword, *added]

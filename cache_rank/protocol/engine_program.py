@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from .errors import SettingsError
-from .messages import PolicyTraits, RefreshRule, Timing
+from .messages import PolicyTraits, Timing
 from .model_spec import ModelSpec
 from .settings import RankSettings
 from .step_program import OWN_SELECTIONS, StepProgram
@@ -78,7 +78,7 @@ class EngineProgram:
         self.num_layers = model.num_layers
         self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
         self.attends = timing is Timing.SAME_STEP_ATTENTION
-        self.slow_steps = RefreshRule(traits.refresh)
+        self.slow_steps = selection.declared.refresh
         # A policy that attends selects nothing for the inference rank to attend to.
         layers = range(0 if self.attends else model.num_layers)
         self.selecting = [x for x in layers if self._steps.is_selecting_layer(x)]

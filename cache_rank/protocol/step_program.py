@@ -145,9 +145,9 @@ class StepProgram:
     def targets_of(self, layer: int) -> tuple[int, ...]:
         """Layers whose query is predicted from the residual stream at the entry of `layer`.
 
-        Layer 0 serves the first ``look_ahead_layers + 1`` layers; nothing earlier exists.
+        Layer 0 serves the first ``layers_ahead + 1`` layers; nothing earlier exists.
         """
-        ahead = self.settings.selection.look_ahead_layers
+        ahead = self.settings.selection.declared.layers_ahead
         candidates = range(ahead + 1) if layer == 0 else range(layer + ahead, layer + ahead + 1)
         return tuple(
             t

@@ -124,7 +124,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         counters=counters,
         resident_bytes=home.nbytes,
         req_to_token_pool=runner.req_to_token_pool,
-        refresh=refresh_for(runner, connection.program, settings.selection),
+        refresh=refresh_for(runner, settings.selection),
     )
     runtime_module.set_current_local(runtime)
     selection = settings.selection

@@ -30,7 +30,7 @@ from .workload import INDEX_DTYPES, Workload
 _MOST_TOKENS = 1 << 30
 _KEYS = (
     "policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens",
-    "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers", "kascade_fraction",
+    "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers",
 )  # fmt: skip
 NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_SHAPES))
 PLAN_FLAGS = tuple(flag for flag in RANK_FLAGS if flag.key in {f"selection.{key}" for key in _KEYS})
@@ -145,4 +145,7 @@ def _command(model: str, placement: Placement, load: Workload, flags: dict[str, 
     words += ["--cache-tokens", str(load.total_tokens)]
     for value, name in (flags[flag.key] for flag in PLAN_FLAGS if flag.key in flags):
         words += [name] if isinstance(value, bool) else [name, str(value)]
+    for value, source in flags.values():
+        if source.startswith("--set "):
+            words += ["--set", f"{source.removeprefix('--set ')}={value}"]
     return shlex.join(words)

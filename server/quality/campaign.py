@@ -17,13 +17,15 @@ from typing import Any
 
 import msgspec
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.server.devices import resolve_device
+from tandemkv.server.policy_options import split_option
 from tandemkv.server.preflight import resolve_dtype, resolve_model
 from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import Sourced, load_settings, require_known
+from tandemkv.server.settings_sources import Sourced, load_settings, read_assignments
 
 from .configurations import Configuration, parse_budgets, plan
 from .corpus import Corpus, built_in_corpus, read_corpus
@@ -110,8 +112,8 @@ class Campaign:
 
     def settings_of(self, configuration: Configuration) -> ServeSettings:
         """Return the whole tree for one server."""
-        selection = self.base.selection.model_validate(
-            {**self.base.selection.model_dump(), **configuration.selection}
+        selection = resolve_selection(
+            self.base.selection.model_dump(exclude={"options"}) | configuration.selection
         )
         return self.base.model_copy(update={"selection": selection})
 
@@ -164,6 +166,11 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
         # What serve would fill in is often longer than the prompts: dense against dense.
         flags[_DENSE_TOKENS] = Sourced(0, "tandemkv quality")
         draft = load_settings(flags, {}, request.config)
+    if draft.selection.options:
+        raise SettingsError(
+            f"--config {request.config}: tandemkv quality measures several policies, and an option "
+            "of one follows its name: --policies look_ahead+distance=2"
+        )
     budgets = parse_budgets(request.budgets, request.context_tokens)
     configurations = plan(
         request.policies,
@@ -172,7 +179,9 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
         device=device,
         # In one process the cache rank is where the model is.
         cache_device=device if draft.rank_settings.exchange.is_in_process else draft.cache_device,
-        base=draft.selection.model_dump(exclude_defaults=True, exclude={"policy"}),
+        base=draft.selection.model_dump(
+            exclude_defaults=True, exclude={"policy", "declared", "options"}
+        ),
         with_dense=request.with_dense,
     )
     if not configurations:
@@ -273,8 +282,13 @@ def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[s
             raise SettingsError(f"--set {text}: KEY=VALUE is required, e.g. selection.fetch_cap=64")
         if key in (*flags, "port", "host", "run_dir", "selection.policy"):
             raise SettingsError(f"--set {text}: tandemkv quality sets {key} itself")
-        require_known(key, f"--set {text}")
-        flags[key] = Sourced(value, f"--set {key}")
+        option = split_option(key)
+        if option is not None:
+            raise SettingsError(
+                f"--set {text}: an option of a policy follows its name: --policies "
+                f"{option.policy}+{option.option}={value}"
+            )
+        flags |= read_assignments([text])
     return flags
 
 

@@ -37,7 +37,7 @@ def quality(
         typer.Option(
             "--policies",
             help="Policies, separated by commas; dense is added. Settings of one alone follow it: "
-            "look_ahead+fetch_cap=64+resident_factor=1.",
+            "look_ahead+fetch_cap=64+distance=2.",
         ),
     ] = _DEFAULT_POLICIES,
     budgets: Annotated[

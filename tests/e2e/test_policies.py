@@ -15,7 +15,7 @@ from tandemkv.cache_rank.policies.registry import POLICIES
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 _SMALL = {"budget_tokens": 96, "resident_factor": 1.0, "num_recent_tokens": 16}
 _MORE: dict[str, dict[str, Any]] = {
-    "kascade": {"anchors": [0, 10, 20], "kascade_fraction": 0.1},
+    "kascade": {"anchors": [0, 10, 20], "options": {"fraction": 0.1}},
     "streaming": {"sample_tokens": 0},
 }
 _NUM_NEW = 24
@@ -59,7 +59,7 @@ def test_a_policy_outside_of_the_package(
 
 def test_slow_steps_attend_to_everything(token_ids: list[int]) -> None:
     """Of a period of four: every fourth step, and the first."""
-    selection = {"policy": "sync_kv", "sync_stride": 4, **_SMALL}
+    selection = {"policy": "sync_kv", "options": {"stride": 4}, **_SMALL}
     with ours({"cache_ranks": 0, "selection": selection}) as server:
         generate(server, token_ids)
         values, _ = server.values()

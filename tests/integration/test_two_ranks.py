@@ -89,7 +89,7 @@ def test_remapped_row_and_reused_slots() -> None:
     "selection",
     [
         {"policy": "look_ahead", "index_dtype": "int8"},
-        {"policy": "look_ahead", "look_ahead_layers": 2, "exact_layers": ()},
+        {"policy": "look_ahead", "options": {"distance": 2}, "exact_layers": ()},
         {"policy": "look_ahead", "refresh_every": 3},
         {"policy": "async_spade"},
         {"policy": "last_query", "refresh_every": 2, "exact_layers": (0, 2)},

@@ -18,12 +18,12 @@ from tandemkv.cache_rank.protocol.messages import RowFlag
 
 SHARING = [
     {"policy": "kascade", "anchors": (0, 2), "exact_layers": (0,)},
-    {"policy": "kascade", "anchors": (0, 1, 3), "exact_layers": (1,), "kascade_fraction": 0.1},
+    {"policy": "kascade", "anchors": (0, 1, 3), "exact_layers": (1,), "options": {"fraction": 0.1}},
     {"policy": "kascade", "anchors": (0,), "exact_layers": (), "refresh_every": 1},
     {"policy": "sfi"},
     {"policy": "sfi", "exact_layers": ()},
     {"policy": "sync_kv"},
-    {"policy": "sync_kv", "exact_layers": (), "sync_union": True},
+    {"policy": "sync_kv", "exact_layers": (), "options": {"union": True}},
     {"policy": "look_ahead", "share_layers": True, "anchors": (0, 2), "exact_layers": (0, 1)},
     {"policy": "async_spade", "share_layers": True, "anchors": (0, 2), "exact_layers": ()},
     {"policy": "sfi", "share_layers": True, "anchors": (2,), "exact_layers": (0, 1)},

@@ -28,7 +28,7 @@ from tandemkv.cache_rank.policies.registry import find_policy, make_policy, reso
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
 from tandemkv.cache_rank.protocol.fake_transport import fake_pair
 from tandemkv.cache_rank.protocol.host_staged import HostStagedTransport
-from tandemkv.cache_rank.protocol.messages import FreeSlots, RefreshRule, StepBegin
+from tandemkv.cache_rank.protocol.messages import FreeSlots, StepBegin
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
@@ -205,7 +205,7 @@ class World:
             counters=counters,
             req_to_token_pool=pool,
             refresh=RefreshSchedule(
-                RefreshRule(policy.traits.refresh), PERIOD, frozenset((TRIGGER,))
+                self.settings.selection.declared.refresh, PERIOD, frozenset((TRIGGER,))
             ),
         )
         self.runtime.packs = PackQueue(

@@ -124,7 +124,7 @@ def test_options(serve, settings_of, policy, changes):
 def test_look_ahead_fetches_the_best_by_the_predicted_query(
     serve, settings_of, tiny_model_dir, look_ahead_layers
 ):
-    settings = settings_of(fetch_cap=32, exact_layers=(), look_ahead_layers=look_ahead_layers)
+    settings = settings_of(fetch_cap=32, exact_layers=(), options={"distance": look_ahead_layers})
     served = serve(settings)
     rank = served.connect()
     request = rank.new_request(1, 100)

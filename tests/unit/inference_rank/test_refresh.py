@@ -3,9 +3,10 @@
 
 import pytest
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import RefreshRule
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.refresh import RefreshSchedule, trigger_token_ids
 from tandemkv.inference_rank.runtime import Runtime
@@ -24,7 +25,7 @@ class Words:
 
 
 def texts(endings):
-    return [WORDS[number] for number in sorted(trigger_token_ids(Words(), endings))]
+    return [WORDS[number] for number in sorted(trigger_token_ids(Words(), endings, "sfi"))]
 
 
 def test_triggers_are_found_by_the_end_of_their_text():
@@ -33,8 +34,8 @@ def test_triggers_are_found_by_the_end_of_their_text():
 
 
 def test_triggers_that_cannot_fire_are_refused():
-    with pytest.raises(SettingsError, match="--sfi-triggers"):
-        trigger_token_ids(Words(), "%")
+    with pytest.raises(SettingsError, match=r"policy=sfi: no token.*tandemkv policies sfi"):
+        trigger_token_ids(Words(), "%", "sfi")
 
 
 def slow_steps(schedule, tokens, *, row=1, generation=1):
@@ -70,7 +71,7 @@ def test_never_and_padding():
 
 def runtime_of(load_tokenizer=Words, **selection):
     return Runtime(
-        settings=RankSettings(selection=SelectionSettings(**selection)),
+        settings=RankSettings(selection=resolve_selection(selection)),
         model=None,
         client=None,
         resident=None,
@@ -80,21 +81,21 @@ def runtime_of(load_tokenizer=Words, **selection):
     )
 
 
-def test_the_handshake_decides_which_schedule_there_is():
-    sfi = runtime_of(policy="sfi", sfi_triggers="?", sfi_max_interval=9)
-    schedule = sfi.schedule_for(RefreshRule.BOUNDARY)
+def test_the_policy_declares_which_schedule_there_is():
+    sfi = runtime_of(policy="sfi", options={"triggers": "?", "max_interval": 9})
+    schedule = sfi.schedule_for()
     assert (schedule.period, schedule.triggers) == (9, {WORDS.index("?")})
-    sync = runtime_of(policy="sync_kv", sync_stride=3).schedule_for(RefreshRule.PERIOD)
+    sync = runtime_of(policy="sync_kv", options={"stride": 3}).schedule_for()
     assert (sync.rule, sync.period, sync.triggers) == (RefreshRule.PERIOD, 3, frozenset())
-    assert runtime_of().schedule_for(RefreshRule.NEVER).rule is RefreshRule.NEVER
+    assert runtime_of().schedule_for().rule is RefreshRule.NEVER
 
 
 def test_the_vocabulary_is_read_once():
     reads = []
     runtime = runtime_of(lambda: reads.append(1) or Words(), policy="sfi")
-    runtime.refresh = runtime.schedule_for(RefreshRule.BOUNDARY)
-    again = runtime.schedule_for(RefreshRule.BOUNDARY)
+    runtime.refresh = runtime.schedule_for()
+    again = runtime.schedule_for()
     assert again.triggers == runtime.refresh.triggers
     assert reads == [1]
     with pytest.raises(SettingsError, match="tokenizer"):
-        runtime_of(None, policy="sfi").schedule_for(RefreshRule.BOUNDARY)
+        runtime_of(None, policy="sfi").schedule_for()

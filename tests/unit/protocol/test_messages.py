@@ -62,7 +62,7 @@ MESSAGES: list[Message] = [
         timing=1,
         all_exact=False,
         store_name="store-9",
-        traits=PolicyTraits(layer_sources=(0, 0, 2), slow_heads=((0,), (0, 1), (1,)), refresh=2),
+        traits=PolicyTraits(layer_sources=(0, 0, 2), slow_heads=((0,), (0, 1), (1,))),
     ),
     Refused(field="dtype", message="differs"),
     StepBegin(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.messages import (
@@ -65,7 +66,7 @@ def _program(
         selection=SelectionSettings(
             budget_tokens=128,
             exact_layers=exact_layers,
-            look_ahead_layers=look_ahead,
+            declared=DeclaredPolicy(layers_ahead=look_ahead),
             refresh_every=refresh_every,
         ),
         exchange=ExchangeSettings(layers_per_pack=layers_per_pack),
@@ -333,7 +334,7 @@ def test_anchors_can_be_predicted_ahead() -> None:
 
 def test_slow_rows_are_exact_in_their_slow_heads_and_get_a_delta() -> None:
     """Rows: slow, fast, dense. Layer 0 is exact, for all heads; elsewhere head 1 alone is slow."""
-    traits = PolicyTraits(slow_heads=((1,), (1,)), refresh=2)
+    traits = PolicyTraits(slow_heads=((1,), (1,)))
     program = _program(num_layers=2, timing=Timing.EXACT_STEP, traits=traits, layers_per_pack=2)
     rows = [
         _row(1, 500, 499, RowFlag.SPARSE | RowFlag.SLOW),

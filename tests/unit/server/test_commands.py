@@ -16,7 +16,7 @@ from tandemkv.server.commands import app
 
 RANK_OPTIONS = """
     --policy --budget-tokens --resident-factor --recent-tokens --sink-tokens --fetch-cap
-    --index-dtype --deterministic --no-deterministic --layers-per-pack --look-ahead-layers
+    --index-dtype --deterministic --no-deterministic --layers-per-pack
     --refresh-every --exact-layers --deadline-us --cache-tokens --max-running-requests --config
     --cache-device
 """

@@ -199,7 +199,7 @@ def test_a_policy_that_needs_a_process_gets_one(tmp_path: Path, gpus: Any) -> No
     assert "sync_kv needs one" in said[0]
     for policy in ("quest", "own_policy:NewestFirst"):  # has a method of its own in decode steps
         assert resolve(tmp_path, selection={"policy": policy})[0].cache_ranks == 1
-    fraction = {"policy": "kascade", "kascade_fraction": 0.1}
+    fraction = {"policy": "kascade", "options": {"fraction": 0.1}}
     assert resolve(tmp_path, selection=fraction)[0].cache_ranks == 0
     sparse = {"policy": "look_ahead", "share_layers": True, "exact_layers": ()}
     for shared in ({"policy": "kascade"}, sparse):
@@ -332,11 +332,13 @@ def test_a_model_of_few_layers_has_no_late_ones(
     gpus(2)
     spec = msgspec.structs.replace(SPEC, num_layers=4)
     monkeypatch.setattr(sys.modules[__name__], "SPEC", spec)
-    selection = {"budget_tokens": 2048, "look_ahead_layers": 3}
+    selection = {"budget_tokens": 2048, "options": {"distance": 3}}
     peer: dict[str, Any] = {"cache_ranks": 1, "exchange": {"transport": "peer"}}
     settings, _ = resolve(tmp_path, "cuda", selection=selection, **peer)
     assert settings.selection.late_layers is None
     with pytest.raises(SettingsError, match=r"too many for 4 layers.*use --late-layers 0"):
         resolve(tmp_path, "cuda", selection={**selection, "late_layers": 1}, **peer)
-    enough, _ = resolve(tmp_path, "cuda", selection={**selection, "look_ahead_layers": 2}, **peer)
+    enough, _ = resolve(
+        tmp_path, "cuda", selection={**selection, "options": {"distance": 2}}, **peer
+    )
     assert enough.selection.late_layers == 1
