@@ -74,7 +74,10 @@ class CacheSettings(Strict):
     """The store on the cache rank."""
 
     capacity_tokens: TokenCount = Field(
-        default=65536, ge=256, le=1 << 30, description="Tokens that the cache rank holds in all."
+        default=65536,
+        ge=256,
+        le=1 << 30,
+        description="Tokens whose K/V are held, over all requests.",
     )
     poison_freed_slots: bool = Field(
         default=False, description="Fill freed slots with NaN, so that a stale read shows at once."

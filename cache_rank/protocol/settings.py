@@ -52,7 +52,8 @@ class SelectionSettings(Strict):
     """What is attended to, and who decides it. Token counts are per KV head."""
 
     policy: str = Field(
-        default=DEFAULT_POLICY, description="Policy name, or module:Class of your own."
+        default=DEFAULT_POLICY,
+        description="Who selects: a name from `tandemkv policies`, or module:Class of your own.",
     )
     declared: DeclaredPolicy = Field(
         default_factory=DeclaredPolicy, description="What the policy's class declares."
@@ -62,10 +63,13 @@ class SelectionSettings(Strict):
         description="The policy's own options, those that differ from their defaults.",
     )
     budget_tokens: int = Field(
-        default=1024, ge=0, le=65536, description="K, tokens selected per KV head in one selection."
+        default=1024, ge=0, le=65536, description="K: tokens selected per KV head."
     )
     resident_factor: float = Field(
-        default=2.0, ge=1.0, le=16.0, description="c: the resident set holds num_sink + c*K tokens."
+        default=2.0,
+        ge=1.0,
+        le=16.0,
+        description="c: the resident set holds sink + c*K tokens, and all of them are attended to.",
     )
     num_sink_tokens: int = Field(
         default=4, ge=0, le=1024, description="First tokens, always resident."
@@ -87,8 +91,8 @@ class SelectionSettings(Strict):
     )
     index_dtype: Literal["native", "int8", "int4"] = Field(
         default="native",
-        description="Precision of the keys that are scanned; attention is never quantised. With "
-        "serve int4 where a GPU is its own cache rank, and 128 recent tokens with it.",
+        description="Precision of the keys that are searched; attention is never quantised. "
+        "`serve` takes int4 on GPUs unless told otherwise.",
     )
     exact_layers: tuple[int, ...] | None = Field(
         default=None,

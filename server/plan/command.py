@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.token_count import read_token_count
-from tandemkv.server.options import RANK_FLAGS, with_flags
+from tandemkv.server.options import OPERATION, RANK_FLAGS, SELECTION, SWITCH, with_flags
 from tandemkv.server.placement_choice import needs_own_process, selection_on_gpu
 from tandemkv.server.preflight import check_policy, resolve_model
 from tandemkv.server.settings import EMBEDDED_MODEL
@@ -53,10 +53,19 @@ def plan(
         str,
         typer.Option("--model", help=f"Model directory, or one of {NAMES}."),
     ],
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="GPUs of one host.")] = 1,
+    gpus: Annotated[
+        int,
+        typer.Option("--gpus", min=1, max=64, metavar="INTEGER", help="GPUs of one host."),
+    ] = 1,
     gpu_memory: Annotated[
         float,
-        typer.Option("--gpu-memory", min=1, max=4096, help="GiB of each GPU, as programs see it."),
+        typer.Option(
+            "--gpu-memory",
+            min=1,
+            max=4096,
+            metavar="GIB",
+            help="Memory of each GPU, as programs see it.",
+        ),
     ] = 139.0,
     context: Annotated[
         int,
@@ -65,7 +74,14 @@ def plan(
         ),
     ] = 65536,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, max=4096, help="Requests that decode together.")
+        int,
+        typer.Option(
+            "--concurrency",
+            min=1,
+            max=4096,
+            metavar="INTEGER",
+            help="Requests that decode together.",
+        ),
     ] = 8,
     cache_tokens: Annotated[
         int | None,
@@ -78,20 +94,36 @@ def plan(
     ] = None,
     chunked_prefill_size: Annotated[
         int,
-        typer.Option("--chunked-prefill-size", min=16, help="Prompt tokens per forward pass."),
+        typer.Option(
+            "--chunked-prefill-size",
+            min=16,
+            metavar="INTEGER",
+            help="Prompt tokens per forward pass.",
+            rich_help_panel=OPERATION,
+            hidden=True,
+        ),
     ] = 8192,
     index_dtype: Annotated[
         str | None,
         typer.Option(
             "--index-dtype",
-            metavar="|".join(INDEX_DTYPES),
-            help="Precision of scans; default what serve takes on GPUs, int4 for most policies.",
+            metavar="CHOICE",
+            rich_help_panel=SELECTION,
+            help="Precision of scans. Default: what serve takes on GPUs, int4 for most policies. "
+            rf"\[{', '.join(INDEX_DTYPES[:-1])} or {INDEX_DTYPES[-1]}]",
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="bfloat16|float16|float32", help="Weights and KV.")
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="CHOICE",
+            help=r"Weights and K/V. \[bfloat16, float16 or float32]",
+        ),
     ] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar=SWITCH, help="Print the plan as JSON.")
+    ] = False,
 ) -> None:
     """Say what fits on which GPUs, the predicted time per token, and what to choose.
 

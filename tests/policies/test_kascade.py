@@ -13,7 +13,7 @@ from tandemkv.cache_rank.policies.kascade import KascadePolicy
 
 
 def make(make_bench, **changes):
-    bench = make_bench("oracle", **changes)
+    bench = make_bench("kascade", anchors=(0, 1), **changes)
     share = share_of((0, 1), ((0, 1),) * 3)
     bench.policy = KascadePolicy(replace(bench.context, share=share))
     return bench

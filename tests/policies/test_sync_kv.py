@@ -25,7 +25,7 @@ NINF = float("-inf")
 @pytest.fixture
 def make(make_bench):
     def make_policy(clusters=CLUSTERS, **changes):
-        context = make_bench("oracle", num_sink_tokens=0, **changes).context
+        context = make_bench("sync_kv", num_sink_tokens=0, **changes).context
         model = msgspec.structs.replace(context.model, num_kv_heads=3, num_layers=1)
         return SyncKVPolicy(replace(context, model=model, clusters=clusters))
 

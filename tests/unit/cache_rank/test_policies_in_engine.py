@@ -85,7 +85,9 @@ def request_of(world: World, layer: int, row: int, hi: int, query: torch.Tensor)
         lo=lo,
         hi=ends,
         stored=StoredKV(keys, world.pools.v[layer], slots),
-        pages=page_bounds(keys, slots, lo, ends, page_tokens=world.rank.policy.page_tokens),
+        pages=page_bounds(
+            keys, slots, lo, ends, page_tokens=int(str(selection.options.get("page_tokens", 16)))
+        ),
     )
 
 
