@@ -13,10 +13,11 @@ from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
-from .bench.command import bench_app
-from .calibrate.command import calibrate
 from .command_classes import ReportingGroup, ServeCommand, passed_through
-from .inspect.command import inspect as inspect_command
+from .evaluation.bench.command import bench_app
+from .evaluation.calibrate.command import calibrate
+from .evaluation.inspect.command import inspect as inspect_command
+from .evaluation.quality import command as quality_command
 from .options import (
     DRAIN_FLAGS,
     INFERENCE_FLAGS,
@@ -28,7 +29,6 @@ from .options import (
 )
 from .plan.command import plan
 from .policies_command import policies
-from .quality import command as quality_command
 from .settings import EMBEDDED_MODEL
 from .settings_sources import Sourced, load_settings, to_yaml
 

@@ -48,7 +48,6 @@ REQUESTS = "For operators: bounds of requests"
 RESIDENT = "For tuning: the resident set and its selection"
 SHARING = "For tuning: layers that share selections"
 LINK = "For tuning: the link between the ranks"
-LATENESS = "For tuning: late replies"
 TESTS = "For developers: evaluation and tests"
 COMMON = (SERVER, PLACEMENT, CAPACITY, SELECTION)
 SWITCH = " "
@@ -81,12 +80,10 @@ RANK_FLAGS: tuple[Flag, ...] = (
     *_flags(SHARING, "selection", "share-layers anchors calibration"),
     *_flags(
         LINK, "exchange",
-        "transport layers-per-pack transfer-timeout-s heartbeat-interval-s heartbeat-misses",
+        "transport transfer-timeout-s heartbeat-interval-s heartbeat-misses",
     ),
-    *_flags(LATENESS, "exchange", "deterministic deadline-us"),
     *_flags(TESTS, "", "evaluation stress-selection"),
     *_flags(TESTS, "selection", "dense-while-fits"),
-    *_flags(TESTS, "cache", "poison-freed-slots"),
 )  # fmt: skip
 DRAIN_FLAGS = _flags(OPERATION, "", "drain-timeout-s")
 EDGE_FLAGS: tuple[Flag, ...] = (

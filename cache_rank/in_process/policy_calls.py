@@ -12,7 +12,7 @@ from tandemkv.cache_rank.policies.attending import AttendingPolicy, AttendInput
 from tandemkv.cache_rank.policies.base import Owner, Policy, SeedInput, StoredKV
 from tandemkv.cache_rank.policies.composition import Composition
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.cache_rank.protocol.local import LocalPools
+from tandemkv.cache_rank.protocol.local import PADDING_ROW, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.seeding import fill_set, make_seed_input
@@ -20,8 +20,6 @@ from tandemkv.cache_rank.seeding import fill_set, make_seed_input
 from .batch import DecodeBatch
 from .key_index import KeyIndex
 from .page_index import PageBoundsIndex
-
-_PADDING_ROW = 0
 
 
 class PolicyCalls:
@@ -41,6 +39,12 @@ class PolicyCalls:
         Keys of the layers that are selected for.
     batch : DecodeBatch
         The requests of a decode step.
+
+    Attributes
+    ----------
+    num_attends, num_attended : int
+        Since the start: how often the policy attended, once for each request and layer, and to how
+        many tokens, over KV heads.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class PolicyCalls:
         self._pools, self._program, self._index, self._batch = pools, program, index, batch
         self._is_eager = pools.k[0].device.type == "cpu"
         self._generations: dict[int, int] = {}
+        self.num_attends = self.num_attended = 0
 
     @property
     def observes(self) -> bool:
@@ -130,7 +135,7 @@ class PolicyCalls:
         rows, positions = batch.rows[:size], batch.positions[:size]
         owners: Sequence[Owner] = ()
         if self._is_eager:
-            places = (rows != _PADDING_ROW).nonzero()[:, 0]
+            places = (rows != PADDING_ROW).nonzero()[:, 0]
             rows, positions, query = rows[places], positions[places], query[places]
             owners = self._owners(rows)
             if not owners:
@@ -187,6 +192,8 @@ class PolicyCalls:
             )
         )
         merged[places] = found.merged
+        self.num_attended += found.num_attended
+        self.num_attends += len(places)
         return merged
 
     def _ask(self, layer: int, query: torch.Tensor, asked: Candidates) -> torch.Tensor:

@@ -32,6 +32,9 @@ SeenFrom = Callable[[torch.device, torch.Tensor], torch.Tensor]
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """``(name, shape, dtype)`` -> zeros on the engine's device, where other processes map them."""
 
+PADDING_ROW = 0
+"""Row of requests that only fill up a captured batch."""
+
 WARM_UP_STEPS = 64
 """Steps before a request leaves dense attention in which its resident set is made ready."""
 
@@ -281,6 +284,12 @@ class LocalCacheRank(Protocol):
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """Take note of a step's query ``[B, Hq, D]`` in `layer`, where nothing is selected."""
 
+    def resident_positions(self, layer: int) -> torch.Tensor | None:
+        """Return the position in each resident slot of `layer`, ``[rows, H, R]`` int32.
+
+        -1 where empty; None for a layer that nothing is selected for.
+        """
+
     def counters(self) -> dict[str, float]:
         """Totals since the start; waits for the device."""
 
@@ -297,7 +306,7 @@ def create_local_cache_rank(
     predict_query: PredictQuery,
     model_dir: Path | None = None,
 ) -> LocalCacheRank:
-    """Build the in-process cache rank.
+    """Build the engine in this process.
 
     `model_dir` tells the rotary embedding of the model, for policies that undo it.
 

@@ -186,10 +186,14 @@ class LocalLink:
         """See `Link.await_set`."""
         return self._side.join_by_flags(layer)
 
+    def resident_positions(self, layer: int) -> torch.Tensor | None:
+        """See `Link.resident_positions`."""
+        return self._engine.resident_positions(layer)
+
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
         """See `Link.attended`."""
         program, side, engine = self.program, self._side, self._engine
-        lane, selecting = engine.lane_of(layer), self._kind is DecodeKind.SELECTING
+        lane, selecting = engine.lane_of(layer), program.selects_later(self._kind)
         # What is selected now is for a later step, which begins when everything beside this one
         # was joined.
         later = program.hands_over_later(self._kind, layer)

@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.token_count import read_token_count
+from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.options import OPERATION, RANK_FLAGS, SELECTION, SWITCH, with_flags
-from tandemkv.server.placement_choice import needs_own_process, selection_on_gpu
-from tandemkv.server.preflight import check_policy, resolve_model
+from tandemkv.server.pages import with_int4_index
+from tandemkv.server.preflight import check_policy, check_runs_on, resolve_model
 from tandemkv.server.settings import EMBEDDED_MODEL
 from tandemkv.server.settings_sources import Sourced, load_settings
 
@@ -46,131 +47,96 @@ def _token_count(text: str | int) -> int:
     return count
 
 
+_TOKENS = {"parser": _token_count, "metavar": "TOKENS"}
+_NUMBER = {"metavar": "INTEGER"}
+
+
 @with_flags(PLAN_FLAGS)
 def plan(
     flags: dict[str, Sourced],
-    model: Annotated[
-        str,
-        typer.Option("--model", help=f"Model directory, or one of {NAMES}."),
-    ],
-    gpus: Annotated[
-        int,
-        typer.Option("--gpus", min=1, max=64, metavar="INTEGER", help="GPUs of one host."),
-    ] = 1,
+    model: Annotated[str, option(f"Model directory, or one of {NAMES}.")],
+    gpus: Annotated[int, option("GPUs of one host.", min=1, max=64, **_NUMBER)] = 1,
     gpu_memory: Annotated[
-        float,
-        typer.Option(
-            "--gpu-memory",
-            min=1,
-            max=4096,
-            metavar="GIB",
-            help="Memory of each GPU, as programs see it.",
-        ),
+        float, option("Memory of each GPU, as programs see it.", min=1, max=4096, metavar="GIB")
     ] = 139.0,
-    context: Annotated[
-        int,
-        typer.Option(
-            "--context", parser=_token_count, metavar="TOKENS", help="Of one request, e.g. 64k."
-        ),
-    ] = 65536,
+    context: Annotated[int, option("Of one request, e.g. 64k.", **_TOKENS)] = 65536,
     concurrency: Annotated[
-        int,
-        typer.Option(
-            "--concurrency",
-            min=1,
-            max=4096,
-            metavar="INTEGER",
-            help="Requests that decode together.",
-        ),
+        int, option("Requests that decode together.", min=1, max=4096, **_NUMBER)
     ] = 8,
     cache_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--cache-tokens",
-            parser=_token_count,
-            metavar="TOKENS",
-            help="KV capacity; default context x concurrency.",
-        ),
+        int | None, option("KV capacity; default context x concurrency.", **_TOKENS)
     ] = None,
     chunked_prefill_size: Annotated[
         int,
-        typer.Option(
-            "--chunked-prefill-size",
+        option(
+            "Prompt tokens per forward pass.",
             min=16,
-            metavar="INTEGER",
-            help="Prompt tokens per forward pass.",
             rich_help_panel=OPERATION,
             hidden=True,
+            **_NUMBER,
         ),
     ] = 8192,
     index_dtype: Annotated[
         str | None,
-        typer.Option(
-            "--index-dtype",
+        option(
+            "Precision of scans. Default: what serve takes on GPUs, int4 for most policies. "
+            rf"\[{', '.join(INDEX_DTYPES[:-1])} or {INDEX_DTYPES[-1]}]",
             metavar="CHOICE",
             rich_help_panel=SELECTION,
-            help="Precision of scans. Default: what serve takes on GPUs, int4 for most policies. "
-            rf"\[{', '.join(INDEX_DTYPES[:-1])} or {INDEX_DTYPES[-1]}]",
         ),
     ] = None,
     dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            metavar="CHOICE",
-            help=r"Weights and K/V. \[bfloat16, float16 or float32]",
-        ),
-    ] = "bfloat16",
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar=SWITCH, help="Print the plan as JSON.")
-    ] = False,
+        str, option(r"Weights and K/V. \[bfloat16, float16 or float32]", metavar="CHOICE")
+    ] = ("bfloat16"),
+    as_json: Annotated[bool, option("Print the plan as JSON.", "--json", metavar=SWITCH)] = False,
 ) -> None:
     """Say what fits on which GPUs, the predicted time per token, and what to choose.
 
     Exit code 1 if no placement of tandemkv fits.
     """
     flags["model"] = Sourced(model, "--model")
-    selection = load_settings(flags, os.environ).selection
-    check_policy(selection.policy)
-    if needs_own_process(selection):
-        raise SettingsError(
-            f"policy={selection.policy} with these settings needs a cache rank in a process of its "
-            "own, whose time per token is not predicted; add --cache-device cpu to "
-            "`tandemkv serve` for one that keeps K/V in host memory"
-        )
-    if index_dtype is not None:
-        selection = selection.model_copy(update={"index_dtype": index_dtype})
     load = Workload.from_selection(
-        selection_on_gpu(selection),
+        _selection(flags, index_dtype),
         context_tokens=context,
         concurrency=concurrency,
         chunk_tokens=chunked_prefill_size,
         capacity_tokens=cache_tokens,
     )
-    if model == EMBEDDED_MODEL:
-        shape = find_shape(str(resolve_model(model, lambda _: None)), dtype=dtype)
-    else:
-        shape = find_shape(model, dtype=dtype)
-    gpu_bytes = int(gpu_memory * GIB)
+    is_embedded = model == EMBEDDED_MODEL
+    source = str(resolve_model(model, lambda _: None)) if is_embedded else model
+    shape, gpu_bytes = find_shape(source, dtype=dtype), int(gpu_memory * GIB)
     choice = choose_placement(shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
     if as_json:
-        typer.echo(
-            json.dumps(plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes), indent=2)
-        )
+        found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
+        typer.echo(json.dumps(found, indent=2))
     else:
         console = Console(highlight=False)
         for part in plan_view(choice, shape, load, gpu_bytes):
             console.print(part)
         if choice.chosen is not None:
-            command = _command(model, choice.chosen.placement, load, flags)
-            if index_dtype is not None:
-                command += f" --index-dtype {index_dtype}"
+            command = _command(model, choice.chosen.placement, load, flags, index_dtype)
             console.print(Text(f"start it with\n  {command}"), soft_wrap=True)
     if choice.chosen is None:
         raise typer.Exit(1)
 
 
-def _command(model: str, placement: Placement, load: Workload, flags: dict[str, Sourced]) -> str:
+def _selection(flags: dict[str, Sourced], index_dtype: str | None) -> SelectionSettings:
+    """Return what would be served on a GPU with `flags`."""
+    selection = load_settings(flags, os.environ).selection
+    check_policy(selection.policy)
+    check_runs_on(selection, "cuda")
+    if index_dtype is not None:
+        selection = selection.model_copy(update={"index_dtype": index_dtype})
+    return with_int4_index(selection)
+
+
+def _command(
+    model: str,
+    placement: Placement,
+    load: Workload,
+    flags: dict[str, Sourced],
+    index_dtype: str | None,
+) -> str:
     """Return the command that serves `load` in `placement`; what was given is given again."""
     words = ["tandemkv", "serve", "/path/to/model" if model.lower() in BUILT_IN_SHAPES else model]
     words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
@@ -180,4 +146,5 @@ def _command(model: str, placement: Placement, load: Workload, flags: dict[str, 
     for value, source in flags.values():
         if source.startswith("--set "):
             words += ["--set", f"{source.removeprefix('--set ')}={value}"]
+    words += [] if index_dtype is None else ["--index-dtype", index_dtype]
     return shlex.join(words)

@@ -6,10 +6,7 @@ import pytest
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import RefreshRule
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.inference_rank.counters import Counters
-from tandemkv.inference_rank.refresh import RefreshSchedule, trigger_token_ids
-from tandemkv.inference_rank.runtime import Runtime
+from tandemkv.inference_rank.refresh import RefreshSchedule, schedule_for, trigger_token_ids
 
 WORDS = ["a", ".", " end.", "e.g", "?", "!\n", ";", "\n\n", "1.5", "..", " ", ".)", "\n  ", ". "]
 
@@ -69,33 +66,28 @@ def test_never_and_padding():
     assert slow_steps(RefreshSchedule(RefreshRule.PERIOD, 1), [None] * 3, row=0) == []
 
 
-def runtime_of(load_tokenizer=Words, **selection):
-    return Runtime(
-        settings=RankSettings(selection=resolve_selection(selection)),
-        model=None,
-        client=None,
-        resident=None,
-        counters=Counters(),
-        req_to_token_pool=None,
-        load_tokenizer=load_tokenizer,
-    )
+def schedule(load_tokenizer=Words, *, triggers=frozenset(), **selection):
+    return schedule_for(resolve_selection(selection), load_tokenizer, triggers=triggers)
 
 
 def test_the_policy_declares_which_schedule_there_is():
-    sfi = runtime_of(policy="sfi", options={"triggers": "?", "max_interval": 9})
-    schedule = sfi.schedule_for()
-    assert (schedule.period, schedule.triggers) == (9, {WORDS.index("?")})
-    sync = runtime_of(policy="sync_kv", options={"stride": 3}).schedule_for()
+    sfi = schedule(policy="sfi", options={"triggers": "?", "max_interval": 9})
+    assert (sfi.period, sfi.triggers) == (9, {WORDS.index("?")})
+    sync = schedule(policy="sync_kv", options={"stride": 3})
     assert (sync.rule, sync.period, sync.triggers) == (RefreshRule.PERIOD, 3, frozenset())
-    assert runtime_of().schedule_for().rule is RefreshRule.NEVER
+    assert schedule().rule is RefreshRule.NEVER
 
 
 def test_the_vocabulary_is_read_once():
     reads = []
-    runtime = runtime_of(lambda: reads.append(1) or Words(), policy="sfi")
-    runtime.refresh = runtime.schedule_for()
-    again = runtime.schedule_for()
-    assert again.triggers == runtime.refresh.triggers
+
+    def load():
+        reads.append(1)
+        return Words()
+
+    first = schedule(load, policy="sfi")
+    again = schedule(load, policy="sfi", triggers=first.triggers)
+    assert again.triggers == first.triggers
     assert reads == [1]
     with pytest.raises(SettingsError, match="tokenizer"):
-        runtime_of(None, policy="sfi").schedule_for()
+        schedule(None, policy="sfi")

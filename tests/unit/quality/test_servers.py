@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from tandemkv.server.child_process import ChildSpec
-from tandemkv.server.quality import runner, servers
-from tandemkv.server.quality.servers import MeasurementError, RunningServer, StoppedError
+from tandemkv.server.evaluation.quality import runner, servers
+from tandemkv.server.evaluation.quality.servers import MeasurementError, RunningServer, StoppedError
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import load_settings
 
