@@ -24,6 +24,7 @@ from .options import (
     RANK_FLAGS,
     ROW_FLAGS,
     SERVE_FLAGS,
+    STANDBY_FLAGS,
     SWITCH,
     with_flags,
 )
@@ -98,7 +99,7 @@ def serve(
 
 
 @app.command("cache-rank")
-@with_flags((*RANK_FLAGS, *ROW_FLAGS, *DRAIN_FLAGS))
+@with_flags((*RANK_FLAGS, *ROW_FLAGS, *DRAIN_FLAGS, *STANDBY_FLAGS))
 def cache_rank(
     flags: dict[str, Sourced],
     run_dir: Annotated[

@@ -80,12 +80,14 @@ RANK_FLAGS: tuple[Flag, ...] = (
     *_flags(SHARING, "selection", "share-layers anchors calibration"),
     *_flags(
         LINK, "exchange",
-        "transport transfer-timeout-s heartbeat-interval-s heartbeat-misses",
+        "transport transfer-timeout-s heartbeat-interval-s heartbeat-misses "
+        "recovery-timeout-s",
     ),
     *_flags(TESTS, "", "evaluation stress-selection"),
     *_flags(TESTS, "selection", "dense-while-fits"),
 )  # fmt: skip
 DRAIN_FLAGS = _flags(OPERATION, "", "drain-timeout-s")
+STANDBY_FLAGS = _flags(OPERATION, "", "standby")
 EDGE_FLAGS: tuple[Flag, ...] = (
     *_flags(SERVER, "edge", "api-key-file"),
     *_flags(
@@ -103,11 +105,11 @@ SERVE_FLAGS: tuple[Flag, ...] = (
     *RANK_FLAGS,
     *_flags(OPERATION, "", "start-timeout-s"),
     *DRAIN_FLAGS,
-    *_flags(OPERATION, "", "hang-timeout-s max-restarts run-dir chunked-prefill-size"),
+    *_flags(OPERATION, "", "hang-timeout-s max-restarts standby run-dir chunked-prefill-size"),
     *(flag for flag in EDGE_FLAGS if not flag.is_common),
 )
 
-_SUPERVISION = {"run_dir", "hang_timeout_s", "max_restarts"}
+_SUPERVISION = {"run_dir", "hang_timeout_s", "max_restarts", "standby"}
 INFERENCE_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key not in _SUPERVISION)
 
 _SET_PARAMETER = "assignments"

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 import torch
 
 from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
@@ -335,6 +336,17 @@ class Policy(ABC):
     def page_tokens(self) -> int:
         """Positions of a page whose bounds are kept (`PolicyCapabilities.index`)."""
         return 16
+
+    def make_rows(self, allocate: Allocate, num_rows: int) -> None:
+        """Make what is remembered of the request in each of `num_rows` rows.
+
+        Called once, before anything else. Tensors of `allocate` outlive the engine's process where
+        that is promised, and are found again under their names by the next one; new ones are zeros.
+        A step may be done twice, so writing must be such that the second time changes nothing. What
+        a policy remembers elsewhere is lost with the process: it goes on as with a request that it
+        sees for the first time.
+        """
+        del allocate, num_rows
 
     def seed_scores(self, request: SeedInput) -> torch.Tensor:
         """Score a prompt's tokens ``[H, width]`` float32 for the first resident set."""
