@@ -21,6 +21,7 @@ import torch
 
 from .counters import Counters
 from .protocol.errors import SettingsError
+from .protocol.fault_points import enable_faults
 from .protocol.run_dir import RunDir
 from .protocol.settings import RankSettings
 from .resources import Resources
@@ -75,6 +76,7 @@ def run_cache_rank(
     """
     _set_threads()
     directory = RunDir.open(run_dir)
+    enable_faults("cache_rank", directory.path)
     counters = Counters()
     place = torch.device("cpu")
     if device == "cuda":

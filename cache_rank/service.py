@@ -25,6 +25,7 @@ from .protocol.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
+from .protocol.fault_points import reach
 from .protocol.handshake import check_hello
 from .protocol.heartbeat import HeartbeatServer
 from .protocol.messages import (
@@ -194,6 +195,7 @@ class CacheRankService:
     def _handle(self, peer: bytes, message: Message) -> None:
         match message:
             case Hello():
+                reach("cache_rank.hello")
                 self._open_epoch(peer, message)
             case StatusRequest():
                 self._control.send(peer, self.status())
@@ -221,6 +223,7 @@ class CacheRankService:
         elif isinstance(message, Goodbye):
             self._end_epoch("goodbye")
         else:
+            reach("cache_rank.step")
             session.handle(message)
 
     def _open_epoch(self, peer: bytes, hello: Hello) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from tandemkv.cache_rank.protocol.fault_points import reach
+
 from . import progress, recovery, single_process_group, teacher_forcing
 from . import runtime as runtime_module
 from .in_process import graph_variants
@@ -297,6 +299,7 @@ def _run_local_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *
 
 def _note_batch(runtime: Any, scheduler: Any, batch: Any) -> None:
     """Remember whose pass comes next, and which prompt does not end in it."""
+    reach("inference_rank.batch")
     runtime.middle_chunk_row = None
     chunked = getattr(batch, "chunked_req", None)
     if chunked is not None and any(chunked is req for req in batch.reqs):

@@ -23,6 +23,7 @@ from typing import Annotated, cast
 import msgspec
 
 from .errors import CacheRankLostError, HandshakeRefusedError, ProtocolError
+from .fault_points import reach
 from .mapped_tensors import DTYPES, HOMES, Home, Homes, MappedTensors, TensorSpec
 
 _MAX_BYTES = 1 << 16
@@ -94,6 +95,7 @@ class DescriptorListener:
                     _close_all(descriptors)
                     connection.close()
                     continue
+                reach("memory.accept")
                 return connection, _attach(message.specs, descriptors, homes)
             except BaseException:
                 connection.close()
@@ -138,6 +140,7 @@ def offer_tensors(
     try:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
+        reach("memory.offer")
         send_tensors(connection, *tensors, token=token, epoch=epoch)
         message, descriptors = _receive(connection, deadline)
         if message.error:

@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from .errors import ProtocolError, SettingsError
+from .fault_points import FAULTS_FILE
 
 TOKEN_BYTES = 32
 MAX_SOCKET_PATH_BYTES = 107
@@ -33,7 +34,7 @@ _LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
 _MADE = (
     *_SOCKET_NAMES,
     *(f"{name}.lock" for name in _SOCKET_NAMES),
-    *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml"),
+    *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml", FAULTS_FILE),
     *("store-" + "[0-9]" * digits for digits in range(1, 10)),
     *(_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm"),
 )

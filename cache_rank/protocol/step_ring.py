@@ -15,6 +15,7 @@ from enum import IntEnum
 import torch
 
 from .errors import CacheRankLostError, ProtocolError
+from .fault_points import reach
 from .step_flags import StepFlags
 
 NUM_ENTRIES = 64
@@ -138,7 +139,8 @@ class StepRing:
             record += (row.row, row.generation, row.length, row.prefix_len, row.window, row.flags)
         self._words[number % NUM_ENTRIES, : len(record)] = record
         self._num = number
-        self._flags.raise_to(self._announced, number)
+        if not reach("ring.write"):
+            self._flags.raise_to(self._announced, number)
 
     def read(self, *, timeout_s: float, is_over: Callable[[], bool]) -> StepEntry | None:
         """Return the next entry, or None if there is none within `timeout_s`.
@@ -161,6 +163,7 @@ class StepRing:
             for i in range(0, len(words), ROW_WORDS)
         )
         self._num = number
+        reach("ring.read")
         self._flags.raise_to(self._consumed, number)
         return StepEntry(
             kind=EntryKind(kind), step=step, variant=variant, num_cold=num_cold, rows=rows

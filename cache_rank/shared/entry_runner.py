@@ -10,6 +10,7 @@ import torch
 from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import CacheRankError
+from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.local import LocalCacheRank
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
@@ -199,6 +200,7 @@ class EntryRunner:
             self._versions.record(rows, generations, epoch=self._epoch, step=self._step + 1)
 
     def _raise(self, flag: int) -> None:
+        reach("cache_rank.layer")
         self._progress += 1
         self._flags.raise_to(self._at.PROGRESS, self._progress)
         self._flags.raise_to(flag, self._step)

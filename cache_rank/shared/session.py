@@ -17,6 +17,7 @@ from tandemkv.cache_rank.model_adapters.registry import find_adapter
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.descriptor_socket import wait_for_hang_up
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.local import LocalCacheRank, PredictQuery
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import Timing
@@ -120,6 +121,7 @@ class SharedSession:
         if entry is None or self._over.is_set():
             return False
         with self._clock.working():
+            reach("cache_rank.step")
             try:
                 self._runner.run(entry)
             except StepAbortedError:
