@@ -201,7 +201,7 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[_Tensors, list
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         return _DECODER.decode(frame), list(descriptors)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         _close_all(descriptors)
         raise ProtocolError(f"malformed list of tensors: {error}") from error
     except BaseException:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Item *edge*: bad requests are refused at once, no request gives a 5xx, no answer is another's.
 
-``TANDEMKV_CANARIES`` is the number of requests with a canary (10000), ``TANDEMKV_CANARIES_S`` the
-longest time for them, ``TANDEMKV_FUZZ_EXAMPLES`` the examples of Schemathesis per route (200),
+``TANDEMKV_FUZZ_EXAMPLES`` the examples of Schemathesis per route (200),
 ``TANDEMKV_FUZZ_S`` its longest time.
 """
 
@@ -10,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,24 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import canaries
 import edge_schema
-import life_cycle
 from rank_servers import Server, ours
 from workbench import SMALL, Bench, Checks
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 AT_ONCE_S = 1.0
-CALLERS = 32
-HANG_UP_SHARE = 0.2
-CANARY_SELECTION = {
-    "policy": "look_ahead",
-    "budget_tokens": 32,
-    "resident_factor": 1.0,
-    "num_recent_tokens": 16,
-    "fetch_cap": 8,
-}
-"""Most prompts are longer than what is resident: answers come from sets that are recycled."""
 ATTACKS: dict[str, tuple[str, dict[str, Any], int]] = {
     "chat with top_logprobs 100000": (
         CHAT,
@@ -57,7 +44,7 @@ ATTACKS: dict[str, tuple[str, dict[str, Any], int]] = {
 def run(bench: Bench) -> dict[str, Any]:
     """Attacks, canaries, Schemathesis: each on a server of its own."""
     found = bench.run(
-        "edge", {"attacks": on_attacks, "canaries": on_canaries, "schemathesis": on_schemathesis}
+        "edge", {"attacks": on_attacks, "canaries": canaries.run, "schemathesis": on_schemathesis}
     )
     checks, attacked, fuzzed = Checks(), found["attacks"], found["schemathesis"]
     for name, row in attacked["attacks"].items():
@@ -67,7 +54,9 @@ def run(bench: Bench) -> dict[str, Any]:
     checks.add("paused by an administrator", pause, "[403, 503, 503, 200]", pause == PAUSED)
     checks.add("readiness while long prompts are tokenised, s", worst, "below 1", worst < 1.0)
     told = found["canaries"]
-    checks.add("requests with a canary", told["sent"], told["asked_for"], is_all_sent(told))
+    checks.add(
+        "requests with a canary", told["sent"], told["asked_for"], canaries.is_all_sent(told)
+    )
     checks.add("answers that hold another's canary", told["foreign"], "0", not told["foreign"])
     checks.add("requests that failed", told["failed"], "0", not told["failed"])
     checks.add("ready at the end", told["ready"], "HTTP 200", told["ready"] == 200)
@@ -87,33 +76,10 @@ def on_attacks() -> dict[str, Any]:
         }
 
 
-def on_canaries() -> dict[str, Any]:
-    """Canaries on a server that recycles slots: it holds some dozens of them at once."""
-    settings = {
-        "selection": CANARY_SELECTION,
-        "exchange": {"transport": "shared"},
-        "cache": {"capacity_tokens": 6144, "poison_freed_slots": True},
-        "max_context": 512,
-        "max_running_requests": CALLERS,
-    }
-    with ours(settings) as server:
-        number = int(os.environ.get("TANDEMKV_CANARIES", "10000"))
-        longest_s = float(os.environ.get("TANDEMKV_CANARIES_S", "86400"))
-        found = canaries(server, number, longest_s)
-        inference, cache = server.values()
-        found |= {"counters": {"inference_rank": inference, "cache_rank": cache}}
-        return found | {"ready": server.get("/tandemkv/ready")[0]}
-
-
 def on_schemathesis() -> dict[str, Any]:
     """Schemathesis, where an answer without max_tokens ends in time on a CPU."""
     with ours({"selection": SMALL, "max_context": 512}) as server:
         return {"first_penalty_s": first_penalty(server), "schemathesis": schemathesis(server)}
-
-
-def is_all_sent(found: dict[str, Any]) -> bool:
-    """Whether the canaries were sent that were asked for."""
-    return bool(found["sent"] == found["asked_for"])
 
 
 PAUSED = [403, 503, 503, 200]
@@ -203,54 +169,3 @@ def schemathesis(server: Server) -> dict[str, Any]:
         "failures": lines[-60:] if done.returncode else [],
         "pass": done.returncode == 0 and server.get("/tandemkv/ready")[0] == 200,
     }
-
-
-def canaries(server: Server, number: int, longest_s: float) -> dict[str, Any]:
-    """Send requests that each hold a word of their own; look for it in every other answer.
-
-    One in five hangs up in mid-stream, so that its rows and slots are another's at once.
-    """
-    end = time.monotonic() + longest_s
-    start = time.monotonic()
-
-    def one(index: int) -> tuple[int, str, str] | None:
-        if time.monotonic() > end:
-            return None
-        rng = random.Random(index)
-        word = canary(index)
-        filler = "The quick brown fox jumps over the lazy dog. " * rng.randrange(5)
-        prompt = f"{filler}Code {word}. Code {word}. Code"
-        body = {"prompt": prompt, "max_tokens": rng.randrange(10, 13), "temperature": 0}
-        if rng.random() < HANG_UP_SHARE:
-            lines = rng.randrange(6)
-            life_cycle.read_some(server, body, lines=lines, path=COMPLETIONS)
-            return index, "hung up", ""
-        code, found = server.post(COMPLETIONS, body, 300.0)
-        return index, str(code), found["choices"][0]["text"] if code == 200 else str(found)[:200]
-
-    with ThreadPoolExecutor(CALLERS) as pool:
-        rows = [row for row in pool.map(one, range(number)) if row is not None]
-    good = [(index, text) for index, outcome, text in rows if outcome == "200"]
-    hung_up = sum(outcome == "hung up" for _, outcome, _ in rows)
-    # What an answer says beside its own word must be nobody's word.
-    words = {canary(index) for index, _, _ in rows}
-    foreign = [
-        index
-        for index, text in good
-        if (set(re.findall(r"[0-9]{9}", text)) - {canary(index)}) & words
-    ]
-    return {
-        "asked_for": number,
-        "sent": len(rows),
-        "at_once": CALLERS,
-        "seconds": round(time.monotonic() - start, 1),
-        "hung_up_in_mid_stream": hung_up,
-        "answers_with_their_own": sum(canary(index) in text for index, text in good),
-        "foreign": len(foreign),
-        "failed": len(rows) - len(good) - hung_up,
-    }
-
-
-def canary(index: int) -> str:
-    """Return the word of one request: digits, which a small model repeats without a mistake."""
-    return f"{random.Random(f'canary-{index}').randrange(10**9):09d}"

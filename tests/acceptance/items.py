@@ -10,6 +10,7 @@ import bad_input
 import dead_cache_rank
 import edge
 import exact
+import frames
 import life
 import mass
 import needle
@@ -29,4 +30,5 @@ ITEMS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "speed": speed.run,
     "outside": outside.run,
     "edge": edge.run,
+    "frames": frames.run,
 }
