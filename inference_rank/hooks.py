@@ -153,9 +153,11 @@ def http_hooks() -> list[Hook]:
     from .edge.hooks import AROUND
     from .http_routes import serve_http
     from .shutdown import around_sigquit, around_sigterm
+    from .start_method import choose_start_method
 
     setup = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
     return [
+        ("sglang.srt.entrypoints.engine._set_envs_and_config", choose_start_method, HookType.AFTER),
         (setup, serve_http, HookType.BEFORE),
         *((target, hook, HookType.AROUND) for target, hook in AROUND.items()),
         (f"{_SIGNALS}.sigterm_handler", around_sigterm, HookType.AROUND),

@@ -49,6 +49,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "token_ids_logprob",
         "return_text_in_logprobs",
     ),
+    "sglang.srt.entrypoints.engine._set_envs_and_config": ("server_args",),
     "sglang.srt.utils.common.support_triton": ("backend",),
     "sglang.srt.utils.auth.decide_request_auth": ("path", "api_key"),
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,6 +111,8 @@ def soak(
         ) as started:
             yield started
 
+    # As Ctrl-C: the server that was started is ended, and its files go.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not _run(target, settings, ready_within, expect_no_loss, out, console):
         raise typer.Exit(1)
 

@@ -41,6 +41,11 @@ class Slope:
     change: float
 
     @property
+    def least_change(self) -> float:
+        """`change` at the lower end of the interval."""
+        return self.change * self.low / self.per_hour if self.per_hour else 0.0
+
+    @property
     def is_within_noise(self) -> bool:
         """Whether the series may well not grow."""
         return self.low <= 0.0

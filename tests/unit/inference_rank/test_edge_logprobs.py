@@ -16,7 +16,8 @@ def state(**lists: list[Any]) -> Any:
     empty: dict[str, list[Any]] = {
         f"{name}{end}": [] for name in names for end in ("", "_val", "_idx")
     }
-    return SimpleNamespace(obj=None, **empty | lists)
+    obj = SimpleNamespace(top_logprobs_num=0, token_ids_logprob=None)
+    return SimpleNamespace(obj=obj, **empty | lists)
 
 
 def convert(recv_obj: Any, found: Any) -> dict[str, Any]:
