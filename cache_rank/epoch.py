@@ -19,7 +19,6 @@ from .protocol.step_program import StepProgram
 from .protocol.tally import DeviceTally
 from .row_table import RowTable
 from .scratch import Scratch
-from .selection_probe import SelectionProbe
 from .store import KVStore
 
 
@@ -54,7 +53,6 @@ class Epoch:
     tally: DeviceTally
     scratch: Scratch | None
     device: torch.device
-    selection_probe: SelectionProbe | None = None
     num_decode_steps: int = field(default=0)
     """Decode steps so far; the time that the mirror's LRU counts in."""
 

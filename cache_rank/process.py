@@ -24,6 +24,7 @@ from .protocol.errors import SettingsError
 from .protocol.fault_points import enable_faults
 from .protocol.run_dir import RunDir
 from .protocol.settings import RankSettings
+from .protocol.shared_devices import engine_homes
 from .resources import Resources
 from .service import CacheRankService
 from .shared.service import SharedEngineService
@@ -91,6 +92,7 @@ def run_cache_rank(
             settings=settings,
             max_rows=max_rows,
             counters=counters,
+            homes=engine_homes(place),
         )
     else:
         service = CacheRankService(

@@ -55,7 +55,6 @@ class SparseRows:
                 raise ProtocolError(
                     f"row={row.row} generation={row.generation} is sparse but was never seeded"
                 )
-        self._row_steps = rows
         device = epoch.device
         self._rows = place([row.row for row in rows], device)
         self._generations = place([row.generation for row in rows], device)
@@ -121,8 +120,6 @@ class SparseRows:
             for slots, end in zip(self._slots, self._ends, strict=True):
                 epoch.store.note_read(slots[:end])
         selected = self._selected(layer, queries)
-        if epoch.selection_probe is not None:
-            epoch.selection_probe.record(layer, self._row_steps, selected)
         before, last_used = epoch.mirror.load(layer, self._rows)
         resident = before.clone()
         fetch_pos, fetch_slot = mirror_diff(

@@ -2,22 +2,21 @@
 """Records, for evaluation, which tokens the policy chose in each step.
 
 With ``evaluation`` on, ``TANDEMKV_PROBE_FILE`` and ``TANDEMKV_PROBE_DETAIL=1`` set. The inference
-rank's probe writes to the file, this one beside it: one JSON line per (step, row, layer).
+rank's probe writes to the file, this one beside it: one JSON line per (step, request, layer).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from .protocol.bitmap import position_bits
-from .protocol.messages import RowStep
 from .protocol.settings import DETAIL_VARIABLE, PROBE_VARIABLE, RankSettings
-from .row_table import PADDING_ROW
+
+_PADDING_ROW = 0
 
 
 def selection_file(probe_file: Path) -> Path:
@@ -26,7 +25,7 @@ def selection_file(probe_file: Path) -> Path:
 
 
 class SelectionProbe:
-    """Appends to `path` what is chosen."""
+    """Appends to `path` what is chosen. Waits for the device."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,17 +38,27 @@ class SelectionProbe:
             return None
         return cls(selection_file(Path(path)))
 
-    def record(self, layer: int, rows: Sequence[RowStep], chosen: torch.Tensor) -> None:
-        """Write down `chosen` ``[S, H, K]`` int32 positions of `rows`, ``-1`` for none."""
+    def record(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        asked: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Write down ``chosen [B, H, K]`` int32 positions, ``-1`` for none, of asked requests.
+
+        ``rows, lengths, asked [B]``: integers, integers, and bool for whom something is selected.
+        """
+        requests = zip(rows.tolist(), lengths.tolist(), asked.tolist(), chosen, strict=True)
         with self._path.open("a", encoding="utf-8") as file:
-            for row, heads in zip(rows, chosen, strict=True):
-                if row.row == PADDING_ROW or bool((heads < 0).all()):
+            for row, length, is_asked, heads in requests:
+                if row == _PADDING_ROW or not is_asked or bool((heads < 0).all()):
                     continue
                 line = {
-                    "row": row.row,
-                    "generation": row.generation,
+                    "row": row,
                     "layer": layer,
-                    "length": row.length,
-                    "selected_bits": [position_bits(head, row.length) for head in heads],
+                    "length": length,
+                    "selected_bits": [position_bits(head, length) for head in heads],
                 }
                 file.write(json.dumps(line) + "\n")

@@ -26,7 +26,6 @@ from .protocol.transport import Transport
 from .row_table import RowTable
 from .scratch import make_scratch
 from .selecting import SELECTION_COUNTERS
-from .selection_probe import SelectionProbe
 from .store import KVStore
 
 
@@ -85,7 +84,6 @@ class Session:
             tally=DeviceTally(counters, SELECTION_COUNTERS, device),
             scratch=make_scratch(model, max_rows, device) if policy.capabilities.selects else None,
             device=device,
-            selection_probe=SelectionProbe.from_settings(settings),
         )
 
     @property

@@ -18,7 +18,6 @@ from tandemkv.cache_rank.protocol.errors import CacheRankError
 
 from . import recovery
 from . import runtime as runtime_module
-from .attention_probe import AttentionProbe
 from .decode_step import DecodeStep
 from .extend_step import ExtendBatch, ExtendStep
 from .residual_hooks import install_residual_hooks
@@ -34,7 +33,6 @@ class TandemKVAttentionBackend(AttentionBackend):
         self._runtime = runtime_module.create(runner)
         self._step: ExtendStep | DecodeStep | None = None
         self._last_layer = self._runtime.model.num_layers - 1
-        self._probe = AttentionProbe.from_settings(self._runtime)
         install_residual_hooks(runner.model, self._on_layer_input)
 
     def support_triton(self) -> bool:
@@ -103,8 +101,6 @@ class TandemKVAttentionBackend(AttentionBackend):
             return torch.zeros_like(q).reshape(-1, heads * dim)
         try:
             out = step.attend(layer.layer_id, q, k, v)
-            if self._probe is not None:
-                self._probe.after_layer(layer.layer_id, step, q, k)
             if layer.layer_id == self._last_layer:
                 step.finish()
                 self._step = None

@@ -30,6 +30,8 @@ from sglang.srt.model_loader import loader
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from . import runtime as runtime_module
+
 _LOG = logging.getLogger(__name__)
 _WARMUP_STEPS = 8
 
@@ -191,6 +193,7 @@ def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str,
             token, _ = one_batch.decode(token, batch, runner)
         torch.cuda.synchronize()
         queued.append(1e3 * (time.perf_counter() - start) / steps)
+    require_cache_rank()
     rank = getattr(runner.attn_backend, "cache_rank", None)
     return {
         "batch": batch_size,
@@ -200,6 +203,13 @@ def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str,
         "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         "counters": rank.counters() if rank is not None else {},
     }
+
+
+def require_cache_rank() -> None:
+    """Stop where the cache rank's process was lost: what was timed then selects nothing."""
+    runtime = runtime_module.current_local()
+    if runtime is not None and runtime.client is not None and runtime.client.lost_reason:
+        raise RuntimeError(f"the cache rank was lost: {runtime.client.lost_reason}")
 
 
 def summary(values: list[float]) -> dict[str, float]:

@@ -231,7 +231,7 @@ def _say_goodbye(*_: Any, **__: Any) -> None:
 
 def _after_capture(_result: Any, graphs: Any, *_: Any, **__: Any) -> None:
     runtime = runtime_module.current_local()
-    if runtime is not None:
+    if runtime is not None and runtime.measurement is not None:
         runtime.measurement.after_capture(graphs)
 
 

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
-from .bench.command import bench_app
-from .calibrate.command import calibrate
 from .command_classes import ReportingGroup, ServeCommand, passed_through
-from .inspect.command import inspect as inspect_command
+from .evaluation.bench.command import bench_app
+from .evaluation.calibrate.command import calibrate
+from .evaluation.inspect.command import inspect as inspect_command
+from .evaluation.quality import command as quality_command
 from .options import DRAIN_FLAGS, INFERENCE_FLAGS, RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
 from .plan.command import plan
-from .quality import command as quality_command
 from .settings import EMBEDDED_MODEL
 from .settings_sources import Sourced, load_settings, to_yaml
 from .soak import command as soak_command

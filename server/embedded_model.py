@@ -9,7 +9,6 @@ command line; safe when several processes call it at the same time. Nothing is d
 import contextlib
 import fcntl
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -21,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.server.evaluation.provenance import version_of
 
 MANIFEST = "tandemkv_model.json"
+_MAKERS = ("torch", "transformers", "gguf")
 RECIPE = 1
 """Version of the conversion; raise it and directories made by an older one are made again."""
 
@@ -204,11 +205,13 @@ def _write_manifest(model: EmbeddedModel, gguf: Path, directory: Path) -> None:
         "recipe": RECIPE,
         "source": {
             "package": model.package,
-            "version": _version(model.package),
+            "version": version_of(model.package) or "unknown",
             "file": gguf.name,
             **_fingerprint(gguf),
         },
-        "made_with": {name: _version(name) for name in ("torch", "transformers", "gguf")},
+        "made_with": {
+            name: version_of(name) or "unknown" for name in ("torch", "transformers", "gguf")
+        },
         "files": files,
     }
     path = directory / MANIFEST
@@ -219,13 +222,6 @@ def _fingerprint(path: Path) -> dict[str, int | str]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 @contextlib.contextmanager

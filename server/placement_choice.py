@@ -76,33 +76,34 @@ def resolve_placement(
         )
     if device == "cuda" and in_process:
         _check_gpus(settings, spec, model_dir)
-    if device == "cpu" or settings.transport != "local":
+    if device == "cpu" or settings.transport not in ("local", "shared"):
         return settings
     return _with_dense_tokens(settings, spec, model_dir, progress)
 
 
 def _check_contradictions(settings: ServeSettings, spec: ModelSpec) -> None:
     """Refuse options that the placement, or the model, has no use for."""
-    in_process = settings.rank_settings.exchange.is_in_process
-    if settings.tensor_parallel > 1 and not in_process:
+    exchange = settings.rank_settings.exchange
+    has_pool = exchange.has_pool
+    if settings.tensor_parallel > 1 and not exchange.is_in_process:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel} needs --cache-ranks 0 or --transport peer "
             "in this version, and this policy or transport a cache rank in a process of its own; "
             "use --tp 1"
         )
-    if settings.selection.index_dtype == "int4" and not in_process:
+    if settings.selection.index_dtype == "int4" and not has_pool:
         raise SettingsError(
             "index_dtype=int4: only a cache rank in the inference rank's process has such an "
             "index; use --index-dtype int8, or add --cache-ranks 0, or --transport peer on two GPUs"
         )
     check_dense(settings.selection, settings.transport)
-    if settings.selection.num_late and not in_process:
+    if settings.selection.num_late and not has_pool:
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: only a cache rank in the inference "
             "rank's process selects at the end of a step; add --cache-ranks 0, or --transport peer "
             "on two GPUs, or leave --late-layers out"
         )
-    if settings.selection.predictor_dtype is not None and not in_process:
+    if settings.selection.predictor_dtype is not None and not has_pool:
         raise SettingsError(
             f"predictor_dtype={settings.selection.predictor_dtype}: only a cache rank in the "
             "inference rank's process has a copy of W_q of a dtype of its own; add --cache-ranks "
@@ -186,10 +187,10 @@ def needs_own_process(selection: SelectionSettings) -> bool:
 
 def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
     selection, exchange = settings.selection, settings.exchange
-    in_process = settings.rank_settings.exchange.is_in_process or (
+    has_pool = settings.rank_settings.exchange.has_pool or (
         settings.cache_ranks is None and "transport" not in exchange.model_fields_set
     )
-    if device != "cuda" or not in_process:
+    if device != "cuda" or not has_pool:
         return settings
     return settings.model_copy(update={"selection": selection_on_gpu(selection)})
 

@@ -46,10 +46,8 @@ def resolve_launch(
 
     Parameters
     ----------
-    settings : ServeSettings
-        What was asked for.
-    progress : callable
-        Told what takes a while.
+    settings, progress : ServeSettings, callable
+        What was asked for; told what takes a while.
     num_ranks_here : int
         Ranks that this launch starts, if the cache rank is a process of its own.
 
@@ -63,7 +61,8 @@ def resolve_launch(
         If a file of the model is missing, damaged, or does not fit the others.
     """
     check_policy(settings.selection.policy)
-    on_one_device = settings.rank_settings.exchange.is_peer and is_peer_on_one_device()
+    exchange = settings.rank_settings.exchange
+    on_one_device = (exchange.is_peer or exchange.is_shared) and is_peer_on_one_device()
     device = resolve_device(
         settings.device,
         cache_ranks=settings.cache_ranks,

@@ -157,7 +157,12 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
         else ChildSpec(
             name="cache rank",
             argv=cache_rank_argv(run_dir=run_dir.path, config=config),
-            env=cache_rank_env(os.environ, device=settings.cache_device, inference_device=device),
+            env=cache_rank_env(
+                os.environ,
+                device=settings.cache_device,
+                inference_device=device,
+                is_shared=settings.rank_settings.exchange.is_shared,
+            ),
             log_path=run_dir.path / _CACHE_RANK_LOG,
             stop_signal=signal.SIGINT,  # at once: SGLang ended before
         ),
@@ -297,7 +302,8 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
     run_cache_rank(
         run_dir=run_dir.path,
         model_dir=resolve_model(settings.model, logger.info),
-        settings=resolve_transport(pair, device).rank_settings,
+        # Where nobody says that the inference rank has a GPU, it is where the cache rank is.
+        settings=resolve_transport(pair, settings.device_or(device)).rank_settings,
         max_rows=settings.max_running_requests,
         device=device,
         drain_timeout_s=settings.drain_timeout_s + _INFERENCE_RANK_EXIT_S,

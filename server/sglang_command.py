@@ -25,6 +25,8 @@ _CUDA_FLAGS = ("--device", "cuda", "--cuda-graph-backend-prefill", "disabled")
 # Each layer waits on the host for its exchange, so no pass can be captured; and a lost cache rank
 # has to end the requests of a pass before its tokens are used, so none may be under way beside it.
 _CUDA_EXCHANGE_FLAGS = (*_CUDA_FLAGS, "--disable-cuda-graph", "--disable-overlap-schedule")
+_SHARED_GPU_ENV = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Streams that wait for the other process must not hold up others in a queue of the GPU."""
 _CPU_FLAGS = (
     "--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle",
@@ -116,6 +118,8 @@ def sglang_env(
         if not any(argument.startswith("--enable-torch") for argument in settings.sglang_args):
             # The first request with a penalty would wait a minute for a compiler, and all others.
             env.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if device == "cuda" and settings.rank_settings.exchange.is_shared:
+        env = _SHARED_GPU_ENV | env
     if is_gpu_with_cache_process(settings, device):
         env.update(_gpu_env(env, 0))
         if settings.transport == "nccl":
@@ -132,7 +136,7 @@ def cache_rank_argv(*, run_dir: Path, config: Path) -> tuple[str, ...]:
 
 
 def cache_rank_env(
-    environ: Mapping[str, str], *, device: str, inference_device: str
+    environ: Mapping[str, str], *, device: str, inference_device: str, is_shared: bool = False
 ) -> dict[str, str]:
     """Return the environment of the cache rank; its settings come from the file alone.
 
@@ -142,8 +146,13 @@ def cache_rank_env(
         Of this process.
     device, inference_device : {"cpu", "cuda"}
         Of the cache rank and of the inference rank.
+    is_shared : bool
+        Whether both map the same memory.
     """
     env = _common_env(environ, device=inference_device)
+    if device == "cuda" and is_shared:
+        # On one GPU, under MPS, the forward pass goes first.
+        return {"CUDA_MPS_CLIENT_PRIORITY": "1"} | _SHARED_GPU_ENV | env
     if device == "cuda":
         return env | _gpu_env(env, 1) | NCCL_ENVIRONMENT
     if inference_device == "cuda":
@@ -155,8 +164,8 @@ def cache_rank_env(
 
 def is_gpu_with_cache_process(settings: ServeSettings, device: str) -> bool:
     """Whether the model is on a GPU and a process of its own holds the K/V, wherever that is."""
-    in_process = settings.rank_settings.exchange.is_in_process
-    return device == "cuda" and bool(settings.cache_ranks) and not in_process
+    has_pool = settings.rank_settings.exchange.has_pool
+    return device == "cuda" and bool(settings.cache_ranks) and not has_pool
 
 
 def _gpu_env(env: Mapping[str, str], place: int) -> dict[str, str]:

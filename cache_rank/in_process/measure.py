@@ -90,6 +90,7 @@ def measure(
                 update={"exact_layers": (), "refresh_every": 1, "anchors": (0,), "late_layers": 0}
             ),
             "stress_selection": True,
+            "evaluation": False,
         }
     )
     rank = create(

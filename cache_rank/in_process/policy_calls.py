@@ -41,6 +41,12 @@ class PolicyCalls:
         Keys of the layers that are selected for.
     batch : DecodeBatch
         The requests of a decode step.
+
+    Attributes
+    ----------
+    num_attends, num_attended : int
+        Since the start: how often the policy attended, once for each request and layer, and to how
+        many tokens, over KV heads.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class PolicyCalls:
         self._pools, self._program, self._index, self._batch = pools, program, index, batch
         self._is_eager = pools.k[0].device.type == "cpu"
         self._generations: dict[int, int] = {}
+        self.num_attends = self.num_attended = 0
 
     @property
     def observes(self) -> bool:
@@ -187,6 +194,8 @@ class PolicyCalls:
             )
         )
         merged[places] = found.merged
+        self.num_attended += found.num_attended
+        self.num_attends += len(places)
         return merged
 
     def _ask(self, layer: int, query: torch.Tensor, asked: Candidates) -> torch.Tensor:

@@ -19,6 +19,7 @@ from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery, SeenFrom
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.selection_probe import SelectionProbe
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
@@ -73,7 +74,6 @@ class InProcessCacheRank:
             keeps_queries=says.wants_query_window,
             index_interval=interval if says.selects and not says.attends else 0,
         )
-        self._book_of = {layer: i for i, layer in enumerate(program.selecting)}
         self._place_of = {layer: i for i, layer in enumerate(program.sources)}
         self._head_maps = _head_maps_of(policy, program.selecting, device)
         self._sparse = [x for x in range(model.num_layers) if program.is_sparse_layer(x)]
@@ -116,6 +116,7 @@ class InProcessCacheRank:
         # What sources chose, for those that follow; without scores it is best first.
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._order = ScanOrder(device)
+        self._probe = SelectionProbe.from_settings(settings)
         if pools.is_far:
             let_chain(device)
         self._seeder = Seeder(model, pools, self._mirror, device)
@@ -194,7 +195,7 @@ class InProcessCacheRank:
         """See `LocalCacheRank.seed`."""
         queries, place = queries.to(self._device), self._place_of.get(layer)
         keys = (self._pools.k[layer], None) if place is None else self._index.keys(layer)
-        book = self._book_of.get(layer)
+        book = self.program.book_of(layer)
         positions = self._seeder.seed(layer, request, row, queries, keys, self._calls, book=book)
         if self._windows is not None and place is not None and book is not None:
             self._windows.observe_prompt(place, row, queries, positions)
@@ -325,7 +326,8 @@ class InProcessCacheRank:
 
     def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
         """See `LocalCacheRank.fetch`."""
-        batch, selection, book = self.batch, self._selection, self._book_of[layer]
+        batch, selection, book = self.batch, self._selection, self.program.book_of(layer)
+        assert book is not None
         lane, rows, pages = self.lane_of(layer), batch.rows[:batch_size], batch.pages[:batch_size]
         chosen, chosen_scores = self._chosen[self.program.source_of(layer)]
         active, (hi, num_target) = batch.active[:batch_size], self._ends_of(layer)
@@ -334,6 +336,9 @@ class InProcessCacheRank:
             chosen = chosen.index_select(1, head_map)
             if chosen_scores is not None:
                 chosen_scores = chosen_scores.index_select(1, head_map)
+        if self._probe is not None:
+            asked = batch.selecting(batch_size)
+            self._probe.record(layer, rows, batch.lengths[:batch_size], asked, chosen)
         fetch_pos, fetch_slot = mirror_diff(
             chosen,
             self._mirror.positions[book],
@@ -367,17 +372,32 @@ class InProcessCacheRank:
             return batch.next_hi, batch.next_num_target
         return batch.hi, batch.num_target
 
+    def resident_positions(self, layer: int) -> torch.Tensor | None:
+        """See `LocalCacheRank.resident_positions`."""
+        book = self.program.book_of(layer)
+        return None if book is None else self._mirror.positions[book]
+
     def counters(self) -> dict[str, float]:
         """See `LocalCacheRank.counters`."""
         return {
             "steps_total": float(self._num_steps),
             "index_bytes": float(self._index.nbytes),
-            **self._counters.read(),
+            **self._with_attended(self._counters.read()),
         }
 
     def last_counters(self) -> dict[str, float]:
         """See `LocalCacheRank.last_counters`."""
-        return self._counters.last()
+        return self._with_attended(self._counters.last())
+
+    def _with_attended(self, totals: dict[str, float]) -> dict[str, float]:
+        """Add what the policy attended to itself, if it does."""
+        if not self.program.attends:
+            return totals
+        calls = self._calls
+        return totals | {
+            "selections_total": float(calls.num_attends),
+            "attended_by_policy_total": float(calls.num_attended),
+        }
 
 
 def _head_maps_of(

@@ -84,6 +84,7 @@ class EngineProgram:
         self.selecting = [x for x in layers if self._steps.is_selecting_layer(x)]
         # Layers whose keys are scanned; the others follow one of them, if selections are shared.
         self.sources = [x for x in layers if self._steps.selections(x)]
+        self._book_of = {layer: book for book, layer in enumerate(self.selecting)}
         self._is_source, self._is_selecting = frozenset(self.sources), frozenset(self.selecting)
         exact = frozenset(range(model.num_layers) if all_exact else selection.exact_layer_ids)
         self._sparse = frozenset(range(model.num_layers)) - exact
@@ -133,6 +134,10 @@ class EngineProgram:
     def source_of(self, layer: int) -> int:
         """Return the layer whose selection `layer` uses, itself if none is shared."""
         return self._steps.source_of(layer)
+
+    def book_of(self, layer: int) -> int | None:
+        """Return the place of `layer` among the layers that are selected for; None if it is not."""
+        return self._book_of.get(layer)
 
     def followers_of(self, layer: int) -> tuple[int, ...]:
         """Later layers that use what is chosen for `layer`; empty unless selections are shared."""

@@ -34,7 +34,7 @@ class ExchangeSettings(Strict):
         default=3, ge=1, le=60, description="Missed signs of life until a rank counts as lost."
     )
     transport: Literal["shared", "gloo", "nccl", "peer", "local"] = Field(
-        default="gloo",
+        default="shared",
         description="How the ranks meet: shared, in memory that both processes map (both on this "
         "host's CPU); nccl, between two GPUs; gloo, from a GPU to a cache rank on the CPU; peer: "
         "one process drives both GPUs; local: and on the same GPU.",

@@ -19,7 +19,7 @@ def flag_specs(num_layers: int, max_batch: int) -> tuple[TensorSpec, TensorSpec]
     width = -(-max_batch // _LINE) * _LINE
     return (
         TensorSpec("to_engine", (2 + 2 * num_layers, width), "int32", "engine"),
-        TensorSpec("to_inference", (2 + num_layers, width), "int32", "inference"),
+        TensorSpec("to_inference", (1 + num_layers, width), "int32", "inference"),
     )
 
 
@@ -29,9 +29,8 @@ class GpuFlags:
     Raised by the forward pass, waited for by the engine: `begin`, once the request table is
     complete; `input`, once a layer's residual stream (decode, a flag a row) or K/V and prompt
     queries (prefill, one flag) are in place; `query`, once a layer's query is, a flag a row; `end`,
-    once all tokens of the step are stored. Raised by the engine: `loaded`, once it has read the
-    request table; `ready`, once a layer's resident set may be attended to; `finished`, once the
-    step's work has ended.
+    once all tokens of the step are stored. Raised by the engine: `ready`, once a layer's resident
+    set may be attended to, or is filled; `finished`, once the step's work has ended.
 
     Parameters
     ----------
@@ -45,7 +44,7 @@ class GpuFlags:
         self._to_engine, self._to_inference = tensors["to_engine"], tensors["to_inference"]
         self._num_layers = num_layers
         self.begin, self.end = self._to_engine[0, :1], self._to_engine[1, :1]
-        self.loaded, self.finished = self._to_inference[0, :1], self._to_inference[1, :1]
+        self.finished = self._to_inference[0, :1]
 
     def input(self, layer: int, size: int = 1) -> torch.Tensor:
         """See the class."""
@@ -57,4 +56,4 @@ class GpuFlags:
 
     def ready(self, layer: int) -> torch.Tensor:
         """See the class."""
-        return self._to_inference[2 + layer, :1]
+        return self._to_inference[1 + layer, :1]

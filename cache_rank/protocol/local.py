@@ -281,6 +281,12 @@ class LocalCacheRank(Protocol):
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """Take note of a step's query ``[B, Hq, D]`` in `layer`, where nothing is selected."""
 
+    def resident_positions(self, layer: int) -> torch.Tensor | None:
+        """Return the position in each resident slot of `layer`, ``[rows, H, R]`` int32.
+
+        -1 where empty; None for a layer that nothing is selected for.
+        """
+
     def counters(self) -> dict[str, float]:
         """Totals since the start; waits for the device."""
 

@@ -90,6 +90,7 @@ def kept_specs(
 ) -> tuple[TensorSpec, ...]:
     """Return what survives an epoch: K/V with the resident sets behind the tokens, and tables."""
     slots = sizes.num_slots + sizes.num_rows * selection.num_resident
+    slots = -(-slots // sizes.page_size) * sizes.page_size
     heads, dim = model.num_kv_heads, model.head_dim
     weights = (model.num_layers, sizes.num_rows, heads, selection.num_samples)
     return (
@@ -132,7 +133,12 @@ def specs_by_life(
     kept, epoch = kept_specs(model, selection, sizes), host_specs(model, sizes)
     staging = staging_specs(model, selection, sizes)
     if on_gpu:
-        return (*kept, *staging, *flag_specs(model.num_layers, sizes.max_batch)), epoch
+        requests = tuple(
+            TensorSpec(name, (sizes.max_batch,), "int64", "engine")
+            for name in ("step_rows", "step_lengths")
+        )
+        flags = flag_specs(model.num_layers, sizes.max_batch)
+        return (*kept, *staging, *requests, *flags), epoch
     return kept, (*epoch, *staging)
 
 
@@ -169,7 +175,7 @@ def pools_of(
     """Return the engine's pools as views of the mapped tensors."""
     kv, width = tensors["kv"], selection.num_resident
     shape = (sizes.num_rows, width, model.num_kv_heads, model.head_dim)
-    tail = kv[:, :, sizes.num_slots :]
+    tail = kv[:, :, sizes.num_slots : sizes.num_slots + sizes.num_rows * width]
     layers = range(model.num_layers)
     return LocalPools(
         k=[kv[x, 0, : sizes.num_slots] for x in layers],

@@ -35,6 +35,9 @@ class EntryKind(IntEnum):
     """A prefill step."""
     DECODE = 2
     """A decode step that indexes or selects."""
+    PREPARE = 3
+    """No step: the engine is to load its kernels for prompts or, with requests, to capture a decode
+    step of so many. It confirms to the other host when that is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

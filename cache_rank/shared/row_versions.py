@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tandemkv.cache_rank.protocol.local import Allocate
+from tandemkv.kernels.placing import place
 
 
 class RowVersions:
@@ -46,9 +47,10 @@ class RowVersions:
         """Copy `rows` as they are before `step`."""
         if not rows:
             return
-        side, index = step % 2, torch.tensor(rows)
+        device = self.stamps.device
+        side, index = step % 2, place(rows, device)
         self.stamps[side, index] = 0  # half a copy is none
         for name, book in self._books.items():
             self._copies[name][side][:, index] = book[:, index]
-        stamps = [(epoch, generation, step) for generation in generations]
-        self.stamps[side, index] = torch.tensor(stamps)
+        stamps = [x for generation in generations for x in (epoch, generation, step)]
+        self.stamps[side, index] = place(stamps, device).view(-1, 3)

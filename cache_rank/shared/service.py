@@ -16,12 +16,14 @@ from pathlib import Path
 from tandemkv.cache_rank.counters import BusyClock, Counters
 from tandemkv.cache_rank.in_process.factory import make_policy
 from tandemkv.cache_rank.in_process.key_index import interval_of
+from tandemkv.cache_rank.policies.base import Policy
 from tandemkv.cache_rank.protocol.control import ControlServer
 from tandemkv.cache_rank.protocol.descriptor_socket import DescriptorListener, send_tensors
 from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.handshake import check_hello
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.messages import (
     Goodbye,
     Hello,
@@ -61,6 +63,8 @@ class SharedEngineService:
         Most request rows that an inference rank may have.
     counters : Counters
         Counts what goes wrong.
+    homes : Homes
+        Where mapped memory lies.
 
     Raises
     ------
@@ -78,13 +82,13 @@ class SharedEngineService:
         settings: RankSettings,
         max_rows: int,
         counters: Counters,
+        homes: Homes,
     ) -> None:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
         self._model = read_model_spec(model_dir, dtype="float32")
-        make_policy(
-            self._model, settings, model_dir, device="cpu"
-        )  # one that cannot be built is told now
+        self._homes = homes
+        self._make_policy(self._model)  # one that cannot be built is told now
         self._session: SharedSession | None = None
         self._control = ControlServer(run_dir)
         exchange = settings.exchange
@@ -185,7 +189,7 @@ class SharedEngineService:
             return
         self._end_epoch("a new inference rank came")
         try:
-            policy = make_policy(model, self._settings, self._model_dir, device="cpu")
+            policy = self._make_policy(model)
             epoch = self._run_dir.next_epoch()
         except Exception as error:  # who waits must know
             logger.exception("no epoch can be opened")
@@ -229,7 +233,7 @@ class SharedEngineService:
         exchange = self._settings.exchange
         token = self._run_dir.token
         connection, tensors = self._listener.accept(
-            token=token, epoch=epoch, timeout_s=exchange.transfer_timeout_s
+            self._homes, token=token, epoch=epoch, timeout_s=exchange.transfer_timeout_s
         )
         try:
             session = SharedSession(
@@ -249,6 +253,10 @@ class SharedEngineService:
             raise
         send_tensors(connection, session.made)
         return session
+
+    def _make_policy(self, model: ModelSpec) -> Policy:
+        device = self._homes.here.type
+        return make_policy(model, self._settings, self._model_dir, device=device)
 
     def _num_slots(self, page_size: int) -> int:
         capacity = self._settings.cache.capacity_tokens

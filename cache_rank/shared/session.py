@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +14,15 @@ import torch
 
 from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.in_process.factory import create
-from tandemkv.cache_rank.model_adapters.registry import find_adapter
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.descriptor_socket import wait_for_hang_up
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.fault_points import reach
-from tandemkv.cache_rank.protocol.local import LocalCacheRank, PredictQuery
+from tandemkv.cache_rank.protocol.local import LocalCacheRank, PredictQuery, measure_selection
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import (
     FlagIndex,
@@ -30,10 +31,13 @@ from tandemkv.cache_rank.protocol.shared_region import (
     pools_of,
 )
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
-from tandemkv.cache_rank.protocol.step_ring import StepRing
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepRing
+from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
 
-from .entry_runner import EntryRunner, StepAbortedError
+from .entry_runner import EntryRunner
 from .row_versions import RowVersions
+from .signals import HostSignals, StepAbortedError
+from .stream_signals import StreamSignals
 
 
 class SharedSession:
@@ -76,32 +80,44 @@ class SharedSession:
         selection = settings.selection
         check_region(tensors, model, selection, sizes)
         self.number, self._clock = epoch, clock
-        self._connection, self._tensors, self.made = connection, tensors, MappedTensors()
+        self._connection, self._tensors = connection, tensors
+        self.made = MappedTensors(tensors.homes)
         pools = replace(pools_of(tensors, model, selection, sizes), allocate=self.made.allocate)
+        predict = _predictor(tensors, model, settings)
         self.engine: LocalCacheRank = create(
             model=model,
             settings=settings,
             pools=pools,
             max_batch=sizes.max_batch,
-            predict_query=_predictor(model, settings, model_dir) or _predicts_nothing,
+            predict_query=predict,
             model_dir=model_dir,
         )
         flags, at = StepFlags(tensors["flags"]), FlagIndex(model.num_layers)
         self._ring = StepRing(tensors["ring"], flags, announced=at.ANNOUNCED, consumed=at.CONSUMED)
+        self._over = threading.Event()
+        self._on_gpu: StreamSignals | None = None
+        if tensors.homes.are_on_gpu:
+            limit = settings.exchange.transfer_timeout_s
+            self._on_gpu = StreamSignals(tensors, flags, model.num_layers, timeout_s=limit)
+        signals = self._on_gpu or HostSignals(
+            flags, model.num_layers, is_gone=self._over.is_set, clock=clock
+        )
         names = ("resident_positions", "resident_last_used")
         books = {name: self.made[name] for name in names if self.engine.program.selects}
-        self._over = threading.Event()
         self._runner = EntryRunner(
             self.engine,
             tensors,
-            flags,
+            signals,
             RowVersions(books, self.made.allocate) if books else None,
             epoch=epoch,
             num_layers=model.num_layers,
             num_resident=selection.num_resident,
-            is_over=self._over.is_set,
-            clock=clock,
+            is_gone=self._over.is_set,
+            warm_up=lambda: _load_kernels(
+                model, settings, sizes, predict, tensors.homes.here, model_dir
+            ),
         )
+        self._stream = shared_stream(tensors.homes.here, FORWARD_PRIORITY)
         self.num_steps = 0
         self._wake, self._waker = socket.socketpair()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
@@ -114,24 +130,28 @@ class SharedSession:
     def abort(self) -> None:
         """End the step under way, if any. Safe from any thread."""
         self._over.set()
+        if self._on_gpu is not None:
+            self._on_gpu.abort()
 
     def run_next(self, timeout_s: float) -> bool:
         """Do the next announced step; False if none comes within `timeout_s`, or all is over."""
         entry = self._ring.read(timeout_s=timeout_s, is_over=self._over.is_set)
         if entry is None or self._over.is_set():
             return False
-        with self._clock.working():
+        # Nobody waits for a rehearsal, which may have to compile, as for a step.
+        is_step = entry.kind is not EntryKind.PREPARE
+        with self._clock.working() if is_step else nullcontext(), torch.cuda.stream(self._stream):
             reach("cache_rank.step")
             try:
                 self._runner.run(entry)
             except StepAbortedError:
                 return False
-        self.num_steps += 1
+        self.num_steps += is_step
         return True
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-        self._over.set()
+        self.abort()
         self._waker.close()
         self._connection.close()
         self._tensors.close()
@@ -140,18 +160,51 @@ class SharedSession:
     def _watch(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed by us meanwhile
             wait_for_hang_up(self._connection, self._wake)
-        self._over.set()
+        self.abort()
 
 
-def _predictor(model: ModelSpec, settings: RankSettings, model_dir: Path) -> PredictQuery | None:
-    """Return a prediction with the checkpoint's weights; None if no query is predicted."""
+def _predictor(tensors: MappedTensors, model: ModelSpec, settings: RankSettings) -> PredictQuery:
+    """Return a prediction with the weights that the inference rank has put beside the engine."""
     policy = find_policy(settings.selection.policy)
     if policy.capabilities.timing is not Timing.SAME_STEP_HIDDEN:
-        return None
-    exact = settings.selection.exact_layer_ids
-    layers = [layer for layer in range(model.num_layers) if layer not in exact]
-    return find_adapter(model.architecture)(model_dir, model, layers=layers).predict_query
+        return _predicts_nothing
+    return MappedPredictor(tensors, model.num_layers)
 
 
 def _predicts_nothing(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     raise ContractError(f"layer {layer}: this policy predicts no query")
+
+
+def _load_kernels(
+    model: ModelSpec,
+    settings: RankSettings,
+    sizes: RegionSizes,
+    predict: PredictQuery,
+    device: torch.device,
+    model_dir: Path,
+) -> None:
+    """Load the kernels of prompts of each length, on a small engine that is dropped again.
+
+    Compiling holds the host up for longer than the other process's GPU may wait for a step.
+    """
+    dtype = getattr(torch, model.dtype)
+
+    def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return k, v
+
+    exact = settings.selection.exact_layer_ids
+    layers = (x for x in range(model.num_layers) if x not in exact)
+    layer = next(layers, 0)
+    measure_selection(
+        model=model,
+        settings=settings,
+        num_slots=sizes.num_slots,
+        page_size=sizes.page_size,
+        max_batch=sizes.max_batch,
+        device=device,
+        make_sets=make_sets,
+        predict_query=lambda _, hidden, positions: predict(layer, hidden, positions),
+        model_dir=model_dir,
+    )
+    torch.cuda.empty_cache()

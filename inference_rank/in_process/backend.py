@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.inference_rank.attention_probe import AttentionProbe
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
 from tandemkv.kernels.flags import wait_flags
 
@@ -40,12 +41,14 @@ class InProcessBackend(AttentionBackend):
         Where the engine works.
     is_far : bool
         Whether that is another GPU, or to be taken for one.
+    probe : AttentionProbe, optional
+        Measures what decode attends to.
     """
 
     def __init__(
         self, runner: Any, full: AttentionBackend, link: Link, home: ResidentHome,
         *, cache_device: torch.device, is_far: bool, seed_window: int, dense: DenseSteps,
-        num_resident: int, runtime: Any,
+        num_resident: int, runtime: Any, probe: AttentionProbe | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._full, self.link, self._program = full, link, link.program
@@ -53,7 +56,7 @@ class InProcessBackend(AttentionBackend):
         device = home.table.slots.device
         self._fence = PlanFence(device)
         self._home, self._table = home, home.table
-        self._runtime = runtime
+        self._runtime, self._probe = runtime, probe
         self._seed_window, self._num_resident = seed_window, num_resident
         self._dense, self._lengths = dense, dense.base
         self._pool = runner.req_to_token_pool
@@ -150,6 +153,8 @@ class InProcessBackend(AttentionBackend):
                 q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse,
                 rest=link.attend_selected(index, query),
             )  # fmt: skip
+            if self._probe is not None:
+                self._probe.after_layer(index, query, self._pool.req_to_token)
         link.attended(index, query, size)
         return self._after(index, out)
 
@@ -204,6 +209,11 @@ class InProcessBackend(AttentionBackend):
             num_real = size - getattr(forward_batch, "num_padding", 0)
             self._make_sparse(rows, on_host, req_to_token)
             self._count(on_host[:num_real], dense.num_dense, slow)
+            if self._probe is not None:
+                self._probe.begin_step(
+                    rows, on_host, self._pool.req_generation, num_dense=dense.num_dense,
+                    slow=slow, step=self._runtime.counters.decode_steps_total,
+                )  # fmt: skip
             self._dense.advance(on_host)
         self._table.load(rows, lengths, req_to_token, dense.num_dense)
         if self._home.samples is not None:
@@ -219,7 +229,7 @@ class InProcessBackend(AttentionBackend):
         num_cold = dense.num_dense if self._program.attends else dense.num_cold
         step = DecodeRows(
             rows=rows, lengths=lengths, lengths_on_host=on_host, req_to_token=req_to_token,
-            num_cold=num_cold, slow=slow,
+            num_cold=num_cold, slow=slow, is_rehearsal=in_capture,
         )  # fmt: skip
         self.link.begin_decode(kind, step)
         with self._fence.planning():
@@ -334,10 +344,15 @@ class InProcessBackend(AttentionBackend):
             counters.slow_rows_total += int(slow.sum())
         num_sparse = int((lengths > num_dense).sum())
         counters.decode_steps_total += 1
-        counters.sparse_rows_total += num_sparse
         counters.dense_rows_total += len(lengths) - num_sparse
-        attended = self._table.attended_on_host(lengths, num_dense, slow)
-        if self._home.samples is not None:
-            attended = attended + (lengths - attended).clamp(max=self._home.samples.num_samples)
+        counters.exact_layer_rows_total += num_sparse * self._is_sparse.count(False)
+        if not any(self._is_sparse):
+            counters.exact_rows_total += num_sparse
+            attended = lengths
+        else:
+            counters.sparse_rows_total += num_sparse
+            attended = self._table.attended_on_host(lengths, num_dense, slow)
+            if self._home.samples is not None:
+                attended = attended + (lengths - attended).clamp(max=self._home.samples.num_samples)
         counters.attended_tokens_total += int(attended.sum())
         counters.context_tokens_total += int(lengths.sum())

@@ -94,6 +94,30 @@ class LiveQueryPredictor:
                 "embeddings, and keep W_q as it is", len(self._layers) - num_fused, name,
             )  # fmt: skip
 
+    def weights(self) -> tuple[list[QueryWeights], torch.Tensor]:
+        """Return what predicts in one operation: weights of each layer, and the rotation.
+
+        Returns
+        -------
+        layers : list of QueryWeights
+            Of each layer.
+        cos_sin : torch.Tensor
+            ``[num_positions, head_dim]``; see `predict_query`.
+
+        Raises
+        ------
+        ContractError
+            If a layer's query takes more than one operation.
+        """
+        fused = [layer.fused for layer in self._layers]
+        found = [weights for weights in fused if weights is not None]
+        if len(found) < len(fused):
+            raise ContractError(
+                f"{type(self._model).__name__} is built of other norms or rotary embeddings than "
+                "those that another process can predict queries with; use --cache-ranks 0"
+            )
+        return found, self._layers[0].rotary.cos_sin_cache
+
     def __call__(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``; `hidden` stays as it is."""
         own, size = self._layers[layer], len(hidden)

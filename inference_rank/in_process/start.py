@@ -25,8 +25,11 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.attention_probe import AttentionProbe
 from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
+from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
 from tandemkv.inference_rank.resident_set import ResidentSet
 from tandemkv.inference_rank.sample_set import make_log_weights
@@ -54,6 +57,7 @@ class LocalRuntime:
     rank: LocalCacheRank
     counters: Counters
     resident_bytes: int
+    occupancy: Occupancy
     measurement: StartMeasurement
     middle_chunk_row: int | None = None
     rows_on_host: list[int] | None = None
@@ -74,6 +78,7 @@ class LocalRuntime:
             "resident_slots": float(selection.num_resident),
             "ring_slots": float(selection.num_recent_tokens),
             "index_bytes": float(self.rank.nbytes),
+            **self.occupancy.values(),
             **self.rank.last_counters(),
             **self.measurement.plan.values(),
         }
@@ -161,6 +166,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         rank=rank,
         counters=Counters(),
         resident_bytes=home.nbytes,
+        occupancy=Occupancy(runner),
         measurement=measurement,
         refresh=refresh_for(runner, rank.program, selection),
     )
@@ -185,6 +191,22 @@ def create_backend(runner: Any) -> InProcessBackend:
         dense=dense_steps(selection),
         num_resident=selection.num_resident,
         runtime=local,
+        probe=attention_probe(runner, settings, model, home, link),
+    )
+
+
+def attention_probe(
+    runner: Any, settings: RankSettings, model: ModelSpec, home: ResidentHome, link: Link
+) -> AttentionProbe | None:
+    """Return the probe that the environment asks for, if any; see `AttentionProbe`."""
+    args = runner.server_args
+    return AttentionProbe.from_environment(
+        model=model,
+        settings=settings,
+        keys=runner.token_to_kv_pool.k_buffer,
+        resident_positions=link.resident_positions,
+        log_weight=None if home.samples is None else home.samples.log_weight,
+        has_graphs=str(runner.device) != "cpu" and not args.disable_cuda_graph,
     )
 
 

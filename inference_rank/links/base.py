@@ -53,6 +53,8 @@ class DecodeRows:
     slow : torch.Tensor, optional
         ``[B]`` bool on the host, with `EngineProgram.slow_steps`: who attends to everything in this
         step, and is selected for.
+    is_rehearsal : bool
+        Whether the step is run to be captured, and its requests are none.
     """
 
     rows: torch.Tensor
@@ -61,6 +63,7 @@ class DecodeRows:
     req_to_token: torch.Tensor
     num_cold: int
     slow: torch.Tensor | None = None
+    is_rehearsal: bool = False
 
 
 class Link(Protocol):
@@ -127,6 +130,13 @@ class Link(Protocol):
         """Wait until the resident set of `layer` is ready for this step.
 
         Returns flags that the caller has to wait for instead, or None.
+        """
+
+    def resident_positions(self, layer: int) -> torch.Tensor | None:
+        """Return the position in each resident slot, ``[rows, H, R]`` int32, -1 where empty.
+
+        None for a layer that nothing is selected for: its first tokens are resident. For probes,
+        between `await_set` and `attended`.
         """
 
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:

@@ -18,9 +18,10 @@ from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, wait_for_hang_up
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, TandemKVError
+from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.messages import Goodbye, Timing, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -31,7 +32,7 @@ from tandemkv.cache_rank.protocol.shared_region import (
     specs_by_life,
 )
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
-from tandemkv.cache_rank.protocol.step_ring import StepEntry, StepRing
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRing, StepRow
 from tandemkv.inference_rank.counters import Counters
 
 HANDSHAKE_TIMEOUT_S = 30.0
@@ -105,7 +106,7 @@ class SharedConnection:
         self.lost_reason: str | None = "not connected yet"
         self.epoch = self.step = 0
         exchange = settings.exchange
-        self._limit_s = exchange.heartbeat_interval_s * exchange.heartbeat_misses + _MARGIN_S
+        self._limit_s = limit_s(exchange)
         self._heartbeat = HeartbeatClient(
             run_dir.heartbeat_socket,
             interval_s=exchange.heartbeat_interval_s,
@@ -184,7 +185,9 @@ class SharedConnection:
             keeps_queries=welcome.keeps_queries,
             index_interval=welcome.index_interval,
         )
-        self.epoch, self.step = welcome.epoch, 0
+        self.epoch = welcome.epoch
+        if not self._kept.homes.are_on_gpu:  # flags of an earlier epoch stay up there
+            self.step = 0
         self._counters.epochs_total += 1
         with self._lock:
             self.lost_reason = None
@@ -215,13 +218,38 @@ class SharedConnection:
 
     @property
     def tensors(self) -> MappedTensors:
-        """Staging of the epoch (`shared_region.specs_by_life`)."""
-        return self._ours
+        """Where staging is (`shared_region.specs_by_life`)."""
+        return self._kept if self._kept.homes.are_on_gpu else self._ours
 
     @property
     def books(self) -> MappedTensors:
         """What the engine remembers of each row, held here too: it outlives the engine."""
         return self._theirs
+
+    @property
+    def epoch_bytes(self) -> int:
+        """Bytes of mapped memory that belong to the epoch, the engine's books included."""
+        return self._ours.nbytes + self._theirs.nbytes
+
+    def prepare(self, *, variant: int, num_cold: int, size: int) -> None:
+        """Let the engine make ready for decode steps of `size` requests, or prompts if 0.
+
+        Waits until it is; compiling may take a minute. Nothing happens once the epoch is lost.
+        """
+        if self.lost_reason is not None:
+            return
+        self.step += 1
+        rows = tuple(StepRow(row=0, generation=0, length=1) for _ in range(size))
+        entry = StepEntry(
+            kind=EntryKind.PREPARE, step=self.step, variant=variant, num_cold=num_cold, rows=rows
+        )
+        self.announce(entry)
+        found = self._flags.wait(
+            self._at.FINISHED, self.step, timeout_s=_LONGEST_WAIT_S,
+            is_over=lambda: self.lost_reason is not None,
+        )  # fmt: skip
+        if not found:
+            raise CacheRankLostError(f"it did not get ready: {self.lost_reason}")
 
     def announce(self, entry: StepEntry) -> None:
         """Announce the next step, numbered `step`; nothing happens once the epoch is lost."""
@@ -310,17 +338,22 @@ class SharedConnection:
         self._theirs.close()
 
 
+def limit_s(exchange: ExchangeSettings) -> float:
+    """Return how long a step waits for an engine that makes no progress."""
+    return exchange.heartbeat_interval_s * exchange.heartbeat_misses + _MARGIN_S
+
+
 def make_kept_tensors(
-    model: ModelSpec, settings: RankSettings, sizes: RegionSizes
+    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes
 ) -> MappedTensors:
-    """Make what survives an epoch.
+    """Make what survives an epoch, where `homes` says.
 
     Raises
     ------
     SettingsError
         If the memory is not to be had; nothing is left then.
     """
-    kept = MappedTensors()
+    kept = MappedTensors(homes)
     try:
         kept.allocate_all(
             specs_by_life(model, settings.selection, sizes, on_gpu=kept.homes.are_on_gpu)[0]

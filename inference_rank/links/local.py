@@ -186,6 +186,10 @@ class LocalLink:
         """See `Link.await_set`."""
         return self._side.join_by_flags(layer)
 
+    def resident_positions(self, layer: int) -> torch.Tensor | None:
+        """See `Link.resident_positions`."""
+        return self._engine.resident_positions(layer)
+
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
         """See `Link.attended`."""
         program, side, engine = self.program, self._side, self._engine

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.shared_devices import inference_homes
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
 from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.in_process.peer_memory import with_index
 
 from .connection import make_kept_tensors
 
@@ -58,7 +61,10 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
                 configurator.model_config.model_path, self.store_dtype, int(table.shape[1])
             )
             settings = runtime_module.settings_from_environment()
-            self.mapped = make_kept_tensors(model, settings, self.mapped_sizes)
+            device = with_index(torch.device(self.device))
+            self.mapped = make_kept_tensors(
+                model, settings, self.mapped_sizes, inference_homes(device)
+            )
             req_to_token_pool.req_to_token = self.mapped["req_to_token"]
             kv = self.mapped["kv"]
             self.k_buffer = [kv[layer, 0] for layer in range(self.layer_num)]

@@ -3,7 +3,8 @@
 
 What the forward pass has is written into staging that the engine reads, and a flag is raised; what
 the engine has done is written into the resident sets directly, and a flag is waited for. The engine
-derives from the announcement which flags come in which order (`engine_program`).
+derives from the announcement which flags come in which order (`engine_program`). On a GPU all of
+that is queued, or captured, with the forward pass (`signals`).
 """
 
 from __future__ import annotations
@@ -15,39 +16,53 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS, FlagIndex, seed_buffer
+from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import GROWN, SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 
 from .base import DecodeRows, ExtendRow
 from .connection import SharedConnection
+from .signals import LinkSignals
 
 _DECODE_KINDS = tuple(DecodeKind)
 
 
 class SharedLink:
-    """See `Link`. The forward pass is on a CPU: what is written is seen at once, in order.
+    """See `Link`.
 
     Parameters
     ----------
     connection : SharedConnection
         To the engine's process; an epoch is open.
+    signals : LinkSignals
+        Flags and staging, on a CPU or a GPU.
     model : ModelSpec
         Shape of the model.
     generation_of : Callable
         Identity of the present tenant of a row.
+    rows_on_host : Callable
+        Rows of the pass that is being made, if they are known without waiting for the device.
     """
 
     def __init__(
-        self, connection: SharedConnection, model: ModelSpec, generation_of: Callable[[int], int]
+        self,
+        connection: SharedConnection,
+        signals: LinkSignals,
+        model: ModelSpec,
+        *,
+        generation_of: Callable[[int], int],
+        rows_on_host: Callable[[], list[int] | None],
     ) -> None:
-        self._connection, self._generation_of = connection, generation_of
-        self._at, self._num_layers = FlagIndex(model.num_layers), model.num_layers
+        self._connection, self._signals = connection, signals
+        self._generation_of, self._rows_on_host = generation_of, rows_on_host
+        self._num_layers = model.num_layers
         self._kind = DecodeKind.DENSE
         self._is_decode = self._is_open = False
         self._grown: frozenset[int] = frozenset()
         self._has_seeds = False
         self._seeded: dict[int, int] = {}
+        self._prepared: dict[tuple[DecodeKind, int], int] = {}
+        self._prepared_epoch = 0
 
     @property
     def program(self) -> EngineProgram:
@@ -80,20 +95,16 @@ class SharedLink:
 
     def extend(self, layer: int, slots: torch.Tensor, windows: Sequence[torch.Tensor]) -> None:
         """See `Link.extend`."""
-        if not self.program.extends(layer, seeds=self._has_seeds):
+        if not self._is_open or not self.program.extends(layer, seeds=self._has_seeds):
             return
-        connection = self._connection
         if windows:
             # The buffer is another layer's until the engine has seeded that.
             before = self._seeded.get(layer % SEED_BUFFERS)
             if before is not None:
-                connection.wait(self._at.ready(before))
+                self._signals.await_ready(before)
             self._seeded[layer % SEED_BUFFERS] = layer
-            if connection.lost_reason is None:
-                torch.cat(
-                    tuple(windows), out=_first(seed_buffer(connection.tensors, layer), windows)
-                )
-        connection.raise_to(self._at.input(layer))
+            self._signals.put_windows(layer, windows)
+        self._signals.raise_input(layer)
 
     def end_extend(self) -> None:
         """See `Link.end_extend`."""
@@ -109,7 +120,15 @@ class SharedLink:
     def begin_decode(self, kind: DecodeKind, step: DecodeRows) -> None:
         """See `Link.begin_decode`."""
         self._is_decode, self._kind = True, kind
-        if kind is DecodeKind.DENSE and not self._grown and not self.program.attends:
+        is_asked = kind is not DecodeKind.DENSE or self.program.attends
+        if step.is_rehearsal:
+            self._signals.mask()
+            self._is_open = is_asked
+            if is_asked and (kind, len(step.rows)) not in self._prepared:
+                self._prepare(kind, len(step.rows), step.num_cold)
+            return
+        if not is_asked and not self._grown:
+            self._is_open = False
             return  # nothing is asked of the engine
         grown, self._grown = self._grown, frozenset()
         size = len(step.rows)
@@ -123,11 +142,11 @@ class SharedLink:
                 flags=(GROWN if row in grown else 0) | (SLOW if is_slow else 0),
             )
             for row, length, is_slow in zip(
-                step.rows.tolist(), step.lengths_on_host.tolist(), slow, strict=True
+                self._host_rows(step.rows, grown), step.lengths_on_host.tolist(), slow, strict=True
             )
         ]
         variant = _DECODE_KINDS.index(kind)
-        self._announce(EntryKind.DECODE, rows, variant=variant, num_cold=step.num_cold)
+        self._announce(EntryKind.DECODE, rows, variant=variant, num_cold=step.num_cold, step=step)
 
     def enter_attention(self, layer: int) -> None:
         """See `Link.enter_attention`."""
@@ -138,7 +157,7 @@ class SharedLink:
     ) -> None:  # fmt: skip
         """See `Link.select_with_query`."""
         if self._is_open and self.program.hands_over_query(self._kind, layer):
-            self._hand_over(layer, query)
+            self._signals.put_query(layer, query)
 
     def remote_output(self, layer: int) -> torch.Tensor | None:
         """See `Link.remote_output`: all K/V are mapped here."""
@@ -148,81 +167,91 @@ class SharedLink:
         """See `Link.attend_selected`; of nothing, if the engine is lost and the step ends so."""
         if not self.program.attends_in(layer):
             return None
-        connection, shape = self._connection, (*query.shape[:2], query.shape[2] + 1)
+        shape = (*query.shape[:2], query.shape[2] + 1)
         if self._is_open:
-            self._hand_over(layer, query)
-            if connection.wait(self._at.ready(layer)):
-                return connection.tensors["outputs"][: len(query)]
+            self._signals.put_query(layer, query)
+            if self._signals.await_ready(layer):
+                return self._connection.tensors["outputs"][: len(query)]
         return torch.full(shape, float("-inf"))
 
     def await_set(self, layer: int) -> torch.Tensor | None:
         """See `Link.await_set`."""
         if self._is_open and self.program.awaits(self._kind, layer):
-            self._connection.wait(self._at.ready(layer))
+            self._signals.await_ready(layer)
         return None
+
+    def resident_positions(self, layer: int) -> torch.Tensor | None:
+        """See `Link.resident_positions`: the engine's books are mapped here, too."""
+        book = self.program.book_of(layer)
+        return None if book is None else self._connection.books["resident_positions"][book]
 
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
         """See `Link.attended`."""
         if self._is_open and self.program.hands_over_later(self._kind, layer):
-            self._hand_over(layer, query)
+            self._signals.put_query(layer, query)
 
     def end_step(self) -> None:
         """See `Link.end_step`."""
         if self._is_open:
-            self._connection.raise_to(self._at.input(self._at.end))
+            self._signals.raise_end()
         self._end()
 
     def recover(self) -> None:
         """See `Link.recover`."""
         if self._is_open:
-            self._connection.give_up()
+            self._signals.give_up()
             self._is_open = False
 
     # -- inside --------------------------------------------------------------------------
 
     def _announce(
-        self, kind: EntryKind, rows: list[StepRow], *, variant: int = 0, num_cold: int = 0
-    ) -> None:
+        self, kind: EntryKind, rows: list[StepRow], *, variant: int = 0, num_cold: int = 0,
+        step: DecodeRows | None = None,
+    ) -> None:  # fmt: skip
         """Begin a step, once the engine has done with all that earlier ones have asked for."""
         self.recover()
         connection = self._connection
-        if connection.lost_reason is not None or not connection.wait(self._at.FINISHED):
-            return
+        if self._signals.is_captured and self._prepared_epoch != connection.epoch:
+            self._prepare_again()
         connection.step += 1
-        connection.announce(
-            StepEntry(
-                kind=kind, step=connection.step, variant=variant, num_cold=num_cold,
-                rows=tuple(rows),
-            )
-        )  # fmt: skip
-        self._is_open = True
+        entry = StepEntry(
+            kind=kind, step=connection.step, variant=variant, num_cold=num_cold, rows=tuple(rows)
+        )
+        self._is_open = self._signals.begin(entry, step)
+
+    def _prepare(self, kind: DecodeKind, size: int, num_cold: int) -> None:
+        """Let the engine capture its half of a step, and wait for it."""
+        if self._prepared_epoch != self._connection.epoch:
+            self._prepare_again()
+        self._prepared[kind, size] = num_cold
+        self._ask(kind, size, num_cold)
+
+    def _prepare_again(self) -> None:
+        """Let the engine of a new epoch load and capture all that there is."""
+        self._prepared_epoch = self._connection.epoch
+        self._ask(DecodeKind.DENSE, 0, 0)
+        for (kind, size), num_cold in self._prepared.items():
+            self._ask(kind, size, num_cold)
+
+    def _ask(self, kind: DecodeKind, size: int, num_cold: int) -> None:
+        self._connection.prepare(variant=_DECODE_KINDS.index(kind), num_cold=num_cold, size=size)
+
+    def _host_rows(self, rows: torch.Tensor, grown: frozenset[int]) -> list[int]:
+        """Return `rows` ``[B]`` on the host; all 0 on a GPU where nobody knows them."""
+        if not self._signals.is_captured or grown:
+            return rows.tolist()
+        found = self._rows_on_host() or []
+        return [*found, *[0] * (len(rows) - len(found))]
 
     def _end(self) -> None:
-        """End a step: SGLang may write to the request table once the engine has read it."""
         if self._is_open:
-            self._connection.wait(self._at.LOADED)
-        self._is_open = False
+            self._signals.end()
+        if not self._signals.is_captured:
+            self._is_open = False
 
     def _on_layer_input(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
         is_selecting = self._is_open and self._is_decode and self._kind is DecodeKind.SELECTING
-        if not is_selecting or not self.program.reads_stream(layer):
-            return
-        if self._connection.lost_reason is not None:
-            return
-        out = self._connection.tensors["streams"][layer, : len(hidden_states)]
-        if residual is None:
-            out.copy_(hidden_states)
-        else:
-            torch.add(hidden_states, residual, out=out)
-        self._connection.raise_to(self._at.input(layer))
-
-    def _hand_over(self, layer: int, query: torch.Tensor) -> None:
-        if self._connection.lost_reason is None:
-            self._connection.tensors["queries"][layer, : len(query)].copy_(query)
-            self._connection.raise_to(self._at.query(layer))
-
-
-def _first(buffer: torch.Tensor, windows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return buffer[: sum(len(window) for window in windows)]
+        if is_selecting and self.program.reads_stream(layer):
+            self._signals.put_stream(layer, hidden_states, residual)

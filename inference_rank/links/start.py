@@ -10,23 +10,29 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.local import DenseLengths
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.predictor_weights import put_weights
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.in_process.backend import InProcessBackend
+from tandemkv.inference_rank.in_process.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.in_process.start import (
+    attention_probe,
     dense_steps,
     full_backend,
     local_model_spec,
     make_home,
     refresh_for,
 )
+from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.refresh import RefreshSchedule
 
-from .connection import OpenedEpoch, SharedConnection
+from .connection import OpenedEpoch, SharedConnection, limit_s
 from .shared import SharedLink
+from .signals import HostSignals, StreamSignals
 
 _GENERATION_BITS = 40
 
@@ -40,6 +46,8 @@ class SharedRuntime:
     client: SharedConnection
     counters: Counters
     resident_bytes: int
+    mapped_bytes: int
+    occupancy: Occupancy
     req_to_token_pool: Any
     middle_chunk_row: int | None = None
     rows_on_host: list[int] | None = None
@@ -47,6 +55,8 @@ class SharedRuntime:
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
+    measurement: None = None
+    """A selection is timed in the process that makes it."""
 
     def adopt(self, connection: OpenedEpoch) -> None:
         """Begin the epoch of a connection that was opened."""
@@ -65,6 +75,8 @@ class SharedRuntime:
         values |= {
             "cache_rank_up": float(lost is None),
             "resident_bytes": float(self.resident_bytes),
+            "mapped_bytes": float(self.mapped_bytes + self.client.epoch_bytes),
+            **self.occupancy.values(),
             "resident_slots": float(selection.num_resident),
             "ring_slots": float(selection.num_recent_tokens),
             "plan_refresh_steps": float(selection.refresh_steps),
@@ -116,6 +128,8 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         kept=pool.mapped,
         counters=counters,
     )
+    if settings.selection.declared.predicts_from_hidden:
+        _put_predictor(runner, settings, model, pool.mapped)
     connection.connect()
     runtime = SharedRuntime(
         settings=settings,
@@ -123,12 +137,26 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         client=connection,
         counters=counters,
         resident_bytes=home.nbytes,
+        mapped_bytes=pool.mapped.nbytes,
+        occupancy=Occupancy(runner),
         req_to_token_pool=runner.req_to_token_pool,
         refresh=refresh_for(runner, connection.program, settings.selection),
     )
     runtime_module.set_current_local(runtime)
     selection = settings.selection
-    link = SharedLink(connection, model, runtime.generation)
+    limit = limit_s(settings.exchange)
+    signals = (
+        StreamSignals(connection, model.num_layers, timeout_s=limit)
+        if pool.mapped.homes.are_on_gpu
+        else HostSignals(connection, model.num_layers)
+    )
+    link = SharedLink(
+        connection,
+        signals,
+        model,
+        generation_of=runtime.generation,
+        rows_on_host=lambda: runtime.rows_on_host,
+    )
     link.hook(runner.model)
     return InProcessBackend(
         runner,
@@ -141,4 +169,20 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         dense=dense_steps(selection),
         num_resident=selection.num_resident,
         runtime=runtime,
+        probe=attention_probe(runner, settings, model, home, link),
     )
+
+
+def _put_predictor(
+    runner: Any, settings: RankSettings, model: ModelSpec, mapped: MappedTensors
+) -> None:
+    """Put the weights that predict queries where the engine reads them."""
+    predictor = LiveQueryPredictor(
+        runner.model,
+        num_qo_heads=model.num_qo_heads,
+        head_dim=model.head_dim,
+        device=torch.device(runner.device),
+        is_int8=settings.selection.predictor_dtype_of(is_far=False) == "int8",
+    )
+    predictor.load()
+    put_weights(mapped, *predictor.weights())

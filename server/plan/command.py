@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.token_count import read_token_count
+from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.options import RANK_FLAGS, with_flags
 from tandemkv.server.placement_choice import needs_own_process, selection_on_gpu
 from tandemkv.server.preflight import check_policy, resolve_model
@@ -46,58 +48,67 @@ def _token_count(text: str | int) -> int:
     return count
 
 
+_TOKENS = {"parser": _token_count, "metavar": "TOKENS"}
+
+
 @with_flags(PLAN_FLAGS)
 def plan(
     flags: dict[str, Sourced],
-    model: Annotated[
-        str,
-        typer.Option("--model", help=f"Model directory, or one of {NAMES}."),
-    ],
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="GPUs of one host.")] = 1,
+    model: Annotated[str, option(f"Model directory, or one of {NAMES}.")],
+    gpus: Annotated[int, option("GPUs of one host.", min=1, max=64)] = 1,
     gpu_memory: Annotated[
-        float,
-        typer.Option("--gpu-memory", min=1, max=4096, help="GiB of each GPU, as programs see it."),
+        float, option("GiB of each GPU, as programs see it.", min=1, max=4096)
     ] = 139.0,
-    context: Annotated[
-        int,
-        typer.Option(
-            "--context", parser=_token_count, metavar="TOKENS", help="Of one request, e.g. 64k."
-        ),
-    ] = 65536,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, max=4096, help="Requests that decode together.")
-    ] = 8,
+    context: Annotated[int, option("Of one request, e.g. 64k.", **_TOKENS)] = 65536,
+    concurrency: Annotated[int, option("Requests that decode together.", min=1, max=4096)] = 8,
     cache_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--cache-tokens",
-            parser=_token_count,
-            metavar="TOKENS",
-            help="KV capacity; default context x concurrency.",
-        ),
+        int | None, option("KV capacity; default context x concurrency.", **_TOKENS)
     ] = None,
-    chunked_prefill_size: Annotated[
-        int,
-        typer.Option("--chunked-prefill-size", min=16, help="Prompt tokens per forward pass."),
-    ] = 8192,
+    chunked_prefill_size: Annotated[int, option("Prompt tokens per forward pass.", min=16)] = 8192,
     index_dtype: Annotated[
         str | None,
-        typer.Option(
-            "--index-dtype",
+        option(
+            "Precision of scans; default what serve takes on GPUs, int4 for most policies.",
             metavar="|".join(INDEX_DTYPES),
-            help="Precision of scans; default what serve takes on GPUs, int4 for most policies.",
         ),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="bfloat16|float16|float32", help="Weights and KV.")
-    ] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    dtype: Annotated[str, option("Weights and KV.", metavar="bfloat16|float16|float32")] = (
+        "bfloat16"
+    ),
+    as_json: Annotated[bool, option("Print the plan as JSON.", "--json")] = False,
 ) -> None:
     """Say what fits on which GPUs, the predicted time per token, and what to choose.
 
     Exit code 1 if no placement of tandemkv fits.
     """
     flags["model"] = Sourced(model, "--model")
+    load = Workload.from_selection(
+        _selection(flags, index_dtype),
+        context_tokens=context,
+        concurrency=concurrency,
+        chunk_tokens=chunked_prefill_size,
+        capacity_tokens=cache_tokens,
+    )
+    is_embedded = model == EMBEDDED_MODEL
+    source = str(resolve_model(model, lambda _: None)) if is_embedded else model
+    shape, gpu_bytes = find_shape(source, dtype=dtype), int(gpu_memory * GIB)
+    choice = choose_placement(shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
+    if as_json:
+        found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        console = Console(highlight=False)
+        for part in plan_view(choice, shape, load, gpu_bytes):
+            console.print(part)
+        if choice.chosen is not None:
+            command = _command(model, choice.chosen.placement, load, flags, index_dtype)
+            console.print(Text(f"start it with\n  {command}"), soft_wrap=True)
+    if choice.chosen is None:
+        raise typer.Exit(1)
+
+
+def _selection(flags: dict[str, Sourced], index_dtype: str | None) -> SelectionSettings:
+    """Return what would be served on a GPU with `flags`."""
     selection = load_settings(flags, os.environ).selection
     check_policy(selection.policy)
     if needs_own_process(selection):
@@ -108,41 +119,21 @@ def plan(
         )
     if index_dtype is not None:
         selection = selection.model_copy(update={"index_dtype": index_dtype})
-    load = Workload.from_selection(
-        selection_on_gpu(selection),
-        context_tokens=context,
-        concurrency=concurrency,
-        chunk_tokens=chunked_prefill_size,
-        capacity_tokens=cache_tokens,
-    )
-    if model == EMBEDDED_MODEL:
-        shape = find_shape(str(resolve_model(model, lambda _: None)), dtype=dtype)
-    else:
-        shape = find_shape(model, dtype=dtype)
-    gpu_bytes = int(gpu_memory * GIB)
-    choice = choose_placement(shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
-    if as_json:
-        typer.echo(
-            json.dumps(plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes), indent=2)
-        )
-    else:
-        console = Console(highlight=False)
-        for part in plan_view(choice, shape, load, gpu_bytes):
-            console.print(part)
-        if choice.chosen is not None:
-            command = _command(model, choice.chosen.placement, load, flags)
-            if index_dtype is not None:
-                command += f" --index-dtype {index_dtype}"
-            console.print(Text(f"start it with\n  {command}"), soft_wrap=True)
-    if choice.chosen is None:
-        raise typer.Exit(1)
+    return selection_on_gpu(selection)
 
 
-def _command(model: str, placement: Placement, load: Workload, flags: dict[str, Sourced]) -> str:
+def _command(
+    model: str,
+    placement: Placement,
+    load: Workload,
+    flags: dict[str, Sourced],
+    index_dtype: str | None,
+) -> str:
     """Return the command that serves `load` in `placement`; what was given is given again."""
     words = ["tandemkv", "serve", "/path/to/model" if model.lower() in BUILT_IN_SHAPES else model]
     words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
     words += ["--cache-tokens", str(load.total_tokens)]
     for value, name in (flags[flag.key] for flag in PLAN_FLAGS if flag.key in flags):
         words += [name] if isinstance(value, bool) else [name, str(value)]
+    words += [] if index_dtype is None else ["--index-dtype", index_dtype]
     return shlex.join(words)

@@ -139,21 +139,8 @@ def predict_step(
 ) -> StepTime:
     """Predict one decode step with every request at the full context.
 
-    Parameters
-    ----------
-    placement : Placement
-        Where the parts run.
-    shape : ModelShape
-        The model.
-    load : Workload
-        Batch is `concurrency`, length is `context_tokens`.
-    cost : CostConstants
-        Of the hardware.
-
-    Returns
-    -------
-    StepTime
-        In ms. While everything is resident nothing is selected and no layer is exact.
+    The batch is the `concurrency` of `load`, the length its `context_tokens`. While everything is
+    resident nothing is selected and no layer is exact.
     """
     tp_size, layers, batch = placement.tp_size, shape.num_layers, load.concurrency
     per_request = cost.request_layer_us if tp_size == 1 else cost.tp_request_layer_us
@@ -175,39 +162,16 @@ def predict_step(
     model_us = (weights_us + overhead_us) / layers + resident_us
     # What follows an anchor takes its rows and no more.
     scanned = min(1.0, load.num_scanned(layers) / max(1, sparse))
-    rest_us = (1 - scanned) * gather_us(load, cost)
     if placement.kind is PlacementKind.IN_PROCESS:
-        select_us = scanned_us = 0.0
-        if load.selects:
-            dtype = load.own_predictor_dtype
-            own_us = selection_us(shape, load, tp_size, cost, predictor_dtype=dtype)
-            select_us = scanned * own_us + rest_us
-            scanned_us = scan_us(shape, load, tp_size, cost) - cost.scan_fixed_us
-            scanned_us *= scanned
-        exposed_us = scanned_us * (1 - cost.scan_overlap)
-        exposed_us += (select_us - scanned_us) * (1 - cost.in_process_overlap)
-        if load.waits:
-            exposed_us = select_us - rest_us * cost.in_process_overlap
+        select_us, exposed_us = _own_selection(placement, shape, load, scanned, cost)
         exact_us = dense_us
     else:
+        select_us, exposed_us = _remote_selection(
+            placement, shape, load, scanned, model_us=model_us, sparse=sparse, cost=cost
+        )
         caches = placement.num_cache_gpus
-        select_us = exposed_us = 0.0
-        if load.selects:
-            dtype = load.predictor_dtype if placement.may_be_peer else "native"
-            own_us = selection_us(shape, load, caches, cost, predictor_dtype=dtype)
-            select_us = scanned * own_us + rest_us + cost.exchange_us
-            own_us += cost.exchange_us
-            # An anchor's selection has one layer to hide behind, however few anchors there are.
-            exposed_us = scanned * max(cost.handover_us, own_us - model_us)
-            exposed_us += (1 - scanned) * cost.handover_us
-            # Of the first layer, which has none before it to hide behind, unless the last step
-            # has selected for it; beside that step's logits one layer hides.
-            if not exact and not (placement.may_be_peer and load.num_late):
-                exposed_us += own_us / max(1, sparse)
-            if load.waits:
-                exposed_us = cost.handover_us + scanned * own_us
-        far_us = attention_us(shape, batch, load.context_tokens, caches, cost)
-        exact_us = cost.handover_us + cost.exchange_us + far_us
+        remote_us = attention_us(shape, batch, load.context_tokens, caches, cost)
+        exact_us = cost.handover_us + cost.exchange_us + remote_us
     return StepTime(
         weights_ms=weights_us / 1e3,
         overhead_ms=overhead_us / 1e3,
@@ -216,6 +180,60 @@ def predict_step(
         exposed_selection_ms=sparse * exposed_us / 1e3,
         selection_ms=sparse * select_us / 1e3,
     )
+
+
+def _own_selection(
+    placement: Placement, shape: ModelShape, load: Workload, scanned: float, cost: CostConstants
+) -> tuple[float, float]:
+    """Return a layer's selection on the model's GPU, and what of it shows, in us.
+
+    `scanned` is the share of the layers whose keys are scanned.
+    """
+    if not load.selects:
+        return 0.0, 0.0
+    rest_us = (1 - scanned) * gather_us(load, cost)
+    whole_us = selection_us(
+        shape, load, placement.tp_size, cost, predictor_dtype=load.own_predictor_dtype
+    )
+    select_us = scanned * whole_us + rest_us
+    if load.waits:
+        return select_us, select_us - rest_us * cost.in_process_overlap
+    scanned_us = scanned * (scan_us(shape, load, placement.tp_size, cost) - cost.scan_fixed_us)
+    exposed_us = scanned_us * (1 - cost.scan_overlap)
+    return select_us, exposed_us + (select_us - scanned_us) * (1 - cost.in_process_overlap)
+
+
+def _remote_selection(
+    placement: Placement,
+    shape: ModelShape,
+    load: Workload,
+    scanned: float,
+    *,
+    model_us: float,
+    sparse: int,
+    cost: CostConstants,
+) -> tuple[float, float]:
+    """Return a layer's selection on a cache GPU, and what of it shows, in us.
+
+    `model_us` is the model's own time a layer, `sparse` the number of layers that select.
+    """
+    if not load.selects:
+        return 0.0, 0.0
+    dtype = load.predictor_dtype if placement.may_be_peer else "native"
+    own_us = selection_us(shape, load, placement.num_cache_gpus, cost, predictor_dtype=dtype)
+    select_us = scanned * own_us + (1 - scanned) * gather_us(load, cost) + cost.exchange_us
+    own_us += cost.exchange_us
+    if load.waits:
+        return select_us, cost.handover_us + scanned * own_us
+    # An anchor's selection has one layer to hide behind, however few anchors there are.
+    exposed_us = scanned * max(cost.handover_us, own_us - model_us)
+    exposed_us += (1 - scanned) * cost.handover_us
+    # Of the first layer, which has none before it to hide behind, unless the last step has selected
+    # for it; beside that step's logits one layer hides.
+    has_exact = sparse < shape.num_layers
+    if not has_exact and not (placement.may_be_peer and load.num_late):
+        exposed_us += own_us / max(1, sparse)
+    return select_us, exposed_us
 
 
 def attention_us(

@@ -72,20 +72,8 @@ class PlacementMemory:
 def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> PlacementMemory:
     """Return what each GPU of `placement` holds.
 
-    Parameters
-    ----------
-    placement : Placement
-        Where the parts run; head counts must be divisible by its shard counts.
-    shape : ModelShape
-        The model.
-    load : Workload
-        What is served.
-
-    Returns
-    -------
-    PlacementMemory
-        Bytes. KV heads, resident set and index are sharded evenly; rows of the resident set
-        number ``concurrency + 1``, as row 0 is padding.
+    KV heads, resident set and index are sharded evenly: head counts must be divisible by the shard
+    counts of `placement`. The resident set has ``concurrency + 1`` rows, as row 0 is padding.
     """
     tp_size = placement.tp_size
     kv = load.total_tokens * shape.kv_token_bytes
@@ -114,21 +102,13 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
                 **model,
             )
         )
-    caches = placement.num_cache_gpus
-    mailboxes = mailbox_bytes(shape, load)
+    caches, mailboxes = placement.num_cache_gpus, mailbox_bytes(shape, load)
+    dtype = load.predictor_dtype if placement.may_be_peer else "native"
+    staging = staging_bytes(shape, load) + mailboxes
     return PlacementMemory(
-        inference=Footprint(
-            resident_set=resident,
-            staging=_shard(staging_bytes(shape, load) + mailboxes, tp_size),
-            **model,
-        ),
+        inference=Footprint(resident_set=resident, staging=_shard(staging, tp_size), **model),
         cache=Footprint(
-            weights=_shard(
-                shape.far_predictor_bytes(
-                    load.predictor_dtype if placement.may_be_peer else "native"
-                ),
-                caches,
-            ),
+            weights=_shard(shape.far_predictor_bytes(dtype), caches),
             kv=_shard(kv, caches),
             key_index=_shard(index, caches),
             selection_scratch=_shard(scratch, caches),

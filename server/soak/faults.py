@@ -87,6 +87,11 @@ class Fault:
         )
 
     @property
+    def ends_connections(self) -> bool:
+        """Whether SGLang's HTTP process ends, so that who comes just then gets no answer at all."""
+        return self.ends_http or (self.action == "kill" and self.target == SCHEDULER)
+
+    @property
     def is_of_cache_rank(self) -> bool:
         """Whether SGLang stays up, so that nothing need be lost."""
         return self.target == CACHE_RANK or self.action in ("delay", "drop")

@@ -12,12 +12,12 @@ from typing import Any
 
 from .canaries import compare
 from .faults import Fault
-from .run import Findings
+from .run import Findings, held_by_requests
 from .slope import Slope, slope_of
 from .target import Target
 from .windows import Windows
 
-_FD_SLACK, _THREAD_SLACK = 8, 4
+_FD_SLACK, _THREAD_SLACK = 16, 4
 _LEAST_LIFE_S, _SETTLING_S = 600.0, 240.0
 _MOST_RSS_MIB_PER_HOUR = 60.0
 _MOST_SLOWER_PERCENT = 5.0
@@ -153,9 +153,14 @@ def _of_faults(
 
 def _of_leaks(found: Findings, target: Target) -> Iterable[Check]:
     last = found.quiet[-1]
-    yield _none("rows of the cache rank at the end", last.rows)
-    if last.is_flushed:
-        yield _none("slots of SGLang after a flush", last.used_tokens)
+    for name in held_by_requests(last.is_flushed):
+        yield _none(f"{name} at the end", last.books.get(name, 0.0))
+    yield Check(
+        name="growth of mapped memory, bytes",
+        value=last.books.get("mapped_bytes", 0.0) - found.quiet[0].books.get("mapped_bytes", 0.0),
+        required="0",
+        passed=last.books.get("mapped_bytes") == found.quiet[0].books.get("mapped_bytes"),
+    )
     held = [point.held for point in found.quiet if point.held is not None]
     if held:
         first, end = held[0], held[-1]

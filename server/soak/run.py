@@ -26,9 +26,9 @@ _CANARIES = 9
 _LONGEST_TOKENS = 600
 _PROBE_EVERY_S = 2.0
 _QUIET_TIMEOUT_S = 150.0
-_UNREACHABLE_PAUSE_S = 0.5
+_UNREACHABLE_PAUSE_S = 1.0
 _MOST_QUIET = 6
-_METRICS = re.compile(r"^sglang:(num_used_tokens|num_running_reqs)\{[^}]*\} (\S+)$", re.MULTILINE)
+_METRICS = re.compile(r"^sglang:(num_used_tokens)\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +61,19 @@ class SoakSettings:
 
 @dataclass(slots=True, kw_only=True)
 class QuietPoint:
-    """What the server holds while nobody asks for anything."""
+    """What the server holds while nobody asks for anything.
+
+    `books` are its own counts: rows and slots of requests, mapped bytes, SGLang's tokens.
+    """
 
     held: Held | None
-    used_tokens: int | None
-    rows: int
+    books: dict[str, float]
     is_flushed: bool
 
     def as_json(self) -> dict[str, Any]:
         """Return it for the report."""
         return {
-            "used_tokens": self.used_tokens,
-            "rows": self.rows,
+            "books": self.books,
             "flushed": self.is_flushed,
             "held": None if self.held is None else self.held.as_json(),
         }
@@ -140,6 +141,14 @@ def dense_rule(status: dict[str, Any]) -> Callable[[int], bool]:
     longest = float(rank.get("values", {}).get("plan_dense_tokens", 0.0))
     is_exact = rank.get("info", {}).get("policy") == "exact"
     return lambda tokens: is_exact or tokens <= longest
+
+
+def held_by_requests(is_flushed: bool) -> tuple[str, ...]:
+    """Return which of the books have to be 0 while nobody asks for anything.
+
+    The prefix cache keeps slots of requests that have ended, until it is emptied.
+    """
+    return ("request_rows", "slots_used", "sglang_tokens") if is_flushed else ("request_rows",)
 
 
 class _Run:
@@ -212,20 +221,18 @@ class _Run:
         while (self._busy or not self._found.watch.is_ready) and time.monotonic() < deadline:
             time.sleep(0.1)
         is_flushed = self._flush(deadline)
-        rows = used = None
+        books: dict[str, float] = {}
         while time.monotonic() < deadline:  # SGLang's gauges lag behind an idle server
             with contextlib.suppress(OSError, ValueError, StatusUnavailableError, KeyError):
-                rows, used = self._rows(), self._used_tokens()
-                if rows == 0 and (used == 0 or not is_flushed):
+                books = self._books()
+                if not any(books.get(name) for name in held_by_requests(is_flushed)):
                     break
             time.sleep(1.0)
         processes = self._target.processes
         held = None if processes is None else processes.held()
         if held is not None:
             self._target.segments.update(held.shared_memory)
-        self._found.quiet.append(
-            QuietPoint(held=held, used_tokens=used, rows=rows or 0, is_flushed=is_flushed)
-        )
+        self._found.quiet.append(QuietPoint(held=held, books=books, is_flushed=is_flushed))
 
     def _flush(self, deadline: float) -> bool:
         while time.monotonic() < deadline:
@@ -236,19 +243,19 @@ class _Run:
             time.sleep(0.5)
         return False
 
-    def _rows(self) -> int:
-        status = fetch_status(self._target.url)
-        ranks = status["cache_ranks"] or [{"values": {}}]
-        return int(ranks[0]["values"].get("rows_live", 0))
-
-    def _used_tokens(self) -> int:
+    def _books(self) -> dict[str, float]:
+        """Return what requests hold, by the inference rank's own count and by SGLang's."""
+        values = fetch_status(self._target.url)["inference_rank"]["values"]
+        names = ("request_rows", "slots_used", "mapped_bytes")
+        found = {name: float(values[name]) for name in names if name in values}
         code, text = self._target.client.get("/v1/loads", is_admin=True)
         if code == 200:
             loads = json.loads(text)["loads"]
-            return sum(int(each["num_used_tokens"]) for each in loads)
+            return found | {"sglang_tokens": sum(float(each["num_used_tokens"]) for each in loads)}
         _, text = self._target.client.get("/metrics")
-        found = dict(_METRICS.findall(text.decode()))
-        return int(float(found["num_used_tokens"]))
+        return found | {
+            "sglang_tokens": float(dict(_METRICS.findall(text.decode()))["num_used_tokens"])
+        }
 
     def _send_load(self) -> None:
         for request in self._requests():

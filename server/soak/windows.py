@@ -23,6 +23,7 @@ class Window:
     began: float
     ended: float
     ends_http: bool
+    ends_connections: bool
     is_of_cache_rank: bool
 
 
@@ -40,12 +41,13 @@ class Windows:
                 fault.began - _BEFORE_S,
                 fault.ended + _AFTER_S,
                 fault.ends_http,
+                fault.ends_connections,
                 fault.is_of_cache_rank,
             )
             for fault in faults
         ]
         found += [
-            Window(line["time"] - _BEFORE_S, line["time"] + _POINT_S, False, True)
+            Window(line["time"] - _BEFORE_S, line["time"] + _POINT_S, False, False, True)
             for line in points
             if line["action"] == "drop"
         ]
@@ -100,7 +102,11 @@ class Windows:
             how = "ended" if outcome.ending == "error event" else "refused"
             return f"{how} with 503" if is_clear else "wrong status"
         if outcome.ending == "cut":
-            return "cut" if any(each.ends_http for each in windows) else "lost"
+            has_begun = outcome.status != 0
+            is_explained = any(
+                each.ends_http if has_begun else each.ends_connections for each in windows
+            )
+            return "cut" if is_explained else "lost"
         if request.refusals:
             return "refused" if outcome.status in request.refusals else "wrong status"
         is_answered = outcome.status == 200 and outcome.ending == "complete"

@@ -169,8 +169,8 @@ def too_long(server: Server, ids: list[int]) -> dict[str, dict[str, Any]]:
     left = life_cycle.after_flush(server)
     for row in rows.values():
         row["other_request_is_the_same"] = other == alone
-        row["slots_left"] = left["cache_slots_live"]
-        row["pass"] = row["code"] == 400 and other == alone and left["cache_slots_live"] == 0
+        row["slots_left"] = left["slots_used"]
+        row["pass"] = row["code"] == 400 and other == alone and left["slots_used"] == 0
     return rows
 
 

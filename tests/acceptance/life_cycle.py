@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests, aborts and disconnects; then both processes' books must agree."""
+"""Random requests, aborts and disconnects; then nothing may be left."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def kill_client(server: Server, body: dict[str, Any], *, lines: int) -> float:
         line = client.stdout.readline()
         assert line, "the stream ended before the client could be killed"
         seen += line.startswith(b"data:")
-    assert server.values()[1]["rows_live"] > 0
+    assert server.values()[0]["request_rows"] > 0
     client.kill()
     client.wait()
     return wait_idle(server, 60.0)
@@ -128,13 +128,9 @@ def steps_after_abort(server: Server, body: dict[str, Any]) -> float:
 
 
 def books(server: Server) -> dict[str, float]:
-    """What the cache rank holds now."""
-    cache = server.values()[1]
-    return {
-        "cache_slots_live": cache["slots_live"],
-        "cache_rows_live": cache["rows_live"],
-        "stale_reads": cache["stale_reads_total"],
-    }
+    """What requests and the radix cache hold now, and how much memory both ranks map."""
+    inference = server.values()[0]
+    return {name: inference[name] for name in ("request_rows", "slots_used", "mapped_bytes")}
 
 
 def sglang_used_tokens(server: Server) -> float:
@@ -146,24 +142,24 @@ def sglang_used_tokens(server: Server) -> float:
 
 
 def agreed_books(server: Server) -> dict[str, float]:
-    """Books of both sides, once SGLang's gauges have caught up with an idle server."""
+    """Our status and SGLang's gauges, once these have caught up with an idle server."""
     deadline = time.monotonic() + _IDLE_METRICS_S
     while True:
         found = books(server) | {"sglang_used_tokens": sglang_used_tokens(server)}
-        is_same = found["sglang_used_tokens"] == found["cache_slots_live"]
+        is_same = found["sglang_used_tokens"] == found["slots_used"]
         if is_same or time.monotonic() > deadline:
             return found
         time.sleep(1.0)
 
 
 def wait_idle(server: Server, timeout_s: float) -> float:
-    """Seconds until no row is occupied on the cache rank."""
+    """Seconds until no request holds a row."""
     start = time.monotonic()
     while time.monotonic() - start < timeout_s:
-        if server.values()[1]["rows_live"] == 0:
+        if server.values()[0]["request_rows"] == 0:
             return time.monotonic() - start
         time.sleep(0.1)
-    raise AssertionError(f"rows still live after {timeout_s} s: {server.values()[1]}")
+    raise AssertionError(f"rows still held after {timeout_s} s: {server.values()[0]}")
 
 
 def after_flush(server: Server) -> dict[str, float]:

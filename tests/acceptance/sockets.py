@@ -16,6 +16,7 @@ _UNIX_LISTEN = 0x10000  # __SO_ACCEPTCON
 _RANK_SOCKETS = {
     "control.sock": "control messages of the inference rank",
     "heartbeat.sock": "heartbeats and status of the cache rank",
+    "memory.sock": "descriptors of the memory that both ranks map",
     "inference.sock": "status of the inference rank",
 }
 
@@ -57,13 +58,7 @@ def purpose(listener: Listener, server: Server) -> str | None:
         return None
     if listener.port == int(server.url.rpartition(":")[2]):
         return "HTTP API" if listener.process == "SGLang" else None
-    if listener.process in ("cache rank", "SGLang scheduler") and _has_cache_rank(server):
-        return "gloo pair of the two ranks"
     return None
-
-
-def _has_cache_rank(server: Server) -> bool:
-    return any(_role(process) == "cache rank" for process in server.processes())
 
 
 def _role(process: psutil.Process) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from exactness import make_prompts
 from rank_servers import Server, model_dir
 
-from tandemkv.server.quality.servers import stock_server, tandem_server
+from tandemkv.server.evaluation.quality.servers import stock_server, tandem_server
 from tandemkv.server.settings import ServeSettings
 
 DEVICE = os.environ.get("TANDEMKV_TEST_DEVICE", "cuda")

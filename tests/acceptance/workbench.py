@@ -35,6 +35,7 @@ STREAMING_512 = {"policy": "streaming", "num_recent_tokens": ATTENDED_512 - 4}
 STREAMING_1024 = {"policy": "streaming", "num_recent_tokens": ATTENDED_1024 - 4}
 DENSE = {"policy": "look_ahead", "budget_tokens": 4200}
 SMALL = {"policy": "look_ahead", "budget_tokens": 96, "num_recent_tokens": 16}
+SMALL_RESIDENT = 4 + 2 * 96
 
 
 @dataclass(frozen=True)

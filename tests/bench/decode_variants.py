@@ -33,8 +33,8 @@ _ROUNDS = 2
 
 def main() -> None:
     """Start `bench decode`, which runs this module in the place of `decode_bench`."""
-    from tandemkv.server.bench import decode_steps
     from tandemkv.server.commands import app
+    from tandemkv.server.evaluation.bench import decode_steps
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variant", action="append", required=True, metavar="PATH=VALUE;...")

@@ -24,7 +24,6 @@ from tandemkv.kernels.reference.mirror import mirror_diff as mirror_reference
 from tandemkv.kernels.reference.samples import attend_samples as samples_reference
 from tandemkv.kernels.samples import attend_samples
 from tandemkv.kernels.scatter import scatter_pack
-from tandemkv.kernels.testing import TOLERANCES, assert_close
 from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
 DEVICE = "cuda"
@@ -157,7 +156,7 @@ def bench_mirror(
     want = mirror_reference(selected, *theirs, **keywords, selected_scores=scores)
     assert all(map(torch.equal, (*got, *ours), (*want, *theirs)))
     if weights is not None and found is not None:
-        assert_close(found, weights.double())
+        torch.testing.assert_close(found, weights, rtol=2e-5, atol=2e-5)
     state = [(resident.clone(), used.clone()) for _, _, resident, used in layers]
 
     def restore(layer: int) -> None:
@@ -203,7 +202,7 @@ def bench_samples(sizes: Sizes, num_samples: int) -> Iterator[dict[str, object]]
     samples_reference(
         q, *pools[0], slots, rows, weight[0], active, want, lse, scale=scale, lse_unit=1.0
     )
-    assert_close(out, want.double(), TOLERANCES[torch.bfloat16])
+    torch.testing.assert_close(out, want.to(out.dtype), rtol=1.6e-2, atol=1.6e-2)
     calls: list[Callable[[], object]] = [lambda i=i: call(i) for i in list(range(layers)) * 6]  # type: ignore[misc]
     num_bytes = 2 * sizes.num_reqs * num_samples * sizes.heads * sizes.dim * 2
     times = microseconds(calls, sizes.repeats)

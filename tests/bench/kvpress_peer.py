@@ -32,8 +32,8 @@ from typing import Any
 import msgspec
 import torch
 
-from tandemkv.server.quality.configurations import Budget, Configuration, parse_budgets
-from tandemkv.server.quality.results import (
+from tandemkv.server.evaluation.quality.configurations import Budget, Configuration, parse_budgets
+from tandemkv.server.evaluation.quality.results import (
     Answer,
     TaskResult,
     read_result,
@@ -41,8 +41,8 @@ from tandemkv.server.quality.results import (
     write_configuration,
     write_result,
 )
-from tandemkv.server.quality.samples import Sample, digest, read_samples, samples_digest
-from tandemkv.server.quality.scorers import SCORERS
+from tandemkv.server.evaluation.quality.samples import Sample, digest, read_samples, samples_digest
+from tandemkv.server.evaluation.quality.scorers import SCORERS
 
 UNCOMPRESSED = "uncompressed"
 PRESSES = (
@@ -85,7 +85,7 @@ class Peer:
         return self._attended / self._context if self._context else None
 
     def ask(self, samples: list[Sample], dense: dict[str, list[int]]) -> list[Answer]:
-        """Answer samples of one mode, as `tandemkv.server.quality.measure` has a server do."""
+        """Answer samples of one mode, as `quality.measure` has a server do."""
         if samples[0].mode == "follow_up":
             # What a press has dropped in the first turn is gone: the question finds what it kept.
             samples = [msgspec.structs.replace(s, late_question=True) for s in samples]

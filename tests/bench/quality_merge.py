@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from tandemkv.server.quality.report import CAMPAIGN_FILE, write_campaign
-from tandemkv.server.quality.results import (
+from tandemkv.server.evaluation.quality.report import CAMPAIGN_FILE, write_campaign
+from tandemkv.server.evaluation.quality.results import (
     Answer,
     TaskResult,
     read_result,

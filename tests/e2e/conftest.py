@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers in three settings, each started once and kept no longer than needed; and stock's."""
+"""Real servers in two settings, each started once and kept no longer than needed; and stock's."""
 
 from __future__ import annotations
 
@@ -51,21 +51,8 @@ def reference(prompts: list[list[int]], new_tokens: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def exact_server() -> Iterator[Server]:
-    """Ours with policy exact and a tiny ring, so that every request needs the cache rank."""
+    """Ours with policy exact and a tiny ring."""
     with ours({"selection": {"policy": "exact", "num_recent_tokens": 16}}) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def covering_server() -> Iterator[Server]:
-    """Ours with look_ahead, everything selected, nothing skipped."""
-    selection = {
-        "policy": "look_ahead",
-        "budget_tokens": 600,
-        "num_recent_tokens": 32,
-        "dense_while_fits": False,
-    }
-    with ours({"selection": selection}) as server:
         yield server
 
 

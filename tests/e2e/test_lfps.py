@@ -28,6 +28,6 @@ def test_covering_budget_and_small_budget(token_ids: list[int]) -> None:
     inference, cache = counters["few"]
     # 23 decode steps, 28 layers that are not exact, 3 KV heads.
     assert cache["selections_total"] == 23 * 28
-    assert 0 < cache["selected_tokens_total"] <= 23 * 28 * 3 * 32
+    assert 0 < cache["attended_by_policy_total"] <= 23 * 28 * 3 * 32
     assert cache["fetched_rows_total"] == 0
     assert inference["exact_layer_rows_total"] == 23 * 2

@@ -102,8 +102,8 @@ def launch_log(server: Server) -> str:
 
 
 def running(server: Server) -> int:
-    """Requests that hold rows of the cache rank."""
-    return int(server.values()[1]["rows_live"])
+    """Requests that hold rows."""
+    return int(server.values()[0]["request_rows"])
 
 
 def inference_rank(server: Server) -> dict[str, Any]:

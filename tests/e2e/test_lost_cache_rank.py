@@ -24,7 +24,7 @@ def test_kill_in_mid_stream(small_server: Server, token_ids: list[int]) -> None:
     )
     with ThreadPoolExecutor(2) as pool:
         pending = [pool.submit(small_server.post, "/generate", body) for _ in range(2)]
-        while small_server.values()[1]["rows_live"] < 2:
+        while small_server.values()[0]["request_rows"] < 2:
             time.sleep(0.2)
         time.sleep(1.0)
         os.kill(small_server.cache_rank_pid(), signal.SIGKILL)

@@ -8,12 +8,12 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from exactness import compare, flush, run
+from mapped_memory import Memory, mapped, scheduler_pid
 from rank_servers import Server, ours
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -24,13 +24,13 @@ COVERING = {
     "num_recent_tokens": 32,
     "dense_while_fits": False,
 }
+RESIDENT = 4 + 2 * 600
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Everything is selected, nothing skipped: what the engine does decides every token."""
-    settings = {"selection": COVERING, "exchange": {"transport": "shared"}}
-    with ours({"cache_ranks": 1, **settings}) as found:
+    with ours({"selection": COVERING}) as found:
         yield found
 
 
@@ -41,6 +41,7 @@ def test_tokens_equal_stock(
     assert alone["pass"], alone
     warm = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
     assert warm["pass"], f"with radix hits, four at a time: {warm}"
+    assert warm["cached_tokens"] > 0
     flush(server)
     cold = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
     assert cold["pass"], f"after a flush, four at a time: {cold}"
@@ -60,14 +61,48 @@ def test_nothing_between_the_ranks_is_tcp(server: Server) -> None:
             if connection.status == psutil.CONN_LISTEN:
                 found.add(connection.laddr.port)
     assert found == {port}
-    maps = [memfds(process.pid) for process in server.processes()]
-    assert sum("tandemkv-kv" in found for found in maps) >= 2
-    assert server.values()[0]["bytes_sent_total"] == 0
+    holding = [process.pid for process in server.processes() if "kv" in mapped(process.pid)]
+    assert sorted(holding) == sorted([scheduler_pid(server), server.cache_rank_pid()])
 
 
-def memfds(pid: int) -> str:
-    """Return the list of what a process maps."""
-    return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+def test_memory_outlives_the_cache_rank(server: Server, token_ids: list[int]) -> None:
+    """K/V, and the engine's own books, are read after it was killed; then its successor goes on."""
+    flush(server)
+    memory = Memory(server, num_resident=RESIDENT)
+    before = memory.snapshot()
+    body: dict[str, Any] = {
+        "input_ids": token_ids[:700],
+        "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
+    }
+    answer = server.generate(**body)["text"]
+    (row,) = memory.changed_rows(before)
+    slots = memory.table[row, :700]
+    keys = memory.pool[:, :, slots].copy()
+    assert (keys != 0).any((1, 2, 3, 4)).all()
+    kill_cache_rank(server)
+    after = Memory(server, num_resident=RESIDENT)  # found by their descriptors, not kept by us
+    assert after.mismatches(row) == 0
+    assert (after.positions[:, row] >= 0).sum() > 30 * 3 * 600
+    assert (after.pool[:, :, slots] == keys).all()
+    wait_ready(server)
+    assert server.generate(**body)["text"] == answer
+
+
+def kill_cache_rank(server: Server) -> None:
+    """Kill it, and return when nothing of it runs any more."""
+    process = psutil.Process(server.cache_rank_pid())
+    process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 5.0
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_ready(server: Server) -> None:
+    deadline = time.monotonic() + 60
+    while server.get("/tandemkv/ready")[0] != 200:
+        assert time.monotonic() < deadline, "the server does not come back"
+        time.sleep(0.1)
 
 
 def test_kill_in_mid_stream(server: Server, prompts: list[list[int]], token_ids: list[int]) -> None:
@@ -91,9 +126,6 @@ def test_kill_in_mid_stream(server: Server, prompts: list[list[int]], token_ids:
     for code, text in answers:
         assert code == 503, (code, text)
         assert "cache rank" in str(text)
-    deadline = time.monotonic() + 60
-    while server.get("/tandemkv/ready")[0] != 200:
-        assert time.monotonic() < deadline, "the server does not come back"
-        time.sleep(0.1)
+    wait_ready(server)
     assert server.generate(**short)["text"] == before["text"]
     assert server.values()[0]["cache_rank_lost_total"] >= 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from bad_input import too_long
 from life_cycle import after_flush, kill_client, steps_after_abort, storm, wait_idle
+from mapped_memory import resident_mismatches
 from outside import OPENAI_CHECKS, connect
 from rank_servers import Server
 from sockets import listening, purpose
@@ -22,8 +23,8 @@ def test_selection_deltas_and_evictions(small_server: Server, token_ids: list[in
     assert found["meta_info"]["completion_tokens"] == 24
     after, cache_after = small_server.values()
     grew = {k for k in cache_after if cache_after[k] > cache_before.get(k, 0)}
-    assert {"selections_total", "fetched_rows_total", "evictions_total"} <= grew
-    assert {"resident_hits_total", "resident_misses_total", "selected_tokens_total"} <= grew
+    assert {"selections_total", "fetched_rows_total", "steps_total"} <= grew
+    assert {"resident_hits_total", "resident_misses_total"} <= grew
     attended = after["attended_tokens_total"] - before["attended_tokens_total"]
     context = after["context_tokens_total"] - before["context_tokens_total"]
     assert attended < context / 4
@@ -82,12 +83,19 @@ def test_killed_client_frees_the_row(small_server: Server, token_ids: list[int])
 
 
 def test_nothing_is_left_after_a_storm(small_server: Server, token_ids: list[int]) -> None:
+    mapped = small_server.values()[0]["mapped_bytes"]
     outcomes = storm(small_server, token_ids, count=24, longest=400)
     assert outcomes.get("full 200", 0) > 0
     assert outcomes.get("hang up", 0) > 0
     assert not any(" 5" in outcome for outcome in outcomes), outcomes
     wait_idle(small_server, 30.0)
     left = after_flush(small_server)
-    assert left["cache_slots_live"] == 0
-    assert left["cache_rows_live"] == 0
-    assert left["stale_reads"] == 0
+    assert left["slots_used"] == 0
+    assert left["request_rows"] == 0
+    assert left["mapped_bytes"] == mapped
+
+
+def test_resident_sets_are_copies_of_the_pool(small_server: Server, token_ids: list[int]) -> None:
+    """After all of the above, which has used rows and slots again and again."""
+    found = resident_mismatches(small_server, token_ids[100:900], num_resident=4 + 96)
+    assert found == {"compared": 28 * 3 * 100, "mismatches": 0}

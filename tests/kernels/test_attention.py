@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.attention import attend_paged, attend_resident
 from tandemkv.kernels.merge import merge_attention
-from tandemkv.kernels.testing import TOLERANCES, assert_close
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 24
 SCALE = HEAD_DIM**-0.5

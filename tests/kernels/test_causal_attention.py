@@ -3,9 +3,9 @@
 
 import pytest
 import torch
+from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.causal_attention import attend_causal
-from tandemkv.kernels.testing import TOLERANCES, assert_close
 
 
 @pytest.mark.parametrize(

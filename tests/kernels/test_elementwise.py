@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from tolerances import TOLERANCES, Tolerance, assert_close
 
 from tandemkv.kernels.norm import rms_norm
 from tandemkv.kernels.quantize import quantize_int8
 from tandemkv.kernels.rope import apply_rope, unapply_rope
-from tandemkv.kernels.testing import TOLERANCES, Tolerance, assert_close
 
 DTYPES = [torch.float32, torch.bfloat16]
 

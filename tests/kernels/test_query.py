@@ -8,9 +8,9 @@ import pytest
 import torch
 from own_process import run_cases
 from query_inputs import predict_in_float64, query_inputs, with_int8
+from tolerances import assert_close
 
 from tandemkv.kernels.query import QueryWeights, predict_query, quantize_query_weight
-from tandemkv.kernels.testing import assert_close
 
 
 def test_triton_kernels_equal_float64(tmp_path: Path) -> None:

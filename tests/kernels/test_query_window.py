@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from own_process import run_cases
+from tolerances import Tolerance, assert_close
 
 from tandemkv.kernels.query_window import push_and_predict, ridge_predict
 from tandemkv.kernels.rope import apply_rope
-from tandemkv.kernels.testing import Tolerance, assert_close
 
 HEADS, DIM = 2, 16
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_process import run_cases
+from tolerances import Tolerance, assert_close
 
 from tandemkv.kernels.append import SampleMoves, append_tokens
 from tandemkv.kernels.mirror import mirror_diff
@@ -20,7 +21,6 @@ from tandemkv.kernels.samples import (
     newest_sample,
     sample_offsets,
 )
-from tandemkv.kernels.testing import Tolerance, assert_close
 
 FLOAT32 = Tolerance(abs_error=1e-5, rel_error=1e-5, cosine_gap=1e-9)
 

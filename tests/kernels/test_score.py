@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from score_inputs import EXACT_LOGITS, KINDS, expected, magnitude, make_keys
+from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.quantize import quantize_int8
 from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys, score_window
-from tandemkv.kernels.testing import TOLERANCES, assert_close
 
 NUM_SLOTS, NUM_KV_HEADS, HEAD_DIM = 1500, 3, 20
 LO = [4, 0, 17, 9]

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from tolerances import Tolerance, assert_close
 
 from tandemkv.kernels.check import Dims
 from tandemkv.kernels.dispatch import resolve
-from tandemkv.kernels.testing import Tolerance, assert_close
 
 WANT = torch.tensor([1.0, -2.0, math.inf, math.nan, -math.inf], dtype=torch.float64)
 

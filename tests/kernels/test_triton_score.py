@@ -7,10 +7,10 @@ import pytest
 import torch
 from own_process import run_cases
 from score_inputs import KINDS, ON_GPU, expected, magnitude, make_keys
+from tolerances import assert_close
 
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
 from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys, score_window
-from tandemkv.kernels.testing import assert_close
 
 pytest.importorskip("triton")
 CASES = ("triton_score_cases.py", "triton_score_window_cases.py", "triton_fused_cases.py")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from own_process import run_cases
+from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.causal_attention import attend_causal
 from tandemkv.kernels.library_ops import causal_attention as fused
 from tandemkv.kernels.reference import causal_attention as reference
-from tandemkv.kernels.testing import TOLERANCES, assert_close
 
 pytest.importorskip("triton")
 

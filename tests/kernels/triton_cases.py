@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.reference import attention, merge, pack, scatter
-from tandemkv.kernels.testing import TOLERANCES, assert_close
 from tandemkv.kernels.triton_ops import attention as triton_attention
 from tandemkv.kernels.triton_ops import merge as triton_merge
 from tandemkv.kernels.triton_ops import pack as triton_pack

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from query_inputs import predict_in_float64, query_inputs, with_int8
+from tolerances import TOLERANCES, Tolerance, assert_close
 
 from tandemkv.kernels.query import QueryWeights
-from tandemkv.kernels.testing import TOLERANCES, Tolerance, assert_close
 from tandemkv.kernels.triton_ops import query as triton_query
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,9 +3,9 @@
 
 import pytest
 import torch
+from tolerances import Tolerance, assert_close
 
 from tandemkv.kernels.reference import query_window as reference
-from tandemkv.kernels.testing import Tolerance, assert_close
 from tandemkv.kernels.triton_ops import query_window as triton_query_window
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

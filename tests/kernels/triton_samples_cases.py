@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.append import SampleMoves
 from tandemkv.kernels.reference import append, samples
-from tandemkv.kernels.testing import TOLERANCES, assert_close
 from tandemkv.kernels.triton_ops import append as triton_append
 from tandemkv.kernels.triton_ops import samples as triton_samples
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from interpreted_loops import allow_loaded_bounds
 from score_inputs import EXACT_LOGITS, KINDS, NATIVE, ON_GPU, expected, magnitude, make_keys
+from tolerances import assert_close
 
 from tandemkv.kernels.reference import quantize as reference_quantize
 from tandemkv.kernels.score import POOLINGS, make_score_scratch
-from tandemkv.kernels.testing import assert_close
 from tandemkv.kernels.triton_ops import quantize
 from tandemkv.kernels.triton_ops import score as triton_score
 

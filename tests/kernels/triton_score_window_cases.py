@@ -7,8 +7,8 @@ import pytest
 import torch
 from interpreted_loops import allow_loaded_bounds
 from score_inputs import KINDS, NATIVE, ON_GPU, Keys, make_keys
+from tolerances import TOLERANCES, Tolerance, assert_close
 
-from tandemkv.kernels.testing import TOLERANCES, Tolerance, assert_close
 from tandemkv.kernels.triton_ops import score_window as window_ops
 from tandemkv.kernels.triton_ops.score import score_window
 

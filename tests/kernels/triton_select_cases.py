@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from tolerances import assert_close
 
 from tandemkv.kernels.exchange import SampleWeights
 from tandemkv.kernels.mirror import make_mirror_scratch
 from tandemkv.kernels.reference import exchange, mirror, pack
 from tandemkv.kernels.reference import position_pooling as reference_pooling
-from tandemkv.kernels.testing import assert_close
 from tandemkv.kernels.triton_ops import exchange as triton_exchange
 from tandemkv.kernels.triton_ops import mirror as triton_mirror
 from tandemkv.kernels.triton_ops import pack as triton_pack

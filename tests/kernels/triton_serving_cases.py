@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from interpreted_loops import allow_loaded_bounds
+from tolerances import TOLERANCES, Tolerance, assert_close
 
 from tandemkv.kernels.reference import attention, norm, rope
-from tandemkv.kernels.testing import TOLERANCES, Tolerance, assert_close
 from tandemkv.kernels.triton_ops import attention as triton_attention
 from tandemkv.kernels.triton_ops import norm as triton_norm
 from tandemkv.kernels.triton_ops import rope as triton_rope

@@ -128,7 +128,7 @@ class World:
 
     def resident(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K of the resident set ``[R, H, D]`` and its positions ``[H, R]``."""
-        book = self.rank._book_of[layer]
+        book = self.rank.program.book_of(layer)
         return self.pools.resident[layer][0][row], self.rank._mirror.positions[book, row]
 
     def check_books(self, layer: int, row: int, length: int) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tandemkv.server.quality.corpus import Corpus
-from tandemkv.server.quality.servers import MeasurementError
-from tandemkv.server.quality.tasks.base import TaskInputs
-from tandemkv.server.quality.tokenizing import PromptBuilder
+from tandemkv.server.evaluation.corpus import Corpus
+from tandemkv.server.evaluation.quality.servers import MeasurementError
+from tandemkv.server.evaluation.quality.tasks.base import TaskInputs
+from tandemkv.server.evaluation.tokenizing import PromptBuilder
 
 
 class WordTokenizer:
@@ -85,7 +85,7 @@ class FakeServer:
     fails: bool = False
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     num_kept: int = 1 << 30
-    slow_rows: int = 0
+    exact_rows: int = 0
     num_forgotten: int = 0
     asked: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -137,8 +137,7 @@ class FakeServer:
             "inference.context_tokens_total": 120 * count,
             "inference.sparse_rows_total": 4 * count,
             "inference.dense_rows_total": 0.0,
-            "inference.exact_rows_total": self.slow_rows * count,
-            "inference.slow_rows_total": self.slow_rows * count,
+            "inference.exact_rows_total": self.exact_rows * count,
             "inference.decode_steps_total": 4 * count,
             "cache.fetched_rows_total": 10 * count,
         }

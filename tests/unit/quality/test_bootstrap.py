@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tandemkv.server.quality.bootstrap import block_interval, mean_interval
+from tandemkv.server.evaluation.quality.bootstrap import block_interval, mean_interval
 
 
 def test_interval_of_independent_values_is_the_normal_one() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.quality import campaign
-from tandemkv.server.quality.campaign import Campaign, Request, prepare
-from tandemkv.server.quality.corpus import Corpus
+from tandemkv.server.evaluation.corpus import Corpus
+from tandemkv.server.evaluation.quality import campaign
+from tandemkv.server.evaluation.quality.campaign import Campaign, prepare
+from tandemkv.server.evaluation.quality.request import Request
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,11 +49,11 @@ def prepared(
     ) -> Campaign:
         request = Request(
             model=str(model),
-            policies=[policy],
-            budgets=["160"],
-            tasks=list(tasks),
+            policies=policy,
+            budgets="160",
+            tasks=",".join(tasks),
             out=tmp_path / "out",
-            num_samples=1,
+            samples=1,
             context_tokens=700,
             corpus=[text],
             device=device,
@@ -103,6 +104,6 @@ def test_where_the_cache_is_counts_in_a_result_s_digest_once_it_is_set(prepared:
 def test_a_first_turn_outlasts_the_others(prepared: Prepare) -> None:
     """A later turn finds its context cached, though as many first turns again came in between."""
     one, two = prepared("cpu"), prepared("cpu", tasks=("niah_single+turn",))
-    longest = max(s.num_tokens for found in two.samples.values() for s in found)
+    longest = max(s.num_tokens for found in two.prompts.samples.values() for s in found)
     assert one.base.cache.capacity_tokens >= 4096
     assert two.base.cache.capacity_tokens >= 2 * two.request.concurrency * longest

@@ -11,7 +11,7 @@ from tandemkv.cache_rank.policies import look_ahead
 from tandemkv.cache_rank.policies.base import PolicyCapabilities
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.quality.configurations import Configuration, parse_budgets, plan
+from tandemkv.server.evaluation.quality.configurations import Configuration, parse_budgets, plan
 
 
 def make(policies: list[str], budgets: list[str], **options: Any) -> list[Configuration]:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.quality.samples import Sample
-from tandemkv.server.quality.scorers import SCORERS
-from tandemkv.server.quality.tasks.base import TaskInputs
-from tandemkv.server.quality.tasks.registry import find_tasks
+from tandemkv.server.evaluation.quality.samples import Sample
+from tandemkv.server.evaluation.quality.scorers import SCORERS
+from tandemkv.server.evaluation.quality.tasks.base import TaskInputs
+from tandemkv.server.evaluation.quality.tasks.registry import find_tasks
 
 RULER = {
     "index": 0,

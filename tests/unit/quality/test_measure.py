@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tandemkv.server.quality.measure import measure
-from tandemkv.server.quality.results import TaskResult
-from tandemkv.server.quality.samples import Sample
-from tandemkv.server.quality.servers import MeasurementError
+from tandemkv.server.evaluation.quality.measure import measure
+from tandemkv.server.evaluation.quality.results import TaskResult
+from tandemkv.server.evaluation.quality.samples import Sample
+from tandemkv.server.evaluation.quality.servers import MeasurementError
 
 
 class Numbers:
@@ -146,12 +146,9 @@ def test_counters_of_the_task_alone(fake_server: Any) -> None:
     assert ask(fake_server(is_stock=True), [asking()]).attended_share is None
 
 
-def test_slow_steps_attend_to_everything(fake_server: Any) -> None:
-    server = fake_server(slow_rows=1)
-    found = ask(server, [asking()])
-    # Of 4 steps one is slow, and counted as sparse and exact; the others attend to a quarter.
-    assert found.request_steps == 4
-    assert found.attended_share == pytest.approx(0.25 + 0.25 * 0.75)
+def test_steps_of_every_kind_count(fake_server: Any) -> None:
+    found = ask(fake_server(exact_rows=1), [asking()])
+    assert found.request_steps == 4 + 1
 
 
 def test_probes_are_averaged_by_step_and_layer(tmp_path: Path, fake_server: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandemkv.server.quality.results import Answer, TaskResult
+from tandemkv.server.evaluation.quality.results import Answer, TaskResult
 
 _PATH = Path(__file__).parents[2] / "bench" / "quality_merge.py"
 

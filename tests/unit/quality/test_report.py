@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.quality import report
-from tandemkv.server.quality.configurations import Configuration
-from tandemkv.server.quality.report import write_campaign, write_report
-from tandemkv.server.quality.report_markdown import tables
-from tandemkv.server.quality.results import (
+from tandemkv.server.evaluation.quality import report
+from tandemkv.server.evaluation.quality.configurations import Configuration
+from tandemkv.server.evaluation.quality.report import write_campaign, write_report
+from tandemkv.server.evaluation.quality.report_markdown import tables
+from tandemkv.server.evaluation.quality.results import (
     Answer,
     Probes,
     TaskResult,
@@ -27,7 +27,7 @@ from tandemkv.server.quality.results import (
     write_configuration,
     write_result,
 )
-from tandemkv.server.quality.summary import is_group, summarise
+from tandemkv.server.evaluation.quality.summary import is_group, summarise
 
 MEASURES = {
     "perplexity": "perplexity",

@@ -16,15 +16,18 @@ import pytest
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.server.quality import runner
-from tandemkv.server.quality.campaign import Campaign, Request, describe
-from tandemkv.server.quality.configurations import parse_budgets, plan
-from tandemkv.server.quality.corpus import Corpus
-from tandemkv.server.quality.report import write_campaign, write_report
-from tandemkv.server.quality.results import read_result, read_runs
-from tandemkv.server.quality.servers import MeasurementError, NoAnswerError
-from tandemkv.server.quality.tasks.base import TaskInputs
-from tandemkv.server.quality.tasks.registry import find_tasks
+from tandemkv.server.evaluation.corpus import Corpus
+from tandemkv.server.evaluation.quality import runner
+from tandemkv.server.evaluation.quality.campaign import Campaign, describe
+from tandemkv.server.evaluation.quality.configurations import parse_budgets, plan
+from tandemkv.server.evaluation.quality.prompts import Prompts, describe_task
+from tandemkv.server.evaluation.quality.report import write_campaign, write_report
+from tandemkv.server.evaluation.quality.request import Request
+from tandemkv.server.evaluation.quality.results import read_result, read_runs
+from tandemkv.server.evaluation.quality.samples import Sample
+from tandemkv.server.evaluation.quality.servers import MeasurementError, NoAnswerError
+from tandemkv.server.evaluation.quality.tasks.base import TaskInputs
+from tandemkv.server.evaluation.quality.tasks.registry import find_tasks
 from tandemkv.server.settings import ServeSettings
 
 TASKS = ["perplexity", "continuation", "niah_single"]
@@ -76,9 +79,9 @@ failing: set[str] = set()
 def campaign(tmp_path: Path, inputs: TaskInputs, corpus: Corpus) -> Campaign:
     request = Request(
         model="m",
-        policies=["look_ahead", "streaming"],
-        budgets=["200"],
-        tasks=TASKS,
+        policies="look_ahead,streaming",
+        budgets="200",
+        tasks=",".join(TASKS),
         out=tmp_path / "out",
         concurrency=2,
     )
@@ -90,12 +93,11 @@ def campaign(tmp_path: Path, inputs: TaskInputs, corpus: Corpus) -> Campaign:
         dtype="float32",
         spec=SPEC,
         tokenizer=_Tolerant(),  # type: ignore[arg-type]
-        corpus=corpus,
         tasks=tasks,
-        samples={task.name: task.samples(inputs) for task in tasks},
+        prompts=prompts_of(request, {task.name: task.samples(inputs) for task in tasks}, corpus),
         configurations=plan(
-            request.policies,
-            parse_budgets(request.budgets, 700),
+            ["look_ahead", "streaming"],
+            parse_budgets(["200"], 700),
             num_layers=4,
             device="cpu",
             base={"num_recent_tokens": 16},
@@ -104,6 +106,17 @@ def campaign(tmp_path: Path, inputs: TaskInputs, corpus: Corpus) -> Campaign:
             {"model": "m", "evaluation": True, "selection": {"num_recent_tokens": 16}}
         ),
     )
+
+
+def prompts_of(
+    request: Request, samples: dict[str, list[Sample]], corpus: Corpus | None = None
+) -> Prompts:
+    tasks = {task.name: task for task in find_tasks(TASKS)}
+    described = {
+        name: describe_task(request, tasks[name], found) for name, found in samples.items()
+    }
+    texts = [] if corpus is None else corpus.describe()
+    return Prompts(samples, described, {"corpus": texts, "corpus_absent": []})
 
 
 class _Tolerant:
@@ -145,7 +158,7 @@ def test_only_what_is_missing_is_measured_again(campaign: Campaign, started: lis
     run(campaign)
     ((name, server),) = started
     assert name == "streaming"
-    assert len(server.asked) == len(campaign.samples["niah_single"])
+    assert len(server.asked) == len(campaign.prompts.samples["niah_single"])
 
 
 def test_other_settings_or_samples_are_measured_again(
@@ -158,8 +171,9 @@ def test_other_settings_or_samples_are_measured_again(
     assert len(started) == 3
     assert "of another setting, measured again" in text
     started.clear()
-    fewer = {name: samples[:2] for name, samples in campaign.samples.items()}
-    run(dataclasses.replace(campaign, base=base, samples=fewer))
+    fewer = {name: list(samples[:2]) for name, samples in campaign.prompts.samples.items()}
+    prompts = prompts_of(campaign.request, fewer)
+    run(dataclasses.replace(campaign, base=base, prompts=prompts))
     assert all(len(server.asked) == 6 for _, server in started)
 
 
@@ -257,9 +271,11 @@ def test_a_report_leaves_out_results_on_other_samples(
     campaign: Campaign, started: list[Any]
 ) -> None:
     run(campaign)
-    fewer = {name: samples[:2] for name, samples in campaign.samples.items()}
+    fewer = {name: list(samples[:2]) for name, samples in campaign.prompts.samples.items()}
     only_dense = dataclasses.replace(
-        campaign, samples=fewer, configurations=campaign.configurations[:1]
+        campaign,
+        prompts=prompts_of(campaign.request, fewer),
+        configurations=campaign.configurations[:1],
     )
     run(only_dense)
     out = campaign.request.out
@@ -274,7 +290,9 @@ def test_a_report_leaves_out_results_on_other_samples(
 def test_parts_ask_their_own_samples_and_count_for_themselves(
     campaign: Campaign, started: list[Any]
 ) -> None:
-    second = dataclasses.replace(campaign, part=(2, 2))
+    second = dataclasses.replace(
+        campaign, request=dataclasses.replace(campaign.request, part="2/2")
+    )
     run(second)
     folder = campaign.runs / "tandemkv-look-ahead-200"
     kept = read_result(folder, "niah_single")

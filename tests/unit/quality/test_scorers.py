@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandemkv.server.quality.scorers import SCORERS
+from tandemkv.server.evaluation.quality.scorers import SCORERS
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from tandemkv.server.child_process import ChildSpec
-from tandemkv.server.quality import runner, servers
-from tandemkv.server.quality.servers import MeasurementError, RunningServer, StoppedError
+from tandemkv.server.evaluation.quality import runner, servers
+from tandemkv.server.evaluation.quality.servers import MeasurementError, RunningServer, StoppedError
 from tandemkv.server.settings import ServeSettings
 
 SERVER = RunningServer("http://127.0.0.1:1", is_stock=True)

@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.quality.corpus import Corpus, built_in_corpus, read_corpus
-from tandemkv.server.quality.samples import Sample, read_samples, samples_digest, write_samples
-from tandemkv.server.quality.scorers import SCORERS
-from tandemkv.server.quality.tasks.base import TaskInputs
-from tandemkv.server.quality.tasks.registry import TASKS, find_tasks
-from tandemkv.server.quality.tokenizing import PromptBuilder
+from tandemkv.server.evaluation.corpus import Corpus, built_in_corpus, read_corpus
+from tandemkv.server.evaluation.quality.samples import (
+    Sample,
+    read_samples,
+    samples_digest,
+    write_samples,
+)
+from tandemkv.server.evaluation.quality.scorers import SCORERS
+from tandemkv.server.evaluation.quality.tasks.base import TaskInputs
+from tandemkv.server.evaluation.quality.tasks.registry import TASKS, find_tasks
+from tandemkv.server.evaluation.tokenizing import PromptBuilder
 
 ASKING = [
     "niah_single",

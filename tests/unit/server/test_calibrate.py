@@ -12,19 +12,28 @@ from typer.testing import CliRunner
 from tandemkv.cache_rank.calibration.format import CalibrationError, read_calibration
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.policies.registry import find_policy
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.server.calibrate.attention import AttentionRecorder, max_of_group, mean_of_group
-from tandemkv.server.calibrate.corpus import built_in_text, read_corpus
-from tandemkv.server.calibrate.kascade import (
+from tandemkv.server.commands import app
+from tandemkv.server.evaluation.calibrate.attention import (
+    AttentionRecorder,
+    max_of_group,
+    mean_of_group,
+)
+from tandemkv.server.evaluation.calibrate.corpus import cut_texts
+from tandemkv.server.evaluation.calibrate.kascade import (
     KascadeMeasurement,
     choose_anchors,
     head_map,
     recovered_mass,
     top_sets,
 )
-from tandemkv.server.calibrate.sync_kv import SyncKVMeasurement, cluster_heads, head_overlap
-from tandemkv.server.commands import app
+from tandemkv.server.evaluation.calibrate.sync_kv import (
+    SyncKVMeasurement,
+    cluster_heads,
+    head_overlap,
+)
 
 A = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.0, 0.1, 0.3, 0.6]], dtype=torch.float64)
 B = torch.tensor([[0.4, 0.1, 0.1, 0.4], [0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
@@ -129,24 +138,24 @@ def test_missing_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPat
 class Letters:
     """A tokenizer of characters."""
 
-    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [ord(letter) for letter in text]
 
 
 def test_texts_are_cut_evenly_and_the_same_each_time(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("aabbccddeef")
-    texts = read_corpus([path], Letters(), num_texts=3, num_tokens=2)
+    texts = cut_texts([path], Letters(), num_texts=3, num_tokens=2)
     assert ["".join(map(chr, text)) for text in texts.tokens] == ["aa", "bb", "dd"]
     assert texts.sources == ("a.txt",)
-    assert len(read_corpus([path], Letters(), num_texts=9, num_tokens=2).tokens) == 5
+    assert len(cut_texts([path], Letters(), num_texts=9, num_tokens=2).tokens) == 5
 
 
 def test_the_built_in_text_is_long_and_its_licence_is_named() -> None:
-    text, name = built_in_text()
-    assert len(text) > 300_000
-    assert "PSF-2.0" in name
-    assert built_in_text() == (text, name)
+    texts = cut_texts([], Letters(), num_texts=1, num_tokens=300_000)
+    assert len(texts.tokens) == 1
+    assert "PSF-2.0" in texts.sources[0]
+    assert cut_texts([], Letters(), num_texts=1, num_tokens=300_000) == texts
 
 
 def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
@@ -154,11 +163,11 @@ def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
     empty.write_text("")
     short.write_text("abc")
     with pytest.raises(CalibrationError, match=r"empty\.txt: no text of 8 tokens.*has 0"):
-        read_corpus([empty], Letters(), num_texts=1, num_tokens=8)
+        cut_texts([empty], Letters(), num_texts=1, num_tokens=8)
     with pytest.raises(CalibrationError, match="the longest has 3"):
-        read_corpus([empty, short], Letters(), num_texts=1, num_tokens=8)
-    with pytest.raises(CalibrationError, match="cannot be read"):
-        read_corpus([tmp_path / "missing"], Letters(), num_texts=1, num_tokens=8)
+        cut_texts([empty, short], Letters(), num_texts=1, num_tokens=8)
+    with pytest.raises(SettingsError, match="cannot be read"):
+        cut_texts([tmp_path / "missing"], Letters(), num_texts=1, num_tokens=8)
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
 def test_the_device_decides_the_data_plane_unless_given() -> None:
     settings = as_pair(ServeSettings(model="m"))
     assert resolve_transport(settings, "cuda").transport == "nccl"
-    assert resolve_transport(settings, "cpu").transport == "gloo"
+    assert resolve_transport(settings, "cpu").transport == "shared"
     shared = ServeSettings.model_validate(
         {"model": "m", "cache_ranks": 1, "exchange": {"transport": "shared"}}
     )

@@ -181,6 +181,9 @@ def test_connections_may_be_cut_only_where_the_http_process_is_killed() -> None:
     ):  # fmt: skip
         windows = Windows.of([fault(action, target)], [])
         assert windows.ending_of(cut) == ("cut" if allowed else "lost"), (action, target)
+    # Who connects while the process ends, of itself, gets no answer; one that has begun is whole.
+    windows = Windows.of([fault("kill", SCHEDULER)], [])
+    assert windows.ending_of(ended("cut", status=0)) == "cut"
 
 
 def test_a_loss_of_the_cache_rank_is_told_from_one_of_sglang() -> None:
@@ -274,7 +277,7 @@ def findings(outcomes: list[Outcome], *, last: Held, rows: int = 0) -> Findings:
         solos_after=[solo],
         outcomes=[good, *outcomes],
         quiet=[
-            QuietPoint(held=each, used_tokens=0, rows=n, is_flushed=True)
+            QuietPoint(held=each, books={"request_rows": n}, is_flushed=True)
             for each, n in ((held(), 0), (last, rows))
         ],
         watch=Watch("http://127.0.0.1:9", None),
@@ -294,7 +297,7 @@ def failed(found: Findings, **target: Any) -> list[str]:
 
 
 def test_a_server_that_is_as_it_was_passes() -> None:
-    assert failed(findings([], last=held(fds=25)), left=[], exit_status="exit code 0") == []
+    assert failed(findings([], last=held(fds=30)), left=[], exit_status="exit code 0") == []
 
 
 def test_each_leak_and_each_wrong_answer_fails() -> None:
@@ -303,7 +306,7 @@ def test_each_leak_and_each_wrong_answer_fails() -> None:
     assert failed(findings([], last=held(files=("core",)))) == [
         "files in the run directory that came"
     ]
-    assert failed(findings([], last=held(), rows=1)) == ["rows of the cache rank at the end"]
+    assert failed(findings([], last=held(), rows=1)) == ["request_rows at the end"]
     assert failed(findings([], last=held()), left=["process 7"], exit_status="exit code 0") == [
         "left behind by the server that was ended"
     ]

@@ -16,15 +16,16 @@ import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
-from tandemkv.server.bench import decode
-from tandemkv.server.bench.configurations import (
+from tandemkv.server.evaluation.bench import decode
+from tandemkv.server.evaluation.bench.configurations import (
     BUILT_IN,
     Configuration,
     load_configurations,
     pick,
 )
-from tandemkv.server.bench.decode import DecodeRun, run_decode
-from tandemkv.server.bench.measured import Measured, Point, Spread
+from tandemkv.server.evaluation.bench.decode import DecodeRun, run_decode
+from tandemkv.server.evaluation.bench.measured import Measured, Point
+from tandemkv.server.evaluation.spread import Spread
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 from tandemkv.server.sglang_command import sglang_argv
 
@@ -148,7 +149,8 @@ def test_children_end_with_the_benchmark(tmp_path: Path, number: signal.Signals)
     child = "import os, subprocess, sys; p = subprocess.Popen(['sleep', '600']); "
     child += f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{p.pid}} '); p.wait()"
     code = (
-        "import os, sys; from pathlib import Path; from tandemkv.server.bench.decode import _wait; "
+        "import os, sys; from pathlib import Path; "
+        "from tandemkv.server.evaluation.bench.decode import _wait; "
         f"_wait([sys.executable, '-c', {child!r}], os.environ, Path({str(tmp_path)!r}), 600)"
     )
     bench = subprocess.Popen([sys.executable, "-P", "-c", code])
@@ -184,7 +186,7 @@ def test_a_wrong_headline_is_refused_before_anything_runs(run: DecodeRun) -> Non
 def test_headline_chooses_whose_ratios_are_short() -> None:
     point = Point(8, 65536)
     measured = {
-        (name, point): Measured(point=point, waited=Spread.of_seconds([time_s]))
+        (name, point): Measured(point=point, waited=Spread.of([time_s], scale=1e3))
         for name, time_s in (("dense-tp2", 4.0), ("a", 2.0), ("b", 1.0))
     }
     table = {"dense-tp2": fake(1, is_reference=True), "a": fake(1), "b": fake(1)}

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tandemkv.server.bench import decode, decode_steps
-from tandemkv.server.bench.configurations import Configuration
-from tandemkv.server.bench.decode import DecodeRun, run_decode
-from tandemkv.server.bench.decode_steps import decode_steps_argv, parse_result, trace_files
-from tandemkv.server.bench.measured import Point
-from tandemkv.server.bench.report import BenchError
+from tandemkv.server.evaluation.bench import decode, decode_steps
+from tandemkv.server.evaluation.bench.configurations import Configuration
+from tandemkv.server.evaluation.bench.decode import DecodeRun, run_decode
+from tandemkv.server.evaluation.bench.decode_steps import (
+    decode_steps_argv,
+    parse_result,
+    trace_files,
+)
+from tandemkv.server.evaluation.bench.measured import Point
+from tandemkv.server.evaluation.bench.report import BenchError
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -31,9 +35,9 @@ RESULT = [
 def test_reads_points_and_errors() -> None:
     measured, failed = parse_result(json.dumps(RESULT), POINTS)
     assert [item.point for item in measured] == [POINTS[0]]
-    assert measured[0].waited.p90_ms == 9.1
+    assert measured[0].waited.p90 == 9.1
     assert measured[0].queued is not None
-    assert measured[0].queued.median_ms == 8.0
+    assert measured[0].queued.median == 8.0
     assert failed == {POINTS[1]: "CUDA out of memory"}
     assert parse_result("", POINTS) == ([], {})
 

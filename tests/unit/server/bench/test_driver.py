@@ -12,7 +12,7 @@ import pytest
 import sglang
 import torch
 
-from tandemkv.server.bench.one_batch import write_driver
+from tandemkv.server.evaluation.bench.one_batch import write_driver
 
 
 class Request:

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.server.bench import kernels_score, kernels_select
-from tandemkv.server.bench.report import BenchError
-from tandemkv.server.bench.timing import Timing, summarise
+from tandemkv.server.evaluation.bench import kernels_score, kernels_select
+from tandemkv.server.evaluation.bench.report import BenchError
+from tandemkv.server.evaluation.spread import Spread
 
 
-def run_once(calls: Sequence[Callable[[], Any]], *, repetitions: int = 50) -> Timing:
+def run_once(calls: Sequence[Callable[[], Any]], *, repetitions: int = 50) -> Spread:
     for call in calls:
         call()
-    return summarise([1.0, 2.0, 3.0])
+    return Spread.of([1.0, 2.0, 3.0])
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import pytest
 
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec
-from tandemkv.server.bench.measured import Point
-from tandemkv.server.bench.one_batch import (
+from tandemkv.server.evaluation.bench.measured import Point
+from tandemkv.server.evaluation.bench.one_batch import (
     DRIVER,
     capacity_tokens,
     one_batch_argv,
@@ -21,7 +21,7 @@ from tandemkv.server.bench.one_batch import (
     trace_files,
     write_model_config,
 )
-from tandemkv.server.bench.report import BenchError
+from tandemkv.server.evaluation.bench.report import BenchError
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES, find_shape
 
 # SmolLM2-135M with dummy weights on a CPU, --batch-size 1 2 --input-len 64 1024 --output-len 8,
@@ -63,10 +63,10 @@ def test_reads_the_recorded_output() -> None:
     measured, skipped = parse_output(RECORDED, POINTS, JSONL)
     assert [item.point for item in measured] == list(POINTS[:3])
     assert [item.prefill_s for item in measured] == [0.30654, 5.58596, 0.37758]
-    assert measured[0].waited.median_ms == 118.21205200067197  # from the result file
-    assert measured[1].waited.median_ms == pytest.approx(57.67)
+    assert measured[0].waited.median == 118.21205200067197  # from the result file
+    assert measured[1].waited.median == pytest.approx(57.67)
     assert [item.waited.n for item in measured] == [3, 2, 1]  # the warm-up's are not in it
-    assert measured[1].waited.p10_ms == pytest.approx(57.31 + 0.1 * (60.02 - 57.31))
+    assert measured[1].waited.p10 == pytest.approx(57.31 + 0.1 * (60.02 - 57.31))
     assert skipped == {Point(2, 1024): "max batch size limit"}
 
 
@@ -107,7 +107,7 @@ def test_argv() -> None:
 def test_argv_is_what_sglang_parses() -> None:
     """Every flag of ours and of the built-in configurations exists in the pinned SGLang."""
     one_batch = pytest.importorskip("sglang.benchmark.one_batch")
-    from tandemkv.server.bench.configurations import BUILT_IN
+    from tandemkv.server.evaluation.bench.configurations import BUILT_IN
 
     for configuration in BUILT_IN.values():
         parser = argparse.ArgumentParser()

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.bench.report import (
+from tandemkv.server.evaluation.bench.report import (
     BenchError,
     Failure,
     Gpu,

@@ -11,14 +11,21 @@ import pytest
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.bench import command as bench_command
-from tandemkv.server.bench import gpu_query
-from tandemkv.server.bench.command import parse_points
-from tandemkv.server.bench.measured import Point
-from tandemkv.server.bench.plot import draw, tpot_series
-from tandemkv.server.bench.report import BenchError, Gpu, Report, Row, make_report, write_report
-from tandemkv.server.bench.serving import ServeLoad, bench_serving_argv, serving_rows
 from tandemkv.server.commands import app
+from tandemkv.server.evaluation import provenance
+from tandemkv.server.evaluation.bench import command as bench_command
+from tandemkv.server.evaluation.bench.command import parse_points
+from tandemkv.server.evaluation.bench.measured import Point
+from tandemkv.server.evaluation.bench.plot import draw, tpot_series
+from tandemkv.server.evaluation.bench.report import (
+    BenchError,
+    Gpu,
+    Report,
+    Row,
+    make_report,
+    write_report,
+)
+from tandemkv.server.evaluation.bench.serving import ServeLoad, bench_serving_argv, serving_rows
 
 LOAD = ServeLoad(url="http://127.0.0.1:30000", tokenizer_dir=Path("/t"), concurrency=2)
 RESULT = {
@@ -176,7 +183,7 @@ def test_bad_input_is_exit_code_2(runner: CliRunner, arguments: list[str], expec
 def test_decode_without_a_gpu_starts_nothing(
     runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu_query, "query_gpu", lambda: None)
+    monkeypatch.setattr(provenance, "query_gpu", lambda: None)
     arguments = ["bench", "decode", "--tokenizer", str(tmp_path), "--out", str(tmp_path / "x.json")]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2

@@ -6,40 +6,34 @@ from __future__ import annotations
 import sys
 import types
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.server.bench import suites, timing
-from tandemkv.server.bench.measured import percentile
-from tandemkv.server.bench.report import BenchError, Row
-from tandemkv.server.bench.timing import (
+from tandemkv.server.evaluation import timing
+from tandemkv.server.evaluation.bench import suites
+from tandemkv.server.evaluation.bench.report import BenchError, Row
+from tandemkv.server.evaluation.spread import Spread
+from tandemkv.server.evaluation.timing import (
     copy_bandwidth,
     num_rotations,
-    summarise,
     time_graph,
 )
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
-def test_percentiles_are_numpys(samples: list[float], fraction: float) -> None:
-    expected = float(np.percentile(np.array(samples, dtype=np.float64), fraction * 100))
-    assert percentile(samples, fraction) == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
 def test_no_samples_is_an_error() -> None:
     with pytest.raises(BenchError, match="no sample"):
-        percentile([], 0.5)
+        Spread.of([])
 
 
 def test_rows_of_a_timing() -> None:
-    found = summarise([float(value) for value in range(10, 21)])  # 10 to 20 us
-    assert (found.median_us, found.p10_us, found.p90_us, found.n) == (15.0, 11.0, 19.0, 11)
-    assert found.row("x").unit == "us"
-    row = found.bandwidth_row("y", 30_000_000)  # 30 MB in 15 us are 2000 GB/s
+    found = Spread.of([float(value) for value in range(10, 21)])  # 10 to 20 us
+    assert (found.median, found.p10, found.p90, found.n) == (15.0, 11.0, 19.0, 11)
+    assert found.minus(1.0) == Spread(median=14.0, p10=10.0, p90=18.0, n=11)
+    assert Row.of("x", found, "us") == Row("x", 15.0, "us", 11.0, 19.0, 11)
+    row = Row.bandwidth("y", found, 30_000_000)  # 30 MB in 15 us are 2000 GB/s
     assert row.value == pytest.approx(2000.0)
     assert row.p10 == pytest.approx(30_000 / 19)
     assert row.p90 == pytest.approx(30_000 / 11)
@@ -67,7 +61,7 @@ def test_a_graph_is_timed_per_call() -> None:
     calls = [lambda buffer=buffer: buffer.add_(1.0) for buffer in sets]
     found = time_graph(calls, repetitions=5)
     assert found.n == 5
-    assert 0 < found.p10_us <= found.median_us <= found.p90_us
+    assert 0 < found.p10 <= found.median <= found.p90
     torch.cuda.synchronize()
     # warm-up outside the graph, warm-up replays, timed replays; capture itself runs nothing
     expected = timing.WARM_UP_CALLS * 2 + 5

@@ -11,8 +11,8 @@ import torch
 
 from tandemkv.cache_rank.protocol.bitmap import position_bits
 from tandemkv.cache_rank.selection_probe import selection_file
-from tandemkv.server.inspect.page import make_page
-from tandemkv.server.inspect.recording import RecordingError, read_recording
+from tandemkv.server.evaluation.inspect.page import make_page
+from tandemkv.server.evaluation.inspect.recording import RecordingError, read_recording
 
 LENGTHS, LAYERS, HEADS = (20, 21, 22), (2, 5), 2
 TRICKY = "</script><script>alert(1)</script>"
@@ -120,7 +120,7 @@ def test_the_page_is_one_file_that_loads_nothing(probe_file):
 def test_every_part_that_the_script_draws_into_is_there(probe_file):
     parts = Parts()
     parts.feed(page_of(probe_file))
-    script = (files("tandemkv.server.inspect") / "page.html").read_text()
+    script = (files("tandemkv.server.evaluation.inspect") / "page.html").read_text()
     wanted = {name.split('"')[0] for name in script.split('$("')[1:]} - {"cursor"}
     assert wanted <= set(parts.ids)
     assert {"cells", "layers", "map", "mass", "step", "text", "mode"} <= wanted

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the engine's side of a step waits for the forward pass, and tells it what is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tandemkv.cache_rank.counters import BusyClock
+from tandemkv.cache_rank.protocol.errors import CacheRankError
+from tandemkv.cache_rank.protocol.fault_points import reach
+from tandemkv.cache_rank.protocol.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.step_flags import StepFlags
+from tandemkv.cache_rank.protocol.step_ring import StepEntry
+
+_LONGEST_WAIT_S = 3600.0
+"""Nobody waits for so long: `is_over` ends a wait as soon as the other side is gone."""
+
+
+class StepAbortedError(CacheRankError):
+    """The inference rank gave the step up, or is gone."""
+
+
+class EngineSignals(Protocol):
+    """The engine's side of a step's flags. Used by the thread that runs the steps.
+
+    On a CPU a wait holds the thread up; on a GPU it holds up what is queued next.
+    """
+
+    def begin(self, step: int) -> None:
+        """Let what follows be about `step`."""
+
+    def requests_of(self, entry: StepEntry) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows and lengths ``[B]`` of a decode step, on the engine's device."""
+
+    def await_begin(self) -> None:
+        """Wait until request table, rows and lengths of the step are complete."""
+
+    def await_input(self, layer: int, size: int = 1) -> None:
+        """Wait for the stream of `size` requests (decode), or for K/V (prefill), of `layer`."""
+
+    def await_query(self, layer: int, size: int) -> None:
+        """Wait for the query of `size` requests in `layer`."""
+
+    def await_end(self) -> None:
+        """Wait until all tokens of the step are stored."""
+
+    def raise_loaded(self) -> None:
+        """Tell that the request table of the step has been read."""
+
+    def raise_ready(self, layer: int) -> None:
+        """Tell that the resident set of `layer` may be attended to."""
+
+    def finish(self) -> None:
+        """Tell that all work of the step has ended."""
+
+
+class HostSignals:
+    """Flags in host memory: both processes compute on CPUs.
+
+    Parameters
+    ----------
+    flags : StepFlags
+        Of the epoch.
+    num_layers : int
+        Of the model.
+    is_gone : Callable
+        Whether the inference rank is gone.
+    clock : BusyClock
+        Told when the engine waits for the forward pass.
+    """
+
+    def __init__(
+        self,
+        flags: StepFlags,
+        num_layers: int,
+        *,
+        is_gone: Callable[[], bool],
+        clock: BusyClock,
+    ) -> None:
+        self._flags, self._at = flags, FlagIndex(num_layers)
+        self._is_gone, self._clock = is_gone, clock
+        self._step = self._progress = 0
+
+    def begin(self, step: int) -> None:
+        """See `EngineSignals.begin`."""
+        self._step = step
+
+    def requests_of(self, entry: StepEntry) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `EngineSignals.requests_of`."""
+        rows = torch.tensor([row.row for row in entry.rows])
+        return rows, torch.tensor([row.length for row in entry.rows])
+
+    def await_begin(self) -> None:
+        """See `EngineSignals.await_begin`: it was announced behind that."""
+
+    def await_input(self, layer: int, size: int = 1) -> None:
+        """See `EngineSignals.await_input`; raises `StepAbortedError`."""
+        del size
+        self._wait(self._at.input(layer))
+
+    def await_query(self, layer: int, size: int) -> None:
+        """See `EngineSignals.await_query`; raises `StepAbortedError`."""
+        del size
+        self._wait(self._at.query(layer))
+
+    def await_end(self) -> None:
+        """See `EngineSignals.await_end`; raises `StepAbortedError`."""
+        self._wait(self._at.input(self._at.end))
+
+    def raise_loaded(self) -> None:
+        """See `EngineSignals.raise_loaded`."""
+        self._flags.raise_to(self._at.LOADED, self._step)
+
+    def raise_ready(self, layer: int) -> None:
+        """See `EngineSignals.raise_ready`."""
+        reach("cache_rank.layer")
+        self._progress += 1
+        self._flags.raise_to(self._at.PROGRESS, self._progress)
+        self._flags.raise_to(self._at.ready(layer), self._step)
+
+    def finish(self) -> None:
+        """See `EngineSignals.finish`."""
+        self._flags.raise_to(self._at.FINISHED, self._step)
+
+    def _wait(self, flag: int) -> None:
+        with self._clock.waiting():  # for the forward pass, however long it takes
+            found = self._flags.wait(
+                flag, self._step, timeout_s=_LONGEST_WAIT_S, is_over=self._is_over
+            )
+        if not found:
+            raise StepAbortedError(f"step {self._step} was given up")
+
+    def _is_over(self) -> bool:
+        return self._flags.value(self._at.ABORTED) - self._step >= 0 or self._is_gone()

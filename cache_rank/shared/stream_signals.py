@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's side of a step's flags in GPU memory, and the lanes and graphs of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.step_flags import StepFlags
+from tandemkv.cache_rank.protocol.step_ring import StepEntry
+from tandemkv.kernels.step_flags import raise_flags, wait_flags
+from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
+
+
+class StreamSignals:
+    """Flags in GPU memory; waiting and raising are kernels of the current stream.
+
+    Parameters
+    ----------
+    tensors : MappedTensors
+        With those of `gpu_flags.flag_specs` and the staging of a step.
+    host : StepFlags
+        Of the epoch: tells the other host what has been queued.
+    num_layers : int
+        Of the model.
+    timeout_s : float
+        Longest wait for the forward pass. A wait that ends without it masks what is left of the
+        step, and all later ones (`tandemkv.kernels.step_flags`).
+    """
+
+    def __init__(
+        self, tensors: MappedTensors, host: StepFlags, num_layers: int, *, timeout_s: float
+    ) -> None:
+        device = tensors.homes.here
+        self._flags, self._host, self._at = GpuFlags(tensors, num_layers), host, FlagIndex(1)
+        self._rows, self._lengths = tensors["step_rows"], tensors["step_lengths"]
+        self._timeout_s = timeout_s
+        self._step = torch.zeros(1, dtype=torch.int32, device=device)
+        self._lost = torch.zeros(1, dtype=torch.int32, device=device)
+        self._beside = shared_stream(device, LANE_PRIORITY, number=7)
+        self._number = self._progress = 0
+
+    def begin(self, step: int) -> None:
+        """See `EngineSignals.begin`."""
+        self._number = step
+        self._step.fill_(step)
+
+    def requests_of(self, entry: StepEntry) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `EngineSignals.requests_of`: written by the other process's GPU."""
+        size = len(entry.rows)
+        return self._rows[:size], self._lengths[:size]
+
+    def await_begin(self) -> None:
+        """See `EngineSignals.await_begin`."""
+        self._wait(self._flags.begin)
+
+    def await_input(self, layer: int, size: int = 1) -> None:
+        """See `EngineSignals.await_input`."""
+        self._wait(self._flags.input(layer, size))
+
+    def await_query(self, layer: int, size: int) -> None:
+        """See `EngineSignals.await_query`."""
+        self._wait(self._flags.query(layer, size))
+
+    def await_end(self) -> None:
+        """See `EngineSignals.await_end`."""
+        self._wait(self._flags.end)
+
+    def raise_loaded(self) -> None:
+        """See `EngineSignals.raise_loaded`: its GPU waits for the step's end instead."""
+
+    def raise_ready(self, layer: int) -> None:
+        """See `EngineSignals.raise_ready`."""
+        raise_flags(self._flags.ready(layer), step=self._step, lost=self._lost)
+
+    def finish(self) -> None:
+        """See `EngineSignals.finish`; the hosts hear at once that it is queued."""
+        raise_flags(self._flags.finished, step=self._step, lost=self._lost)
+        self._progress += 1
+        self._host.raise_to(self._at.PROGRESS, self._progress)
+
+    def confirm_prepared(self) -> None:
+        """Tell the other host that a graph has been captured."""
+        torch.cuda.current_stream(self._step.device).synchronize()
+        self._host.raise_to(self._at.FINISHED, self._number)
+
+    @contextmanager
+    def masked(self) -> Iterator[None]:
+        """Let waits return at once and raises do nothing, for a rehearsal."""
+        self._lost.fill_(1)
+        try:
+            yield
+        finally:
+            self._lost.zero_()
+
+    def abort(self) -> None:
+        """End the waits that are under way, and all later ones. Safe from any thread."""
+        with torch.cuda.stream(self._beside):
+            self._lost.fill_(1)
+
+    def _wait(self, flags: torch.Tensor) -> None:
+        wait_flags(flags, step=self._step, lost=self._lost, timeout_s=self._timeout_s)
+
+
+class Lanes:
+    """Streams in which work of two layers goes on beside each other; on a CPU it runs in place.
+
+    Parameters
+    ----------
+    device : torch.device
+        Of the engine.
+    num_lanes : int
+        Streams.
+    """
+
+    def __init__(self, device: torch.device, num_lanes: int) -> None:
+        lanes = (shared_stream(device, LANE_PRIORITY, n) for n in range(num_lanes))
+        self._lanes = [lane for lane in lanes if lane is not None]
+        self._device = device
+        self._forked: set[int] = set()
+
+    @contextmanager
+    def enter(self, lane: int, *, after: int | None = None) -> Iterator[None]:
+        """Run the body in a lane, behind what was queued there, and behind lane `after`."""
+        if not self._lanes:
+            yield
+            return
+        stream = self._lanes[lane]
+        if lane not in self._forked:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._forked.add(lane)
+        if after is not None and after != lane:
+            stream.wait_stream(self._lanes[after])
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait for all lanes."""
+        for lane in sorted(self._forked):
+            torch.cuda.current_stream(self._device).wait_stream(self._lanes[lane])
+        self._forked.clear()
+
+
+class StepGraphs:
+    """CUDA graphs of decode steps, by what is captured; none on a CPU.
+
+    Parameters
+    ----------
+    device : torch.device
+        Of the engine.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def capture(self, kind: str, size: int, body: Callable[[], None]) -> None:
+        """Run `body` once, so that its kernels are loaded, and capture it."""
+        if self._pool is None:
+            return
+        body()
+        stream = torch.cuda.current_stream(self._device)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Threads that answer the heartbeat may use the GPU meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
+            body()
+        self._graphs[kind, size] = graph
+
+    def replay(self, kind: str, size: int) -> bool:
+        """Queue what was captured; False if nothing was."""
+        graph = self._graphs.get((kind, size))
+        if graph is None:
+            return False
+        graph.replay()
+        return True

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the forward pass hands over to the engine of another process, and waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
+from tandemkv.cache_rank.protocol.step_ring import StepEntry
+from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
+
+from .base import DecodeRows
+from .connection import SharedConnection
+
+
+class LinkSignals(Protocol):
+    """The forward pass's side of a step's flags and staging. Used by the thread that queues it."""
+
+    is_captured: bool
+    """Whether steps may be captured in CUDA graphs, so that calls are not seen when they run."""
+
+    def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
+        """Announce a step, of decode `step`, that what follows is about.
+
+        Returns whether it was; False: the engine is lost.
+        """
+
+    def mask(self) -> None:
+        """Let waits return at once and raises do nothing, until `begin`."""
+
+    def put_stream(
+        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        """Hand over ``hidden_states + residual`` ``[B, hidden_size]`` at the entry of `layer`."""
+
+    def put_query(self, layer: int, query: torch.Tensor) -> None:
+        """Hand over the query ``[B, Hq, D]`` of `layer`."""
+
+    def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
+        """Hand over the last queries ``[W, Hq, D]`` of finished prompts."""
+
+    def raise_input(self, layer: int) -> None:
+        """Tell that K/V, and prompt queries, of `layer` are in place."""
+
+    def raise_end(self) -> None:
+        """Tell that all tokens of a decode step are stored."""
+
+    def await_ready(self, layer: int) -> bool:
+        """Wait until the engine is done with `layer`; False: it is lost."""
+
+    def end(self) -> None:
+        """End a step: SGLang may write to the request table once the engine has read it."""
+
+    def give_up(self) -> None:
+        """Let the engine end the present step without what was not raised for it."""
+
+
+class HostSignals:
+    """Flags in host memory: what is written is seen at once, in order."""
+
+    is_captured = False
+
+    def __init__(self, connection: SharedConnection, num_layers: int) -> None:
+        self._connection, self._at = connection, FlagIndex(num_layers)
+
+    def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
+        """See `LinkSignals.begin`: the engine has ended all that earlier steps asked for."""
+        del step
+        connection = self._connection
+        if connection.lost_reason is not None:
+            return False
+        if not connection.wait(self._at.FINISHED, entry.step - 1):
+            return False
+        connection.announce(entry)
+        return True
+
+    def mask(self) -> None:
+        """See `LinkSignals.mask`: nothing is rehearsed on a CPU."""
+
+    def put_stream(
+        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        """See `LinkSignals.put_stream`."""
+        if self._connection.lost_reason is not None:
+            return
+        out = self._connection.tensors["streams"][layer, : len(hidden_states)]
+        if residual is None:
+            out.copy_(hidden_states)
+        else:
+            torch.add(hidden_states, residual, out=out)
+        self._connection.raise_to(self._at.input(layer))
+
+    def put_query(self, layer: int, query: torch.Tensor) -> None:
+        """See `LinkSignals.put_query`."""
+        if self._connection.lost_reason is None:
+            self._connection.tensors["queries"][layer, : len(query)].copy_(query)
+            self._connection.raise_to(self._at.query(layer))
+
+    def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
+        """See `LinkSignals.put_windows`."""
+        if self._connection.lost_reason is None:
+            _put_windows(seed_buffer(self._connection.tensors, layer), windows)
+
+    def raise_input(self, layer: int) -> None:
+        """See `LinkSignals.raise_input`."""
+        self._connection.raise_to(self._at.input(layer))
+
+    def raise_end(self) -> None:
+        """See `LinkSignals.raise_end`."""
+        self._connection.raise_to(self._at.input(self._at.end))
+
+    def await_ready(self, layer: int) -> bool:
+        """See `LinkSignals.await_ready`."""
+        return self._connection.wait(self._at.ready(layer))
+
+    def end(self) -> None:
+        """See `LinkSignals.end`."""
+        self._connection.wait(self._at.LOADED)
+
+    def give_up(self) -> None:
+        """See `LinkSignals.give_up`."""
+        self._connection.give_up()
+
+
+class StreamSignals:
+    """Flags in GPU memory: waiting and raising are kernels of the current stream.
+
+    Parameters
+    ----------
+    connection : SharedConnection
+        To the engine's process.
+    num_layers : int
+        Of the model.
+    timeout_s : float
+        Longest wait for the engine. A wait that ends without it masks all that follows
+        (`tandemkv.kernels.step_flags`), and the step is lost.
+    """
+
+    is_captured = True
+
+    def __init__(self, connection: SharedConnection, num_layers: int, *, timeout_s: float) -> None:
+        tensors = connection.tensors
+        device = tensors.homes.here
+        self._connection, self._timeout_s = connection, timeout_s
+        self._flags, self._tensors = GpuFlags(tensors, num_layers), tensors
+
+        def word() -> torch.Tensor:
+            return torch.zeros(1, dtype=torch.int32, device=device)
+
+        self._step, self._previous, self._lost = word(), word(), word()
+        self._lost_on_host = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._is_masked = False
+
+    @property
+    def lost_step(self) -> int:
+        """First step that the engine did not answer in time, 0: none.
+
+        Of all steps whose results have come to the host.
+        """
+        return 0 if self._is_masked else int(self._lost_on_host[0])
+
+    def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
+        """See `LinkSignals.begin`: the GPU waits for the end of the step before."""
+        connection = self._connection
+        lost = self.lost_step
+        if lost:
+            connection.mark_lost(f"step {lost} was not answered within {self._timeout_s:g} s")
+        if connection.lost_reason is not None:
+            self.mask()
+            return False
+        if self._is_masked:
+            self._lost.zero_()
+            self._lost_on_host.zero_()
+            self._is_masked = False
+        connection.announce(entry)
+        self._previous.fill_(entry.step - 1)
+        self._step.fill_(entry.step)
+        self._wait(self._flags.finished, self._previous)
+        if step is not None:
+            size = len(step.rows)
+            self._tensors["step_rows"][:size].copy_(step.rows)
+            self._tensors["step_lengths"][:size].copy_(step.lengths)
+        self._raise(self._flags.begin)
+        return True
+
+    def mask(self) -> None:
+        """See `LinkSignals.mask`."""
+        if not self._is_masked:
+            self._lost.fill_(1)
+            self._is_masked = True
+
+    def put_stream(
+        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        """See `LinkSignals.put_stream`."""
+        size = len(hidden_states)
+        out, flags = self._tensors["streams"][layer, :size], self._flags.input(layer, size)
+        send_rows(hidden_states, residual, out, flags, step=self._step, lost=self._lost)
+
+    def put_query(self, layer: int, query: torch.Tensor) -> None:
+        """See `LinkSignals.put_query`."""
+        size, rows = len(query), query.flatten(1)
+        out = self._tensors["queries"][layer, :size].flatten(1)
+        flags = self._flags.query(layer, size)
+        send_rows(rows, None, out, flags, step=self._step, lost=self._lost)
+
+    def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
+        """See `LinkSignals.put_windows`."""
+        _put_windows(seed_buffer(self._tensors, layer), windows)
+
+    def raise_input(self, layer: int) -> None:
+        """See `LinkSignals.raise_input`."""
+        self._raise(self._flags.input(layer))
+
+    def raise_end(self) -> None:
+        """See `LinkSignals.raise_end`."""
+        self._raise(self._flags.end)
+        # In a captured step as well: with its results comes what was lost.
+        self._lost_on_host.copy_(self._lost, non_blocking=True)
+
+    def await_ready(self, layer: int) -> bool:
+        """See `LinkSignals.await_ready`."""
+        self._wait(self._flags.ready(layer), self._step)
+        return True
+
+    def end(self) -> None:
+        """See `LinkSignals.end`: the next `begin` waits."""
+
+    def give_up(self) -> None:
+        """See `LinkSignals.give_up`: the engine's own waits end."""
+
+    def _raise(self, flags: torch.Tensor) -> None:
+        raise_flags(flags, step=self._step, lost=self._lost)
+
+    def _wait(self, flags: torch.Tensor, step: torch.Tensor) -> None:
+        wait_flags(flags, step=step, lost=self._lost, timeout_s=self._timeout_s)
+
+
+def _put_windows(buffer: torch.Tensor, windows: Sequence[torch.Tensor]) -> None:
+    torch.cat(tuple(windows), out=buffer[: sum(len(window) for window in windows)])

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandemkv bench``: each subcommand writes one report as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.token_count import read_token_count
+from tandemkv.server.evaluation import provenance
+from tandemkv.server.evaluation.provenance import BenchError, Gpu
+from tandemkv.server.evaluation.request_options import option, takes
+
+from .measured import Point
+from .report import Failure, Report, Row, make_report, write_report
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure, and write reports as JSON.")
+DEFAULT_FOLDER = Path("docs/benchmarks")
+_POINT = re.compile(r"(\d{1,6})x(\d{1,9}[km]?)", re.IGNORECASE)
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Default docs/benchmarks/<name>.json.")
+]
+OnlyOption = Annotated[
+    list[str] | None, typer.Option("--only", help="Benchmark to run; may be repeated.")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRequest:
+    """Options of ``bench decode``."""
+
+    points: Annotated[str, option("Batch x context, e.g. 1x8k,8x8k,8x64k.")] = (
+        "1x8k,1x64k,8x8k,8x64k"
+    )
+    config: Annotated[
+        list[str] | None, option("Configuration to run, in order; may be repeated.")
+    ] = None
+    configurations: Annotated[
+        Path | None, option("YAML with more configurations.", metavar="FILE")
+    ] = None
+    headline: Annotated[str | None, option("Whose ratios get the short names.")] = None
+    shape: Annotated[str, option("Built-in shape, run with dummy weights.")] = "qwen3-8b"
+    model: Annotated[Path | None, option("Model directory whose config is used instead.")] = None
+    tokenizer: Annotated[str, option("Directory with any tokenizer, or smollm2.")] = "smollm2"
+    driver: Annotated[
+        Literal["steps", "one-batch"],
+        option("Decode alone, or SGLang's one_batch with its prefill."),
+    ] = "steps"
+    output_tokens: Annotated[int, option("Tokens decoded in each run.", min=3)] = 32
+    prefill_chunk: Annotated[int, option("one-batch: prompt tokens per pass; 0: all.", min=0)] = (
+        16384
+    )
+    timeout_s: Annotated[float, option("Longest run of one child.", min=1)] = 1800.0
+    profile: Annotated[bool, option("Save Chrome traces of three decode steps.", "--profile")] = (
+        False
+    )
+    work_dir: Annotated[Path | None, option("Keep logs and traces here.")] = None
+    out: OutOption = None
+
+
+@bench_app.command()
+@takes(DecodeRequest)
+def decode(request: DecodeRequest) -> None:
+    """Time decode steps: stock SGLang beside ours, one child process after the other.
+
+    Exit code 1 if a figure that was asked for is missing.
+    """
+    from tandemkv.server.plan.shape import find_shape
+    from tandemkv.server.preflight import resolve_model
+
+    from .configurations import load_configurations, pick
+    from .decode import DecodeRun, run_decode
+
+    if request.profile and request.work_dir is None:
+        raise SettingsError("--profile needs --work-dir, where the traces are to stay")
+    console = _console()
+    table, model = load_configurations(request.configurations), request.model
+    chosen = pick(table, request.config or ["dense-tp1", "in-process-tp1"])
+    with _folder(request.work_dir) as folder:
+        run = DecodeRun(
+            shape=find_shape(str(model or request.shape)),
+            tokenizer_dir=resolve_model(request.tokenizer, lambda _: None),
+            points=parse_points(request.points),
+            configurations=chosen,
+            work_dir=folder,
+            driver=request.driver,
+            output_tokens=request.output_tokens,
+            prefill_chunk=request.prefill_chunk,
+            profile=request.profile,
+            timeout_s=request.timeout_s,
+            model_dir=model.resolve() if model is not None else None,
+        )
+        gpu = provenance.query_gpu()
+        if gpu is None:
+            raise SettingsError(
+                "this benchmark times GPU work and no GPU is visible; run it on one, or let "
+                "`tandemkv plan` predict"
+            )
+        result = run_decode(run, console.print, headline=request.headline)
+    for name, traces in result.traces.items():
+        for trace in traces:
+            console.print(f"Chrome trace of {name}: {trace}", soft_wrap=True)
+    _finish("decode", result.rows, result.failures, gpu, request.out, console)
+
+
+@bench_app.command()
+def kernels(only: OnlyOption = None, out: OutOption = None) -> None:
+    """Time kernels on the GPU, under CUDA graphs with rotating buffers."""
+    _run_suite("kernels", only or [], out)
+
+
+@bench_app.command()
+def transport(only: OnlyOption = None, out: OutOption = None) -> None:
+    """Time copies between host, GPU and GPU."""
+    _run_suite("transport", only or [], out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeRequest:
+    """Options of ``bench serve``."""
+
+    tokenizer: Annotated[str, option("Directory with the served model's tokenizer, or smollm2.")]
+    url: Annotated[str, option("Server on this machine.")] = "http://127.0.0.1:30000"
+    name: Annotated[str, option("Part of the rows' names.")] = "serve"
+    input_tokens: Annotated[int, option(min=1)] = 4096
+    output_tokens: Annotated[int, option(min=2)] = 128
+    concurrency: Annotated[int, option(min=1)] = 8
+    requests: Annotated[int, option(min=1, max=100000)] = 32
+    timeout_s: Annotated[float, option(min=1)] = 1800.0
+    out: OutOption = None
+
+
+@bench_app.command()
+@takes(ServeRequest)
+def serve(request: ServeRequest) -> None:
+    """Put a running server on this machine under load, with sglang.bench_serving."""
+    from tandemkv.server.preflight import resolve_model
+
+    from .decode import run_child
+    from .serving import ServeLoad, bench_serving_argv, serving_rows
+
+    load = ServeLoad(
+        url=request.url,
+        tokenizer_dir=resolve_model(request.tokenizer, lambda _: None),
+        name=request.name,
+        input_tokens=request.input_tokens,
+        output_tokens=request.output_tokens,
+        concurrency=request.concurrency,
+        num_requests=request.requests,
+    )
+    if find_spec("datasets") is None:
+        raise SettingsError(
+            "sglang.bench_serving needs the package datasets, which is not installed; "
+            "`pip install datasets`"
+        )
+    console = _console()
+    with _folder(None) as folder:
+        result = folder / "serving.jsonl"
+        console.print(f"{request.requests} requests to {load.url}")
+        status, detail = run_child(bench_serving_argv(load, result), folder, request.timeout_s)
+        if not result.exists():
+            raise BenchError(f"bench_serving gave no result, {status}: {detail}")
+        rows, failures = serving_rows(load, result.read_text(encoding="utf-8"))
+    _finish("serve", rows, failures, provenance.query_gpu(), request.out, console)
+
+
+@bench_app.command()
+def plot(
+    files: Annotated[list[Path], typer.Argument(help="Reports of `bench decode`.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="STEM", help="Path without suffix.")
+    ] = DEFAULT_FOLDER / "tpot",
+) -> None:
+    """Draw time per token against context as SVG and PNG; needs the extra `bench`."""
+    from .plot import draw
+    from .report import read_report
+
+    for path in draw([read_report(file) for file in files], out):
+        typer.echo(str(path))
+
+
+def parse_points(text: str) -> tuple[Point, ...]:
+    """Read e.g. ``1x8k,8x65536``.
+
+    Raises
+    ------
+    SettingsError
+        If a point is not of that form, or given twice.
+    """
+    points = []
+    for item in text.split(","):
+        match = _POINT.fullmatch(item.strip())
+        point = Point(*(int(read_token_count(part)) for part in match.groups())) if match else None
+        if point is None or point.batch < 1 or point.context < 1:
+            raise SettingsError(f"--points {item}: batch x context is required, e.g. 8x64k")
+        if point in points:
+            raise SettingsError(f"--points {item}: given twice")
+        points.append(point)
+    return tuple(points)
+
+
+def _run_suite(suite: str, only: Sequence[str], out: Path | None) -> None:
+    from .suites import run_suite
+
+    console = _console()
+    rows, failures = run_suite(suite, only, console.print)
+    _finish(suite, rows, failures, provenance.visible_gpu(), out, console)
+
+
+def _finish(
+    name: str,
+    rows: Sequence[Row],
+    failures: Sequence[Failure],
+    gpu: Gpu | None,
+    out: Path | None,
+    console: Console,
+) -> None:
+    """Write and show a report; exit with 1 if a figure is missing."""
+    report: Report = make_report(
+        name, rows, command=provenance.own_command(), failures=failures, gpu=gpu
+    )
+    path = out or DEFAULT_FOLDER / f"{name}.json"
+    write_report(report, path)
+    for row in report.rows:
+        spread = f" ({row.p10:.4g} to {row.p90:.4g})" if row.p10 is not None and row.p90 else ""
+        text = f"{row.figure}: {row.value:.4g} {row.unit}{spread}"
+        console.print(text, soft_wrap=True, markup=False)
+    for failure in report.failures:
+        text = f"{failure.figure}: missing, {failure.reason}"
+        console.print(text, soft_wrap=True, style="red", markup=False)
+    typer.echo(str(path))
+    if report.failures or not report.rows:
+        raise typer.Exit(1)
+
+
+def _console() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+@contextlib.contextmanager
+def _folder(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="tandemkv-bench-") as name:
+        yield Path(name)

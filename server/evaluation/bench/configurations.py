@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `bench decode` compares: a table from names to flags, settings and environment.
+
+Stock SGLang and ours run the same program on the same GPUs; they differ by what stands here.
+A YAML file (``--configurations``) adds to the table or replaces entries of it::
+
+    in-process-tp1-k512:
+      settings: {cache_ranks: 0, device: cuda, selection.budget_tokens: 512}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.pages import LONG_PAGE_TOKENS
+from tandemkv.server.placement_choice import with_late_layers
+from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings_sources import Sourced, load_settings
+from tandemkv.server.sglang_command import sglang_argv, sglang_env
+
+_DENSE_FLAGS = ("--device", "cuda", "--dtype", "bfloat16", "--attention-backend", "flashinfer")
+_SERVER_MODULE = "sglang.launch_server"
+
+
+class Configuration(BaseModel):
+    """One side of a comparison.
+
+    `settings` are dotted settings of ``tandemkv serve``, and SGLang gets the flags that `serve`
+    would give it; without any, no plugin is loaded and the run is stock SGLang. `flags` are
+    further ones of SGLang's, `env` is added to the environment last.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tp_size: int = Field(default=1, ge=1, le=64)
+    flags: tuple[str, ...] = ()
+    settings: dict[str, Any] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+    is_reference: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.is_reference and self.settings:
+            raise ValueError("a reference is stock SGLang: it takes no settings of tandemkv")
+        return self
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        is_cpu = self.settings.get("device") == "cpu" or "cpu" in self.flags
+        return "cpu" if is_cpu else "cuda"
+
+    def sglang_flags(self, *, model_dir: Path, capacity_tokens: int, batch: int) -> list[str]:
+        """Return SGLang's flags; of ours, those that ``tandemkv serve`` gives.
+
+        Raises
+        ------
+        SettingsError
+            As `serve_settings`.
+        """
+        if not self.settings:
+            return [*self.flags, "--tp-size", str(self.tp_size)]
+        settings = self.serve_settings(
+            model_dir=model_dir, capacity_tokens=capacity_tokens, batch=batch
+        )
+        dtype = settings.dtype
+        if dtype == "auto":
+            dtype = "float32" if self.device == "cpu" else "bfloat16"
+        argv = sglang_argv(
+            settings, model_dir=model_dir, device=self.device, dtype=dtype, port=settings.port
+        )
+        return [*argv[argv.index(_SERVER_MODULE) + 1 :], *self.flags]
+
+    def serve_settings(self, *, model_dir: Path, capacity_tokens: int, batch: int) -> ServeSettings:
+        """Return the settings that ours runs with.
+
+        Raises
+        ------
+        SettingsError
+            If this version does not know one of them, or refuses it.
+        """
+        given: dict[str, Any] = {
+            "cache.capacity_tokens": capacity_tokens,
+            "max_running_requests": batch,
+            **self.settings,
+            "model": str(model_dir),
+        }
+        if self.tp_size > 1 and self.settings:
+            given["tensor_parallel"] = self.tp_size
+        sourced = {key: Sourced(value, "bench") for key, value in given.items()}
+        return with_late_layers(load_settings(sourced, {}))
+
+    def child_env(
+        self, *, model_dir: Path, run_dir: Path, capacity_tokens: int, batch: int
+    ) -> dict[str, str]:
+        """Return the environment of the child process.
+
+        Raises
+        ------
+        SettingsError
+            As `serve_settings`.
+        """
+        settings = self.serve_settings(
+            model_dir=model_dir, capacity_tokens=capacity_tokens, batch=batch
+        )
+        env = sglang_env(settings, os.environ, run_dir=run_dir, device=self.device)
+        if not self.settings:
+            env = {
+                key: text
+                for key, text in env.items()
+                if not key.startswith("TANDEMKV_") and key != "SGLANG_PLUGINS"
+            }
+        env["BENCH_LOAD_PLUGINS"] = "1" if self.settings else "0"
+        return {**env, **self.env}
+
+
+def _own(tp_size: int, **more: Any) -> Configuration:
+    settings = {
+        "cache_ranks": 0,
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "selection.index_dtype": "int4",
+        "selection.budget_tokens": 2048,
+        "selection.num_recent_tokens": LONG_PAGE_TOKENS,
+        "selection.exact_layers": [],
+        "selection.sample_tokens": 0,
+        # Below it ours is dense attention; a benchmark wants to see what selecting costs.
+        "selection.dense_tokens": 0,
+        **more,
+    }
+    return Configuration(tp_size=tp_size, settings=settings)
+
+
+_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "-exact01": {"selection.exact_layers": [0, 1]},
+    "-int8": {"selection.index_dtype": "int8"},
+    "-async-spade": {"selection.policy": "async_spade"},
+    "-samples": {"selection.sample_tokens": 128},
+    "-late0": {"selection.late_layers": 0},
+    # Dummy weights give queries that hardly move; here every step fetches all it may.
+    "-stress": {"stress_selection": True},
+    "-no-selection": {
+        "selection.policy": "streaming",
+        "selection.budget_tokens": 0,
+        "selection.num_recent_tokens": 4224,
+    },
+    "-exact": {"selection.policy": "exact"},
+}
+"""What is varied. ``-no-selection`` attends to as many tokens, but never chooses any."""
+
+
+BUILT_IN: Mapping[str, Configuration] = {
+    **{
+        f"dense-tp{size}": Configuration(tp_size=size, flags=_DENSE_FLAGS, is_reference=True)
+        for size in (1, 2, 4, 8)
+    },
+    **{
+        f"in-process-tp{size}{name}": _own(size, **more)
+        for size in (1, 2, 4, 8)
+        for name, more in _VARIANTS.items()
+    },
+    **{
+        f"1+1-shared{name}": _own(
+            1, cache_ranks=1, cache_device="cuda", **{"exchange.transport": "shared"}, **more
+        )
+        for name, more in _VARIANTS.items()
+    },
+    **{
+        f"{size}+{size}-peer{name}": _own(
+            size, cache_ranks=1, **{"exchange.transport": "peer"}, **more
+        )
+        for size in (1, 2, 4)
+        for name, more in _VARIANTS.items()
+    },
+}
+
+
+def load_configurations(path: Path | None) -> dict[str, Configuration]:
+    """Return the built-in table with what a YAML file adds or replaces.
+
+    Raises
+    ------
+    SettingsError
+        If the file cannot be read or an entry is wrong.
+    """
+    table = dict(BUILT_IN)
+    if path is None:
+        return table
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise SettingsError(f"--configurations {path}: cannot be read ({detail})") from error
+    if not isinstance(entries, dict):
+        raise SettingsError(f"--configurations {path}: a mapping from names is required")
+    for name, entry in entries.items():
+        try:
+            table[str(name)] = Configuration.model_validate(entry)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = ".".join(map(str, first["loc"]))
+            raise SettingsError(f"--configurations {path}: {name}.{key}: {first['msg']}") from None
+    return table
+
+
+def pick(table: Mapping[str, Configuration], names: list[str]) -> dict[str, Configuration]:
+    """Return the named configurations in this order.
+
+    Raises
+    ------
+    SettingsError
+        If a name is unknown or given twice.
+    """
+    unknown = [name for name in names if name not in table]
+    if unknown:
+        raise SettingsError(
+            f"configuration {', '.join(unknown)} is unknown; known: {', '.join(table)}"
+        )
+    if len(set(names)) != len(names):
+        raise SettingsError("a configuration is named twice; name each once")
+    return {name: table[name] for name in names}

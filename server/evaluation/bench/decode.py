@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode time per token, stock SGLang beside ours, each in a child process on the same GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server.guard import Guard
+from tandemkv.server.plan.shape import ModelShape
+
+from . import decode_steps, one_batch
+from .cache_rank import cache_rank_beside
+from .configurations import Configuration
+from .measured import Measured, Point
+from .one_batch import capacity_tokens, write_driver, write_model_config
+from .report import Failure, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRun:
+    """What to measure, and by which program.
+
+    `driver` is ``steps`` (decode only, `decode_steps`) or ``one-batch`` (SGLang's own, with a
+    prefill; `prefill_chunk` is then in tokens of the whole batch, 0 for all at once).
+    """
+
+    shape: ModelShape
+    tokenizer_dir: Path
+    points: tuple[Point, ...]
+    configurations: Mapping[str, Configuration]
+    work_dir: Path
+    driver: Literal["steps", "one-batch"] = "steps"
+    output_tokens: int = 32
+    prefill_chunk: int = 16384
+    profile: bool = False
+    timeout_s: float = 1800.0
+    model_dir: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeResult:
+    """Rows, what could not be measured, and Chrome traces by configuration."""
+
+    rows: tuple[Row, ...]
+    failures: tuple[Failure, ...]
+    traces: Mapping[str, tuple[Path, ...]]
+
+
+def run_decode(
+    run: DecodeRun, progress: Callable[[str], None], *, headline: str | None = None
+) -> DecodeResult:
+    """Run every configuration at every point; a run that fails does not end the others.
+
+    Parameters
+    ----------
+    run : DecodeRun
+        What to measure.
+    progress : callable
+        Told what is running.
+    headline : str, optional
+        The configuration whose ratios get the short names, default the first that is no
+        reference.
+
+    Raises
+    ------
+    SettingsError
+        Before anything is run: if a configuration has settings that this version refuses, or
+        `headline` is not one of ours.
+    """
+    check_headline(run.configurations, headline)
+    model_dir = run.model_dir or run.work_dir / "model"
+    if run.model_dir is None:
+        longest = max(point.context for point in run.points) + 5 * run.output_tokens
+        write_model_config(run.shape, model_dir, max_context=longest)
+    for configuration in run.configurations.values():
+        configuration.serve_settings(model_dir=model_dir, capacity_tokens=1 << 20, batch=1)
+    measured: dict[tuple[str, Point], Measured] = {}
+    failures: list[Failure] = []
+    traces: dict[str, tuple[Path, ...]] = {}
+    batches = [
+        (batch, list(points))
+        for batch, points in groupby(sorted(run.points), key=lambda point: point.batch)
+    ]
+    for name, configuration in run.configurations.items():
+        for batch, points in batches:
+            progress(f"{name}: {', '.join(point.label for point in points)}")
+            output = _run_child(run, name, configuration, batch, points, model_dir)
+            # Said at once: an interrupted run has no report.
+            for item in output.measured:
+                measured[name, item.point] = item
+                spread = item.queued or item.waited
+                progress(f"  {item.point.label}: {spread.median:.2f} ms a step")
+            for failure in output.failures:
+                progress(f"  {failure.figure}: {failure.reason}")
+            failures += output.failures
+            traces[name] = traces.get(name, ()) + output.traces
+    rows = decode_rows(measured) + ratio_rows(measured, run.configurations, headline=headline)
+    return DecodeResult(rows=tuple(rows), failures=tuple(failures), traces=traces)
+
+
+def check_headline(configurations: Mapping[str, Configuration], headline: str | None) -> None:
+    """Refuse a headline that is a reference or is not run.
+
+    Raises
+    ------
+    SettingsError
+        Naming those that can be one.
+    """
+    own = [name for name, item in configurations.items() if not item.is_reference]
+    if headline is not None and headline not in own:
+        raise SettingsError(
+            f"headline={headline}: not a configuration of ours that is run; "
+            f"there is {', '.join(own) or 'none'}"
+        )
+
+
+def decode_rows(measured: Mapping[tuple[str, Point], Measured]) -> list[Row]:
+    """Return ``tpot_ms_*``, ``queued_tpot_ms_*`` and ``prefill_s_*`` of what was measured."""
+    rows = []
+    for (name, point), item in measured.items():
+        label = f"{name}_{point.label}"
+        rows.append(Row.of(f"tpot_ms_{label}", item.waited, "ms"))
+        if item.queued is not None:
+            rows.append(Row.of(f"queued_tpot_ms_{label}", item.queued, "ms"))
+        if item.prefill_s is not None:
+            rows.append(Row(figure=f"prefill_s_{label}", value=item.prefill_s, unit="s", n=1))
+    return rows
+
+
+def ratio_rows(
+    measured: Mapping[tuple[str, Point], Measured],
+    configurations: Mapping[str, Configuration],
+    *,
+    headline: str | None = None,
+) -> list[Row]:
+    """Return the time of ours divided by that of each reference at the same point.
+
+    Below 1 ours is faster. ``tpot_ratio_<ours>_vs_<reference>_<point>`` for every pair, and
+    ``tpot_ratio_vs_tp2_<point>`` of `headline` against ``dense-tp2``.
+    """
+    own = [name for name, item in configurations.items() if not item.is_reference]
+    headline = headline or next(iter(own), None)
+    rows = []
+    for name, point in measured:
+        if name not in own:
+            continue
+        for reference in configurations:
+            other = measured.get((reference, point))
+            if reference in own or other is None:
+                continue
+            rows += _ratios(
+                (name, measured[name, point]), (reference, other), is_headline=name == headline
+            )
+    return rows
+
+
+def _ratios(
+    own: tuple[str, Measured], other: tuple[str, Measured], *, is_headline: bool
+) -> list[Row]:
+    (name, ours), (reference, theirs) = own, other
+    label = ours.point.label
+    note = f"{name} / {reference}, medians of one run; below 1 {name} is faster"
+    pairs = [("tpot_ratio", ours.waited, theirs.waited)]
+    if ours.queued is not None and theirs.queued is not None:
+        pairs.append(("queued_tpot_ratio", ours.queued, theirs.queued))
+    rows = []
+    for kind, mine, stock in pairs:
+        ratio = mine.median / stock.median
+        figures = [f"{kind}_{name}_vs_{reference}_{label}"]
+        if is_headline:
+            figures.append(f"{kind}_vs_{reference.removeprefix('dense-')}_{label}")
+        rows += [Row(figure=figure, value=ratio, unit="", note=note) for figure in figures]
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ChildOutput:
+    measured: list[Measured]
+    failures: list[Failure]
+    traces: tuple[Path, ...]
+
+
+def _run_child(
+    run: DecodeRun,
+    name: str,
+    configuration: Configuration,
+    batch: int,
+    points: list[Point],
+    model_dir: Path,
+) -> _ChildOutput:
+    folder = run.work_dir / f"{name}_batch{batch}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (one_batch.RESULT_FILE, decode_steps.RESULT_FILE):
+        (folder / stale).unlink(missing_ok=True)
+    capacity = capacity_tokens(batch, [point.context for point in points], run.output_tokens)
+    flags = configuration.sglang_flags(model_dir=model_dir, capacity_tokens=capacity, batch=batch)
+    argv = _child_argv(run, folder, points, flags, capacity, model_dir)
+    run_dir = RunDir.create()
+    try:
+        env = configuration.child_env(
+            model_dir=model_dir, run_dir=run_dir.path, capacity_tokens=capacity, batch=batch
+        )
+        env["BENCH_PREFILL_CHUNK"] = str(run.prefill_chunk)
+        env["SGLANG_TORCH_PROFILER_DIR"] = str(folder)
+        settings = configuration.serve_settings(
+            model_dir=model_dir, capacity_tokens=capacity, batch=batch
+        )
+        with cache_rank_beside(settings, run_dir, folder):
+            status = _wait(argv, env, folder, run.timeout_s)
+    finally:
+        run_dir.remove()
+    text = _read(folder / "stdout.log")
+    if run.driver == "steps":
+        result = _read(folder / decode_steps.RESULT_FILE)
+        measured, failed = decode_steps.parse_result(result, points)
+        traces = decode_steps.trace_files(folder)
+    else:
+        result = _read(folder / one_batch.RESULT_FILE)
+        measured, failed = one_batch.parse_output(text, points, result)
+        traces = one_batch.trace_files(text)
+    reached = {item.point for item in measured}
+    failures = []
+    for point in points:
+        if point not in reached:
+            reason = failed.get(point) or f"{status}: {_last_error(folder / 'stderr.log')}"
+            failures.append(Failure(f"tpot_ms_{name}_{point.label}", reason))
+    return _ChildOutput(measured=measured, failures=failures, traces=traces)
+
+
+def _child_argv(
+    run: DecodeRun,
+    folder: Path,
+    points: list[Point],
+    flags: Sequence[str],
+    capacity: int,
+    model_dir: Path,
+) -> tuple[str, ...]:
+    if run.driver == "steps":
+        return decode_steps.decode_steps_argv(
+            work_dir=folder,
+            model_dir=model_dir,
+            tokenizer_dir=run.tokenizer_dir,
+            points=points,
+            steps=run.output_tokens,
+            capacity=capacity,
+            flags=flags,
+            profile=run.profile,
+        )
+    write_driver(folder)
+    return one_batch.one_batch_argv(
+        work_dir=folder,
+        model_dir=model_dir,
+        tokenizer_dir=run.tokenizer_dir,
+        batch=points[0].batch,
+        contexts=[point.context for point in points],
+        output_tokens=run.output_tokens,
+        flags=flags,
+        profile=run.profile,
+    )
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _wait(argv: Sequence[str], env: Mapping[str, str], folder: Path, timeout_s: float) -> str:
+    """Run a child in a process group of its own and return how it ended.
+
+    Its group ends with this call, and with this process, however that ends.
+    """
+    guard = Guard()
+    try:
+        with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
+            child = subprocess.Popen(
+                list(argv), env=dict(env), stdout=out, stderr=err, stdin=subprocess.DEVNULL,
+                cwd=folder, start_new_session=True,
+            )  # fmt: skip
+        guard.watch(child.pid)
+        try:
+            return f"exit code {child.wait(timeout=timeout_s)}"
+        except subprocess.TimeoutExpired:
+            return f"no result within {timeout_s:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            guard.forget(child.pid)
+    finally:
+        guard.close()
+
+
+def run_child(argv: Sequence[str], folder: Path, timeout_s: float) -> tuple[str, str]:
+    """Run a child with our own environment; return how it ended and its last error."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    status = _wait(argv, env, folder, timeout_s)
+    return status, _last_error(folder / "stderr.log")
+
+
+def _last_error(log: Path) -> str:
+    """Return the last line of a log that names an exception, without paths."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    named = [line for line in lines if "Error" in line.partition(":")[0]]
+    text = (named or lines or ["no output"])[-1]
+    words = (Path(word).name if word.startswith("/") else word for word in text.split())
+    return " ".join(words)[:300]

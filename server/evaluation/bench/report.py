@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The form of every benchmark's result: rows, and what they were measured with.
+
+A report is made to be published: it names versions and the GPU, and no path, host or user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Self
+
+import msgspec
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.provenance import (
+    BenchError,
+    Gpu,
+    installed_versions,
+    without_paths,
+)
+from tandemkv.server.evaluation.spread import Spread
+
+SCHEMA = 1
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_.+-]+$", max_length=160)]
+
+
+class Row(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One figure. `value` is a median where there are percentiles; `n` counts the samples."""
+
+    figure: Name
+    value: float
+    unit: Annotated[str, msgspec.Meta(max_length=32)]
+    p10: float | None = None
+    p90: float | None = None
+    n: int | None = None
+    note: str = ""
+
+    @classmethod
+    def of(cls, figure: str, spread: Spread, unit: str, *, note: str = "") -> Self:
+        """Return the row of a spread in `unit`."""
+        return cls(figure, spread.median, unit, spread.p10, spread.p90, spread.n, note)
+
+    @classmethod
+    def bandwidth(cls, figure: str, spread: Spread, num_bytes: int, *, note: str = "") -> Self:
+        """Return a row in GB/s, 1e9 bytes each, of calls of `spread` us that move `num_bytes`."""
+        return cls.of(figure, spread.as_rate(num_bytes / 1e3), "GB/s", note=note)
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A figure that was asked for and could not be had, with the reason."""
+
+    figure: Name
+    reason: str
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Rows of one run of one benchmark."""
+
+    benchmark: Name
+    schema: int = SCHEMA
+    versions: dict[str, str]
+    gpu: Gpu | None
+    command: tuple[str, ...]
+    rows: tuple[Row, ...]
+    failures: tuple[Failure, ...] = ()
+
+
+def make_report(
+    benchmark: str,
+    rows: Sequence[Row],
+    *,
+    command: Sequence[str],
+    failures: Sequence[Failure] = (),
+    gpu: Gpu | None = None,
+) -> Report:
+    """Return a report of `rows` with the environment of this process.
+
+    Raises
+    ------
+    BenchError
+        If two rows have one name.
+    """
+    names = [row.figure for row in rows]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise BenchError(f"figures {', '.join(twice)} are given twice; each may be measured once")
+    return Report(
+        benchmark=benchmark,
+        versions=installed_versions(),
+        gpu=gpu,
+        command=tuple(without_paths(command)),
+        rows=tuple(rows),
+        failures=tuple(failures),
+    )
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write `report` as JSON, after checking that it reads back as the same."""
+    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    if msgspec.json.decode(text, type=Report) != report:
+        raise BenchError(f"report {report.benchmark} does not survive being written; report it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text + b"\n")
+
+
+def read_report(path: Path) -> Report:
+    """Read a report.
+
+    Raises
+    ------
+    SettingsError
+        If the file is not one.
+    """
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=Report)
+    except OSError as error:
+        raise SettingsError(f"{path.name}: cannot be read ({error.strerror})") from error
+    except msgspec.DecodeError as error:
+        raise SettingsError(f"{path.name}: not a report of `tandemkv bench` ({error})") from error
+    if report.schema != SCHEMA:
+        raise SettingsError(f"{path.name}: schema {report.schema}, this version reads {SCHEMA}")
+    return report

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load on a running server, on this machine only: ``sglang.bench_serving`` as a child process."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.provenance import BenchError
+from tandemkv.server.evaluation.spread import Spread
+from tandemkv.server.settings import is_loopback
+
+from .report import Failure, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeLoad:
+    """Requests of one length, `concurrency` at a time."""
+
+    url: str
+    tokenizer_dir: Path
+    name: str = "serve"
+    input_tokens: int = 4096
+    output_tokens: int = 128
+    concurrency: int = 8
+    num_requests: int = 32
+
+    def __post_init__(self) -> None:
+        """Refuse a target that is not this machine."""
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingsError(f"url={self.url}: an address such as http://127.0.0.1:30000")
+        if not is_loopback(parts.hostname):
+            raise SettingsError(
+                f"url={self.url}: only a server on this machine is put under load; use 127.0.0.1"
+            )
+
+    @property
+    def label(self) -> str:
+        """Return what the rows are named by."""
+        return f"{self.name}_{self.concurrency}x{self.input_tokens}"
+
+
+def bench_serving_argv(load: ServeLoad, result: Path) -> tuple[str, ...]:
+    """Return the command line of ``sglang.bench_serving`` (0.5.17).
+
+    Prompts are random token ids, as many as stated, sent as text: nothing is downloaded. Read again
+    they may be more tokens (33.5K of 32000 with SmolLM2's tokenizer).
+    """
+    return (
+        sys.executable, "-P", "-m", "sglang.bench_serving",
+        "--backend", "sglang",
+        "--base-url", load.url.rstrip("/"),
+        "--dataset-name", "random-ids",
+        "--tokenizer", str(load.tokenizer_dir),
+        "--random-input-len", str(load.input_tokens),
+        "--random-output-len", str(load.output_tokens),
+        "--random-range-ratio", "1.0",
+        "--num-prompts", str(load.num_requests),
+        "--max-concurrency", str(load.concurrency),
+        "--request-rate", "inf",
+        "--seed", "1",
+        "--disable-tqdm",
+        "--output-details",
+        "--output-file", str(result),
+    )  # fmt: skip
+
+
+def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
+    """Return the rows of the last line of a result file.
+
+    TPOT of a request is (latency - TTFT) / (output tokens - 1), so that stalls count.
+
+    Raises
+    ------
+    BenchError
+        If no request was completed, or the file is not that of 0.5.17.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise BenchError("bench_serving wrote no result: its log says why")
+    result: Mapping[str, Any] = json.loads(lines[-1])
+    try:
+        errors = [str(item) for item in result["errors"]]
+        gaps = [[1e3 * gap for gap in item] for item in result["itls"]]
+        first = [1e3 * float(item) for item in result["ttfts"]]
+        lengths = [int(item) for item in result["output_lens"]]
+        throughput, completed = float(result["output_throughput"]), int(result["completed"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BenchError(
+            f"bench_serving's result lacks {error}: it is not that of SGLang 0.5.17"
+        ) from error
+    good = [index for index, error in enumerate(errors) if not error and lengths[index] > 1]
+    if not completed or not good:
+        reason = next((error for error in errors if error), "no output tokens")
+        raise BenchError(f"no request was completed: {' '.join(reason.split())[:300]}")
+    tpots = [sum(gaps[index]) / (lengths[index] - 1) for index in good]
+    stalls = [max(gaps[index]) for index in good if gaps[index]]
+    rows = [
+        Row.of(f"ttft_ms_{load.label}", Spread.of([first[index] for index in good]), "ms"),
+        Row.of(f"tpot_ms_{load.label}", Spread.of(tpots), "ms"),
+        Row.of(f"longest_gap_ms_{load.label}", Spread.of(stalls), "ms"),
+        Row(
+            figure=f"output_tokens_per_s_{load.label}", value=throughput, unit="tok/s", n=len(good)
+        ),
+    ]
+    failed = [index for index, error in enumerate(errors) if error]
+    failures = [
+        Failure(f"request_{index}_{load.label}", " ".join(errors[index].split())[:300])
+        for index in failed
+    ]
+    return rows, failures

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandemkv calibrate``: measure a model once, write the file that a policy reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tandemkv.cache_rank.calibration.format import (
+    FORMAT_VERSION,
+    CalibratedModel,
+    Calibration,
+    CalibrationError,
+    Corpus,
+    write_calibration,
+)
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.server.evaluation.request_options import option, takes
+from tandemkv.server.evaluation.tokenizing import load_tokenizer
+from tandemkv.server.preflight import resolve_model
+from tandemkv.server.settings import EMBEDDED_MODEL
+
+Method = Literal["kascade", "sync_kv"]
+METHODS = get_args(Method)
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Options of ``tandemkv calibrate``."""
+
+    model: Annotated[str, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")]
+    policy: Annotated[str, option("For whom.", metavar="|".join(METHODS))]
+    out: Annotated[Path, option("File to write.", metavar="FILE")]
+    text: Annotated[
+        list[Path] | None, option("UTF-8 text to read, may be repeated.", metavar="FILE")
+    ] = None
+    texts: Annotated[int, option("Texts to read.", min=1, max=10000)] = 32
+    tokens: Annotated[int, option("Tokens of each text.", min=16, max=65536)] = 1000
+    top_k: Annotated[int, option("Size of the sets compared.", min=1, max=4096)] = 64
+    anchors: Annotated[int, option("kascade: anchor layers.", "--num-anchors", min=1, max=1024)] = 5
+    clusters: Annotated[int, option("sync_kv: N_r.", "--num-clusters", min=1, max=1024)] = 2
+    dtype: Annotated[str, option("To compute in.", metavar="|".join(_DTYPES))] = "float32"
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names, and texts that are too short."""
+        for name, allowed in (("policy", METHODS), ("dtype", _DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise SettingsError(
+                    f"{name}={getattr(self, name)} must be one of {', '.join(allowed)}"
+                )
+        if self.tokens <= 2 * self.top_k:
+            raise SettingsError(
+                f"tokens={self.tokens} must be more than twice top_k={self.top_k}: shorter texts "
+                "tell nothing"
+            )
+
+
+@takes(Request)
+def calibrate(request: Request) -> None:
+    """Run a model over text on the CPU, and write a calibration file for a policy.
+
+    Without --text the reference that Python carries is read. The file is for this model only.
+    """
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"looking for {request.model} ...") as shown:
+        model_dir = resolve_model(request.model, shown.update)
+    found = measure(model_dir, request, console)
+    write_calibration(found, request.out)
+    console.print(f"[green]ok[/]  {request.out}: {_summary(found)}")
+
+
+def measure(model_dir: Path, request: Request, console: Console) -> Calibration:
+    """Run the model in `model_dir` over texts and return its calibration.
+
+    Raises
+    ------
+    CalibrationError
+        If the model takes no text of that length, or there is none.
+    UnsupportedModelError
+        If the model's attention cannot be served.
+    """
+    from .corpus import cut_texts
+
+    spec = read_model_spec(model_dir, dtype=request.dtype)
+    if request.tokens > spec.max_context:
+        raise CalibrationError(
+            f"tokens={request.tokens}: the model takes {spec.max_context} at most"
+        )
+    corpus = cut_texts(
+        request.text or (),
+        load_tokenizer(model_dir),
+        num_texts=request.texts,
+        num_tokens=request.tokens,
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        texts = progress.track(corpus.tokens, description=f"reading with {model_dir.name}")
+        return Calibration(
+            version=FORMAT_VERSION,
+            source="measured",
+            model=CalibratedModel.of(spec, model_dir.name),
+            corpus=Corpus(
+                sources=corpus.sources,
+                num_texts=len(corpus.tokens),
+                num_tokens=sum(map(len, corpus.tokens)),
+            ),
+            **_measured(model_dir, spec, request, texts),
+        )
+
+
+def _measured(
+    model_dir: Path, spec: ModelSpec, request: Request, texts: Iterable[Sequence[int]]
+) -> dict[str, Any]:
+    """Read the texts, and return the policy's name and the section of that name."""
+    from .attention import AttentionRecorder, max_of_group, mean_of_group
+    from .kascade import KascadeMeasurement
+    from .sync_kv import SyncKVMeasurement
+
+    is_kascade = request.policy == "kascade"
+    pool = mean_of_group if is_kascade else max_of_group
+    recorder = AttentionRecorder(model_dir, spec, dtype=request.dtype, pool=pool)
+    kascade, sync_kv = KascadeMeasurement(request.top_k), SyncKVMeasurement(request.top_k)
+    for tokens in texts:
+        seen = recorder.read(tokens)
+        if is_kascade:
+            kascade.add(seen.weights, seen.importance)
+        else:
+            sync_kv.add(seen.weights)
+    found = kascade.result(request.anchors) if is_kascade else sync_kv.result(request.clusters)
+    return {"policy": request.policy, request.policy: found}
+
+
+def _summary(found: Calibration) -> str:
+    if found.kascade is not None:
+        return "anchors " + ",".join(str(layer) for layer in found.kascade.anchors)
+    assert found.sync_kv is not None
+    return f"{max(len(row) for row in found.sync_kv.representatives)} clusters a layer"

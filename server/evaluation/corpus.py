@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long real texts: the user's files, or what Python and installed packages ship."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex")
+_SHORTEST_TOPIC = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Texts by name, in a fixed order; `absent` says which built-in ones this machine lacks."""
+
+    texts: dict[str, str]
+    absent: tuple[str, ...] = ()
+
+    def describe(self) -> list[dict[str, str | int]]:
+        """Name, size and hash of each text, for the report."""
+        return [
+            {
+                "name": name,
+                "characters": len(text),
+                "sha256": hashlib.sha256(text.encode()).hexdigest()[:16],
+            }
+            for name, text in self.texts.items()
+        ]
+
+
+def read_corpus(paths: Sequence[Path]) -> Corpus:
+    """Read files, or every text below folders, sorted by path; ``.json`` maps names to texts.
+
+    Raises
+    ------
+    SettingsError
+        If a path cannot be read or there is no text in it.
+    """
+    texts: dict[str, str] = {}
+    for path in paths:
+        if path.is_dir():
+            for file in sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES):
+                texts[str(file.relative_to(path))] = read_text(file)
+        elif path.suffix == ".json":
+            texts |= _read_json(path)
+        else:
+            texts[path.name] = read_text(path)
+    texts = {name: text for name, text in texts.items() if text.strip()}
+    if not texts:
+        named = ", ".join(map(str, paths))
+        raise SettingsError(
+            f"corpus={named}: no text there; give text files, a folder with some of "
+            f"{' '.join(SUFFIXES)}, or a JSON object of name to text"
+        )
+    return Corpus(texts)
+
+
+def built_in_corpus() -> Corpus:
+    """Return the texts that come with Python and with packages that SGLang installs.
+
+    They depend on the versions of both: the report states their hashes.
+
+    Raises
+    ------
+    SettingsError
+        If there is none.
+    """
+    sources: dict[str, Callable[[], str]] = {
+        "language reference": lambda: language_reference(_SHORTEST_TOPIC),
+        "argparse source": lambda: _sources("argparse"),
+        "change log": lambda: _file_of("idlelib", "NEWS.txt", "News3.txt"),
+        "data set notes": _data_set_notes,
+        "typing source": lambda: _sources("typing", "dataclasses", "inspect"),
+    }
+    texts, absent = {}, []
+    for name, source in sources.items():
+        try:
+            texts[name] = source()
+        except (ImportError, OSError):
+            absent.append(name)
+    if not texts:
+        raise SettingsError(
+            "corpus: this Python ships none of the built-in texts; give your own with --corpus"
+        )
+    return Corpus(texts, tuple(absent))
+
+
+def language_reference(min_characters: int = 0) -> str:
+    """Return the topics of Python's language reference that are longer than `min_characters`.
+
+    Every CPython has them (``pydoc_data.topics``, about 110 000 tokens, PSF-2.0).
+    """
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return "\n\n".join(text for _, text in sorted(topics.items()) if len(text) > min_characters)
+
+
+def _sources(*modules: str) -> str:
+    return "\n\n".join(_origin(module).read_text(encoding="utf-8") for module in modules)
+
+
+def _file_of(package: str, *names: str) -> str:
+    found = [path for name in names if (path := _origin(package).parent / name).is_file()]
+    if not found:
+        raise FileNotFoundError(package)
+    return found[0].read_text(encoding="utf-8")
+
+
+def _data_set_notes() -> str:
+    notes = sorted((_origin("sklearn").parent / "datasets" / "descr").glob("*.rst"))
+    if not notes:
+        raise FileNotFoundError("sklearn/datasets/descr")
+    return "\n\n".join(path.read_text(encoding="utf-8") for path in notes)
+
+
+def _origin(module: str) -> Path:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise ImportError(module)
+    return Path(spec.origin)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file.
+
+    Raises
+    ------
+    SettingsError
+        If it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"corpus {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"corpus {path}: not UTF-8 text ({error.reason})") from error
+
+
+def _read_json(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(read_text(path))
+    except ValueError as error:
+        raise SettingsError(f"corpus {path}: not valid JSON ({error})") from error
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise SettingsError(f"corpus {path}: a JSON object of name to text is required")
+    return found

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a result was measured with: versions, GPU, command. No path, host or user."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tandemkv.cache_rank.protocol.errors import TandemKVError
+
+PACKAGES = (
+    *("tandemkv", "torch", "triton", "sglang", "flashinfer-python", "nvidia-nccl-cu13"),
+    *("transformers", "numpy"),
+)
+"""Packages whose versions are recorded where they are installed."""
+_QUERY_TIMEOUT_S = 120
+
+
+class BenchError(TandemKVError):
+    """A benchmark could not be run, or gave nothing that can be reported."""
+
+
+class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The GPUs seen, all alike; none on a machine without."""
+
+    name: str
+    count: int
+    memory_bytes: int
+    driver: str
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package, None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def installed_versions() -> dict[str, str]:
+    """Return Python's version and those of `PACKAGES` that are installed."""
+    found = {name: version_of(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}
+
+
+def own_command() -> list[str]:
+    """Return the command line of this process without paths."""
+    return ["tandemkv", *without_paths(sys.argv[1:])]
+
+
+def without_paths(command: Sequence[str]) -> list[str]:
+    """Replace every absolute or home-relative path in `command` by its last part.
+
+    Also behind ``=``, as in ``--out=/tmp/x.json``.
+    """
+    cleaned = []
+    for argument in command:
+        head, equals, tail = argument.partition("=")
+        if equals and tail.startswith(("/", "~")):
+            cleaned.append(f"{head}={Path(tail).name}")
+        else:
+            cleaned.append(Path(argument).name if argument.startswith(("/", "~")) else argument)
+    return cleaned
+
+
+def visible_gpu() -> Gpu | None:
+    """Return the GPUs of this process; initialises CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return Gpu(
+        name=properties.name,
+        count=torch.cuda.device_count(),
+        memory_bytes=int(properties.total_memory),
+        driver=_driver_version(),
+    )
+
+
+def query_gpu() -> Gpu | None:
+    """Return the GPUs that a child process sees, None on a machine without.
+
+    For a process that must not hold GPU memory itself.
+
+    Raises
+    ------
+    BenchError
+        If the child fails.
+    """
+    code = (
+        f"import msgspec; from {__name__} import visible_gpu; "
+        "print(msgspec.json.encode(visible_gpu()).decode())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", code],
+        env=os.environ.copy(),
+        capture_output=True,
+        text=True,
+        timeout=_QUERY_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        raise BenchError(f"the GPU could not be queried: {lines[-1]}")
+    return msgspec.json.decode(done.stdout, type=Gpu | None)
+
+
+def _driver_version() -> str:
+    """Return the driver's version, which the kernel module reports without a tool."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return "unknown"
+    numbers = [word for word in text.split() if word[:1].isdigit() and "." in word]
+    return numbers[0] if numbers else "unknown"

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that is decided before the first server starts."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.server.devices import resolve_device
+from tandemkv.server.evaluation.corpus import built_in_corpus, read_corpus
+from tandemkv.server.evaluation.provenance import installed_versions, own_command
+from tandemkv.server.evaluation.tokenizing import Tokenizer, load_tokenizer
+from tandemkv.server.preflight import resolve_dtype, resolve_model
+from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings_sources import Sourced, load_settings, require_known
+
+from .configurations import Configuration, parse_budgets, plan
+from .prompts import Prompts
+from .request import Request, names_in
+from .samples import Sample, digest, samples_digest, write_samples
+from .tasks.base import Task
+from .tasks.registry import find_tasks
+
+SPARE_TOKENS = 64
+"""Room of a request beyond its own tokens, in the cache rank's capacity."""
+
+_CAPACITY = "cache.capacity_tokens"
+_DENSE_TOKENS = "selection.dense_tokens"
+_LOCAL = (
+    *("port", "run_dir", "model"),
+    *("start_timeout_s", "drain_timeout_s", "hang_timeout_s", "max_restarts"),
+)
+"""Settings that change no result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """A checked request: what to run, and where results go.
+
+    `base` are the settings of every server but for its configuration's own; `asked` returns the
+    samples that are asked in this run.
+    """
+
+    request: Request
+    model_dir: Path
+    device: str
+    dtype: str
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    tasks: Sequence[Task]
+    prompts: Prompts
+    configurations: Sequence[Configuration]
+    base: ServeSettings
+
+    @property
+    def runs(self) -> Path:
+        """Folder of the results."""
+        return self.request.folder / "runs"
+
+    def asked(self, task: str) -> list[Sample]:
+        """Return the samples of a task that this part of the campaign asks."""
+        number, parts = self.request.part_of
+        return list(self.prompts.samples[task][number - 1 :: parts])
+
+    def settings_of(self, configuration: Configuration) -> ServeSettings:
+        """Return the whole tree for one server."""
+        selection = self.base.selection.model_validate(
+            {**self.base.selection.model_dump(), **configuration.selection}
+        )
+        return self.base.model_copy(update={"selection": selection})
+
+    def digest_of(self, configuration: Configuration, task: str) -> str:
+        """Return the digest under which a result counts."""
+        settings = self.settings_of(configuration).model_dump(mode="json")
+        for local in _LOCAL:
+            del settings[local]
+        if settings["cache_device"] == "auto":  # as results were that knew no such setting
+            del settings["cache_device"]
+        if configuration.system == "sglang":  # it knows nothing of these
+            for group in ("selection", "exchange"):
+                del settings[group]
+        configured = msgspec.to_builtins(configuration)
+        if not configured["variant"]:
+            del configured["variant"]
+        part, dense_argv = self.request.part_of, self.request.dense_argv
+        more: list[object] = [] if part == (1, 1) else [list(part)]
+        if configuration.is_dense and dense_argv:
+            more.append(list(dense_argv))
+        samples = samples_digest(self.prompts.samples[task])
+        return digest(samples, configured, settings, self.spec.model_hash, *more)
+
+    def applies(self, configuration: Configuration, task: Task) -> bool:
+        """Whether a task says anything: mass needs what is attended to, on the inference rank."""
+        has_all_here = configuration.attended_tokens is not None and not configuration.remote_tokens
+        return task.measure != "mass" or has_all_here
+
+
+def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
+    """Check a request, make the samples, and write them to ``samples/`` of its folder.
+
+    Raises
+    ------
+    SettingsError
+        If anything is unknown, missing, too short or too long; nothing has been started then.
+    UnsupportedModelError
+        If the model cannot be served.
+    """
+    tasks = find_tasks(names_in(request.tasks))
+    _check_part_and_dense(request, tasks)
+    model_dir = resolve_model(request.model or "", note)
+    device = resolve_device(request.device)
+    dtype = resolve_dtype(request.dtype, device, model_dir)
+    spec = read_model_spec(model_dir, dtype=dtype)
+    flags = _flags(request, model_dir, device, dtype)
+    base = load_settings(flags, {}, request.config)
+    configurations = _configurations(request, base, spec, device)
+    tokenizer, prompts = _prompts(request, tasks, model_dir, note)
+    _check_samples(request, prompts, spec)
+    if _CAPACITY not in flags and base.cache.capacity_tokens == CacheSettings().capacity_tokens:
+        # What one turn leaves in the cache must outlast the first turns of the others.
+        turns = 2 if prompts.has_turns else 1
+        needed = (prompts.longest + SPARE_TOKENS) * (turns * request.concurrency + 1)
+        flags[_CAPACITY] = Sourced(max(4096, needed), "--concurrency")
+        base = load_settings(flags, {}, request.config)
+    for name, found in prompts.samples.items():
+        write_samples(request.folder / "samples" / f"{name}.jsonl", found)
+    return Campaign(
+        request=request,
+        model_dir=model_dir,
+        device=device,
+        dtype=dtype,
+        spec=spec,
+        tokenizer=tokenizer,
+        tasks=tasks,
+        prompts=prompts,
+        configurations=configurations,
+        base=base,
+    )
+
+
+def _check_part_and_dense(request: Request, tasks: Sequence[Task]) -> None:
+    _ = request.part_of, request.dense_argv  # raise if they cannot be read
+    needing = [task.name for task in tasks if task.measure == "agreement"]
+    if needing and request.no_dense:
+        raise SettingsError(
+            f"task={needing[0]} compares with dense; leave out --no-dense (results that are kept "
+            "in --out are not measured again)"
+        )
+
+
+def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[str, Sourced]:
+    """Return the settings that are the same for every server."""
+    flags = {
+        "model": Sourced(str(model_dir), "MODEL"),
+        "device": Sourced(device, "--device"),
+        "dtype": Sourced(dtype, "--dtype"),
+        "evaluation": Sourced(True, "tandemkv quality"),
+        "max_running_requests": Sourced(request.concurrency, "--concurrency"),
+    }
+    for text in request.settings or ():
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise SettingsError(f"--set {text}: KEY=VALUE is required, e.g. selection.fetch_cap=64")
+        if key in (*flags, "port", "host", "run_dir", "selection.policy"):
+            raise SettingsError(f"--set {text}: tandemkv quality sets {key} itself")
+        require_known(key, f"--set {text}")
+        flags[key] = Sourced(value, f"--set {key}")
+    draft = load_settings(flags, {}, request.config)
+    if device == "cuda" and draft.selection.dense_tokens is None:
+        # What serve would fill in is often longer than the prompts: dense against dense.
+        flags[_DENSE_TOKENS] = Sourced(0, "tandemkv quality")
+    return flags
+
+
+def _configurations(
+    request: Request, base: ServeSettings, spec: ModelSpec, device: str
+) -> list[Configuration]:
+    found = plan(
+        names_in(request.policies),
+        parse_budgets(names_in(request.budgets), request.context_tokens),
+        num_layers=spec.num_layers,
+        device=device,
+        # In one process the cache rank is where the model is.
+        cache_device=device if base.rank_settings.exchange.is_in_process else base.cache_device,
+        base=base.selection.model_dump(exclude_defaults=True, exclude={"policy"}),
+        with_dense=not request.no_dense,
+    )
+    if not found:
+        raise SettingsError("nothing to measure: no policy is given and dense is left out")
+    return found
+
+
+def _prompts(
+    request: Request, tasks: Sequence[Task], model_dir: Path, note: Callable[[str], None]
+) -> tuple[Tokenizer, Prompts]:
+    if request.samples_from is not None:
+        folder, names = request.samples_from.expanduser(), [task.name for task in tasks]
+        prompts = Prompts.kept(folder, names, model_dir.name)
+        return load_tokenizer(model_dir), prompts
+    paths = [path.expanduser() for path in request.corpus or ()]
+    corpus = read_corpus(paths) if paths else built_in_corpus()
+    tokenizer = load_tokenizer(model_dir)
+    return tokenizer, Prompts.make(request, tasks, tokenizer, corpus, note)
+
+
+def _check_samples(request: Request, prompts: Prompts, spec: ModelSpec) -> None:
+    for name, found in prompts.samples.items():
+        if len(found) < request.part_of[1]:
+            raise SettingsError(
+                f"part={request.part}: {name} has {len(found)} samples, fewer than parts"
+            )
+    if prompts.longest > spec.max_context:
+        raise SettingsError(
+            f"context_tokens={request.context_tokens}: the longest request has {prompts.longest} "
+            f"tokens, the model takes {spec.max_context}; lower --context-tokens or "
+            "--max-new-tokens"
+        )
+
+
+def describe(campaign: Campaign) -> dict[str, Any]:
+    """Return what the report says about how results came about."""
+    versions = installed_versions()
+    return {
+        "format": "tandemkv-quality/1",
+        "command": shlex.join(own_command()),
+        "date": datetime.date.today().isoformat(),
+        "model": campaign.model_dir.name,
+        "dtype": campaign.dtype,
+        "device": campaign.device,
+        "python": versions.pop("python"),
+        "versions": versions,
+        "cores": os.cpu_count(),
+        "num_layers": campaign.spec.num_layers,
+        "num_kv_heads": campaign.spec.num_kv_heads,
+        "head_dim": campaign.spec.head_dim,
+        "concurrency": campaign.request.concurrency,
+        **campaign.prompts.corpus,
+        "tasks": campaign.prompts.tasks,
+    }

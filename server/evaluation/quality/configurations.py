@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which servers are measured: policies times budgets, and dense."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+from pydantic import ValidationError
+
+from tandemkv.cache_rank.policies.base import PolicyCapabilities, PolicyError
+from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.server.devices import choose_cache_device
+from tandemkv.server.settings_sources import removed
+
+DENSE = "dense"
+System = Literal["tandemkv", "sglang", "kvpress"]
+
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One server, or one setting of another system.
+
+    Attributes
+    ----------
+    system, policy : str
+        ``sglang`` ``dense`` is stock SGLang.
+    budget : str
+        As given on the command line, ``all`` where everything is attended to.
+    attended_tokens : int or None
+        Tokens attended to per KV head and layer, in layers that are not exact; None for all.
+    remote_tokens : int
+        Those of them, at most, that the cache rank attends to; the inference rank does not see
+        them.
+    exact_layers : list of int
+        Layers that attend to everything.
+    num_layers : int
+        Layers of the model.
+    selection : dict
+        Settings of the group ``selection``.
+    sees_question : str
+        Whether what is attended to was chosen knowing the question.
+    variant : str
+        Settings that tell this configuration from others of its policy and budget.
+    """
+
+    system: System
+    policy: str
+    budget: str
+    attended_tokens: int | None
+    num_layers: int
+    remote_tokens: int = 0
+    exact_layers: list[int] = []
+    selection: dict[str, str | int | float | bool | list[int] | None] = {}
+    sees_question: str = ""
+    variant: str = ""
+
+    @property
+    def slug(self) -> str:
+        """Name of its folder."""
+        parts = (self.system, self.policy, self.variant, self.budget)
+        name = "-".join(part for part in parts if part).replace("%", "pc")
+        return re.sub(r"[^A-Za-z0-9.]+", "-", name)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is the reference."""
+        return self.system == "sglang" and self.policy == DENSE
+
+    def attended_share(self, share_elsewhere: float) -> float:
+        """Share over all layers, given that of layers that are not exact."""
+        exact = len(self.exact_layers)
+        return (exact + (self.num_layers - exact) * share_elsewhere) / self.num_layers
+
+
+class Budget(NamedTuple):
+    """Tokens attended to per KV head, as a number or a share of the context."""
+
+    text: str
+    tokens: int
+
+
+def parse_budgets(texts: Sequence[str], context_tokens: int) -> list[Budget]:
+    """Read ``12.5%`` (of the context) and ``1092`` (tokens).
+
+    Raises
+    ------
+    SettingsError
+        If a text is neither, or is not below the context.
+    """
+    found = []
+    for text in texts:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text.strip())
+        if match is None:
+            raise SettingsError(
+                f"budget={text}: a number of tokens (1092) or a share of the context (12.5%) is "
+                "required"
+            )
+        number = float(match[1])
+        tokens = int(number / 100 * context_tokens if match[2] else number)
+        if not 0 < tokens < context_tokens:
+            raise SettingsError(
+                f"budget={text}: {tokens} tokens of a context of {context_tokens}; it must be "
+                "more than none and less than all"
+            )
+        found.append(Budget(text.strip(), tokens))
+    return found
+
+
+def plan(
+    policies: Sequence[str],
+    budgets: Sequence[Budget],
+    *,
+    num_layers: int,
+    device: str,
+    base: Mapping[str, object],
+    cache_device: str = "auto",
+    with_dense: bool = True,
+) -> list[Configuration]:
+    """Return dense and every policy at every budget; a policy without budgets comes once.
+
+    Parameters
+    ----------
+    policies : sequence of str
+        Names in the registry, or ``module:Class``; with settings of the group ``selection`` for
+        this one alone after a plus sign each: ``look_ahead+fetch_cap=64+resident_factor=1``.
+    budgets : sequence of Budget
+        Tokens attended to.
+    num_layers : int
+        Of the model.
+    device : str
+        ``cpu`` or ``cuda``, of the model.
+    base : mapping
+        Settings of the group ``selection`` that the user gave.
+    cache_device : str
+        Of the cache rank, as given; with ``auto`` `serve` chooses one on which the policy runs.
+    with_dense : bool
+        Whether stock SGLang is measured too.
+
+    Raises
+    ------
+    SettingsError
+        If a policy is unknown, cannot run here, or a budget is too small for it.
+    """
+    found = [_attends_to_all("sglang", DENSE, num_layers)] if with_dense else []
+    for text in policies:
+        if text != DENSE:
+            policy, own = _split(text)
+            capabilities = _capabilities(policy, device, cache_device)
+            added = _of_policy(policy, capabilities, budgets, num_layers, {**base, **own})
+            variant = ", ".join(f"{key}={value}" for key, value in own.items())
+            found += [msgspec.structs.replace(item, variant=variant) for item in added]
+    slugs = [item.slug for item in found]
+    twice = sorted({slug for slug in slugs if slugs.count(slug) > 1})
+    if twice:
+        raise SettingsError(f"given twice: {', '.join(twice)}; give each policy and budget once")
+    return found
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    """Separate a policy from the settings that follow it."""
+    policy, *parts = text.split("+")
+    own: dict[str, str] = {}
+    for part in parts:
+        key, separator, value = (piece.strip() for piece in part.partition("="))
+        if not separator or key in ("policy", "budget_tokens", "exact_layers"):
+            raise SettingsError(
+                f"policies={text}: after a plus sign, a setting of the group selection is required "
+                "(look_ahead+fetch_cap=64); not policy, budget_tokens or exact_layers"
+            )
+        own[key] = value
+    return policy.strip(), own
+
+
+def _capabilities(policy: str, device: str, cache_device: str) -> PolicyCapabilities:
+    try:
+        capabilities = find_policy(policy).capabilities
+    except PolicyError as error:
+        raise SettingsError(str(error)) from error
+    place = choose_cache_device(cache_device, device, capabilities.devices)
+    if place not in capabilities.devices:
+        raise SettingsError(
+            f"policy={policy} declares devices {', '.join(capabilities.devices)}, not {place}; "
+            "leave it out or choose another --device or --set cache_device"
+        )
+    return capabilities
+
+
+def _of_policy(
+    policy: str,
+    capabilities: PolicyCapabilities,
+    budgets: Sequence[Budget],
+    num_layers: int,
+    base: Mapping[str, object],
+) -> list[Configuration]:
+    if capabilities.all_exact:
+        exact = list(range(num_layers))
+        found = _attends_to_all("tandemkv", policy, num_layers)
+        given = _given(_settings(policy, base))
+        return [msgspec.structs.replace(found, exact_layers=exact, selection=given)]
+    if not budgets:
+        raise SettingsError(f"policy={policy} needs a budget: --budgets 12.5% or --budgets 512")
+    _check_names(policy, base)
+    return [_sparse(policy, capabilities, budget, num_layers, base) for budget in budgets]
+
+
+def _attends_to_all(system: System, policy: str, num_layers: int) -> Configuration:
+    return Configuration(
+        system=system,
+        policy=policy,
+        budget="all",
+        attended_tokens=None,
+        num_layers=num_layers,
+        sees_question="everything is attended to",
+    )
+
+
+def _check_names(policy: str, base: Mapping[str, object]) -> None:
+    """Refuse what is no setting of the group ``selection``."""
+    for name in sorted(base.keys() - SelectionSettings.model_fields.keys()):
+        reason = removed(f"selection.{name}")
+        if reason is not None:
+            raise SettingsError(f"policy={policy}: {name} {reason}")
+        near = difflib.get_close_matches(name, SelectionSettings.model_fields, n=1, cutoff=0.5)
+        raise SettingsError(
+            f"policy={policy}: no setting {name} of selection; "
+            + (f"did you mean {near[0]}?" if near else "`tandemkv serve --print-settings` has all")
+        )
+
+
+def _sparse(
+    policy: str,
+    capabilities: PolicyCapabilities,
+    budget: Budget,
+    num_layers: int,
+    base: Mapping[str, object],
+) -> Configuration:
+    """Find the settings whose attended tokens come closest to the budget from below.
+
+    What is attended to is resident: sink + c * K + ring + samples. A policy that attends on the
+    cache rank has sink and ring resident, and K there. One that selects nothing gets the whole
+    budget as its ring.
+    """
+    given = {**SelectionSettings().model_dump(), **base}
+    sink, recent = int(given["num_sink_tokens"]), int(given["num_recent_tokens"])
+    is_remote = capabilities.timing is Timing.SAME_STEP_ATTENTION
+    factor = 1.0 if is_remote else float(given["resident_factor"])
+    added: dict[str, object] = {"num_recent_tokens": budget.tokens - sink}
+    samples = 0
+    if capabilities.selects:
+        added, samples = _divide(policy, budget.tokens - sink - recent, factor, base)
+    try:
+        settings = _settings(policy, {**base, **added})
+    except SettingsError as error:
+        raise SettingsError(
+            f"budget={budget.text} ({budget.tokens} tokens) is not possible for policy={policy} "
+            f"with num_sink_tokens={sink}, num_recent_tokens={recent}, sample_tokens={samples}, "
+            f"resident_factor={factor:g}: {error}; where it is too small, --set "
+            "selection.num_recent_tokens=16 makes room"
+        ) from error
+    remote = settings.budget_tokens if is_remote else 0
+    attended = settings.row_tokens + remote
+    if attended > budget.tokens:
+        raise SettingsError(
+            f"policy={policy} attends to {attended} tokens with budget={budget.text}; its budget "
+            "cannot be set from here"
+        )
+    return Configuration(
+        system="tandemkv",
+        policy=policy,
+        budget=budget.text,
+        attended_tokens=attended,
+        remote_tokens=remote,
+        num_layers=num_layers,
+        exact_layers=sorted(set(settings.exact_layer_ids) & set(range(num_layers))),
+        selection=_given(settings),
+        sees_question="chosen anew in decode"
+        if capabilities.selects
+        else "no: by position, whatever is asked",
+    )
+
+
+def _divide(
+    policy: str, tokens: int, factor: float, base: Mapping[str, object]
+) -> tuple[dict[str, object], int]:
+    """Divide `tokens` between c * K and samples; return what to set, and the samples.
+
+    Where nothing else is asked for there are as many samples as by default, if that leaves K as
+    large as the default asks for, and none otherwise.
+    """
+    if base.get("sample_tokens") is not None:
+        samples = int(str(base["sample_tokens"]))
+        return {"budget_tokens": int((tokens - samples) / factor)}, samples
+    wanted = find_policy(policy).capabilities.default_samples
+    selected, samples = int((tokens - wanted) / factor), wanted
+    if not wanted:
+        return {"budget_tokens": selected}, 0
+    if selected < wanted:
+        selected, samples = int(tokens / factor), 0
+    return {"budget_tokens": selected, "sample_tokens": samples}, samples
+
+
+def _settings(policy: str, values: Mapping[str, object]) -> SelectionSettings:
+    try:
+        return resolve_selection({**values, "policy": policy})
+    except ValidationError as error:
+        raise SettingsError(
+            "; ".join(
+                f"{'.'.join(map(str, item['loc'])) or 'selection'}: "
+                f"{item['msg'].removeprefix('Value error, ')}"
+                for item in error.errors(include_url=False)
+            )
+        ) from error
+
+
+def _given(
+    settings: SelectionSettings,
+) -> dict[str, str | int | float | bool | list[int] | None]:
+    """Return what differs from the defaults, and what the report names."""
+    named = {"policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens"}
+    defaults = SelectionSettings()
+    return {
+        key: value
+        for key, value in settings.model_dump(mode="json").items()
+        if key in named or (key != "declared" and getattr(settings, key) != getattr(defaults, key))
+    }

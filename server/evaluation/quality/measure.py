@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask one server all samples of one task."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from tandemkv.server.evaluation.tokenizing import Tokenizer
+
+from .results import Answer, Probes, TaskResult
+from .samples import Sample, samples_digest
+from .scorers import SCORERS
+from .servers import MeasurementError, RunningServer
+
+_CACHED_SHARE = 0.9
+"""Of a turn before, at least; less than all, because whole pages are cached."""
+_ROW_KINDS = ("sparse", "dense", "exact")
+
+
+def measure(
+    server: RunningServer,
+    *,
+    task: str,
+    digest: str,
+    samples: Sequence[Sample],
+    tokenizer: Tokenizer,
+    concurrency: int,
+    continuations: Mapping[str, list[int]],
+    on_answer: Callable[[], None],
+    asked: Sequence[Sample] | None = None,
+) -> TaskResult:
+    """Return the answers to all samples, and what the counters say.
+
+    Parameters
+    ----------
+    server : RunningServer
+        Nobody else may be using it.
+    continuations : mapping
+        Dense's continuations by sample name, for the mode ``continue`` of other servers.
+    on_answer : callable
+        Called after each answer, from any thread.
+    asked : sequence of Sample, optional
+        Those that are asked; default all.
+
+    Raises
+    ------
+    MeasurementError
+        If a request fails or the server did not do what was asked.
+    """
+    server.forget()
+    before, started = server.counters(), time.monotonic()
+
+    def one(sample: Sample) -> Answer:
+        answer = _ask(server, sample, tokenizer, continuations)
+        on_answer()
+        return answer
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        answers = list(pool.map(one, samples if asked is None else asked))
+    seconds, after = time.monotonic() - started, server.counters()
+    return TaskResult(
+        task=task,
+        samples_digest=samples_digest(samples),
+        digest=digest,
+        answers=answers,
+        seconds=round(seconds, 2),
+        probes=_read_probes(server) if samples and samples[0].mode == "probe" else None,
+        **_per_step({key: value - before.get(key, 0.0) for key, value in after.items()}),
+    )
+
+
+def _per_step(counters: Mapping[str, float]) -> dict[str, Any]:
+    """Return the fields of `TaskResult` that counters give."""
+    context = counters.get("inference.context_tokens_total", 0.0)
+    kinds = {k: counters.get(f"inference.{k}_rows_total", 0.0) for k in _ROW_KINDS}
+    rows = kinds["sparse"] + kinds["dense"] + kinds["exact"]  # a slow row is sparse
+    share = None
+    if context:
+        share = counters["inference.attended_tokens_total"] / context
+    return {
+        "attended_share": share,
+        "fetched_rows_per_step": counters["cache.fetched_rows_total"] / rows if rows else None,
+        "decode_steps": counters.get("inference.decode_steps_total"),
+        "request_steps": rows or None,
+        "counters": {key: value for key, value in counters.items() if value},
+    }
+
+
+def _ask(
+    server: RunningServer,
+    sample: Sample,
+    tokenizer: Tokenizer,
+    continuations: Mapping[str, list[int]],
+) -> Answer:
+    if sample.mode == "generate":
+        return _generate(server, sample, tokenizer)
+    if sample.mode == "follow_up":
+        return _follow_up(server, sample, tokenizer)
+    if sample.mode == "continue":
+        if server.is_stock:
+            return _continue_freely(server, sample)
+        return _agreement(server, sample, continuations[sample.name])
+    if server.is_stock:
+        return Answer(name=sample.name, nll=_prompt_nll(server, sample))
+    pairs, _ = _force(server, sample.prompt_ids, sample.forced_ids)
+    # The first token comes from prefill, which is dense.
+    return Answer(name=sample.name, nll=[-logprob for logprob, *_ in pairs[1:]])
+
+
+def _generate(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> Answer:
+    is_forced = sample.late_question and not server.is_stock
+    forced = sample.question_ids if is_forced else []
+    body: dict[str, Any] = {
+        "input_ids": sample.prompt_ids if is_forced else sample.context_ids + sample.question_ids,
+        "sampling_params": {
+            "max_new_tokens": len(forced) + sample.num_new_tokens,
+            "temperature": 0,
+        },
+    }
+    if is_forced:
+        # A chat template's end of turn must not end the request.
+        body["sampling_params"] |= {
+            "ignore_eos": True,
+            "custom_params": {"forced_token_ids": forced},
+        }
+    ids = _output_ids(server.generate(body))
+    if ids[: len(forced)] != forced:
+        raise MeasurementError("the server did not force the question; it must allow evaluation")
+    return _scored(sample, ids[len(forced) :], tokenizer)
+
+
+def _follow_up(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> Answer:
+    """Send the context, then the question behind it, as a conversation's next turn does."""
+    first = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+    server.generate({"input_ids": sample.context_ids, "sampling_params": first})
+    params = {"max_new_tokens": sample.num_new_tokens, "temperature": 0}
+    found = server.generate({"input_ids": sample.prompt_ids, "sampling_params": params})
+    # Else it would be one long prompt, and no later turn.
+    cached = int(found["meta_info"]["cached_tokens"])
+    if cached < _CACHED_SHARE * len(sample.context_ids):
+        raise MeasurementError(
+            f"of the {len(sample.context_ids)} tokens of the turn before, the server had only "
+            f"{cached} cached; lower --concurrency or raise its --cache-tokens"
+        )
+    return _scored(sample, _output_ids(found), tokenizer)
+
+
+def _scored(sample: Sample, ids: list[int], tokenizer: Tokenizer) -> Answer:
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if eos in ids:
+        ids = ids[: ids.index(eos)]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return Answer(name=sample.name, text=text, score=SCORERS[sample.scorer](text, sample.answers))
+
+
+def _continue_freely(server: RunningServer, sample: Sample) -> Answer:
+    params = {"max_new_tokens": sample.num_new_tokens, "temperature": 0, "ignore_eos": True}
+    found = server.generate({"input_ids": sample.prompt_ids, "sampling_params": params})
+    tokens = _output_ids(found)
+    if len(tokens) != sample.num_new_tokens:
+        raise MeasurementError(f"{len(tokens)} tokens came back of {sample.num_new_tokens}")
+    return Answer(name=sample.name, tokens=tokens, agrees=[True] * (len(tokens) - 1))
+
+
+def _agreement(server: RunningServer, sample: Sample, dense: list[int]) -> Answer:
+    _, best = _force(server, sample.prompt_ids, dense, with_best=True)
+    agrees = [found == wanted for found, wanted in zip(best, dense, strict=True)]
+    return Answer(name=sample.name, agrees=agrees[1:])
+
+
+def _force(
+    server: RunningServer, prompt: list[int], forced: list[int], *, with_best: bool = False
+) -> tuple[list[tuple[float, int]], list[int]]:
+    """Return (logprob, id) of each forced token, and the id that was likeliest in its place."""
+    body: dict[str, Any] = {
+        "input_ids": prompt,
+        "return_logprob": True,
+        "sampling_params": {
+            "max_new_tokens": len(forced),
+            "temperature": 0,
+            "ignore_eos": True,
+            "custom_params": {"forced_token_ids": forced},
+        },
+    }
+    if with_best:
+        body["top_logprobs_num"] = 1
+    meta = server.generate(body)["meta_info"]
+    pairs = [(float(item[0]), int(item[1])) for item in meta["output_token_logprobs"]]
+    got = [token for _, token in pairs]
+    if got != forced:
+        same = [a == b for a, b in zip(got, forced, strict=False)]
+        at = same.index(False) if False in same else len(same)
+        raise MeasurementError(
+            f"the server did not force the tokens (of {len(forced)} it returned {len(got)}, the "
+            f"first other one is number {at}); it must allow evaluation"
+        )
+    best = [int(item[0][1]) for item in meta["output_top_logprobs"]] if with_best else []
+    return pairs, best
+
+
+def _prompt_nll(server: RunningServer, sample: Sample) -> list[float]:
+    """Stock SGLang forces nothing; its prefill is dense, so the prompt's own logprobs will do."""
+    body = {
+        "input_ids": sample.prompt_ids + sample.forced_ids,
+        "return_logprob": True,
+        "logprob_start_len": len(sample.prompt_ids),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+    }
+    pairs = server.generate(body)["meta_info"]["input_token_logprobs"]
+    wanted = sample.forced_ids[1:]
+    pairs = pairs[-len(wanted) :]
+    if [int(item[1]) for item in pairs] != wanted or any(item[0] is None for item in pairs):
+        raise MeasurementError("stock SGLang returned logprobs of other tokens than asked for")
+    return [-float(item[0]) for item in pairs]
+
+
+def _output_ids(found: Mapping[str, Any]) -> list[int]:
+    ids = found.get("output_ids")
+    if not isinstance(ids, list):
+        raise MeasurementError(f"/generate returned no output_ids, only {sorted(found)}")
+    return [int(token) for token in ids]
+
+
+def _read_probes(server: RunningServer) -> Probes | None:
+    """Average the probes over heads and layers, per step and request."""
+    if server.probe_file is None:
+        return None
+    lines = []
+    if server.probe_file.exists():
+        lines = [json.loads(line) for line in server.probe_file.read_text().splitlines()]
+    if not lines:
+        return None
+    steps: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    layers: dict[int, list[float]] = {}
+    for line in lines:
+        steps.setdefault((line["decode_step"], line["row"]), []).append(line)
+        layers.setdefault(line["layer"], []).append(float(np.mean(line["mass"])))
+    means = {
+        key: [float(np.mean([line[key] for line in group])) for _, group in sorted(steps.items())]
+        for key in ("mass", "oracle_mass", "recall")
+    }
+    return Probes(
+        mass=means["mass"],
+        oracle_mass=means["oracle_mass"],
+        recall=means["recall"],
+        mass_by_layer={str(k): float(np.mean(v)) for k, v in sorted(layers.items())},
+    )

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts of a campaign: made from texts, or those that another folder holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.corpus import Corpus
+from tandemkv.server.evaluation.tokenizing import PromptBuilder, Tokenizer
+
+from .request import Request
+from .samples import Sample, read_samples, samples_digest
+from .tasks.base import Task, TaskInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Samples by task, and what the report says of them.
+
+    Attributes
+    ----------
+    samples : mapping
+        All samples of each task.
+    tasks : dict
+        Of each task: title, definition, source, measure, number, digest and lengths.
+    corpus : dict
+        ``corpus`` and ``corpus_absent``: texts with hashes, built-in texts that are missing.
+    """
+
+    samples: Mapping[str, Sequence[Sample]]
+    tasks: dict[str, dict[str, Any]]
+    corpus: dict[str, Any]
+
+    @classmethod
+    def make(
+        cls,
+        request: Request,
+        tasks: Sequence[Task],
+        tokenizer: Tokenizer,
+        corpus: Corpus,
+        note: Callable[[str], None],
+    ) -> Self:
+        """Make them from `corpus`.
+
+        Raises
+        ------
+        SettingsError
+            If the corpus or the length does not allow it.
+        """
+        inputs = TaskInputs(
+            prompts=PromptBuilder(tokenizer, request.prompt_style),
+            corpus=corpus,
+            context_tokens=request.context_tokens,
+            num_samples=request.samples,
+            num_forced_tokens=request.forced_tokens,
+            seed=request.seed,
+            max_new_tokens=request.max_new_tokens,
+        )
+        samples = {}
+        for task in tasks:
+            note(f"samples of {task.name}")
+            samples[task.name] = task.samples(inputs)
+        return cls(
+            samples,
+            {task.name: describe_task(request, task, samples[task.name]) for task in tasks},
+            {"corpus": corpus.describe(), "corpus_absent": list(corpus.absent)},
+        )
+
+    @classmethod
+    def kept(cls, folder: Path, tasks: Sequence[str], model: str) -> Self:
+        """Read them from a folder with ``campaign.json`` and ``samples/``.
+
+        Parameters
+        ----------
+        folder : Path
+            The ``--out`` of an earlier campaign.
+        tasks : sequence of str
+            Their names.
+        model : str
+            Name of the model that is measured: the prompts must be tokens of the same.
+
+        Raises
+        ------
+        SettingsError
+            If a file is missing, was changed, or is of another model.
+        """
+        path = folder / "campaign.json"
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            corpus = {key: found[key] for key in ("corpus", "corpus_absent")}
+            made_for, described = str(found["model"]), dict(found["tasks"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SettingsError(
+                f"samples_from={folder}: {path.name} cannot be read ({error}); give the --out of "
+                "an earlier `tandemkv quality`, or of one with --samples-only"
+            ) from error
+        if model != made_for:
+            raise SettingsError(
+                f"samples_from={folder}: the prompts there are tokens of {made_for}, not of "
+                f"{model}; leave --samples-from out"
+            )
+        samples = {name: _kept_samples(folder, name, described) for name in tasks}
+        return cls(samples, {name: described[name] for name in tasks}, corpus)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request at its end."""
+        return max(sample.num_tokens for found in self.samples.values() for sample in found)
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a request repeats the context of an earlier one."""
+        return any(s.mode == "follow_up" for found in self.samples.values() for s in found)
+
+
+def describe_task(request: Request, task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return what the report says of a task whose samples were made for `request`."""
+    return {
+        "title": task.title,
+        "definition": task.definition,
+        "source": task.source,
+        "measure": task.measure,
+        "samples": len(samples),
+        "samples_digest": samples_digest(samples),
+        "context_tokens": request.context_tokens,
+        "forced_tokens": request.forced_tokens,
+        "seed": request.seed,
+        "prompt_style": request.prompt_style,
+        "longest_tokens": max(sample.num_tokens for sample in samples),
+    }
+
+
+def _kept_samples(folder: Path, task: str, described: Mapping[str, Any]) -> list[Sample]:
+    if task not in described:
+        raise SettingsError(
+            f"samples_from={folder}: nothing of task={task} there, only "
+            f"{', '.join(sorted(described))}"
+        )
+    samples = read_samples(folder / "samples" / f"{task}.jsonl")
+    if samples_digest(samples) != described[task].get("samples_digest"):
+        raise SettingsError(
+            f"samples_from={folder}: samples/{task}.jsonl was changed after campaign.json was "
+            "written; make them anew with --samples-only"
+        )
+    return samples

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user of ``tandemkv quality`` asks for."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.request_options import option
+from tandemkv.server.evaluation.tokenizing import PromptStyle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Options of ``tandemkv quality``; names, settings and part are texts as given."""
+
+    model: Annotated[str | None, typer.Argument(help="Model directory, or smollm2 (embedded).")] = (
+        None
+    )
+    policies: Annotated[
+        str,
+        option(
+            "Policies, separated by commas; dense is added. Settings of one alone follow it: "
+            "look_ahead+fetch_cap=64+resident_factor=1."
+        ),
+    ] = "look_ahead,streaming"
+    budgets: Annotated[
+        str,
+        option(
+            "Tokens attended to per KV head, separated by commas: 512, or 12.5% of the context. "
+            "Every policy gets the same."
+        ),
+    ] = "12.5%"
+    tasks: Annotated[str, option("Tasks, separated by commas; see below.")] = (
+        "perplexity,niah_single"
+    )
+    samples: Annotated[int, option("Samples a task; texts for perplexity.", min=1)] = 8
+    out: Annotated[Path, option("Folder of results; the same command resumes there.")] = Path(
+        "quality"
+    )
+    context_tokens: Annotated[int, option("Length of the prompts.", min=256)] = 4096
+    forced_tokens: Annotated[int, option("Tokens forced or continued a text.", min=17)] = 128
+    max_new_tokens: Annotated[int | None, option("Instead of each task's own.", min=1)] = None
+    corpus: Annotated[
+        list[Path] | None,
+        option(
+            "Text file, folder, or JSON of texts; may be repeated. Default: texts that come with "
+            "Python and installed packages."
+        ),
+    ] = None
+    prompt_style: Annotated[
+        PromptStyle, option("Plain completion, or the model's chat template.")
+    ] = "raw"
+    seed: Annotated[int, option("Of the samples.")] = 0
+    jobs: Annotated[int, option("Servers at once; two to three cores each on cpu.", min=1)] = 1
+    concurrency: Annotated[int, option("Requests at once, a server.", min=1, max=256)] = 4
+    no_dense: Annotated[
+        bool, option("Leave stock SGLang out; nothing to compare with.", "--no-dense")
+    ] = False
+    device: Annotated[Literal["auto", "cpu", "cuda"], option("As for serve.")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], option("As for serve.")] = (
+        "auto"
+    )
+    settings: Annotated[
+        list[str] | None,
+        option("A setting of serve, e.g. selection.exact_layers=0.", "--set", metavar="KEY=VALUE"),
+    ] = None
+    config: Annotated[Path | None, option("YAML settings of serve.", metavar="FILE")] = None
+    dense_args: Annotated[
+        str, option("More arguments of stock SGLang, e.g. '--attention-backend flashinfer'.")
+    ] = ""
+    samples_from: Annotated[
+        Path | None,
+        option(
+            "Ask the prompts of another --out; lengths, seed and corpus are those.", metavar="DIR"
+        ),
+    ] = None
+    part: Annotated[
+        str | None,
+        option(
+            "Ask every N-th sample from the I-th on; tests/bench/quality_merge.py joins.",
+            metavar="I/N",
+        ),
+    ] = None
+    samples_only: Annotated[
+        bool, option("Write samples/ and stop: nothing is started.", "--samples-only")
+    ] = False
+    report_only: Annotated[
+        bool, option("Make the report anew from what is in --out.", "--report-only")
+    ] = False
+
+    @property
+    def folder(self) -> Path:
+        """Where results go."""
+        return self.out.expanduser()
+
+    @property
+    def part_of(self) -> tuple[int, int]:
+        """Which part of the samples is asked, of how many; 1 of 1 is all.
+
+        Raises
+        ------
+        SettingsError
+            If `part` is not of the form I/N.
+        """
+        match = re.fullmatch(r"(\d+)/(\d+)", (self.part or "1/1").strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise SettingsError(f"part={self.part}: I/N is required, with I from 1 to N, e.g. 1/8")
+        return int(match[1]), int(match[2])
+
+    @property
+    def dense_argv(self) -> tuple[str, ...]:
+        """`dense_args` as words.
+
+        Raises
+        ------
+        SettingsError
+            If a quotation does not end.
+        """
+        try:
+            return tuple(shlex.split(self.dense_args))
+        except ValueError as error:
+            raise SettingsError(f"dense_args={self.dense_args}: {error}") from error
+
+
+def names_in(text: str) -> list[str]:
+    """Split a list that is separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a campaign: every configuration on a server of its own, results kept as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from tandemkv.cache_rank.protocol.errors import TandemKVError
+
+from .campaign import Campaign
+from .configurations import Configuration
+from .measure import measure
+from .results import TaskResult, read_result, write_configuration, write_result
+from .servers import (
+    MeasurementError,
+    NoAnswerError,
+    RunningServer,
+    StoppedError,
+    stock_server,
+    tandem_server,
+)
+from .tasks.base import Task
+
+_Continuations = dict[str, dict[str, list[int]]]
+
+
+def run(campaign: Campaign, console: Console, *, jobs: int) -> None:
+    """Measure what is not measured yet.
+
+    Parameters
+    ----------
+    campaign : Campaign
+        What to run.
+    console : Console
+        For the progress bar and a line a result.
+    jobs : int
+        Servers at once. Each uses two or three processes of one thread on cpu.
+
+    Raises
+    ------
+    MeasurementError
+        After everything else has ended, naming the configurations that failed.
+    KeyboardInterrupt
+        When the user stops, by Ctrl-C or SIGTERM; what is finished is kept.
+    """
+    total = sum(
+        len(campaign.asked(task.name))
+        for configuration in campaign.configurations
+        for task in campaign.tasks
+        if campaign.applies(configuration, task)
+    )
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with _terminable(), Progress(*columns, console=console) as progress:
+        bar = progress.add_task("answers", total=total)
+        _Run(campaign, console, progress, bar).all(jobs)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM stop as Ctrl-C does, also where a shell's job has SIGINT ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Run:
+    """State of one run; methods are called from the threads of the pool."""
+
+    def __init__(
+        self, campaign: Campaign, console: Console, progress: Progress, bar: TaskID
+    ) -> None:
+        self._campaign = campaign
+        self._console = console
+        self._progress = progress
+        self._bar = bar
+        self._stop = threading.Event()
+        self._dense: Future[_Continuations] = Future()
+
+    def all(self, jobs: int) -> None:
+        """Run every configuration; dense comes first in the list, others may wait for it."""
+        failed: list[str] = []
+        # The pool outlives its children: they are tied to the thread that started them.
+        pool = ThreadPoolExecutor(max(1, jobs), thread_name_prefix="quality")
+        try:
+            futures = {c.slug: pool.submit(self._one, c) for c in self._campaign.configurations}
+            for slug, future in futures.items():
+                try:
+                    future.result()
+                except StoppedError:
+                    failed.append(f"{slug}: stopped")
+                except TandemKVError as error:
+                    self._console.print(f"{slug} failed: {error}", markup=False, soft_wrap=True)
+                    failed.append(slug)
+        except BaseException:
+            self._stop.set()
+            self._console.print("stopping; finished results are kept", markup=False)
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+        if failed:
+            raise MeasurementError(
+                f"{len(failed)} of {len(futures)} configurations failed: {', '.join(failed)}; the "
+                "same command again measures only these"
+            )
+
+    def _one(self, configuration: Configuration) -> None:
+        try:
+            self._measure(configuration)
+        except BaseException as error:
+            if configuration.is_dense and not self._dense.done():
+                reason = MeasurementError("dense failed, and this is compared with it")
+                reason.__cause__ = error
+                self._dense.set_exception(reason)
+            raise
+
+    def _measure(self, configuration: Configuration) -> None:
+        campaign = self._campaign
+        folder = campaign.runs / configuration.slug
+        write_configuration(folder, configuration)
+        tasks = [task for task in campaign.tasks if campaign.applies(configuration, task)]
+        # What waits for dense comes last.
+        tasks.sort(key=lambda task: task.measure == "agreement" and not configuration.is_dense)
+        done: dict[str, TaskResult] = {}
+        for task in tasks:
+            kept = read_result(folder, task.name)
+            if kept is not None and kept.digest == campaign.digest_of(configuration, task.name):
+                done[task.name] = kept
+                self._progress.advance(self._bar, len(campaign.asked(task.name)))
+            elif kept is not None:
+                self._say(configuration, task, "kept result is of another setting, measured again")
+        pending = [task for task in tasks if task.name not in done]
+        plain = [task for task in pending if task.measure != "mass"]
+        probing = [task for task in pending if task.measure == "mass"]
+        errors: list[str] = []
+        for group in (plain, probing):
+            try:
+                if group:
+                    self._on_one_server(configuration, group, done, probes=group is probing)
+            except StoppedError:
+                raise
+            except MeasurementError as error:
+                errors.append(str(error))
+        if configuration.is_dense and (done or not errors):
+            self._dense.set_result(_continuations(done))
+        if errors:
+            raise MeasurementError("; ".join(errors))
+
+    def _on_one_server(
+        self,
+        configuration: Configuration,
+        tasks: Sequence[Task],
+        done: dict[str, TaskResult],
+        *,
+        probes: bool,
+    ) -> None:
+        """Add to `done` what can be measured; raise for the rest while the server's logs exist."""
+        if self._stop.is_set():
+            raise StoppedError("stopped")
+        with self._server(configuration, probes=probes) as server:
+            errors: list[str] = []
+            for task in tasks:
+                try:
+                    done[task.name] = self._on_server(server, configuration, task)
+                except MeasurementError as error:  # the other tasks may well succeed
+                    errors.append(f"{task.name}: {error}")
+                    if isinstance(error, NoAnswerError) or self._stop.is_set():
+                        break
+            if errors:
+                raise MeasurementError("; ".join(errors))
+
+    def _on_server(
+        self, server: RunningServer, configuration: Configuration, task: Task
+    ) -> TaskResult:
+        campaign = self._campaign
+        waits = task.measure == "agreement" and not server.is_stock
+        dense = self._dense.result().get(task.name) if waits else {}
+        if dense is None:
+            raise MeasurementError("dense failed, and this is compared with it")
+        result = measure(
+            server,
+            task=task.name,
+            digest=campaign.digest_of(configuration, task.name),
+            samples=campaign.prompts.samples[task.name],
+            asked=campaign.asked(task.name),
+            tokenizer=campaign.tokenizer,
+            concurrency=campaign.request.concurrency,
+            continuations=dense,
+            on_answer=lambda: self._progress.advance(self._bar),
+        )
+        if task.measure == "mass" and result.probes is None:
+            raise MeasurementError(
+                "nothing was probed, no request became sparse; raise --context-tokens or lower "
+                "--budgets"
+            )
+        write_result(campaign.runs / configuration.slug, result)
+        self._say(configuration, task, f"{result.seconds:.0f} s")
+        return result
+
+    @contextlib.contextmanager
+    def _server(self, configuration: Configuration, *, probes: bool) -> Iterator[RunningServer]:
+        campaign = self._campaign
+        settings = campaign.settings_of(configuration)
+        if configuration.system == "sglang":
+            with stock_server(
+                settings,
+                model_dir=campaign.model_dir,
+                device=campaign.device,
+                dtype=campaign.dtype,
+                more_args=campaign.request.dense_argv,
+                stop=self._stop,
+            ) as server:
+                yield server
+        else:
+            with tandem_server(settings, self._stop, probes=probes) as server:
+                yield server
+
+    def _say(self, configuration: Configuration, task: Task, text: str) -> None:
+        line = f"{configuration.slug}  {task.name}  {text}"
+        self._console.print(line, markup=False, soft_wrap=True)
+
+
+def _continuations(results: dict[str, TaskResult]) -> _Continuations:
+    return {
+        name: {answer.name: answer.tokens for answer in result.answers if answer.tokens}
+        for name, result in results.items()
+    }

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers under measurement: ``tandemkv serve`` or stock SGLang, each a child with its own port."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import PROBE_VARIABLE
+from tandemkv.server.child_process import ChildProcess, ChildSpec
+from tandemkv.server.ports import choose_port
+from tandemkv.server.probes import fetch_status, server_state
+from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings_sources import ENVIRONMENT_PREFIX, to_yaml
+from tandemkv.server.sglang_command import sglang_argv
+
+_HOST = "127.0.0.1"
+_TICK_S = 0.25
+_REQUEST_TIMEOUT_S = 7200.0
+_FLUSH_TIMEOUT_S = 30.0
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class MeasurementError(TandemKVError):
+    """A server did not start, or did not answer as it must."""
+
+
+class NoAnswerError(MeasurementError):
+    """A server does not answer at all: it has ended, most likely."""
+
+
+class StoppedError(MeasurementError):
+    """The user asked to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that answers.
+
+    Attributes
+    ----------
+    url : str
+        Its address.
+    is_stock : bool
+        Whether it is SGLang without the plugin.
+    probe_file : Path or None
+        Where attention probes are written, if they are.
+    """
+
+    url: str
+    is_stock: bool
+    probe_file: Path | None = None
+
+    def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one request to SGLang's native endpoint.
+
+        Raises
+        ------
+        MeasurementError
+            If the answer is not one of success.
+        """
+        request = urllib.request.Request(
+            f"{self.url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        try:
+            with _OPENER.open(request, timeout=_REQUEST_TIMEOUT_S) as reply:
+                found: dict[str, Any] = json.load(reply)
+        except urllib.error.HTTPError as error:
+            text = error.read(2000).decode("utf-8", errors="replace")
+            raise MeasurementError(f"HTTP {error.code} from /generate: {text}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise NoAnswerError(f"no answer from /generate: {error}") from error
+        return found
+
+    def forget(self) -> None:
+        """Empty the prefix cache, so that no task starts from another one's prompts.
+
+        A prompt whose prefix is cached has fewer prompt queries to seed the resident set with.
+
+        Raises
+        ------
+        MeasurementError
+            If the server still refuses after a while; it does while a request is running.
+        """
+        deadline = time.monotonic() + _FLUSH_TIMEOUT_S
+        failure: type[MeasurementError]
+        request = urllib.request.Request(f"{self.url}/flush_cache", b"", method="POST")
+        while True:
+            failure = MeasurementError
+            try:
+                with _OPENER.open(request, timeout=_FLUSH_TIMEOUT_S):
+                    return
+            except urllib.error.HTTPError as error:
+                reason = f"HTTP {error.code}"
+            except (OSError, http.client.HTTPException) as error:
+                reason, failure = str(error), NoAnswerError
+            if time.monotonic() > deadline:
+                raise failure(f"the prefix cache cannot be emptied: {reason}")
+            time.sleep(_TICK_S)
+
+    def counters(self) -> dict[str, float]:
+        """Return the totals of both ranks by name, with ``inference.`` or ``cache.`` before it."""
+        if self.is_stock:
+            return {}
+        status = fetch_status(self.url)
+        inference = status["inference_rank"]
+        # An in-process cache rank reports with the inference rank.
+        ranks = {"inference": inference, "cache": (status["cache_ranks"] or [inference])[0]}
+        found: dict[str, float] = {}
+        for rank, report in ranks.items():
+            if "values" not in report:
+                raise MeasurementError(f"{rank} rank reports no counters: {report.get('error')}")
+            found |= {f"{rank}.{k}": v for k, v in report["values"].items() if k.endswith("_total")}
+        return found
+
+
+@contextlib.contextmanager
+def tandem_server(
+    settings: ServeSettings,
+    stop: threading.Event,
+    *,
+    probes: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[RunningServer]:
+    """Run ``tandemkv serve`` with `settings`, and more variables, while the context lasts.
+
+    Raises
+    ------
+    MeasurementError
+        If it does not become ready; the end of its logs is in the message.
+    """
+    with _folder() as work:
+        port, config = choose_port(_HOST, 0), work / "quality.yaml"
+        own = settings.model_copy(update={"port": port, "run_dir": work / "run"})
+        config.write_text(to_yaml(own), encoding="utf-8")
+        probe_file = work / "probes.jsonl" if probes else None
+        env = _environment(settings.device) | dict(environ or {})
+        if probe_file is not None:
+            env[PROBE_VARIABLE] = str(probe_file)
+        argv = (
+            *(sys.executable, "-P", "-m", "tandemkv.server", "serve", settings.model),
+            *("--config", str(config)),
+        )
+        server = RunningServer(f"http://{_HOST}:{port}", is_stock=False, probe_file=probe_file)
+        spec = ChildSpec(name="tandemkv serve", argv=argv, env=env, log_path=work / "serve.log")
+        detail = partial(_ready, run_dir=work / "run")
+        with _running(spec, server, settings.start_timeout_s, stop, detail):
+            yield server
+
+
+@contextlib.contextmanager
+def stock_server(
+    settings: ServeSettings,
+    *,
+    model_dir: Path,
+    device: str,
+    dtype: str,
+    stop: threading.Event,
+    more_args: Sequence[str] = (),
+) -> Iterator[RunningServer]:
+    """Run SGLang without the plugin, otherwise with the same arguments and `more_args`.
+
+    Raises
+    ------
+    MeasurementError
+        As `tandem_server`.
+    """
+    if device == "cuda":  # it has no cache rank to wait for: CUDA graphs and overlap stay on
+        settings = settings.model_copy(update={"cache_ranks": 0})
+    with _folder() as work:
+        port = choose_port(_HOST, 0)
+        argv = list(
+            sglang_argv(settings, model_dir=model_dir, device=device, dtype=dtype, port=port)
+        )
+        at = argv.index("--attention-backend")
+        # On a GPU stock SGLang chooses its own.
+        argv[at : at + 2] = ["--attention-backend", "torch_native"] if device == "cpu" else []
+        argv += more_args
+        server = RunningServer(f"http://{_HOST}:{port}", is_stock=True)
+        env = _environment(device) | {"SGLANG_PLUGINS": "none"}
+        spec = ChildSpec(
+            name="stock SGLang", argv=tuple(argv), env=env, log_path=work / "sglang.log"
+        )
+        with _running(spec, server, settings.start_timeout_s, stop, _healthy):
+            yield server
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tkv-q-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def _environment(device: str) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
+    env.pop(PROBE_VARIABLE, None)
+    env.update(PYTHONSAFEPATH="1", PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1")
+    if device != "cuda":
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+    return env
+
+
+@contextlib.contextmanager
+def _running(
+    spec: ChildSpec,
+    server: RunningServer,
+    timeout_s: float,
+    stop: threading.Event,
+    detail: Any,
+) -> Iterator[None]:
+    child = ChildProcess(spec)
+    child.start()
+    watcher = threading.Thread(target=_end_when_asked, args=(child, stop), daemon=True)
+    watcher.start()
+    try:
+        deadline = time.monotonic() + timeout_s
+        while (reason := detail(server)) is not None:
+            if stop.is_set():
+                raise StoppedError("stopped")
+            status = child.exit_status()
+            if status is not None:
+                raise MeasurementError(f"{spec.name} ended: {status}\n{_log_tails(child)}")
+            if time.monotonic() > deadline:
+                raise MeasurementError(
+                    f"{spec.name} not ready after {timeout_s:g} s (start_timeout_s): {reason}\n"
+                    f"{_log_tails(child)}"
+                )
+            time.sleep(_TICK_S)
+        try:
+            yield
+        except MeasurementError as error:
+            if stop.is_set():
+                raise StoppedError("stopped") from error
+            raise MeasurementError(f"{error}\n{_log_tails(child)}") from error
+    finally:
+        child.stop(30.0, hurry=lambda: False)
+        watcher.join(1.0)
+
+
+def _log_tails(child: ChildProcess, lines: int = 25) -> str:
+    """Return the ends of all logs: the child's, and those of the ranks below it."""
+    paths = [child.spec.log_path, *sorted(child.spec.log_path.parent.glob("run/*.log"))]
+    found = []
+    for path in paths:
+        if path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace").rstrip()
+            found.append("\n".join([f"-- {path.name}", *text.splitlines()[-lines:]]))
+    return "\n".join(found)
+
+
+def _end_when_asked(child: ChildProcess, stop: threading.Event) -> None:
+    """End the server when the user stops, so that requests under way fail at once."""
+    while child.exit_status() is None:
+        if stop.wait(_TICK_S):
+            child.stop(10.0, hurry=lambda: False)
+            return
+
+
+def _ready(server: RunningServer, run_dir: Path) -> str | None:
+    try:
+        instance = RunDir.open(run_dir).instance
+    except SettingsError as error:
+        return str(error)  # not made yet
+    state = server_state(server.url, instance=instance)
+    return None if state.ready else state.detail
+
+
+def _healthy(server: RunningServer) -> str | None:
+    try:
+        with _OPENER.open(f"{server.url}/health", timeout=5.0) as reply:
+            return None if reply.status == 200 else f"HTTP {reply.status}"
+    except (OSError, http.client.HTTPException) as error:
+        return str(error)

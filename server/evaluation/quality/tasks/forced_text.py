@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real text that is forced or continued token by token: perplexity, attention mass, agreement."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.quality.samples import Sample
+
+from .base import Measure, Task, TaskInputs
+
+
+class Perplexity(Task):
+    """Teacher-forced perplexity: a long prefix is prefilled, what follows goes through decode.
+
+    Prompt log-likelihoods would be prefill's, which is dense under every policy. The first forced
+    token comes from prefill too and is left out.
+    """
+
+    name = "perplexity"
+    title = "Perplexity"
+    definition = (
+        "Real text: context_tokens are prefilled, the next tokens are forced through decode one "
+        "by one; the change of perplexity against dense is what counts."
+    )
+    source = "teacher forcing, Williams & Zipser 1989"
+    measure: ClassVar[Measure] = "perplexity"
+    mode: ClassVar[Literal["force", "probe"]] = "force"
+
+    def samples(self, inputs: TaskInputs) -> list[Sample]:
+        """See `Task.samples`."""
+        length = inputs.context_tokens
+        return [
+            Sample(
+                name=name,
+                mode=self.mode,
+                context_ids=ids[:length],
+                forced_ids=ids[length:],
+                num_new_tokens=inputs.num_forced_tokens,
+                notes={"tokens": length},
+            )
+            for name, ids in windows(inputs, length + inputs.num_forced_tokens)
+        ]
+
+
+class Mass(Perplexity):
+    """Recovered attention mass, and recall against the oracle, while real text is forced.
+
+    Measured in float64 on the inference rank, every eighth decode step, in all layers but the
+    exact ones: the softmax over all tokens of the true query, averaged over the query heads of a
+    KV head. The oracle takes as many tokens as are attended to, those with most mass; recall is
+    the share of its tokens that are attended to. Runs on a server of its own: it costs time.
+    """
+
+    name = "mass"
+    title = "Attention mass"
+    definition = (
+        "Share of the true softmax mass that falls on attended tokens, and share of the oracle's "
+        "tokens that are attended to, while real text is forced through decode."
+    )
+    source = "this project; recall as in Quest, arXiv:2406.10774"
+    measure: ClassVar[Measure] = "mass"
+    mode: ClassVar[Literal["force", "probe"]] = "probe"
+
+
+class Continuation(Task):
+    """Long-form continuation: dense writes it greedily, a policy is asked at each token.
+
+    The policy decodes dense's tokens (forced) and says which one it would have taken. Up to the
+    first difference that is its own greedy continuation; after it, free running would compare
+    two different texts, forcing keeps comparing the same.
+    """
+
+    name = "continuation"
+    title = "Continuation"
+    definition = (
+        "Dense continues real text greedily; counted are the tokens that a policy, given dense's "
+        "text so far, would have chosen too, and where it first would not."
+    )
+    source = "this project"
+    measure: ClassVar[Measure] = "agreement"
+
+    def samples(self, inputs: TaskInputs) -> list[Sample]:
+        """See `Task.samples`."""
+        return [
+            Sample(
+                name=name,
+                mode="continue",
+                context_ids=ids,
+                num_new_tokens=inputs.num_forced_tokens,
+                notes={"tokens": inputs.context_tokens},
+            )
+            for name, ids in windows(inputs, inputs.context_tokens)
+        ]
+
+
+def windows(inputs: TaskInputs, length: int) -> list[tuple[str, list[int]]]:
+    """Return up to `num_samples` windows of `length` tokens, each of another place.
+
+    The first window of every text comes first, then the second of each that is long enough.
+
+    Raises
+    ------
+    SettingsError
+        If no text is long enough.
+    """
+    tokenizer, found, longest = inputs.prompts.tokenizer, [], 0
+    for name, text in inputs.corpus.texts.items():
+        # Eight characters a token bound what has to be tokenised.
+        ids = tokenizer.encode(text[: 8 * length * inputs.num_samples])
+        longest = max(longest, len(ids))
+        for i in range(min(inputs.num_samples, len(ids) // length)):
+            part = ids[i * length : (i + 1) * length]
+            found.append((i, name if i == 0 else f"{name}, part {i + 1}", part))
+    if not found:
+        raise SettingsError(
+            f"corpus: the longest text has {longest} tokens, context_tokens + forced_tokens = "
+            f"{length} are needed; lower --context-tokens or give longer texts with --corpus"
+        )
+    found.sort(key=lambda item: item[0])
+    return [(name, part) for _, name, part in found[: inputs.num_samples]]

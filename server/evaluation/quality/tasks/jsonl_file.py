@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks from JSONL files that the user has: LongBench, RULER, AIME. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.quality.samples import Sample
+from tandemkv.server.evaluation.tokenizing import Prompt
+
+from .base import Task, TaskInputs, question_sample
+
+PROMPTS_FILE = "dataset2prompt.json"
+"""LongBench's templates; looked for beside the data, in config/ beside it, and one folder up."""
+
+_LONGBENCH: dict[str, tuple[str, int]] = {
+    "narrativeqa": ("qa_f1", 128),
+    "qasper": ("qa_f1", 128),
+    "multifieldqa_en": ("qa_f1", 64),
+    "hotpotqa": ("qa_f1", 32),
+    "2wikimqa": ("qa_f1", 32),
+    "musique": ("qa_f1", 32),
+    "gov_report": ("rouge_l", 512),
+    "qmsum": ("rouge_l", 512),
+    "multi_news": ("rouge_l", 512),
+    "trec": ("class_match", 64),
+    "triviaqa": ("first_line_f1", 32),
+    "samsum": ("first_line_rouge_l", 128),
+    "passage_count": ("number_share", 32),
+    "passage_retrieval_en": ("number_share", 32),
+    "lcc": ("code_similarity", 64),
+    "repobench-p": ("code_similarity", 64),
+}
+"""Scorer and answer length of each English dataset (LongBench, arXiv:2308.14508)."""
+
+_RULER_TOKENS = 128
+_AIME_TOKENS = 4096
+_AIME_PROMPT = (
+    "Solve the following problem. Reason step by step and put the final answer, a whole number, "
+    "into \\boxed{{}}.\n\n{problem}\n\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line as a question."""
+
+    context: str
+    question: str
+    answer_prefix: str
+    answers: list[str]
+    scorer: str
+    num_new_tokens: int
+
+
+class JsonlFile(Task):
+    """The first lines of a file in the format of LongBench, RULER or AIME.
+
+    LongBench: ``input``, ``context``, ``answers``, ``dataset``. RULER: ``input``, ``outputs``,
+    and ``answer_prefix`` where the prefix is not part of the input. AIME: ``problem`` or
+    ``question``, and ``answer``. A prompt that is longer than the context loses its middle, as
+    in LongBench; the sample's notes say so.
+
+    Raises
+    ------
+    SettingsError
+        If the file is missing, empty, or in none of these formats.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = _read_lines(path)
+        self._kind, self._reader = _format_of(path, self._lines[0])
+        self.name = "file_" + re.sub(r"\W+", "_", path.stem)
+        self.title = path.stem
+        self.definition = f"{len(self._lines)} lines of {path.name}, format {self._kind}."
+        self.source = _SOURCES[self._kind]
+
+    def samples(self, inputs: TaskInputs) -> list[Sample]:
+        """See `Task.samples`."""
+        lines = self._lines[: inputs.num_samples]
+        return [self._sample(inputs, i, line) for i, line in enumerate(lines)]
+
+    def _sample(self, inputs: TaskInputs, index: int, line: dict[str, Any]) -> Sample:
+        try:
+            record = self._reader(self._path, line)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise SettingsError(
+                f"{self._path}, line {index + 1}: not in the format of {self._kind} "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        prompt = inputs.prompts.build(record.context, record.question, record.answer_prefix)
+        full = len(prompt)
+        prompt = _without_middle(prompt, inputs.context_tokens, f"{self._path}, line {index + 1}")
+        return question_sample(
+            index,
+            prompt,
+            num_new_tokens=inputs.new_tokens(record.num_new_tokens),
+            answers=record.answers,
+            scorer=record.scorer,
+            notes={"tokens": len(prompt), "tokens_cut_out": full - len(prompt)},
+        )
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise SettingsError(f"task file:{path}: cannot be read ({error.strerror})") from error
+    found = []
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise SettingsError(f"{path}, line {number}: not valid JSON ({error})") from error
+        if not isinstance(line, dict):
+            raise SettingsError(f"{path}, line {number}: a JSON object is required")
+        found.append(line)
+    if not found:
+        raise SettingsError(f"task file:{path}: there is no line in it")
+    return found
+
+
+def _format_of(
+    path: Path, line: dict[str, Any]
+) -> tuple[str, Callable[[Path, dict[str, Any]], Record]]:
+    if {"input", "context", "answers"} <= line.keys():
+        return "LongBench", _longbench
+    if {"input", "outputs"} <= line.keys():
+        return "RULER", _ruler
+    if "answer" in line and {"problem", "question", "Problem"} & line.keys():
+        return "AIME", _aime
+    raise SettingsError(
+        f"task file:{path}: fields {', '.join(sorted(line))} are those of no known format; known: "
+        "LongBench (input, context, answers), RULER (input, outputs), AIME (problem, answer)"
+    )
+
+
+def _longbench(path: Path, line: dict[str, Any]) -> Record:
+    name = str(line.get("dataset") or path.stem).removesuffix("_e")
+    if name not in _LONGBENCH:
+        raise SettingsError(
+            f"{path}: dataset={name} has no scorer here; known: {', '.join(_LONGBENCH)}"
+        )
+    scorer, num_new_tokens = _LONGBENCH[name]
+    template = _longbench_template(path, name)
+    before, marker, after = template.partition("{context}")
+    if not marker:
+        raise SettingsError(f"{path}: the template of {name} has no {{context}}")
+    fill = {"input": str(line["input"])}
+    return Record(
+        context=before.replace("{input}", fill["input"]) + str(line["context"]),
+        question=after.replace("{input}", fill["input"]),
+        answer_prefix="",
+        answers=[str(answer) for answer in line["answers"]],
+        scorer=scorer,
+        num_new_tokens=num_new_tokens,
+    )
+
+
+def _longbench_template(path: Path, name: str) -> str:
+    folders = (path.parent, path.parent / "config", path.parent.parent / "config")
+    for folder in folders:
+        if (folder / PROMPTS_FILE).is_file():
+            templates = json.loads((folder / PROMPTS_FILE).read_text(encoding="utf-8"))
+            return str(templates[name])
+    raise SettingsError(
+        f"{path}: LongBench's {PROMPTS_FILE} is needed beside it or in config/ "
+        "(it comes with LongBench's code)"
+    )
+
+
+def _ruler(path: Path, line: dict[str, Any]) -> Record:
+    text, prefix = str(line["input"]), str(line.get("answer_prefix") or "")
+    # RULER's question is the last line of its input.
+    context, newline, question = text.rpartition("\n")
+    return Record(
+        context=context,
+        question=newline + question,
+        answer_prefix=prefix,
+        answers=[str(answer) for answer in line["outputs"]],
+        scorer="string_match_part" if "qa" in path.stem.lower() else "string_match_all",
+        num_new_tokens=_RULER_TOKENS,
+    )
+
+
+def _aime(path: Path, line: dict[str, Any]) -> Record:
+    del path
+    problem = next(line[key] for key in ("problem", "question", "Problem") if key in line)
+    return Record(
+        context=_AIME_PROMPT.format(problem=problem),
+        question="",
+        answer_prefix="",
+        answers=[str(int(str(line["answer"]).strip()))],
+        scorer="final_number",
+        num_new_tokens=_AIME_TOKENS,
+    )
+
+
+_SOURCES = {
+    "LongBench": "LongBench, arXiv:2308.14508",
+    "RULER": "RULER, arXiv:2404.06654",
+    "AIME": "American Invitational Mathematics Examination",
+}
+
+
+def _without_middle(prompt: Prompt, limit: int, what: str) -> Prompt:
+    room = limit - len(prompt.question_ids)
+    if room < 2:
+        raise SettingsError(
+            f"{what}: the question alone has {len(prompt.question_ids)} tokens; "
+            "raise --context-tokens"
+        )
+    ids = prompt.context_ids
+    if len(ids) <= room:
+        return prompt
+    half = room // 2
+    return Prompt(ids[: room - half] + ids[-half:], prompt.question_ids)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands whose options are the fields of a request, so that each option is declared once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_type_hints
+
+import typer
+
+R = TypeVar("R")
+
+
+def option(text: str = "", *names: str, **limits: Any) -> Any:
+    """Return what a field's annotation holds: help `text`, typer's limits and metavar.
+
+    The option's name is the field's, unless `names` say otherwise.
+    """
+    return typer.Option(*names, help=text or None, **limits)
+
+
+def takes(request: type[R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
+    """Make a typer command of a function that takes a request.
+
+    Parameters
+    ----------
+    request : type
+        A dataclass; each field is annotated with ``Annotated[..., option(...)]``.
+
+    Returns
+    -------
+    Callable
+        A decorator. The command has the name and the help text of the function.
+    """
+    hints = get_type_hints(request, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            item.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if item.default is MISSING else item.default,
+            annotation=hints[item.name],
+        )
+        for item in fields(request)  # type: ignore[arg-type]
+    ]
+
+    def decorate(function: Callable[[R], None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:
+            function(request(**given))
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        return command
+
+    return decorate

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Median and percentiles of repeated measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from .provenance import BenchError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Median, 10th and 90th percentile; `n` samples where they are known.
+
+    The unit is the caller's.
+    """
+
+    median: float
+    p10: float
+    p90: float
+    n: int | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[float], *, scale: float = 1.0) -> Self:
+        """Summarise `samples`, each times `scale`.
+
+        Raises
+        ------
+        BenchError
+            If there is no sample.
+        """
+        if not samples:
+            raise BenchError("no sample was measured; raise the number of repetitions")
+        low, middle, high = (scale * np.percentile(samples, (10, 50, 90))).tolist()
+        return cls(median=middle, p10=low, p90=high, n=len(samples))
+
+    def minus(self, constant: float) -> Self:
+        """Return the spread of the samples less a constant."""
+        return replace(
+            self, median=self.median - constant, p10=self.p10 - constant, p90=self.p90 - constant
+        )
+
+    def as_rate(self, amount: float) -> Self:
+        """Return the spread of `amount` divided by the samples: percentiles change places."""
+        return replace(
+            self, median=amount / self.median, p10=amount / self.p90, p90=amount / self.p10
+        )
