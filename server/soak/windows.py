@@ -11,9 +11,9 @@ from .client import Outcome
 from .faults import Fault
 
 _BEFORE_S, _AFTER_S = 0.5, 8.0
-_POINT_S = 60.0
-"""A loss at a fault point may take as long to be noticed and mended: a handshake has 5 s, a
-heartbeat 3 s, and a rank that is lost on the way is started again."""
+_POINT_S = {"drop": 60.0, "kill": 180.0, "stop": 240.0}
+"""What a fault point did may take as long to be noticed and mended: a handshake has 5 s, a
+heartbeat 3 s, a rank that hangs 15 s, and one that is lost is started again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,19 @@ class Window:
     ends_http: bool
     ends_connections: bool
     is_of_cache_rank: bool
+
+
+def _of_point(line: Mapping[str, Any]) -> Window:
+    began, action, role = line["time"], line["action"], line["role"]
+    is_process = action in ("kill", "stop")
+    ends_http = is_process and (role == "http" or (role == "inference_rank" and action == "stop"))
+    return Window(
+        began=began - _BEFORE_S,
+        ended=began + _POINT_S[action],
+        ends_http=ends_http,
+        ends_connections=ends_http or (is_process and role == "inference_rank"),
+        is_of_cache_rank=not is_process or role == "cache_rank",
+    )
 
 
 class Windows:
@@ -46,11 +59,7 @@ class Windows:
             )
             for fault in faults
         ]
-        found += [
-            Window(line["time"] - _BEFORE_S, line["time"] + _POINT_S, False, False, True)
-            for line in points
-            if line["action"] == "drop"
-        ]
+        found += [_of_point(line) for line in points if line["action"] in _POINT_S]
         return cls(found)
 
     def overlaps(self, began: float, ended: float) -> bool:

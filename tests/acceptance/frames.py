@@ -63,6 +63,7 @@ from tandemkv.cache_rank.protocol.step_ring import (
 
 SEED = 25
 SHARES = {"control": 0.4, "heartbeat": 0.2, "tensors": 0.1, "ring": 0.3}
+STRANGERS = 100_000
 SLOWEST_S = 1.0
 MAX_ROWS = 8
 TOKEN = b"t" * 32
@@ -88,6 +89,8 @@ def run(_bench: Bench) -> dict[str, Any]:
         checks.add(f"{name}: resident memory, MiB", grown, "grown by 16 at most", grown <= 16)
         both = row["refused"] > 0 < row["accepted"]
         checks.add(f"{name}: refused, accepted", [row["refused"], row["accepted"]], "both", both)
+    told = strangers(STRANGERS)
+    checks.add(f"{STRANGERS} Hellos without the token: told more than that", told, "0", told == 0)
     return checks.result(frames=sum(row["frames"] for row in found.values()), decoders=found)
 
 
@@ -297,6 +300,21 @@ def ring(_stack: contextlib.ExitStack) -> Decoder:
         return "accepted"
 
     return once
+
+
+def strangers(number: int) -> int:
+    """Send Hellos with wrong tokens, and more that differs; return how many are told more."""
+    rng, settings, told = random.Random(SEED), RankSettings(), 0
+    right = next(message for message in messages() if isinstance(message, Hello))
+    models = [MODEL, msgspec.structs.replace(MODEL, num_layers=5)]
+    for _ in range(number):
+        token = bytearray(TOKEN)
+        token[rng.randrange(32)] ^= rng.randrange(1, 256)
+        bad = rng.choice([bytes(token), TOKEN[:31], TOKEN + b"t", rng.randbytes(32), b""])
+        hello = msgspec.structs.replace(right, token=bad, model=rng.choice(models))
+        refused = check_hello(hello, token=TOKEN, model=MODEL, settings=settings, page_size=1)
+        told += refused is None or refused.field != "token"
+    return told
 
 
 DECODERS: dict[str, Callable[[contextlib.ExitStack], Decoder]] = {

@@ -14,3 +14,7 @@ def test_a_damaged_frame_is_refused_or_sound(decoder: str) -> None:
     assert found["descriptors_leaked"] == 0
     assert found["refused"] > 1000
     assert found["accepted"] > 50
+
+
+def test_a_stranger_is_told_nothing() -> None:
+    assert frames.strangers(2000) == 0

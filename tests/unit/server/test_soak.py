@@ -190,8 +190,11 @@ def test_a_loss_of_the_cache_rank_is_told_from_one_of_sglang() -> None:
     lost = ended("error event", status=503)
     assert Windows.of([fault("kill", CACHE_RANK)], []).is_loss_of_cache_rank(lost)
     assert not Windows.of([fault("kill", SCHEDULER)], []).is_loss_of_cache_rank(lost)
-    line = {"time": 99.0, "point": "ring.write", "action": "drop"}
+    line = {"time": 99.0, "point": "ring.write", "role": "inference_rank", "action": "drop"}
     assert Windows.of([], [line]).is_loss_of_cache_rank(lost)
+    assert not Windows.of([], [line | {"action": "kill"}]).is_loss_of_cache_rank(lost)
+    assert Windows.of([], [line | {"action": "stop"}]).ending_of(ended("cut")) == "cut"
+    assert Windows.of([], [line | {"action": "delay"}]).ending_of(ended("cut")) == "lost"
 
 
 def test_a_slope_is_told_from_noise() -> None:
