@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tandemkv.kernels.placing import place
-from tandemkv.kernels.score import ScoreScratch, score_keys
+from tandemkv.kernels.score import score_keys
 
 from .policies.base import Owner, PageBounds, SelectionInput, StoredKV
 from .protocol.model_spec import ModelSpec
@@ -74,7 +74,6 @@ class Candidates:
         selection: SelectionSettings,
         heads: tuple[int, ...],
         bounds: PageBounds | None = None,
-        scratch: ScoreScratch | None = None,
     ) -> SelectionInput:
         """Return what a policy is asked for them.
 
@@ -102,7 +101,6 @@ class Candidates:
                 model=model,
                 pooling=selection.pooling,
                 heads=heads,
-                scratch=scratch,
             ),
             budget=selection.budget_tokens,
             lo=self.lo,
@@ -124,8 +122,6 @@ class CandidateScorer:
     model: ModelSpec
     pooling: str
     heads: tuple[int, ...]
-    scratch: ScoreScratch | None = None
-    """For all KV heads at once; see `tandemkv.kernels.score.make_score_scratch`."""
 
     def __call__(self, query: torch.Tensor) -> torch.Tensor:
         """Return ``[S, len(heads), width]`` float32 for ``[S, len(heads) * group, D]``."""
@@ -155,5 +151,4 @@ class CandidateScorer:
             pooling=self.pooling,
             k_scale=k_scale,
             page_size=candidates.page_size,
-            scratch=self.scratch if keys.shape[1] == self.model.num_kv_heads else None,
         )

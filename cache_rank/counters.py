@@ -19,28 +19,9 @@ from .protocol.progress import ProgressClock
 class Counters:
     """Totals since the process started, and gauges of the moment."""
 
-    resident_hits_total: int = 0
-    resident_misses_total: int = 0
-    fetched_rows_total: int = 0
-    evictions_total: int = 0
-    selected_tokens_total: int = 0
-    selections_total: int = 0
-    exact_rows_total: int = 0
-    bytes_sent_total: int = 0
-    bytes_received_total: int = 0
-    steps_total: int = 0
-    seeds_total: int = 0
-    slots_live: int = 0
-    slots_free: int = 0
-    rows_live: int = 0
-    stale_reads_total: int = 0
-    old_epoch_total: int = 0
     protocol_errors_total: int = 0
-    transport_errors_total: int = 0
     refused_total: int = 0
     epochs_total: int = 0
-    withheld_packs_total: int = 0
-    staleness_steps: int = 0
 
     def values(self) -> dict[str, float]:
         """Return every value by its name, as floats."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the inference rank has in its resident slots, kept here because only we decide it.
+"""What is in the resident slots, kept by the engine because it alone decides that.
 
 A book per layer, row, KV head and slot: the logical position (``-1`` empty) and when it was
-last selected. Packs are applied in order over there, so the book is ahead of the truth by the
-packs under way, never in conflict with it.
+last selected.
 """
 
 from __future__ import annotations
@@ -42,24 +41,14 @@ class ResidentMirror:
             self.positions = allocate("resident_positions", shape, torch.int32)
             self.last_used = allocate("resident_last_used", shape, torch.int32)
         self._identity = torch.arange(num_resident, dtype=torch.int32, device=device)
-        self._owners: dict[int, int] = {}
 
     @property
     def num_resident(self) -> int:
         """R: slots per KV head."""
         return len(self._identity)
 
-    def is_seeded(self, row: int, generation: int) -> bool:
-        """Whether the books of (`row`, `generation`) are filled."""
-        return self._owners.get(row) == generation
-
-    def seed_identity(self, row: int, generation: int) -> None:
-        """Enter that slot i holds position i, later positions being the more recent ones."""
-        self.fill_identity(row)
-        self._owners[row] = generation
-
     def fill_identity(self, rows: int | torch.Tensor) -> None:
-        """As `seed_identity`, whoever occupies `rows`, one or ``[n]``."""
+        """Enter that slot i of `rows`, one or ``[n]``, holds position i, the last most recent."""
         self.positions[:, rows] = self._identity
         self.last_used[:, rows] = self._identity - self.num_resident
 
@@ -67,27 +56,3 @@ class ResidentMirror:
         """Enter the positions ``[H, R]`` of one layer, best first behind the sink."""
         self.positions[layer, row] = positions
         self.last_used[layer, row] = -self._identity
-
-    def claim(self, row: int, generation: int) -> None:
-        """Note that the books of every selecting layer are those of (`row`, `generation`)."""
-        self._owners[row] = generation
-
-    def load(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of (positions, last_used), ``[S, H, R]``, of `rows` ``[S]`` int64."""
-        return self.positions[layer][rows], self.last_used[layer][rows]
-
-    def commit(
-        self,
-        layer: int,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        last_used: torch.Tensor,
-    ) -> None:
-        """Enter what `load` returned and a diff changed."""
-        self.positions[layer][rows] = positions
-        self.last_used[layer][rows] = last_used
-
-    def release(self, row: int, generation: int) -> None:
-        """Forget the books of an occupancy."""
-        if self._owners.get(row) == generation:
-            del self._owners[row]

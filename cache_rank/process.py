@@ -25,8 +25,6 @@ from .protocol.fault_points import enable_faults
 from .protocol.run_dir import RunDir
 from .protocol.settings import RankSettings
 from .protocol.shared_devices import engine_homes
-from .resources import Resources
-from .service import CacheRankService
 from .shared.service import SharedEngineService
 
 logger = logging.getLogger(__name__)
@@ -79,29 +77,16 @@ def run_cache_rank(
     directory = RunDir.open(run_dir)
     enable_faults("cache_rank", directory.path)
     counters = Counters()
-    place = torch.device("cpu")
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
-        place = torch.device("cuda", torch.cuda.current_device())
-    service: CacheRankService | SharedEngineService
-    if settings.exchange.transport == "shared":
-        service = SharedEngineService(
-            run_dir=directory,
-            model_dir=model_dir,
-            settings=settings,
-            max_rows=max_rows,
-            counters=counters,
-            homes=engine_homes(place),
-        )
-    else:
-        service = CacheRankService(
-            run_dir=directory,
-            resources=Resources(model_dir, settings, counters, place),
-            settings=settings,
-            max_rows=max_rows,
-            counters=counters,
-        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
+    service = SharedEngineService(
+        run_dir=directory,
+        model_dir=model_dir,
+        settings=settings,
+        max_rows=max_rows,
+        counters=counters,
+        homes=engine_homes(torch.device(device)),
+    )
     stop = threading.Event()
     with _stopping_on_signals(stop, lambda: service.status().epoch, drain_timeout_s):
         logger.info("policy %s, run directory %s", settings.selection.policy, run_dir)

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from .protocol.bitmap import position_bits
+from .protocol.local import PADDING_ROW
 from .protocol.settings import DETAIL_VARIABLE, PROBE_VARIABLE, RankSettings
-
-_PADDING_ROW = 0
 
 
 def selection_file(probe_file: Path) -> Path:
@@ -53,7 +52,7 @@ class SelectionProbe:
         requests = zip(rows.tolist(), lengths.tolist(), asked.tolist(), chosen, strict=True)
         with self._path.open("a", encoding="utf-8") as file:
             for row, length, is_asked, heads in requests:
-                if row == _PADDING_ROW or not is_asked or bool((heads < 0).all()):
+                if row == PADDING_ROW or not is_asked or bool((heads < 0).all()):
                     continue
                 line = {
                     "row": row,

@@ -20,12 +20,12 @@ import torch
 
 from tandemkv.cache_rank.protocol.bitmap import position_bits
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.local import PADDING_ROW
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import DETAIL_VARIABLE, PROBE_VARIABLE, RankSettings
 from tandemkv.kernels.samples import sample_offsets
 
 PROBE_EVERY = 8
-_PADDING_ROW = 0
 
 
 class AttentionProbe:
@@ -117,7 +117,7 @@ class AttentionProbe:
         if step % self._every:
             return
         for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-            if row != _PADDING_ROW and length > num_dense:
+            if row != PADDING_ROW and length > num_dense:
                 is_slow = slow is not None and bool(slow[i])
                 self._requests.append((i, row, int(generations[row]), length, is_slow))
 

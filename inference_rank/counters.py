@@ -19,17 +19,7 @@ class Counters:
     exact_layer_rows_total: int = 0
     attended_tokens_total: int = 0
     context_tokens_total: int = 0
-    packs_total: int = 0
-    late_packs_total: int = 0
-    stale_pack_rows_total: int = 0
-    scattered_rows_total: int = 0
-    restored_tokens_total: int = 0
     seeded_rows_total: int = 0
-    remapped_rows_total: int = 0
-    freed_slots_total: int = 0
-    released_rows_total: int = 0
-    bytes_sent_total: int = 0
-    bytes_received_total: int = 0
     exchange_wait_us_total: int = 0
     epochs_total: int = 0
     cache_rank_lost_total: int = 0

@@ -17,7 +17,7 @@ from .in_process import graph_variants
 
 Hook = tuple[str, Callable[..., Any], HookType]
 
-_ALLOCATOR = "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator"
+_CLEAR_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _BUILD_POOLS = f"{_CONFIGURATOR}._build_token_to_kv_pool"
@@ -52,63 +52,36 @@ def register_backend(name: str) -> None:
     def _create(runner: Any) -> Any:
         from .process import start
 
-        hooks = in_process_hooks(name) if has_pool() else scheduler_hooks(name)
-        start(runner, [target for target, _, _ in hooks])
-        if has_pool():
-            from .in_process.start import create_backend
+        start(runner, [target for target, _, _ in scheduler_hooks(name)])
+        from .in_process.start import create_backend
 
-            return create_backend(runner)
-        from .attention_backend import TandemKVAttentionBackend
-
-        return TandemKVAttentionBackend(runner)
+        return create_backend(runner)
 
 
-def has_pool() -> bool:
-    """Whether K/V are in SGLang's pool: in this process, or mapped by an engine's process too."""
-    return runtime_module.settings_from_environment().exchange.has_pool
+def scheduler_hooks(backend: str) -> list[Hook]:
+    """Hooks of the process that runs the model.
 
-
-def in_process_hooks(backend: str) -> list[Hook]:
-    """Hooks of the process that runs the model and is its own cache rank."""
+    Raises
+    ------
+    SettingsError
+        If no settings were handed over.
+    """
     settings = runtime_module.settings_from_environment()
     elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]
     return [
         *(elsewhere if settings.exchange.is_peer else []),
-        *_hooks_of_every_scheduler(),
+        (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
+        (f"{_SCHEDULER}.on_idle", progress.around_idle, HookType.AROUND),
+        (f"{_ATTENTION}.forward", progress.on_layer, HookType.BEFORE),
+        (_LOADS, _keep_loads_in_run_dir, HookType.AROUND),
         _support_triton_hook(backend),
         (f"{_GRAPHS}.capture_one_shape", graph_variants.capture_each, HookType.AROUND),
         (f"{_GRAPHS}._resolve_lora_variant", graph_variants.resolve, HookType.AROUND),
         (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),
-        (_BUILD_POOL, _build_local_pool, HookType.AROUND),
-        (f"{_SCHEDULER}.run_batch", _run_local_batch, HookType.AROUND),
-        *(_hooks_of_recovery() if settings.exchange.is_shared else []),
-        *_group_hooks(),
-        (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
-    ]
-
-
-def scheduler_hooks(backend: str) -> list[Hook]:
-    """Hooks of the process that runs the model."""
-    return [
-        *_hooks_of_every_scheduler(),
-        _support_triton_hook(backend),
         (_BUILD_POOL, _build_pool, HookType.AROUND),
-        # A slot costs nothing here, so --max-total-tokens alone decides the capacity.
-        (_CELL_SIZE, _no_cell_size, HookType.AROUND),
-        # Models that fuse RoPE with the KV write would write into the placeholder pool.
-        ("sglang.srt.models.utils.enable_fused_set_kv_buffer", _never, HookType.AROUND),
-        (f"{_ALLOCATOR}.free", _on_free, HookType.BEFORE),
-        (f"{_ALLOCATOR}.clear", _on_clear, HookType.AFTER),
-        ("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear", _on_rows_clear, HookType.AFTER),
-        ("sglang.srt.mem_cache.common.release_kv_cache", _on_release, HookType.BEFORE),
-        (
-            "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req",
-            _on_cache_unfinished,
-            HookType.AFTER,
-        ),
         (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
-        *_hooks_of_recovery(),
+        *(_hooks_of_recovery() if settings.exchange.is_shared else []),
         *_group_hooks(),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
     ]
@@ -119,15 +92,7 @@ def _hooks_of_recovery() -> list[Hook]:
         (f"{_SCHEDULER}.process_input_requests", recovery.before_requests, HookType.BEFORE),
         (f"{_SCHEDULER}._add_request_to_queue", recovery.around_queue, HookType.AROUND),
         (f"{_SCHEDULER}.release_host_resources", _say_goodbye, HookType.BEFORE),
-    ]
-
-
-def _hooks_of_every_scheduler() -> list[Hook]:
-    return [
-        (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
-        (f"{_SCHEDULER}.on_idle", progress.around_idle, HookType.AROUND),
-        (f"{_ATTENTION}.forward", progress.on_layer, HookType.BEFORE),
-        (_LOADS, _keep_loads_in_run_dir, HookType.AROUND),
+        (_CLEAR_ROWS, _before_rows_clear, HookType.BEFORE),
     ]
 
 
@@ -165,20 +130,13 @@ def http_hooks() -> list[Hook]:
     ]
 
 
-def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    from .kv_pool import make_pool_class
-
-    kwargs["mha_pool_class"] = make_pool_class(kwargs["mha_pool_class"])
-    return original(self, **kwargs)
-
-
 def _note_rows(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
     global _num_rows, _req_to_token_pool
     _num_rows = int(req_to_token_pool.req_to_token.shape[0])
     _req_to_token_pool = req_to_token_pool
 
 
-def _build_local_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     from .in_process.pool import make_local_pool_class, make_peer_pool_class, resident_slots
 
     settings = runtime_module.settings_from_environment()
@@ -230,61 +188,20 @@ def _say_goodbye(*_: Any, **__: Any) -> None:
 
 
 def _after_capture(_result: Any, graphs: Any, *_: Any, **__: Any) -> None:
-    runtime = runtime_module.current_local()
+    runtime = runtime_module.current()
     if runtime is not None and runtime.measurement is not None:
         runtime.measurement.after_capture(graphs)
 
 
-def _never(_original: Callable[..., bool], *_: Any, **__: Any) -> bool:
-    return False
-
-
-def _on_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
-    runtime = runtime_module.current()
-    # Inside a free group the call only collects; the closing call carries all of them.
-    if runtime is not None and allocator.is_not_in_free_group and free_index.numel():
-        runtime.client.free(free_index)
-        runtime.counters.freed_slots_total += free_index.numel()
-
-
-def _on_clear(_result: Any, *_: Any, **__: Any) -> None:
-    runtime = runtime_module.current()
+def _before_rows_clear(_pool: Any, *_: Any, **__: Any) -> None:
+    runtime = runtime_module.with_other_process()
     if runtime is not None:
-        runtime.client.clear()
-
-
-def _on_rows_clear(_result: Any, *_: Any, **__: Any) -> None:
-    runtime = runtime_module.current()
-    if runtime is not None:
-        runtime.num_flushes += 1  # SGLang's row generations restart at zero
-
-
-def _on_release(req: Any, *_: Any, **__: Any) -> None:
-    runtime = runtime_module.current()
-    if runtime is not None and req.req_pool_idx is not None:
-        runtime.release(int(req.req_pool_idx))
-
-
-def _on_cache_unfinished(_result: Any, _cache: Any, req: Any, *_: Any, **__: Any) -> None:
-    runtime = runtime_module.current()
-    if runtime is not None and req.req_pool_idx is not None:
-        runtime.mark_dirty(int(req.req_pool_idx))
+        runtime.before_flush()
 
 
 def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any,
                **kwargs: Any) -> Any:  # fmt: skip
     runtime = runtime_module.current()
-    if runtime is None:
-        return original(scheduler, batch, *args, **kwargs)
-    _note_batch(runtime, scheduler, batch)
-    result = original(scheduler, batch, *args, **kwargs)
-    recovery.after_batch(runtime, batch)
-    return result
-
-
-def _run_local_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any,
-                     **kwargs: Any) -> Any:  # fmt: skip
-    runtime = runtime_module.current_local()
     if runtime is None:
         return original(scheduler, batch, *args, **kwargs)
     _note_batch(runtime, scheduler, batch)

@@ -35,23 +35,15 @@ def register() -> None:
                 "is not set; start both with `tandemkv serve MODEL`"
             )
         return
-    from .hooks import (
-        has_pool,
-        http_hooks,
-        in_process_hooks,
-        register_backend,
-        scheduler_hooks,
-    )
+    from .hooks import http_hooks, register_backend, scheduler_hooks
     from .sglang_contract import check_contract
 
     check_contract()
     try:
-        in_process = has_pool()
+        hooks = scheduler_hooks(BACKEND_NAME)
     except SettingsError as error:
         raise SystemExit(f"--attention-backend {BACKEND_NAME}: no cache rank: {error}") from error
     register_backend(BACKEND_NAME)
-    make_hooks = in_process_hooks if in_process else scheduler_hooks
-    hooks = list(make_hooks(BACKEND_NAME))
     if multiprocessing.parent_process() is None:
         hooks += http_hooks()
     from sglang.srt.plugins.hook_registry import HookRegistry

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,42 +76,8 @@ def status() -> StatusReply:
 
 
 def _status() -> StatusReply:
-    local = runtime_module.current_local()
-    if local is not None:
-        reply: StatusReply = local.status()
-        return reply
     runtime = runtime_module.current()
     if runtime is None:
         return StatusReply(role="inference_rank", epoch=0, ready=False, values={}, info={})
-    lost = runtime.client.lost_reason
-    values = runtime.counters.as_values()
-    values |= {
-        "cache_rank_up": float(lost is None),
-        "resident_bytes": float(runtime.resident.nbytes),
-        "resident_slots": float(runtime.resident.num_resident),
-        "ring_slots": float(runtime.resident.ring),
-    }
-    selection = runtime.settings.selection
-    fitting = runtime.resident.num_resident + runtime.resident.ring
-    values |= {
-        "plan_refresh_steps": float(selection.refresh_steps),
-        "plan_dense_tokens": float(fitting if selection.keeps_dense_while_fits else 0),
-    }
-    return StatusReply(
-        role="inference_rank",
-        epoch=runtime.client.epoch,
-        ready=lost is None,
-        values=values,
-        info={
-            "policy": selection.policy,
-            "budget_tokens": str(selection.budget_tokens),
-            "sample_tokens": str(selection.num_samples),
-            "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
-            "deterministic": str(runtime.settings.exchange.deterministic),
-            "model": runtime.model.architecture,
-            "pid": str(os.getpid()),
-            "lost_reason": lost or "",
-            "plan_placement": "a process of its own",
-            "plan_note": "not measured between processes; see exchange_wait_us_total in service",
-        },
-    )
+    reply: StatusReply = runtime.status()
+    return reply

@@ -12,11 +12,11 @@ from tandemkv.cache_rank.protocol.errors import CacheRankError, HandshakeRefused
 _LOG = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
 _TIMEOUT_S = 5.0
-"""For Hello, Welcome and data plane together."""
+"""For Hello, Welcome and shared memory together."""
 
 
 class OpenConnection(Protocol):
-    """See `CacheClient.open_connection` and `SharedConnection.open_connection`."""
+    """See `SharedConnection.open_connection`."""
 
     def __call__(self, *, timeout_s: float) -> Any:
         """Meet the cache rank, or raise."""

@@ -55,7 +55,6 @@ def before_requests(scheduler: Any, *_: Any, **__: Any) -> None:
     runtime = runtime_module.with_other_process()
     if runtime is None:
         return
-    runtime.client.update_byte_counters()
     if runtime.client.lost_reason is None:
         return
     _drain(runtime, scheduler)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.local import PADDING_ROW
 from tandemkv.cache_rank.protocol.messages import RefreshRule
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
-
-PADDING_ROW = 0
 
 
 class Vocabulary(Protocol):

@@ -85,20 +85,6 @@ class SampleSet:
             self._positions[length] = found
         return found
 
-    def fill(self, layer: int, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Take over the samples of a finished prompt, which do not count yet.
-
-        Parameters
-        ----------
-        layer, row : int
-            Where to write.
-        k, v : torch.Tensor
-            ``[length, num_kv_heads, head_dim]``, the whole prompt.
-        """
-        index, positions = self.positions(len(k))
-        self.k[layer, row, index], self.v[layer, row, index] = k[positions], v[positions]
-        self.log_weight[layer, row] = float("-inf")
-
     def moves(self, layer: int, samples: torch.Tensor, sources: torch.Tensor) -> SampleMoves:
         """Return what `append_tokens` has to copy: slots `sources` become `samples`, -1 none.
 
@@ -124,11 +110,3 @@ class SampleSet:
             q, self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1), slots, rows,
             self.log_weight[layer], active, out, lse, scale=scale, lse_unit=lse_unit,
         )  # fmt: skip
-
-    def weigh(self, layer: int, rows: torch.Tensor, log_weight: torch.Tensor) -> None:
-        """Enter the weights of a pack, ``[S, H, num_samples]``; NaN leaves what was before.
-
-        `rows` is ``[S]`` int64; of a row that is named twice any one counts.
-        """
-        weights = self.log_weight[layer]
-        weights[rows] = torch.where(log_weight.isnan(), weights[rows], log_weight)

@@ -22,7 +22,7 @@ def around_sampler(
     **kwargs: Any
 ) -> torch.Tensor:  # fmt: skip
     """Replace the sampled ids, and their logprobs, of requests that force theirs."""
-    runtime = runtime_module.current() or runtime_module.current_local()
+    runtime = runtime_module.current()
     if runtime is None or not runtime.settings.evaluation:
         return original(sampler, logits_output, *args, **kwargs)
     forced = [

@@ -26,6 +26,14 @@ class SampleMoves:
     samples: torch.Tensor
     sources: torch.Tensor
 
+    def check(self, dims: Dims, k_dtype: torch.dtype, v_dtype: torch.dtype) -> None:
+        """Compare with the other arguments of `append_tokens`, or raise `ValueError`."""
+        layout = "num_rows num_samples num_kv_heads head_dim"
+        dims.check("moves.k", self.k, layout, (k_dtype,))
+        dims.check("moves.v", self.v, layout, (v_dtype,))
+        dims.check("moves.samples", self.samples, "num_reqs", INT64)
+        dims.check("moves.sources", self.sources, "num_reqs", INT64)
+
 
 def append_tokens(
     k: torch.Tensor,
@@ -60,16 +68,10 @@ def append_tokens(
 
     Raises
     ------
-    ValueError
-        If a shape, dtype or device differs from the above.
     IndexError
         On CPU, if a row or slot is out of range.
     RuntimeError
         On CPU, if one of `awaited` is down.
-
-    Notes
-    -----
-    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
     """
     dims = Dims()
     res = "num_rows num_slots num_kv_heads head_dim"
@@ -80,11 +82,7 @@ def append_tokens(
     dims.check("k_res", k_res, res, (k.dtype,))
     dims.check("v_res", v_res, res, (v.dtype,))
     if moves is not None:
-        samples = "num_rows num_samples num_kv_heads head_dim"
-        dims.check("moves.k", moves.k, samples, (k.dtype,))
-        dims.check("moves.v", moves.v, samples, (v.dtype,))
-        dims.check("moves.samples", moves.samples, "num_reqs", INT64)
-        dims.check("moves.sources", moves.sources, "num_reqs", INT64)
+        moves.check(dims, k.dtype, v.dtype)
     if awaited is not None:
         dims.check("awaited", awaited, "n", INT32)
     resolve("append", "append_tokens", k.device)(

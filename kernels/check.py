@@ -61,6 +61,18 @@ def check_int(name: str, value: int, *, minimum: int, maximum: int | None = None
         fail(name, value, f">= {minimum}{upper}")
 
 
+def check_counts(**values: int) -> None:
+    """Require host integers that are not negative.
+
+    Raises
+    ------
+    ValueError
+        Naming the first that is.
+    """
+    for name, value in values.items():
+        check_int(name, value, minimum=0)
+
+
 class Dims:
     """Check tensors against symbolic layouts that share dimension names.
 

@@ -10,17 +10,14 @@ from typing import Any
 import torch
 
 _REFERENCE = "tandemkv.kernels.reference"
-# On a GPU, in this order.
-_ON_GPU = ("tandemkv.kernels.triton_ops", "tandemkv.kernels.library_ops")
+_ON_GPU = "tandemkv.kernels.triton_ops"
 
 
 @cache
 def _resolve(module: str, function: str, device_type: str) -> Callable[..., Any]:
-    for package in _ON_GPU if device_type == "cuda" else ():
-        if find_spec(f"{package}.{module}") is None:
-            continue
+    if device_type == "cuda" and find_spec(f"{_ON_GPU}.{module}") is not None:
         found: Callable[..., Any] | None = getattr(
-            import_module(f"{package}.{module}"), function, None
+            import_module(f"{_ON_GPU}.{module}"), function, None
         )
         if found is not None:
             return found
@@ -34,10 +31,10 @@ def resolve(module: str, function: str, device: torch.device) -> Callable[..., A
     Parameters
     ----------
     module, function : str
-        The operation, for example ``"pack"``, ``"gather_pack"``.
+        The operation, for example ``"exchange"``, ``"exchange_rows"``.
     device : torch.device
-        Where its tensors are. ``cuda`` takes ``triton_ops`` or else ``library_ops``
-        where they have the function; everything else takes ``reference``.
+        Where its tensors are. ``cuda`` takes ``triton_ops`` where it has the function;
+        everything else takes ``reference``.
 
     Returns
     -------

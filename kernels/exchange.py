@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying of token rows from the pools straight into the resident set.
-
-Gather and scatter in one, for both ranks on one GPU: no pack is written.
-"""
+"""Copying of token rows from the pools straight into the resident set."""
 
 from dataclasses import dataclass
 
@@ -30,6 +27,15 @@ class SampleWeights:
     target: torch.Tensor
     active: torch.Tensor
 
+    def check(self, dims: Dims) -> None:
+        """Compare with the other arguments of `exchange_rows`, or raise `ValueError`."""
+        for name, tensor in (("source", self.source), ("target", self.target)):
+            dims.check(f"weights.{name}", tensor, "num_rows num_kv_heads num_samples", FLOAT32)
+            if tensor.stride(-1) != 1:
+                fail(f"weights.{name}.stride(-1)", tensor.stride(-1), "1")
+        check_num_samples(dims["num_samples"])
+        dims.check("weights.active", self.active, "num_reqs", BOOL)
+
 
 def exchange_rows(
     k_pool: torch.Tensor,
@@ -42,7 +48,6 @@ def exchange_rows(
     rows: torch.Tensor,
     *,
     page_size: int = 1,
-    pos_res: torch.Tensor | None = None,
     weights: SampleWeights | None = None,
     flag: torch.Tensor | None = None,
     num_done: torch.Tensor | None = None,
@@ -67,9 +72,6 @@ def exchange_rows(
         rows of requests that fetch nothing and are not active in `weights`.
     page_size : int
         Tokens per page, ``>= 1``. With 1, `slots` holds the slot of each position.
-    pos_res : torch.Tensor, optional
-        ``[num_rows, num_kv_heads, num_slots]``, int32. Written: the position that each
-        slot holds.
     weights : SampleWeights, optional
         Copied too, bit by bit, also where nothing is fetched.
     flag : torch.Tensor, optional
@@ -85,10 +87,6 @@ def exchange_rows(
         `num_done` is missing.
     IndexError, RuntimeError
         On CPU, if a page, slot or row is out of range.
-
-    Notes
-    -----
-    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
     """
     check_int("page_size", page_size, minimum=1)
     dims = Dims()
@@ -101,15 +99,8 @@ def exchange_rows(
     dims.check("k_res", k_res, res, (k_pool.dtype,))
     dims.check("v_res", v_res, res, (v_pool.dtype,))
     dims.check("rows", rows, "num_reqs", INTS)
-    if pos_res is not None:
-        dims.check("pos_res", pos_res, "num_rows num_kv_heads num_slots", INT32)
     if weights is not None:
-        for name, tensor in (("source", weights.source), ("target", weights.target)):
-            dims.check(f"weights.{name}", tensor, "num_rows num_kv_heads num_samples", FLOAT32)
-            if tensor.stride(-1) != 1:
-                fail(f"weights.{name}.stride(-1)", tensor.stride(-1), "1")
-        check_num_samples(dims["num_samples"])
-        dims.check("weights.active", weights.active, "num_reqs", BOOL)
+        weights.check(dims)
     if (flag is None) != (num_done is None):
         fail("num_done", num_done, "given with `flag`, and only with it")
     for name, word in (("flag", flag), ("num_done", num_done)):
@@ -117,19 +108,7 @@ def exchange_rows(
             dims.check(name, word, "one", INT32)
             if len(word) != 1:
                 fail(f"{name}.shape", tuple(word.shape), "(1,)")
+    options = {"weights": weights, "flag": flag, "num_done": num_done}
     run = resolve("exchange", "exchange_rows", k_pool.device)
-    run(
-        k_pool,
-        v_pool,
-        slots,
-        fetch_pos,
-        fetch_slot,
-        k_res,
-        v_res,
-        rows,
-        page_size=page_size,
-        pos_res=pos_res,
-        weights=weights,
-        flag=flag,
-        num_done=num_done,
-    )
+    sets = k_res, v_res, rows
+    run(k_pool, v_pool, slots, fetch_pos, fetch_slot, *sets, page_size=page_size, **options)

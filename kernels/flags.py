@@ -30,11 +30,6 @@ def send_rows(
         ``[num_rows, width]``, dtype of `hidden`; may be another GPU's memory.
     flags : torch.Tensor
         ``[num_rows]`` int32, in the memory of whoever waits. All are down.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
     """
     dims = Dims()
     dims.check("hidden", hidden, "num_rows width", FLOATS)
@@ -70,8 +65,6 @@ def wait_flags(flags: torch.Tensor, *, timeout_s: float = TIMEOUT_S) -> None:
 
     Raises
     ------
-    ValueError
-        If an argument differs from the above.
     RuntimeError
         On CPU, where nobody else could raise them, if any is down.
     """

@@ -27,11 +27,6 @@ def merge_attention(
         As `out_a`; 0 where both sets are empty. Computed in float32.
     lse : torch.Tensor
         ``[num_reqs, num_qo_heads]``, float32.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
     """
     dims = Dims()
     dims.check("out_a", out_a, "num_reqs num_qo_heads head_dim", FLOATS)

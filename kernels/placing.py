@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small tensors from host values to a device and back, without waiting for its queue."""
+"""Small tensors from host values to a device, without waiting for its queue."""
 
 from __future__ import annotations
 
@@ -21,23 +21,3 @@ def place(
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-
-
-class SideReader:
-    """Reads tensors that are complete already, past what the current stream has queued."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` on the host: itself if it is there, else a copy.
-
-        Its content must be in place: the copy waits for no stream.
-        """
-        if self._stream is None:
-            return tensor
-        with torch.cuda.stream(self._stream):
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copy.copy_(tensor, non_blocking=True)
-        self._stream.synchronize()
-        return copy

@@ -29,11 +29,6 @@ def pool_positions(scores: torch.Tensor, before: int, after: int) -> torch.Tenso
         As `scores`, ``-inf`` where a position is no candidate, for itself or its neighbours.
         `scores` itself where no other position counts.
 
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
-
     Notes
     -----
     On a GPU one launch, asynchronous and CUDA-graph safe.

@@ -57,15 +57,6 @@ def append_int8(
     codes, scale : torch.Tensor
         ``[num_slots, num_kv_heads, head_dim]``, int8, and ``[num_slots,
         num_kv_heads]``, float32, as from `quantize_int8`; written at `slots`.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
-
-    Notes
-    -----
-    On a GPU one launch, without host sync: CUDA-graph safe.
     """
     dims = Dims()
     dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS)
@@ -110,15 +101,6 @@ def quantize_int4_pages(
         scale, then zero. A key is about ``code * scale + zero``: within
         ``scale / 2``, and within 2**-10 of the page's largest magnitude in that
         channel more, which is the rounding of scale and zero themselves.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
-
-    Notes
-    -----
-    On a GPU one launch, without host sync: CUDA-graph safe.
     """
     dims = Dims()
     _check_int4(dims, k_pool, codes, scales)
@@ -145,11 +127,6 @@ def append_int4(
         ``[num_reqs]``, int32 or int64: tokens of each request, the new ones
         included. If a length is a positive multiple of the page size, its last
         page is quantized; else nothing happens.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
 
     Notes
     -----

@@ -97,6 +97,15 @@ def predict_query(
     dims.check("hidden", hidden, "num_tokens hidden_size", FLOATS)
     dims.check("positions", positions, "num_tokens", INTS)
     dims.check("cos_sin", cos_sin, "num_positions head_dim", FLOATS)
+    _check_weights(dims, weights, hidden.dtype)
+    if dims["head_dim"] % 2 or dims["head_dim"] == 0 or dims["width"] % dims["head_dim"]:
+        fail("cos_sin.shape", tuple(cos_sin.shape), "[num_positions, head_dim], head_dim even")
+    run = resolve("query", "predict_query", hidden.device)
+    query: torch.Tensor = run(hidden, positions, weights, cos_sin)
+    return query
+
+
+def _check_weights(dims: Dims, weights: QueryWeights, dtype: torch.dtype) -> None:
     dims.check("weights.norm", weights.norm, "hidden_size", FLOATS)
     dims.check("weights.weight", weights.weight, "width hidden_size", FLOATS + INT8)
     is_int8, scale = weights.weight.dtype == torch.int8, weights.weight_scale
@@ -109,15 +118,10 @@ def predict_query(
         dims.check("weights.bias", weights.bias, "width", FLOATS)
     if weights.query_norm is not None:
         dims.check("weights.query_norm", weights.query_norm, "head_dim", FLOATS)
-    if not is_int8 and weights.weight.dtype != hidden.dtype:
-        fail("weights.weight.dtype", weights.weight.dtype, f"{hidden.dtype}, as hidden")
-    if dims["head_dim"] % 2 or dims["head_dim"] == 0 or dims["width"] % dims["head_dim"]:
-        fail("cos_sin.shape", tuple(cos_sin.shape), "[num_positions, head_dim], head_dim even")
+    if not is_int8 and weights.weight.dtype != dtype:
+        fail("weights.weight.dtype", weights.weight.dtype, f"{dtype}, as hidden")
     if min(weights.norm_eps, weights.query_norm_eps) < 0:
         fail("weights", (weights.norm_eps, weights.query_norm_eps), "of epsilons >= 0")
-    run = resolve("query", "predict_query", hidden.device)
-    query: torch.Tensor = run(hidden, positions, weights, cos_sin)
-    return query
 
 
 def quantize_query_weight(

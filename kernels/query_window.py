@@ -50,11 +50,6 @@ def mean_predict(window: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     -------
     torch.Tensor
         ``[..., D]``, as `window`.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
     """
     _check_window(window, count)
     mean: torch.Tensor = resolve("query_window", "mean_predict", window.device)(window, count)
@@ -91,11 +86,6 @@ def ridge_predict(
     -------
     torch.Tensor
         ``[..., D]``, as `window`.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
 
     Notes
     -----
@@ -164,11 +154,6 @@ def push_and_predict(
     torch.Tensor
         ``[B, Hq, D]`` float32.
 
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
-
     Notes
     -----
     On a GPU one launch, no host sync; shapes alone decide the grid, so a captured graph may be
@@ -188,6 +173,17 @@ def push_and_predict(
         fail("prediction", repr(prediction), f"one of {PREDICTIONS}")
     largest = MAX_RIDGE_WINDOW if prediction == "ridge" else None
     check_int("windows.shape[1] - 1", dims["window"] - 1, minimum=1, maximum=largest)
+    _check_angles(dims, cos, sin)
+    _check_ridge(eps, sign, normalise)
+    run = resolve("query_window", "push_and_predict", query.device)
+    options = {"cos": cos, "sin": sin, "eps": eps, "sign": sign, "normalise": normalise}
+    predicted: torch.Tensor = run(
+        query, rows, positions, windows, starts, prediction=prediction, **options
+    )
+    return predicted
+
+
+def _check_angles(dims: Dims, cos: torch.Tensor | None, sin: torch.Tensor | None) -> None:
     if (cos is None) != (sin is None):
         fail("sin", sin, "given together with cos")
     if cos is not None and sin is not None:
@@ -197,19 +193,3 @@ def push_and_predict(
             fail("cos.shape", tuple(cos.shape), f"[W + 1, head_dim / 2 = {dims['head_dim'] / 2:g}]")
         if not (cos.is_contiguous() and sin.is_contiguous()):
             fail("cos.stride", cos.stride(), "contiguous, and sin too")
-    _check_ridge(eps, sign, normalise)
-    run = resolve("query_window", "push_and_predict", query.device)
-    predicted: torch.Tensor = run(
-        query,
-        rows,
-        positions,
-        windows,
-        starts,
-        prediction=prediction,
-        cos=cos,
-        sin=sin,
-        eps=eps,
-        sign=sign,
-        normalise=normalise,
-    )
-    return predicted

@@ -41,11 +41,6 @@ def apply_rope(
     -------
     torch.Tensor
         As `x`; computed in float32.
-
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
     """
     _check(x, positions, inv_freq, scaling)
     run = resolve("rope", "apply_rope", x.device)

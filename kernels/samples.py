@@ -16,7 +16,18 @@ from __future__ import annotations
 
 import torch
 
-from tandemkv.kernels.check import BOOL, FLOAT32, FLOATS, INT32, INT64, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import (
+    BOOL,
+    FLOAT32,
+    FLOATS,
+    INT32,
+    INT64,
+    INTS,
+    Dims,
+    check_counts,
+    check_int,
+    fail,
+)
 from tandemkv.kernels.dispatch import resolve
 from tandemkv.kernels.reference.samples import sample_offsets
 
@@ -25,7 +36,6 @@ __all__ = [
     "check_num_samples",
     "load_sample_moves",
     "load_sample_slots",
-    "newest_sample",
     "sample_offsets",
 ]
 
@@ -42,20 +52,6 @@ def check_num_samples(num_samples: int) -> None:
     """
     if num_samples % 2 or not 2 <= num_samples <= MOST_SAMPLES:
         fail("num_samples", num_samples, f"even, 2 to {MOST_SAMPLES}")
-
-
-def newest_sample(num_candidates: int, num_samples: int) -> int:
-    """Return which sample the newest candidate, ``num_candidates - 1``, is; -1 if none."""
-    offset, stride = num_candidates - 1, 1
-    while num_samples * stride * 2 < num_candidates:
-        stride *= 2
-    if offset >= num_samples and offset % (2 * stride):
-        return -1
-    while offset >= num_samples:
-        while num_samples * stride > offset:
-            stride //= 2
-        offset -= (num_samples - 1) * stride
-    return offset
 
 
 def load_sample_slots(
@@ -83,15 +79,6 @@ def load_sample_slots(
         are fewer candidates.
     num_sink, num_recent : int
         See above.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype, device or number differs from the above.
-
-    Notes
-    -----
-    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
     """
     dims = Dims()
     dims.check("rows", rows, "num_reqs", INTS)
@@ -133,15 +120,6 @@ def load_sample_moves(
         first `num_reqs` are written.
     num_samples, num_sink, num_resident, num_recent, num_dense : int
         See `load_sample_slots` and `tandemkv.kernels.step_tables.load_attended`.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype, device or number differs from the above.
-
-    Notes
-    -----
-    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
     """
     dims = Dims()
     dims.check("lengths", lengths, "num_reqs", INTS)
@@ -150,12 +128,7 @@ def load_sample_moves(
     if len(lengths) > len(moves):
         fail("len(lengths)", len(lengths), f"<= max_batch={len(moves)}")
     check_num_samples(num_samples)
-    for name, value in (
-        ("num_sink", num_sink),
-        ("num_resident", num_resident),
-        ("num_dense", num_dense),
-    ):
-        check_int(name, value, minimum=0)
+    check_counts(num_sink=num_sink, num_resident=num_resident, num_dense=num_dense)
     check_int("num_recent", num_recent, minimum=1)
     resolve("samples", "load_sample_moves", lengths.device)(
         lengths, moves, sources, num_samples=num_samples, num_sink=num_sink,
@@ -206,15 +179,6 @@ def attend_samples(
         Factor of the logits, usually ``head_dim ** -0.5``.
     lse_unit : float
         What `lse` is to be multiplied with to be a natural logarithm: ``ln 2`` for FlashInfer's.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
-
-    Notes
-    -----
-    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)

@@ -130,6 +130,33 @@ def check_keys(
     dims.check_groups("num_qo_heads", "num_kv_heads")
 
 
+def check_scan(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    slots: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    width: int,
+    pooling: str,
+    k_scale: torch.Tensor | None,
+    page_size: int,
+    active: torch.Tensor | None,
+) -> Dims:
+    """Check what `score_keys` reads, and return the sizes; raise `ValueError` as it does."""
+    dims = Dims()
+    dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
+    check_keys(dims, k_pool, k_scale, page_size)
+    dims.check("slots", slots, "num_reqs max_pages", INTS)
+    dims.check("lo", lo, "num_reqs", INTS)
+    dims.check("hi", hi, "num_reqs", INTS)
+    check_int("width", width, minimum=0, maximum=dims["max_pages"] * page_size)
+    if pooling not in POOLINGS:
+        fail("pooling", repr(pooling), f"one of {POOLINGS}")
+    if active is not None:
+        dims.check("active", active, "num_reqs", BOOL + INT8)
+    return dims
+
+
 def _check_buffers(
     dims: Dims, width: int, out: torch.Tensor | None, scratch: ScoreScratch | None
 ) -> None:
@@ -229,22 +256,13 @@ def score_keys(
     logits stand in float16 relative to the maximum of at most 64 tokens.
     The reference loops over requests and reads `lo` and `hi` on the host.
     """
-    dims = Dims()
-    dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
-    check_keys(dims, k_pool, k_scale, page_size)
-    dims.check("slots", slots, "num_reqs max_pages", INTS)
-    dims.check("lo", lo, "num_reqs", INTS)
-    dims.check("hi", hi, "num_reqs", INTS)
-    check_int("width", width, minimum=0, maximum=dims["max_pages"] * page_size)
-    if pooling not in POOLINGS:
-        fail("pooling", repr(pooling), f"one of {POOLINGS}")
-    if active is not None:
-        dims.check("active", active, "num_reqs", BOOL + INT8)
+    dims = check_scan(q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active)
     _check_buffers(dims, width, out, scratch)
     run = resolve("score", "score_keys", q.device)
+    options = {"k_scale": k_scale, "page_size": page_size, "active": active}
     scores: torch.Tensor = run(
-        q, k_pool, slots, lo, hi, width=width, scale=scale, pooling=pooling, k_scale=k_scale,
-        page_size=page_size, active=active, out=out, scratch=scratch,
+        *(q, k_pool, slots, lo, hi), width=width, scale=scale, pooling=pooling, **options,
+        out=out, scratch=scratch,
     )  # fmt: skip
     return scores
 

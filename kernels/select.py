@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import BOOL, FLOATS, INT8, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import Dims, check_int, fail
 from tandemkv.kernels.dispatch import resolve
 from tandemkv.kernels.position_pooling import check_reach
-from tandemkv.kernels.score import POOLINGS, ScoreScratch, check_keys, make_score_scratch
+from tandemkv.kernels.score import ScoreScratch, check_scan, make_score_scratch
 from tandemkv.kernels.topk import make_topk_scratch
 
 
@@ -129,7 +129,10 @@ def score_topk(
     may be off by 2**-18, and below 2**-18 it counts as none. What stands in the scratch afterwards
     is undefined.
     """
-    _check(q, k_pool, slots, lo, hi, k, width, pooling, k_scale, page_size, active, scratch)
+    dims = check_scan(q, k_pool, slots, lo, hi, width, pooling, k_scale, page_size, active)
+    check_int("k", k, minimum=0)
+    if scratch is not None:
+        _check_scratch(dims, scratch, width)
     check_reach(*pooled_positions)
     run = resolve("select", "score_topk", q.device)
     chosen: tuple[torch.Tensor, torch.Tensor] = run(
@@ -140,38 +143,12 @@ def score_topk(
     return chosen
 
 
-def _check(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    slots: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    k: int,
-    width: int,
-    pooling: str,
-    k_scale: torch.Tensor | None,
-    page_size: int,
-    active: torch.Tensor | None,
-    scratch: SelectScratch | None,
-) -> None:
-    dims = Dims()
-    dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
-    check_keys(dims, k_pool, k_scale, page_size)
-    dims.check("slots", slots, "num_reqs max_pages", INTS)
-    dims.check("lo", lo, "num_reqs", INTS)
-    dims.check("hi", hi, "num_reqs", INTS)
-    check_int("k", k, minimum=0)
-    check_int("width", width, minimum=0, maximum=dims["max_pages"] * page_size)
-    if pooling not in POOLINGS:
-        fail("pooling", repr(pooling), f"one of {POOLINGS}")
-    if active is not None:
-        dims.check("active", active, "num_reqs", BOOL + INT8)
-    if scratch is not None:
-        have, rows = scratch.score.logits.shape, dims["num_reqs"] * dims["num_kv_heads"]
-        if (
-            have[0] < dims["num_reqs"]
-            or have[1] != dims["num_kv_heads"]
-            or have[2] < width + 256
-            or scratch.lists.shape[0] < rows
-        ):
-            fail("scratch", tuple(have), "made by make_select_scratch for these sizes")
+def _check_scratch(dims: Dims, scratch: SelectScratch, width: int) -> None:
+    have, rows = scratch.score.logits.shape, dims["num_reqs"] * dims["num_kv_heads"]
+    if (
+        have[0] < dims["num_reqs"]
+        or have[1] != dims["num_kv_heads"]
+        or have[2] < width + 256
+        or scratch.lists.shape[0] < rows
+    ):
+        fail("scratch", tuple(have), "made by make_select_scratch for these sizes")

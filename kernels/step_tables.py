@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import BOOL, INT32, INT64, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import BOOL, INT32, INT64, INTS, Dims, check_counts, check_int, fail
 from tandemkv.kernels.dispatch import resolve
 
 
@@ -25,11 +25,6 @@ class CandidateTables:
         ``[max_batch, max_pages]``, int32.
     step, selections : torch.Tensor
         ``[]``, int32 and int64. Steps loaded, and selections that they ask for.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype or device differs from the above.
     """
 
     rows: torch.Tensor
@@ -94,14 +89,8 @@ def load_attended(
 
     Raises
     ------
-    ValueError
-        If a shape, dtype, device or number differs from the above.
     IndexError
         On CPU, if a row is out of range.
-
-    Notes
-    -----
-    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
     """
     dims = _check_attended(rows, lengths, slots, attended)
     dims.check("req_to_token", req_to_token, "num_rows context", INTS)
@@ -140,15 +129,6 @@ def load_ring(
     set_rows, write_slots : torch.Tensor
         ``[max_batch]``, int64. Row of each request, and slot of its newest token within it;
         the first `num_reqs` are written.
-
-    Raises
-    ------
-    ValueError
-        If a shape, dtype, device or number differs from the above.
-
-    Notes
-    -----
-    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
     """
     dims = _check_attended(rows, lengths, slots, attended)
     dims.check("set_rows", set_rows, "max_batch", INT64)
@@ -195,14 +175,8 @@ def load_candidates(
 
     Raises
     ------
-    ValueError
-        If a shape, dtype, device or number differs from the above.
     IndexError
         On CPU, if a row of the table is out of range.
-
-    Notes
-    -----
-    On a GPU one launch, asynchronous, without host sync and CUDA-graph safe.
     """
     dims = Dims()
     dims.check("tables.step", tables.step, "", INT32)
@@ -211,19 +185,13 @@ def load_candidates(
     dims.check("page_slots", page_slots, "num_rows num_pages", INTS)
     _check_fits(len(rows), len(tables.rows))
     check_int("page_size", page_size, minimum=1)
-    for name, value in (
-        ("num_sink", num_sink),
-        ("num_excluded", num_excluded),
-        ("num_resident", num_resident),
-        ("num_cold", num_cold),
-        ("num_layers", num_layers),
-    ):
-        check_int(name, value, minimum=0)
-    resolve("step_tables", "load_candidates", rows.device)(
-        rows, lengths, page_slots, tables, page_size=page_size, num_sink=num_sink,
-        num_excluded=num_excluded, num_resident=num_resident, num_cold=num_cold,
-        num_layers=num_layers,
-    )  # fmt: skip
+    counts = {
+        "num_sink": num_sink, "num_excluded": num_excluded, "num_resident": num_resident,
+        "num_cold": num_cold, "num_layers": num_layers,
+    }  # fmt: skip
+    check_counts(**counts)
+    run = resolve("step_tables", "load_candidates", rows.device)
+    run(rows, lengths, page_slots, tables, page_size=page_size, **counts)
 
 
 def _check_attended(
@@ -244,6 +212,5 @@ def _check_fits(num_reqs: int, max_batch: int) -> None:
 
 
 def _check_sizes(num_resident: int, num_recent: int, num_dense: int) -> None:
-    check_int("num_resident", num_resident, minimum=0)
+    check_counts(num_resident=num_resident, num_dense=num_dense)
     check_int("num_recent", num_recent, minimum=1)
-    check_int("num_dense", num_dense, minimum=0)

@@ -72,11 +72,6 @@ def topk_positions(
         the end where fewer than `k` scores can be chosen. Of equal scores the lowest positions
         are chosen, and with `sort` come first.
 
-    Raises
-    ------
-    ValueError
-        If an argument differs from the above.
-
     Notes
     -----
     On a GPU asynchronous, without host sync and CUDA-graph safe: the grid depends on

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device each rank is on, and the data plane that follows from it."""
+"""Which device each rank is on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 
@@ -50,7 +50,7 @@ def resolve_device(
         raise SettingsError(
             f"device=cuda with cache_ranks={cache_ranks} needs {num_needed} GPUs, {num_gpus} seen "
             "(CUDA_VISIBLE_DEVICES counts); add --cache-ranks 0, which keeps the cache rank inside "
-            "the inference rank's process, or --cache-device cpu, which keeps it in host memory"
+            "the inference rank's process"
         )
     return "cuda"
 
@@ -79,18 +79,16 @@ def choose_cache_device(wanted: str, device: str, devices: Collection[str]) -> s
     return "cpu" if "cuda" not in devices else device
 
 
-def resolve_cache_device(
-    settings: ServeSettings, device: str, progress: Callable[[str], None]
-) -> ServeSettings:
-    """Fill in `cache_device`, and `cache_ranks` where K/V in host memory leave one choice.
+def resolve_cache_device(settings: ServeSettings, device: str) -> ServeSettings:
+    """Fill in `cache_device`.
 
     Raises
     ------
     SettingsError
-        If the policy does not run there, or other settings contradict it.
+        If the policy does not run there, or it is not the kind of device that the model is on.
     """
-    selection, wanted = settings.selection, settings.cache_device
-    devices = policy_devices(selection.policy)
+    policy, wanted = settings.selection.policy, settings.cache_device
+    devices = policy_devices(policy)
     if wanted == "cuda" and device == "cpu":
         raise SettingsError(
             "cache_device=cuda, but the inference rank is on cpu; use --cache-device cpu, or "
@@ -99,37 +97,14 @@ def resolve_cache_device(
     found = choose_cache_device(wanted, device, devices)
     if found not in devices:
         flag = "--device" if device == "cpu" else "--cache-device"
+        raise SettingsError(f"policy={policy} does not run on {found}; use {flag} {devices[0]}")
+    if device != "cpu" and found == "cpu":
+        reason = "cache_device=cpu" if wanted == "cpu" else f"policy={policy} runs on a CPU only"
         raise SettingsError(
-            f"policy={selection.policy} does not run on {found}; use {flag} {devices[0]}"
+            f"{reason}, and a cache rank on the host's CPU beside a model on a GPU is not "
+            "available in this version; use --device cpu for both, or another --policy"
         )
-    settings = settings.model_copy(update={"cache_device": found})
-    if device == "cpu" or found == "cuda":
-        return settings
-    reason = "cache_device=cpu" if wanted == "cpu" else f"policy={selection.policy} runs on cpu"
-    _check_beside_gpu(settings, reason)
-    if settings.cache_ranks is None or wanted == "auto":
-        progress(f"cache rank in a process of its own, K/V in host memory: {reason}")
-    return settings.model_copy(update={"cache_ranks": 1})
-
-
-def _check_beside_gpu(settings: ServeSettings, reason: str) -> None:
-    """Refuse what contradicts K/V in host memory beside a model on a GPU."""
-    exchange = settings.exchange
-    if settings.cache_ranks == 0:
-        raise SettingsError(
-            f"cache_ranks=0 keeps K/V on the inference rank's GPU, but {reason}; use --cache-ranks "
-            "1, or leave it out"
-        )
-    if "transport" in exchange.model_fields_set and exchange.transport != "gloo":
-        raise SettingsError(
-            f"exchange.transport={exchange.transport} leads to no cache rank on a CPU, but "
-            f"{reason}; use --transport gloo, or leave it out"
-        )
-    if settings.tensor_parallel > 1:
-        raise SettingsError(
-            f"tensor_parallel={settings.tensor_parallel} needs K/V on the GPUs in this version, "
-            f"but {reason}; use --tp 1"
-        )
+    return settings.model_copy(update={"cache_device": found})
 
 
 def cache_rank_device(settings: ServeSettings) -> str:
@@ -151,39 +126,3 @@ def as_pair(settings: ServeSettings) -> ServeSettings:
     if settings.cache_ranks is not None:
         return settings
     return settings.model_copy(update={"cache_ranks": 1})
-
-
-def resolve_transport(settings: ServeSettings, device: str) -> ServeSettings:
-    """Decide the data plane between two ranks: as given, else by their devices.
-
-    Parameters
-    ----------
-    settings : ServeSettings
-        With `cache_device` decided; ``auto`` stands for `device`.
-    device : {"cpu", "cuda"}
-        The inference rank's.
-
-    Raises
-    ------
-    SettingsError
-        If the one that was given does not fit the devices.
-    """
-    exchange = settings.exchange
-    if not settings.cache_ranks or exchange.is_in_process:
-        return settings
-    cache_device = device if settings.cache_device == "auto" else settings.cache_device
-    on_one_kind = device == cache_device
-    fitting = "gloo" if not on_one_kind else "nccl" if device == "cuda" else "shared"
-    if exchange.is_shared and on_one_kind:
-        return settings
-    if "transport" not in exchange.model_fields_set:
-        changed = exchange.model_copy(update={"transport": fitting})
-        return settings.model_copy(update={"exchange": changed})
-    is_on_host = device == cache_device == "cpu"
-    if exchange.transport != fitting and not (is_on_host and exchange.transport == "gloo"):
-        raise SettingsError(
-            f"exchange.transport={exchange.transport} is not for an inference rank on {device} and "
-            f"a cache rank on {cache_device}; use --transport {fitting}"
-            + (", or --cache-device cpu" if fitting == "nccl" else "")
-        )
-    return settings

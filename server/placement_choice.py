@@ -84,31 +84,12 @@ def resolve_placement(
 def _check_contradictions(settings: ServeSettings, spec: ModelSpec) -> None:
     """Refuse options that the placement, or the model, has no use for."""
     exchange = settings.rank_settings.exchange
-    has_pool = exchange.has_pool
     if settings.tensor_parallel > 1 and not exchange.is_in_process:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel} needs --cache-ranks 0 or --transport peer "
-            "in this version, and this policy or transport a cache rank in a process of its own; "
-            "use --tp 1"
-        )
-    if settings.selection.index_dtype == "int4" and not has_pool:
-        raise SettingsError(
-            "index_dtype=int4: only a cache rank in the inference rank's process has such an "
-            "index; use --index-dtype int8, or add --cache-ranks 0, or --transport peer on two GPUs"
+            "in this version; add one of them, or use --tp 1"
         )
     check_dense(settings.selection, settings.transport)
-    if settings.selection.num_late and not has_pool:
-        raise SettingsError(
-            f"late_layers={settings.selection.num_late}: only a cache rank in the inference "
-            "rank's process selects at the end of a step; add --cache-ranks 0, or --transport peer "
-            "on two GPUs, or leave --late-layers out"
-        )
-    if settings.selection.predictor_dtype is not None and not has_pool:
-        raise SettingsError(
-            f"predictor_dtype={settings.selection.predictor_dtype}: only a cache rank in the "
-            "inference rank's process has a copy of W_q of a dtype of its own; add --cache-ranks "
-            "0, or --transport peer on two GPUs, or leave --predictor-dtype out"
-        )
     if settings.selection.num_late > settings.selection.most_late(spec.num_layers):
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: too many for {spec.num_layers} layers: "
@@ -167,32 +148,11 @@ def _with_anchors(settings: ServeSettings, spec: ModelSpec) -> ServeSettings:
     return settings.model_copy(update={"selection": changed})
 
 
-def selection_on_gpu(selection: SelectionSettings) -> SelectionSettings:
-    """Return what `serve` takes on GPUs: an int4 index, where none is set."""
-    return selection if needs_own_process(selection) else with_int4_index(selection)
-
-
-def needs_own_process(selection: SelectionSettings) -> bool:
-    """Whether no cache rank in the inference rank's process can do this on GPUs."""
-    from tandemkv.cache_rank.policies.base import PolicyError
-    from tandemkv.cache_rank.policies.composition import check_device
-    from tandemkv.cache_rank.policies.registry import find_policy
-
-    try:
-        check_device(find_policy(selection.policy), selection.policy, "cuda")
-    except PolicyError:
-        return True
-    return False
-
-
 def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
-    selection, exchange = settings.selection, settings.exchange
-    has_pool = settings.rank_settings.exchange.has_pool or (
-        settings.cache_ranks is None and "transport" not in exchange.model_fields_set
-    )
-    if device != "cuda" or not has_pool:
+    """On GPUs, fill in an int4 index where none is set."""
+    if device != "cuda":
         return settings
-    return settings.model_copy(update={"selection": selection_on_gpu(selection)})
+    return settings.model_copy(update={"selection": with_int4_index(settings.selection)})
 
 
 def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> ServeSettings:
@@ -276,15 +236,6 @@ def _choose(
         is_local = settings.exchange.transport == "local"
         return settings.model_copy(update={"cache_ranks": 0 if is_local else 1})
     selection, num_gpus = settings.selection, torch.cuda.device_count()
-    if needs_own_process(selection):
-        if num_gpus < 2:
-            raise SettingsError(
-                f"policy={selection.policy} with these settings needs a cache rank in a process of "
-                "its own, and that a second GPU; add --cache-device cpu, which keeps K/V in host "
-                "memory"
-            )
-        progress(f"cache rank in a process of its own: policy {selection.policy} needs one")
-        return settings.model_copy(update={"cache_ranks": 1})
     if settings.tensor_parallel > 1:
         progress(f"placement in-process-tp{settings.tensor_parallel}: as --tp says")
         return settings.model_copy(update={"cache_ranks": 0})

@@ -11,6 +11,7 @@ from tandemkv.cache_rank.protocol.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
 from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.inference_rank.edge.keys import Keys
 
 from .devices import (
@@ -18,7 +19,6 @@ from .devices import (
     policy_devices,
     resolve_cache_device,
     resolve_device,
-    resolve_transport,
 )
 from .memory import estimate_memory, gib
 from .model_files import check_model_files
@@ -61,8 +61,7 @@ def resolve_launch(
         If a file of the model is missing, damaged, or does not fit the others.
     """
     check_policy(settings.selection.policy)
-    exchange = settings.rank_settings.exchange
-    on_one_device = (exchange.is_peer or exchange.is_shared) and is_peer_on_one_device()
+    on_one_device = settings.transport != "local" and is_peer_on_one_device()
     device = resolve_device(
         settings.device,
         cache_ranks=settings.cache_ranks,
@@ -73,7 +72,7 @@ def resolve_launch(
     )
     check_sglang_args(settings.sglang_args, device=device)
     Keys.read(settings.edge)  # SGLang's process would fail at them half a minute later
-    settings = resolve_cache_device(settings, device, progress)
+    settings = resolve_cache_device(settings, device)
     port = choose_port(settings.host, settings.port)
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)
@@ -82,10 +81,8 @@ def resolve_launch(
     check_model(settings, spec, config)
     check_model_files(model_dir, config, settings.sglang_args)
     settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
-    settings = resolve_transport(settings, device)
     check_selection(settings, spec, device)
-    starts_cache_rank = num_ranks_here > 1 or settings.rank_settings.exchange.is_in_process
-    check_memory(settings, spec, model_dir, device=device, starts_cache_rank=starts_cache_rank)
+    check_memory(settings, spec, model_dir, device=device)
     return ResolvedLaunch(
         settings=settings, model_dir=model_dir, spec=spec, device=device, port=port
     )
@@ -150,14 +147,12 @@ def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> No
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
     from tandemkv.cache_rank.policies.base import PolicyError
-    from tandemkv.cache_rank.policies.composition import check_device
     from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
 
     selection = settings.selection
     policy = find_policy(selection.policy)
+    check_runs_on(selection, device)
     try:
-        if settings.rank_settings.exchange.is_in_process:
-            check_device(policy, selection.policy, device)
         check_pooling(policy, selection)
     except PolicyError as error:
         raise SettingsError(str(error)) from error
@@ -169,6 +164,24 @@ def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> No
             f"one GPU to another; use --anchors {anchors}, with which every head follows its own, "
             "or --tp 1 with --cache-ranks 0 or --transport peer"
         )
+
+
+def check_runs_on(selection: SelectionSettings, device: str) -> None:
+    """Refuse a policy that cannot run in an engine on `device`, ``cpu`` or ``cuda``.
+
+    Raises
+    ------
+    SettingsError
+        Saying why, and what to do.
+    """
+    from tandemkv.cache_rank.policies.base import PolicyError
+    from tandemkv.cache_rank.policies.composition import check_device
+    from tandemkv.cache_rank.policies.registry import find_policy
+
+    try:
+        check_device(find_policy(selection.policy), selection.policy, device)
+    except PolicyError as error:
+        raise SettingsError(str(error)) from error
 
 
 def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:
@@ -201,14 +214,7 @@ def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, obje
         )
 
 
-def check_memory(
-    settings: ServeSettings,
-    spec: ModelSpec,
-    model_dir: Path,
-    *,
-    device: str,
-    starts_cache_rank: bool = True,
-) -> None:
+def check_memory(settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str) -> None:
     """Refuse a capacity that this machine's memory cannot hold; see `estimate_memory`.
 
     Raises
@@ -216,9 +222,7 @@ def check_memory(
     SettingsError
         With the numbers, and the capacity that would fit.
     """
-    needed = estimate_memory(
-        settings, spec, model_dir, device=device, starts_cache_rank=starts_cache_rank
-    )
+    needed = estimate_memory(settings, spec, model_dir, device=device)
     available = available_bytes()
     if available is None or needed.total_bytes <= available:
         return

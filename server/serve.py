@@ -19,7 +19,7 @@ from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .child_process import ChildSpec
-from .devices import as_pair, cache_rank_device, resolve_transport
+from .devices import as_pair, cache_rank_device
 from .embedded_model import cache_root
 from .launch import Launcher, LaunchPlan
 from .liveness import Pulse
@@ -157,12 +157,7 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
         else ChildSpec(
             name="cache rank",
             argv=cache_rank_argv(run_dir=run_dir.path, config=config),
-            env=cache_rank_env(
-                os.environ,
-                device=settings.cache_device,
-                inference_device=device,
-                is_shared=settings.rank_settings.exchange.is_shared,
-            ),
+            env=cache_rank_env(os.environ, device=settings.cache_device),
             log_path=run_dir.path / _CACHE_RANK_LOG,
             stop_signal=signal.SIGINT,  # at once: SGLang ended before
         ),
@@ -302,8 +297,7 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
     run_cache_rank(
         run_dir=run_dir.path,
         model_dir=resolve_model(settings.model, logger.info),
-        # Where nobody says that the inference rank has a GPU, it is where the cache rank is.
-        settings=resolve_transport(pair, settings.device_or(device)).rank_settings,
+        settings=pair.rank_settings,
         max_rows=settings.max_running_requests,
         device=device,
         drain_timeout_s=settings.drain_timeout_s + _INFERENCE_RANK_EXIT_S,

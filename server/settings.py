@@ -127,10 +127,6 @@ class ServeSettings(BaseModel):
             stress_selection=self.stress_selection,
         )
 
-    def device_or(self, other: str) -> str:
-        """Return the inference rank's device, or `other` if it is left open."""
-        return other if self.device == "auto" else self.device
-
     @property
     def transport(self) -> str:
         """Data plane of the launch; `cache_ranks` alone decides whether it is ``local``."""

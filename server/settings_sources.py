@@ -90,7 +90,7 @@ def load_settings(
 
 
 _OPEN_UNLESS_SET = (("exchange", "transport"), ("selection", "index_dtype"))
-"""What the devices decide where nobody has set it; their defaults are those of two CPUs."""
+"""What the devices decide where nobody has set it."""
 
 
 def to_yaml(settings: ServeSettings) -> str:

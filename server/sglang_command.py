@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.nccl_transport import NCCL_ENVIRONMENT
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
 from tandemkv.inference_rank.drain import DRAIN_TIMEOUT_VARIABLE
 from tandemkv.inference_rank.edge.settings import EDGE_VARIABLE
 
-from .cores import usable_cores
 from .pages import PAGE_TOKENS, page_tokens
 from .settings import ServeSettings
 from .settings_sources import ENVIRONMENT_PREFIX
@@ -22,9 +20,6 @@ CPU_CHUNK_TOKENS = 2048
 """Default of --chunked-prefill-size on cpu: bounds the memory of one forward pass."""
 
 _CUDA_FLAGS = ("--device", "cuda", "--cuda-graph-backend-prefill", "disabled")
-# Each layer waits on the host for its exchange, so no pass can be captured; and a lost cache rank
-# has to end the requests of a pass before its tokens are used, so none may be under way beside it.
-_CUDA_EXCHANGE_FLAGS = (*_CUDA_FLAGS, "--disable-cuda-graph", "--disable-overlap-schedule")
 _SHARED_GPU_ENV = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Streams that wait for the other process must not hold up others in a queue of the GPU."""
 _CPU_FLAGS = (
@@ -54,10 +49,9 @@ def sglang_argv(
     SettingsError
         If a chunk of a prompt would end within a page, which SGLang asserts that none does.
     """
-    exchanges = is_gpu_with_cache_process(settings, device)
     selection = settings.selection
     page_size = 1
-    if device != "cpu" and not exchanges:
+    if device != "cpu":
         page_size = page_tokens(selection.index_dtype, selection.num_recent_tokens)
     argv = [
         sys.executable, "-P", "-m", "sglang.launch_server",
@@ -72,7 +66,7 @@ def sglang_argv(
         "--max-total-tokens", str(settings.cache.capacity_tokens),
         "--enable-metrics",
     ]  # fmt: skip
-    argv += _CPU_FLAGS if device == "cpu" else _CUDA_EXCHANGE_FLAGS if exchanges else _CUDA_FLAGS
+    argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
     if settings.tensor_parallel > 1:
         argv += ["--tp-size", str(settings.tensor_parallel)]
     chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
@@ -108,8 +102,8 @@ def sglang_env(
             DRAIN_TIMEOUT_VARIABLE: str(settings.drain_timeout_s),
         },
     )
-    # All ranks are on this host. Without a name gloo takes the interface of the host's own name,
-    # and NCCL the first that is not loopback; both listen there.
+    # All ranks are on this host. Without a name SGLang's gloo takes the interface of the host's own
+    # name, and NCCL the first that is not loopback; both listen there.
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if settings.tensor_parallel > 1:
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -120,10 +114,6 @@ def sglang_env(
             env.setdefault("TORCHDYNAMO_DISABLE", "1")
     if device == "cuda" and settings.rank_settings.exchange.is_shared:
         env = _SHARED_GPU_ENV | env
-    if is_gpu_with_cache_process(settings, device):
-        env.update(_gpu_env(env, 0))
-        if settings.transport == "nccl":
-            env.update(NCCL_ENVIRONMENT)
     return env
 
 
@@ -135,44 +125,21 @@ def cache_rank_argv(*, run_dir: Path, config: Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def cache_rank_env(
-    environ: Mapping[str, str], *, device: str, inference_device: str, is_shared: bool = False
-) -> dict[str, str]:
+def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
     """Return the environment of the cache rank; its settings come from the file alone.
 
     Parameters
     ----------
     environ : Mapping[str, str]
         Of this process.
-    device, inference_device : {"cpu", "cuda"}
-        Of the cache rank and of the inference rank.
-    is_shared : bool
-        Whether both map the same memory.
+    device : {"cpu", "cuda"}
+        Of both ranks.
     """
-    env = _common_env(environ, device=inference_device)
-    if device == "cuda" and is_shared:
+    env = _common_env(environ, device=device)
+    if device == "cuda":
         # On one GPU, under MPS, the forward pass goes first.
         return {"CUDA_MPS_CLIENT_PRIORITY": "1"} | _SHARED_GPU_ENV | env
-    if device == "cuda":
-        return env | _gpu_env(env, 1) | NCCL_ENVIRONMENT
-    if inference_device == "cuda":
-        env["CUDA_VISIBLE_DEVICES"] = ""
-        # The model computes elsewhere; two cores stay for SGLang's scheduler and the transport.
-        env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() - 2)))
     return env
-
-
-def is_gpu_with_cache_process(settings: ServeSettings, device: str) -> bool:
-    """Whether the model is on a GPU and a process of its own holds the K/V, wherever that is."""
-    has_pool = settings.rank_settings.exchange.has_pool
-    return device == "cuda" and bool(settings.cache_ranks) and not has_pool
-
-
-def _gpu_env(env: Mapping[str, str], place: int) -> dict[str, str]:
-    """Give a rank its GPU: the first that is visible to the inference rank, then the cache rank."""
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else ["0", "1"]
-    return {"CUDA_VISIBLE_DEVICES": gpus[place].strip()}
 
 
 def served_name(settings: ServeSettings) -> str:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building of the in-process cache rank."""
+"""Building of the engine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
-from tandemkv.cache_rank.model_adapters.rotary import read_rotary
 from tandemkv.cache_rank.policies.base import Policy, PolicyContext
 from tandemkv.cache_rank.policies.composition import check_device
 from tandemkv.cache_rank.policies.registry import check_pooling, check_resolved, find_policy
@@ -15,6 +14,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 
 from .rank import InProcessCacheRank
+from .rotary import read_rotary
 
 
 def create(
@@ -27,7 +27,7 @@ def create(
     model_dir: Path | None = None,
     calibrated: ModelSpec | None = None,
 ) -> InProcessCacheRank:
-    """Build the in-process cache rank; see `tandemkv.cache_rank.protocol.local`.
+    """Build the engine; see `tandemkv.cache_rank.protocol.local`.
 
     `calibrated` is the model that a calibration is of, if not `model` itself.
 

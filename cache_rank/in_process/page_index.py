@@ -7,15 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tandemkv.cache_rank.page_bounds import enter_range
 from tandemkv.cache_rank.policies.base import PageBounds
-from tandemkv.cache_rank.protocol.local import LocalPools
+from tandemkv.cache_rank.protocol.local import PADDING_ROW, LocalPools
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.seeding import seed_range
 
 from .key_index import NativeIndex
-
-_PADDING_ROW = 0
 
 
 class PageBoundsIndex(NativeIndex):
@@ -83,7 +80,7 @@ class PageBoundsIndex(NativeIndex):
         del slots
         low, high = self._bounds[layer]
         for row, length, table in self._prompts:
-            if row == _PADDING_ROW:
+            if row == PADDING_ROW:
                 continue
             lo, hi = seed_range(length, self._selection)
             enter_range(
@@ -97,7 +94,7 @@ class PageBoundsIndex(NativeIndex):
         num_sink, page_size = self._selection.num_sink_tokens, self._pools.page_size
         position = lengths.long() - self._selection.num_recent_tokens
         is_candidate = position >= num_sink
-        rows = torch.where(is_candidate, rows, _PADDING_ROW)
+        rows = torch.where(is_candidate, rows, PADDING_ROW)
         position = torch.where(is_candidate, position, num_sink)
         slots = pages.gather(1, (position // page_size)[:, None])[:, 0].long() * page_size
         keys = self._pools.k[layer][slots + position % page_size]  # [B, H, D]
@@ -106,3 +103,28 @@ class PageBoundsIndex(NativeIndex):
         before = bounds[:, rows, page]
         new = torch.stack([torch.minimum(before[0], keys), torch.maximum(before[1], keys)])
         bounds[:, rows, page] = torch.where(is_first[:, None, None], keys, new)
+
+
+def enter_range(
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    first: int,
+    last: int,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    *,
+    page_tokens: int,
+) -> None:
+    """Write the bounds of one request's positions ``[first, last)``, whole pages at a time.
+
+    ``slots [width]`` by position, ``low, high [num_pages, H, D]``. What the pages held before is
+    forgotten.
+    """
+    if first >= last:
+        return
+    begin, end = first // page_tokens, -(-last // page_tokens)
+    own = keys[slots[first:last].long()]  # [n, H, D]
+    page = torch.arange(first, last, device=keys.device) // page_tokens - begin
+    index = page[:, None, None].expand_as(own)
+    for bounds, how in ((low, "amin"), (high, "amax")):
+        bounds[begin:end].scatter_reduce_(0, index, own, reduce=how, include_self=False)

@@ -12,7 +12,7 @@ from tandemkv.cache_rank.policies.attending import AttendingPolicy, AttendInput
 from tandemkv.cache_rank.policies.base import Owner, Policy, SeedInput, StoredKV
 from tandemkv.cache_rank.policies.composition import Composition
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.cache_rank.protocol.local import LocalPools
+from tandemkv.cache_rank.protocol.local import PADDING_ROW, LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.seeding import fill_set, make_seed_input
@@ -20,8 +20,6 @@ from tandemkv.cache_rank.seeding import fill_set, make_seed_input
 from .batch import DecodeBatch
 from .key_index import KeyIndex
 from .page_index import PageBoundsIndex
-
-_PADDING_ROW = 0
 
 
 class PolicyCalls:
@@ -137,7 +135,7 @@ class PolicyCalls:
         rows, positions = batch.rows[:size], batch.positions[:size]
         owners: Sequence[Owner] = ()
         if self._is_eager:
-            places = (rows != _PADDING_ROW).nonzero()[:, 0]
+            places = (rows != PADDING_ROW).nonzero()[:, 0]
             rows, positions, query = rows[places], positions[places], query[places]
             owners = self._owners(rows)
             if not owners:

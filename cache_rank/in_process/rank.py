@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The in-process cache rank: select, compare with the mirror, copy what is missing.
+"""The engine: select, compare with the mirror, copy what is missing.
 
 Pools, resident sets and books are on one device, so a selection ends in copies from slot to
 slot. Everything between `begin_decode` and the end of a step has a fixed shape and no host

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between the service and a method of selection.
+"""The seam between the engine and a method of selection.
 
 A policy sees queries and a scorer, and answers with token positions. It owns what it
-remembers about a request, keyed by (row, generation), and never touches pools or transports.
-All calls come from the service thread.
+remembers about a request, keyed by (row, generation), and never touches pools or links.
+All calls come from one thread.
 """
 
 from __future__ import annotations

@@ -83,8 +83,7 @@ def check_device(policy: type[Policy], name: str, device: str) -> None:
     if capabilities.has_slow_steps:
         raise PolicyError(
             f"policy={name} has slow steps, which are not captured in a GPU's decode graphs yet; "
-            "use --device cpu, a cache rank in a process of its own (--cache-ranks 1, not "
-            "--transport peer), or another --policy"
+            "use --device cpu, or another --policy"
         )
     if Composition.of(policy).calls_in_steps and not capabilities.graph_safe:
         raise PolicyError(
@@ -92,8 +91,7 @@ def check_device(policy: type[Policy], name: str, device: str) -> None:
             "has a method of its own there (select, query_for, pooled, predict or observe). If it "
             "launches the same tensor operations in each step, never waits for the device and "
             "keeps what it remembers in tensors by row, declare graph_safe=True in its "
-            "PolicyCapabilities; else use --device cpu, or a cache rank in a process of its own "
-            "(--cache-ranks 1, not --transport peer)"
+            "PolicyCapabilities; else use --device cpu"
         )
 
 

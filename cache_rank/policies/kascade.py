@@ -22,11 +22,11 @@ _MIN_SELECTED = 128
 class KascadePolicy(ScoringPolicy):
     """Score with the true query in anchor layers; the layers after them take the same positions.
 
-    An anchor sends its query in the same step, softmaxes each query head on its own and pools
-    the distributions over the group (post-softmax pooling, section 3.4). A reuse layer sends
+    An anchor hands over its query in the same step, softmaxes each query head on its own and pools
+    the distributions over the group (post-softmax pooling, section 3.4). A reuse layer hands over
     nothing and is not scanned: each of its heads takes the positions of one head of its anchor
-    (many to one, section 3.5), which the session packs for it. Layer 0 is dense through
-    `exact_layers`; as an anchor it selects with the query of that exact step.
+    (many to one, section 3.5). Layer 0 is dense through `exact_layers`; as an anchor it selects
+    with its query all the same.
 
     Notes
     -----

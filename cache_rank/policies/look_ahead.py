@@ -14,8 +14,8 @@ from .base import PolicyCapabilities, ScoringPolicy
 class LookAheadPolicy(ScoringPolicy):
     """Score with ``rope(q_norm(W_q^l norm_l(h_m)))``, m = l - `look_ahead_layers`.
 
-    The session predicts the query (`tandemkv.cache_rank.model_adapters`); here it is scored
-    against every candidate. Our own default.
+    The engine predicts the query with the model's own weights; here it is scored against every
+    candidate. Our own default.
     Relatives: InfiniGen's partial-weight speculation and OasisKV's draft queries; this one
     takes the exact full-width W_q, selects tokens per KV head, and runs on another device.
     """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract between the ranks: messages, sizes, transports. The only part others import."""
+"""The contract between the ranks: messages, sizes, shared memory. The only part others import."""

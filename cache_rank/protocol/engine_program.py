@@ -14,7 +14,9 @@ from .errors import SettingsError
 from .messages import PolicyTraits, RefreshRule, Timing
 from .model_spec import ModelSpec
 from .settings import RankSettings
-from .step_program import OWN_SELECTIONS, StepProgram
+
+OWN_SELECTIONS = PolicyTraits()
+"""Every layer has a selection of its own, and no step is slow."""
 
 
 class DecodeKind(StrEnum):
@@ -74,19 +76,23 @@ class EngineProgram:
         index_interval: int = 0,
     ) -> None:
         selection = settings.selection
-        self._steps = StepProgram(model, settings, timing, traits)
-        self.num_layers = model.num_layers
+        self.num_layers, self._num_kv_heads = model.num_layers, model.num_kv_heads
+        self._traits, self._exact_layers = traits, frozenset(selection.exact_layer_ids)
+        self._ahead = selection.look_ahead_layers
         self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
         self.attends = timing is Timing.SAME_STEP_ATTENTION
         self.slow_steps = RefreshRule(traits.refresh)
         # A policy that attends selects nothing for the inference rank to attend to.
-        layers = range(0 if self.attends else model.num_layers)
-        self.selecting = [x for x in layers if self._steps.is_selecting_layer(x)]
-        # Layers whose keys are scanned; the others follow one of them, if selections are shared.
-        self.sources = [x for x in layers if self._steps.selections(x)]
+        has_selections = timing is not Timing.NONE and not self.attends
+        layers = range(model.num_layers if has_selections else 0)
+        self.selecting = [x for x in layers if x not in self._exact_layers]
+        # Layers whose keys are scanned; the others follow one of them, if selections are shared. An
+        # exact layer (Kascade's layer 0) may select for others.
+        used = {self.source_of(x) for x in self.selecting}
+        self.sources = [x for x in layers if x in used and self.source_of(x) == x]
         self._book_of = {layer: book for book, layer in enumerate(self.selecting)}
         self._is_source, self._is_selecting = frozenset(self.sources), frozenset(self.selecting)
-        exact = frozenset(range(model.num_layers) if all_exact else selection.exact_layer_ids)
+        exact = frozenset(range(model.num_layers)) if all_exact else self._exact_layers
         self._sparse = frozenset(range(model.num_layers)) - exact
         self.index_interval = 1 if keeps_queries else index_interval
         self.refresh_every = selection.refresh_steps
@@ -133,7 +139,7 @@ class EngineProgram:
 
     def source_of(self, layer: int) -> int:
         """Return the layer whose selection `layer` uses, itself if none is shared."""
-        return self._steps.source_of(layer)
+        return self._traits.layer_sources[layer] if self._traits.layer_sources else layer
 
     def book_of(self, layer: int) -> int | None:
         """Return the place of `layer` among the layers that are selected for; None if it is not."""
@@ -143,11 +149,13 @@ class EngineProgram:
         """Later layers that use what is chosen for `layer`; empty unless selections are shared."""
         if not self.is_source(layer):
             return ()
-        return tuple(x for layers in self._steps.followers(layer) for x in layers)
+        return tuple(x for x in self.selecting if x > layer and self.source_of(x) == layer)
 
     def slow_heads(self, layer: int) -> tuple[int, ...]:
         """Return the KV heads that a selection of a slow step in `layer` is made with."""
-        return self._steps.slow_heads(layer)
+        if not self._traits.slow_heads or layer in self._exact_layers:
+            return tuple(range(self._num_kv_heads))
+        return self._traits.slow_heads[layer]
 
     def fetched_by(self, layer: int) -> tuple[int, ...]:
         """Layers that rows are brought to when `layer` has been chosen for, in order."""
@@ -155,8 +163,17 @@ class EngineProgram:
         return own + self.followers_of(layer)
 
     def targets_of(self, layer: int) -> tuple[int, ...]:
-        """Layers whose query is predicted from the residual stream at the entry of `layer`."""
-        return tuple(x for x in self._steps.targets_of(layer) if x not in self.late_layers)
+        """Layers whose query is predicted from the residual stream at the entry of `layer`.
+
+        Layer 0 serves the first ``look_ahead_layers + 1`` layers; nothing earlier exists.
+        """
+        first = layer + self._ahead if layer else 0
+        found = range(first, min(layer + self._ahead + 1, self.num_layers))
+        return tuple(
+            x
+            for x in found
+            if x in self._is_selecting and self.source_of(x) == x and x not in self.late_layers
+        )
 
     def reads_stream(self, layer: int) -> bool:
         """Whether the residual stream at the entry of `layer` is wanted in a selecting step."""
@@ -177,15 +194,20 @@ class EngineProgram:
         is_in_step = kind is DecodeKind.SELECTING and not self.selects_for_next_step
         return is_in_step and self.needs_query and self.is_source(layer)
 
+    def selects_later(self, kind: DecodeKind) -> bool:
+        """Whether a decode step of a kind selects for the next one, with queries of its own."""
+        return kind is DecodeKind.SELECTING and self.selects_for_next_step
+
     def hands_over_later(self, kind: DecodeKind, layer: int) -> bool:
         """Whether the engine is told that `layer` has attended, and with which query.
 
-        What it selects then is for the next step.
+        See `selects_later`; else the query is observed.
         """
         if not self.is_sparse_layer(layer):
             return False
-        selects = kind is DecodeKind.SELECTING and self.selects_for_next_step
-        return selects or (self.keeps_queries and self.indexes(kind, layer))
+        keeps = self.keeps_queries and self.indexes(kind, layer)
+        keeps = keeps and not self.hands_over_query(kind, layer)  # which is observed then
+        return keeps or self.selects_later(kind)
 
     def attends_in(self, layer: int) -> bool:
         """Whether the policy attends in `layer`, and its output is merged."""

@@ -33,16 +33,8 @@ class HandshakeRefusedError(CacheRankError):
 
 
 class CacheRankLostError(CacheRankError):
-    """The cache rank died, hung, or the data plane to it broke."""
+    """The cache rank died, or hung."""
 
 
 class ProtocolError(CacheRankError):
     """A frame was malformed, out of bounds, or out of order."""
-
-
-class TransferTimeoutError(CacheRankError):
-    """A transfer did not finish in time. The pair is unusable afterwards."""
-
-
-class TransferAbortedError(CacheRankError):
-    """The transport was aborted while a transfer was under way."""

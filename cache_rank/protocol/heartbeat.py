@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proof of life in both directions.
 
-Runs beside the service loop in threads of its own: neither NCCL nor gloo reports a peer that
+Runs beside the service loop in threads of its own: shared memory does not tell of a peer that
 hangs, and a service that is busy must still be told from one that is dead. A pause of our
 own process (a stopped container, a long hold of the interpreter lock) is not taken for the
 other side's silence.

@@ -32,6 +32,9 @@ SeenFrom = Callable[[torch.device, torch.Tensor], torch.Tensor]
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """``(name, shape, dtype)`` -> zeros on the engine's device, where other processes map them."""
 
+PADDING_ROW = 0
+"""Row of requests that only fill up a captured batch."""
+
 WARM_UP_STEPS = 64
 """Steps before a request leaves dense attention in which its resident set is made ready."""
 
@@ -303,7 +306,7 @@ def create_local_cache_rank(
     predict_query: PredictQuery,
     model_dir: Path | None = None,
 ) -> LocalCacheRank:
-    """Build the in-process cache rank.
+    """Build the engine in this process.
 
     `model_dir` tells the rotary embedding of the model, for policies that undo it.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of the control plane: msgspec arrays with integer tags and bounded fields.
 
-Bulk data never travels here: a message announces the sizes, the data plane moves the bytes.
+Steps and K/V never travel here: both ranks map them (`shared_region`, `step_ring`).
 The inference rank speaks first; only `Hello`, `StatusRequest` and `Heartbeat` are answered.
 """
 
@@ -15,12 +15,10 @@ import msgspec
 from .errors import ProtocolError
 from .model_spec import ModelSpec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 1 << 20
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
-Row = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-Length = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -41,31 +39,11 @@ class Timing(IntEnum):
     SAME_STEP_QUERY = 2
     """Answers within the step from the true query (oracle)."""
     NEXT_STEP = 3
-    """Answers one step later, in layer packs (async_spade, last_query)."""
+    """Answers one step later (async_spade, last_query)."""
     EXACT_STEP = 4
     """Selects in slow steps with their true query, for the steps after it (sfi, sync_kv)."""
     SAME_STEP_ATTENTION = 5
     """Selects and attends on the cache rank, with the step's true query (lfps)."""
-
-
-class StepKind(IntEnum):
-    """What the forward pass of a step is."""
-
-    EXTEND = 0
-    DECODE = 1
-
-
-class RowFlag(IntEnum):
-    """Bits of `RowStep.flags`."""
-
-    SPARSE = 1
-    """Some of the row's tokens are not resident: the policy selects for it."""
-    EXACT = 2
-    """Every layer of the row takes the exact step on the cache rank."""
-    SEED = 4
-    """Extend only: the prompt ends here, fill the resident set."""
-    SLOW = 8
-    """Decode, with SPARSE: every layer of the row takes the exact step in this step."""
 
 
 class RefreshRule(IntEnum):
@@ -82,11 +60,11 @@ LayerId = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class PolicyTraits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the transfers of a step depend on, besides the timing. Travels in the handshake.
+    """What a step depends on, besides the timing. Travels in the handshake.
 
     `layer_sources`: for each layer, the layer whose selection it uses; empty if each its own.
-    `slow_heads`: for each layer, the KV heads whose attention a `RowFlag.SLOW` row completes on
-    the cache rank; empty if all. `refresh`: a `RefreshRule`.
+    `slow_heads`: for each layer, the KV heads that a selection of a slow step is made with; empty
+    if all. `refresh`: a `RefreshRule`.
     """
 
     layer_sources: Annotated[tuple[LayerId, ...], msgspec.Meta(max_length=4096)] = ()
@@ -118,7 +96,7 @@ class _AnyHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(_Message, frozen=True, tag=2):
-    """The epoch is open; `store_name` is the rendezvous file in the run directory.
+    """The epoch is open.
 
     `keeps_queries` and `index_interval` are those of `engine_program.EngineProgram`.
     """
@@ -127,7 +105,6 @@ class Welcome(_Message, frozen=True, tag=2):
     num_slots: Id
     timing: Annotated[int, msgspec.Meta(ge=0, le=5)]
     all_exact: bool
-    store_name: ShortText
     traits: PolicyTraits = PolicyTraits()
     keeps_queries: bool = False
     index_interval: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
@@ -140,74 +117,20 @@ class Refused(_Message, frozen=True, tag=3):
     message: Text
 
 
-class RowStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One request of a step.
-
-    `length` counts the tokens after the step. `prefix_len` is the number of tokens whose K/V
-    the cache rank has already (decode: ``length - 1``). `window` is the number of prompt
-    queries that follow for seeding (0 unless `RowFlag.SEED`).
-    """
-
-    row: Row
-    generation: Id
-    length: Length
-    prefix_len: Length
-    flags: Annotated[int, msgspec.Meta(ge=0, le=15)]
-    window: Length
-
-
-class StepBegin(_Message, frozen=True, tag=4):
-    """Announce a step; its transfers follow as `step_program` lists them.
-
-    The first transfer is the slot table, ``[num_table_slots]`` int32: for each of `dirty`
-    its slots ``[0, length)``, then per request of an extend ``[0, length)``, of a decode the
-    one new slot.
-    """
-
-    epoch: Id
-    step_id: Id
-    kind: Annotated[int, msgspec.Meta(ge=0, le=1)]
-    rows: Annotated[list[RowStep], msgspec.Meta(max_length=4096)]
-    dirty: Annotated[list[RowStep], msgspec.Meta(max_length=4096)]
-    num_table_slots: Length
-    applied_seq: Id
-
-
-class FreeSlots(_Message, frozen=True, tag=5):
-    """Hint: `num_slots` slot ids follow on the data plane, int32; they may be reused."""
-
-    epoch: Id
-    num_slots: Length
-
-
-class ClearSlots(_Message, frozen=True, tag=6):
-    """All slots are free (cache flush)."""
-
-    epoch: Id
-
-
-class ReleaseRow(_Message, frozen=True, tag=7):
-    """The occupancy (`row`, `generation`) ended: finish, abort or retraction."""
-
-    epoch: Id
-    row: Row
-    generation: Id
-
-
-class Goodbye(_Message, frozen=True, tag=8):
+class Goodbye(_Message, frozen=True, tag=4):
     """Close the epoch in good order."""
 
     epoch: Id
 
 
-class Heartbeat(_Message, frozen=True, tag=9):
+class Heartbeat(_Message, frozen=True, tag=5):
     """Prove that the inference rank lives; answered at once with `HeartbeatReply`."""
 
     epoch: Id
     sequence: Id
 
 
-class HeartbeatReply(_Message, frozen=True, tag=10):
+class HeartbeatReply(_Message, frozen=True, tag=6):
     """`busy_s` is how long the current message has kept the service busy, waits for us excluded."""
 
     epoch: Id
@@ -215,11 +138,11 @@ class HeartbeatReply(_Message, frozen=True, tag=10):
     busy_s: Seconds
 
 
-class StatusRequest(_Message, frozen=True, tag=11):
+class StatusRequest(_Message, frozen=True, tag=7):
     """Ask for counters; anybody who can open the socket may."""
 
 
-class StatusReply(_Message, frozen=True, tag=12):
+class StatusReply(_Message, frozen=True, tag=8):
     """Counters and gauges by name."""
 
     role: ShortText
@@ -230,18 +153,7 @@ class StatusReply(_Message, frozen=True, tag=12):
 
 
 Message = (
-    Hello
-    | Welcome
-    | Refused
-    | StepBegin
-    | FreeSlots
-    | ClearSlots
-    | ReleaseRow
-    | Goodbye
-    | Heartbeat
-    | HeartbeatReply
-    | StatusRequest
-    | StatusReply
+    Hello | Welcome | Refused | Goodbye | Heartbeat | HeartbeatReply | StatusRequest | StatusReply
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

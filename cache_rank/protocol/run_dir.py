@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directory through which the ranks of one machine find and trust each other.
 
-It holds the ipc sockets, the token, the rendezvous files and whatever else a launch makes; shared
+It holds the ipc sockets, the token and whatever else a launch makes; shared
 memory that cannot lie in it carries its name (`RunDir.shared_memory_prefix`). Nobody but its owner
 can enter it: that, not the token, is what keeps other users of the machine out.
 """
@@ -12,14 +12,13 @@ import contextlib
 import glob
 import hashlib
 import os
-import re
 import secrets
 import shutil
 import stat
 import tempfile
 from pathlib import Path
 
-from .errors import ProtocolError, SettingsError
+from .errors import SettingsError
 from .fault_points import FAULTS_FILE
 
 TOKEN_BYTES = 32
@@ -27,7 +26,6 @@ MAX_SOCKET_PATH_BYTES = 107
 """What fits into ``sockaddr_un.sun_path`` on Linux, the closing zero not counted."""
 
 _SOCKET_NAMES = ("control.sock", "heartbeat.sock", "inference.sock", "memory.sock")
-_STORE_NAME = re.compile(r"store-[0-9]{1,19}")
 _TEMPORARY, _METRICS = "sglang-tmp", "sglang-metrics"
 _LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
 """The last is a socket of SGLang's, whose name it gets from the standard library."""
@@ -35,7 +33,6 @@ _MADE = (
     *_SOCKET_NAMES,
     *(f"{name}.lock" for name in _SOCKET_NAMES),
     *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml", FAULTS_FILE),
-    *("store-" + "[0-9]" * digits for digits in range(1, 10)),
     *(_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm"),
 )
 """What a launch makes, as patterns; logs apart, which are for reading."""
@@ -185,31 +182,6 @@ class RunDir:
         fresh.write_text(str(last + 1))
         fresh.replace(path)
         return last + 1
-
-    def store_path(self, epoch: int) -> Path:
-        """Rendezvous file of `epoch`."""
-        return self.path / f"store-{epoch}"
-
-    def fresh_store(self, epoch: int) -> Path:
-        """Remove what an earlier run left at `store_path` and return it (cache rank only).
-
-        To be called before `Welcome` is sent: a stale file would pair us with the dead.
-        """
-        path = self.store_path(epoch)
-        path.unlink(missing_ok=True)
-        return path
-
-    def resolve_store(self, name: str) -> Path:
-        """Return the path of the rendezvous file that a `Welcome` names.
-
-        Raises
-        ------
-        ProtocolError
-            If `name` is not one that `store_path` makes.
-        """
-        if not _STORE_NAME.fullmatch(name):
-            raise ProtocolError(f"store_name={name[:64]!r} must look like store-<epoch>")
-        return self.path / name
 
     def remove(self) -> None:
         """Delete the directory with all that it holds, and shared memory that belongs to it."""

@@ -95,13 +95,13 @@ class SelectionSettings(Strict):
         default=None,
         ge=0,
         le=8,
-        description="look_ahead, in-process: as many first layers are selected for at the end of "
+        description="look_ahead: as many first layers are selected for at the end of "
         "a step, for the next one, so that no step begins with waiting. Default 0; with serve and "
         "transport=peer 1, if layer 0 is not exact.",
     )
     predictor_dtype: Literal["native", "int8"] | None = Field(
         default=None,
-        description="look_ahead, in-process: precision of the W_q that predicts queries; int8 is a "
+        description="look_ahead: precision of the W_q that predicts queries; int8 is a "
         "copy. Default int8 where a second GPU has an int4 index, else native.",
     )
     refresh_every: int | None = Field(
@@ -121,15 +121,15 @@ class SelectionSettings(Strict):
         default=None,
         ge=0,
         le=1 << 24,
-        description="In-process only: requests up to this length attend to everything; default "
-        "what is resident anyway, with serve the length from which selecting is faster.",
+        description="Requests up to this length attend to everything (not with transport=peer); "
+        "default what is resident anyway, with serve the length from which selecting is faster.",
     )
     dense_batch_tokens: TokenCount | None = Field(
         default=None,
         ge=0,
         le=1 << 20,
-        description="In-process on the model's GPU: so do all requests of a step that has no more "
-        "tokens than this in all; default none, with serve as many as take no longer.",
+        description="So do all requests of a step that has no more tokens than this in all; "
+        "default none, with serve as many as take no longer.",
     )
     pooling: Literal["softmax_mean", "max_logit", "mean_logit"] = Field(
         default="softmax_mean", description="How the query heads of a group are pooled."

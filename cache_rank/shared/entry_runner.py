@@ -231,7 +231,7 @@ class EntryRunner:
             if self._program.is_source(layer):
                 engine.append(layer, size)
                 query = self._tensors["queries"][layer, :size]
-                if kind is not DecodeKind.SELECTING:
+                if not self._program.selects_later(kind):
                     engine.observe(layer, query)
                     return
                 engine.choose(layer, query)

@@ -208,7 +208,6 @@ class SharedEngineService:
             num_slots=sizes.num_slots,
             timing=int(says.timing),
             all_exact=says.all_exact,
-            store_name="",
             traits=policy.traits,
             keeps_queries=says.wants_query_window,
             index_interval=interval if says.selects and not says.attends else 0,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's attention backend ``tandemkv`` with an in-process cache rank.
+"""SGLang's attention backend ``tandemkv``.
 
 K/V stay in SGLang's own pool, so prefill, radix hits, retraction and slot reuse are SGLang's
 from end to end. Decode attends to resident sets that lie behind the tokens in the same pool;
-the cache rank keeps them fresh on a stream of its own, inside SGLang's decode graph.
+an engine keeps them fresh, reached by a link.
 """
 
 from __future__ import annotations

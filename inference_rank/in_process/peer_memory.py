@@ -36,7 +36,7 @@ def enable_peer_access(first: torch.device, second: torch.device) -> None:
         if not torch.cuda.can_device_access_peer(here, there):
             raise SettingsError(
                 f"{here} cannot access the memory of {there}; transport=peer needs GPUs that are "
-                "joined by NVLink (or PCIe peer access): use --cache-ranks 0 or transport=nccl"
+                "joined by NVLink (or PCIe peer access): use --cache-ranks 0"
             )
         # The first copy between two devices makes PyTorch enable access between them.
         torch.zeros(1, device=here).copy_(torch.zeros(1, device=there))

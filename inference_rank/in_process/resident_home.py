@@ -11,6 +11,7 @@ import torch
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.resident_set import ResidentSet
 from tandemkv.kernels.flags import wait_flags
+from tandemkv.kernels.slot_rules import latest_slots
 
 from .resident_attention import AttendTable, RingTable
 from .samples import OwnSamples, StepSamples
@@ -132,10 +133,10 @@ class OwnSet:
         is_dense = resident.is_dense(length)
         start = 0 if is_dense else max(0, length - resident.ring)
         positions = torch.arange(start, length, device=slots.device)
-        first = resident.num_resident
-        targets = first + torch.remainder(positions - first, resident.ring)
-        if is_dense:
-            targets = torch.where(positions < first, positions, targets)
+        targets = latest_slots(
+            positions, torch.full_like(positions, is_dense, dtype=torch.bool),
+            num_resident=resident.num_resident, num_recent=resident.ring,
+        )  # fmt: skip
         index = slots[start:].long()
         for own, far in zip(self.sets[layer], self._pool.get_kv_buffer(layer), strict=True):
             own[row].index_copy_(0, targets, far.index_select(0, index))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the in-process cache rank and its attention backend when SGLang asks for one."""
+"""Build the attention backend, and the engine that this process drives if there is one."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         measurement=measurement,
         refresh=refresh_for(runner, rank.program, selection),
     )
-    runtime_module.set_current_local(local)
+    runtime_module.set_current(local)
     link = LocalLink(
         runner,
         rank,

@@ -290,9 +290,6 @@ class SharedConnection:
         if self.lost_reason is None:
             self._flags.raise_to(self._at.ABORTED, self.step)
 
-    def update_byte_counters(self) -> None:
-        """Nothing is sent: both ranks read and write the same memory."""
-
     def confirm(self) -> None:
         """Note that the results of the present step were taken."""
         self.raise_to(self._at.CONFIRMED)

@@ -193,7 +193,7 @@ class LocalLink:
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
         """See `Link.attended`."""
         program, side, engine = self.program, self._side, self._engine
-        lane, selecting = engine.lane_of(layer), self._kind is DecodeKind.SELECTING
+        lane, selecting = engine.lane_of(layer), program.selects_later(self._kind)
         # What is selected now is for a later step, which begins when everything beside this one
         # was joined.
         later = program.hands_over_later(self._kind, layer)

@@ -57,6 +57,7 @@ class SharedRuntime:
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
     measurement: None = None
     """A selection is timed in the process that makes it."""
+    _flushed: int = 0
 
     def adopt(self, connection: OpenedEpoch) -> None:
         """Begin the epoch of a connection that was opened."""
@@ -64,8 +65,12 @@ class SharedRuntime:
 
     def generation(self, row: int) -> int:
         """Identity of the present tenant of `row`; SGLang's own counter restarts at a flush."""
-        count = int(self.req_to_token_pool.req_generation[row])
+        count = self._flushed + int(self.req_to_token_pool.req_generation[row])
         return (self.client.epoch << _GENERATION_BITS) | count
+
+    def before_flush(self) -> None:
+        """Go on above all counts that SGLang is about to reset."""
+        self._flushed += int(self.req_to_token_pool.req_generation.max())
 
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
@@ -100,7 +105,7 @@ class SharedRuntime:
                 "pid": str(os.getpid()),
                 "lost_reason": lost or "",
                 "plan_placement": "a process of its own, in shared memory",
-                "plan_note": "not measured between processes; see exchange_wait_us_total",
+                "plan_note": "not measured in another process; see exchange_wait_us_total",
             },
         )
 
@@ -142,7 +147,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         req_to_token_pool=runner.req_to_token_pool,
         refresh=refresh_for(runner, connection.program, settings.selection),
     )
-    runtime_module.set_current_local(runtime)
+    runtime_module.set_current(runtime)
     selection = settings.selection
     limit = limit_s(settings.exchange)
     signals = (

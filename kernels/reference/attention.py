@@ -32,24 +32,6 @@ def _allocate(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, out.new_full(q.shape[:2], float("-inf"))
 
 
-def attend_resident(
-    q: torch.Tensor,
-    k_res: torch.Tensor,
-    v_res: torch.Tensor,
-    rows: torch.Tensor,
-    visible: torch.Tensor,
-    *,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to slots; see `tandemkv.kernels.attention.attend_resident`."""
-    out, lse = _allocate(q)
-    for req, row in enumerate(rows.tolist()):
-        slots = torch.nonzero(visible[req]).flatten()
-        if slots.numel():
-            out[req], lse[req] = _attend_slots(q[req], k_res[row], v_res[row], slots, scale)
-    return out, lse
-
-
 def attend_paged(
     q: torch.Tensor,
     k_pool: torch.Tensor,

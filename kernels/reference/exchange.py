@@ -4,7 +4,6 @@
 import torch
 
 from tandemkv.kernels.exchange import SampleWeights
-from tandemkv.kernels.reference.pack import slot_of
 
 
 def exchange_rows(
@@ -18,7 +17,6 @@ def exchange_rows(
     rows: torch.Tensor,
     *,
     page_size: int = 1,
-    pos_res: torch.Tensor | None = None,
     weights: SampleWeights | None = None,
     flag: torch.Tensor | None = None,
     num_done: torch.Tensor | None = None,
@@ -33,10 +31,15 @@ def exchange_rows(
     if not bool(is_copied.any()):
         return
     req, head, place = torch.nonzero(is_copied, as_tuple=True)
-    position, to = fetch_pos[req, head, place], fetch_slot[req, head, place].long()
-    source = slot_of(slots, fetch_pos, page_size)[req, head, place]
+    to = fetch_slot[req, head, place].long()
+    source = _slot_of(slots, fetch_pos, page_size)[req, head, place]
     row = rows.long()[req]
     k_res[row, to, head] = k_pool[source, head]
     v_res[row, to, head] = v_pool[source, head]
-    if pos_res is not None:
-        pos_res[row, head, to] = position
+
+
+def _slot_of(slots: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return the slots of positions ``[num_reqs, num_kv_heads, n]``, int64; of padding, any."""
+    places = positions.clamp(min=0).long()
+    page = slots.gather(1, (places // page_size).view(slots.shape[0], -1)).long()
+    return page.view_as(places) * page_size + places % page_size

@@ -2,6 +2,7 @@
 """Reference of `tandemkv.kernels.mirror`: batched sorts instead of loops."""
 
 import torch
+from torch.nn.functional import pad
 
 from tandemkv.kernels.mirror import MirrorScratch
 
@@ -141,29 +142,20 @@ def _diff(
     ).scatter_(-1, torch.where(found >= 0, found, num_slots), value=True)
     last_used.copy_(torch.where(touched[..., :num_slots], now, last_used))
 
-    # Slots in the order in which they are given away.
-    is_empty = resident_pos < 0
-    num_filled = num_slots - is_empty.sum(-1, keepdim=True)
-    room = (num_target[:, None, None] - num_filled).clamp_(min=0)
-    may_fill = is_empty & (is_empty.cumsum(-1) <= room)
-    may_evict = ~is_empty & (last_used != now)
-    may_evict[..., :num_protected] = False
-    age = torch.where(may_evict, last_used.long(), _INT64.max)
-    age = torch.where(may_fill, _INT64.min, age)
-    slot_order = torch.argsort(age, dim=-1, stable=True)[..., : shape[-1]]
-    num_open = (may_fill | may_evict).sum(-1, keepdim=True).clamp_(max=shape[-1])
-
+    slot_order, may_fill, num_open = _free_slots(
+        resident_pos, last_used, now, num_protected, num_target, shape[-1]
+    )
     fetch_pos = selected.new_full(shape, -1)
     num_missing = missing.sum(-1, keepdim=True)
     _compact(selected, missing, torch.zeros_like(num_missing), fetch_pos)
     num_taken = torch.minimum(num_missing, num_open)
-    num_fill = torch.minimum(may_fill.sum(-1, keepdim=True), num_open) - num_taken
     column = torch.arange(shape[-1], device=selected.device)
     fetch_pos.masked_fill_(column >= num_taken, -1)
     if is_sorted:
         last = torch.iinfo(fetch_pos.dtype).max
         fetch_pos = torch.where(fetch_pos < 0, last, fetch_pos).sort(dim=-1).values
         fetch_pos.masked_fill_(column >= num_taken, -1)
+    num_fill = torch.minimum(may_fill.sum(-1, keepdim=True), num_open) - num_taken
     if bool((num_fill > 0).any()):
         # The new ones are resident already; nothing is evicted where there is room.
         occupied = torch.cat([resident_pos, fetch_pos], dim=-1)
@@ -172,21 +164,40 @@ def _diff(
 
     is_fetched = fetch_pos >= 0
     # Empty slots are in their order already; of the others those that are taken follow in theirs.
-    is_empty_slot = may_fill.gather(-1, slot_order)
-    place = torch.where(is_empty_slot, column, num_slots + slot_order)
+    place = torch.where(may_fill.gather(-1, slot_order), column, num_slots + slot_order)
     place = torch.where(is_fetched, place, 2 * num_slots + column)
     slot_order = slot_order.gather(-1, place.argsort(dim=-1))
     fetch_slot = torch.where(is_fetched, slot_order, -1).to(torch.int32)
     if counters is not None:
-        counts = (found >= 0).sum(), missing.sum(), is_fetched.sum()
-        counters[:3] += torch.stack(counts)
+        counters[:3] += torch.stack(((found >= 0).sum(), missing.sum(), is_fetched.sum()))
     _write(resident_pos, slot_order, fetch_pos, is_fetched)
     _write(last_used, slot_order, now.expand(shape), is_fetched)
-    if fetch_cap > num_slots:
-        pad = selected.new_full((num_reqs, num_kv_heads, fetch_cap - num_slots), -1)
-        fetch_pos = torch.cat([fetch_pos, pad], dim=-1)
-        fetch_slot = torch.cat([fetch_slot, pad], dim=-1)
-    return fetch_pos, fetch_slot
+    room = (0, max(0, fetch_cap - num_slots))
+    return pad(fetch_pos, room, value=-1), pad(fetch_slot, room, value=-1)
+
+
+def _free_slots(
+    resident_pos: torch.Tensor,
+    last_used: torch.Tensor,
+    now: torch.Tensor,
+    num_protected: int,
+    num_target: torch.Tensor,
+    most: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `most` slots in the order in which they are given away.
+
+    With them, which slots are empty and may be filled, and how many of the first may be taken.
+    """
+    is_empty = resident_pos < 0
+    num_filled = resident_pos.shape[-1] - is_empty.sum(-1, keepdim=True)
+    room = (num_target[:, None, None] - num_filled).clamp_(min=0)
+    may_fill = is_empty & (is_empty.cumsum(-1) <= room)
+    may_evict = ~is_empty & (last_used != now)
+    may_evict[..., :num_protected] = False
+    age = torch.where(may_evict, last_used.long(), _INT64.max)
+    age = torch.where(may_fill, _INT64.min, age)
+    num_open = (may_fill | may_evict).sum(-1, keepdim=True).clamp_(max=most)
+    return torch.argsort(age, dim=-1, stable=True)[..., :most], may_fill, num_open
 
 
 def _write(

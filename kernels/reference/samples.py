@@ -3,6 +3,8 @@
 
 import torch
 
+from tandemkv.kernels.slot_rules import latest_slots
+
 
 def sample_offsets(
     num_candidates: torch.Tensor, num_samples: int
@@ -105,9 +107,9 @@ def load_sample_moves(
     is_newest = (offsets == count[:, None] - 1) & (count[:, None] > 0)
     index = torch.arange(num_samples, device=lengths.device)
     moves[:size] = torch.where(is_newest, index, -1).amax(-1)
-    in_ring = num_resident + torch.remainder(position - num_resident, num_recent)
-    is_first = (lengths <= num_dense) & (position < num_resident)
-    sources[:size] = torch.where(is_first, position.clamp(min=0), in_ring)
+    sources[:size] = latest_slots(
+        position, lengths <= num_dense, num_resident=num_resident, num_recent=num_recent
+    )
 
 
 def attend_samples(

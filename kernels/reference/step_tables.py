@@ -3,6 +3,7 @@
 
 import torch
 
+from tandemkv.kernels.slot_rules import latest_slots
 from tandemkv.kernels.step_tables import CandidateTables
 
 
@@ -52,9 +53,7 @@ def load_ring(
     is_sparse = (lengths > num_dense) & (rows != 0)
 
     def slot_of(position: torch.Tensor) -> torch.Tensor:
-        in_ring = num_resident + torch.remainder(position - num_resident, num_recent)
-        is_first = ~is_sparse & (position < num_resident)
-        return torch.where(is_first, position.clamp(min=0), in_ring)
+        return latest_slots(position, ~is_sparse, num_resident=num_resident, num_recent=num_recent)
 
     in_set = is_sparse & (column < filled)
     slot = torch.where(in_set, column, slot_of(lengths - count + column))

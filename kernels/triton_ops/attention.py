@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton versions of `attend_resident` and `attend_paged`: split among programs, then combined."""
+"""Triton version of `attend_paged`: split among programs, then combined."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK_N = 64
 # Fewer slots per program fill the GPU better, more cost less in the second kernel.
 _SPLIT_LEN = 256
 # Parts of `attend_paged` at most, and from how many on more than one warp combines them.
@@ -27,57 +26,6 @@ class PagedTuning:
 
 
 PAGED = PagedTuning(block_n=64, stages=3, warps=4, programs=2048)
-
-
-@triton.jit
-def _split_kernel(
-    q, k_res, v_res, rows, visible, part_out, part_lse,
-    scale, num_slots, head_dim, num_splits,
-    q_stride_b, q_stride_h, q_stride_d,
-    k_stride_r, k_stride_s, k_stride_h, k_stride_d, v_stride_r, v_stride_s, v_stride_h, v_stride_d,
-    rows_stride, visible_stride_b, visible_stride_s,
-    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLIT_LEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    req, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    member, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    q_head = head * GROUP + member
-    in_query = (member < GROUP)[:, None] & (dim < head_dim)[None, :]
-    query = tl.load(
-        q + req * q_stride_b + q_head[:, None] * q_stride_h + dim[None, :] * q_stride_d,
-        mask=in_query, other=0.0,
-    )  # fmt: skip
-    row = tl.load(rows + req * rows_stride).to(tl.int64)
-    keys = k_res + row * k_stride_r + head * k_stride_h
-    values = v_res + row * v_stride_r + head * v_stride_h
-    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(0, SPLIT_LEN, BLOCK_N):
-        slot = split * SPLIT_LEN + start + tl.arange(0, BLOCK_N)
-        seen = tl.load(
-            visible + req * visible_stride_b + slot * visible_stride_s,
-            mask=slot < num_slots, other=0,
-        ) != 0  # fmt: skip
-        mask = seen[:, None] & (dim < head_dim)[None, :]
-        slot = slot.to(tl.int64)[:, None]
-        k = tl.load(keys + slot * k_stride_s + dim[None, :] * k_stride_d, mask=mask, other=0.0)
-        v = tl.load(values + slot * v_stride_s + dim[None, :] * v_stride_d, mask=mask, other=0.0)
-        logits = tl.dot(query, tl.trans(k).to(query.dtype), input_precision=PRECISION) * scale
-        logits = tl.where(seen[None, :], logits, float("-inf"))
-        peak = tl.maximum(largest, tl.max(logits, 1))
-        shift = tl.where(peak == float("-inf"), 0.0, peak)
-        decay = tl.exp(largest - shift)
-        probs = tl.exp(logits - shift[:, None])
-        total = total * decay + tl.sum(probs, 1)
-        acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
-        largest = peak
-    index = (req * tl.num_programs(1) * GROUP + q_head) * num_splits + split
-    norm = tl.where(total > 0, total, 1.0)
-    tl.store(
-        part_out + index[:, None] * head_dim + dim[None, :], acc / norm[:, None], mask=in_query
-    )
-    tl.store(part_lse + index, largest + tl.log(norm), mask=member < GROUP)
 
 
 @triton.jit
@@ -101,42 +49,6 @@ def _combine_kernel(
     merged = tl.sum(parts * weights[:, None], 0) / norm
     tl.store(out + index * head_dim + dim, merged, mask=dim < head_dim)
     tl.store(lse + index, largest + tl.log(norm))
-
-
-def attend_resident(
-    q: torch.Tensor,
-    k_res: torch.Tensor,
-    v_res: torch.Tensor,
-    rows: torch.Tensor,
-    visible: torch.Tensor,
-    *,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to slots; see `tandemkv.kernels.attention.attend_resident`."""
-    num_reqs, num_qo_heads, head_dim = q.shape
-    num_slots, num_kv_heads = k_res.shape[1:3]
-    num_splits = max(1, triton.cdiv(num_slots, _SPLIT_LEN))
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    if not out.numel():
-        return out, lse.fill_(float("-inf"))
-    part_out = out.new_empty((num_reqs, num_qo_heads, num_splits, head_dim))
-    part_lse = out.new_empty((num_reqs, num_qo_heads, num_splits))
-    group = num_qo_heads // num_kv_heads
-    block_d = max(_MIN_DOT, triton.next_power_of_2(head_dim))
-    _split_kernel[(num_reqs, num_kv_heads, num_splits)](
-        q, k_res, v_res, rows, visible.view(torch.uint8), part_out, part_lse,
-        scale, num_slots, head_dim, num_splits,
-        *q.stride(), *k_res.stride(), *v_res.stride(), *rows.stride(), *visible.stride(),
-        GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)), BLOCK_N=_BLOCK_N,
-        BLOCK_D=block_d, SPLIT_LEN=_SPLIT_LEN,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
-    )  # fmt: skip
-    _combine_kernel[(num_reqs * num_qo_heads,)](
-        part_out, part_lse, out, lse, num_splits, head_dim,
-        BLOCK_SPLITS=triton.next_power_of_2(num_splits), BLOCK_D=block_d, num_warps=1,
-    )  # fmt: skip
-    return out, lse
 
 
 @triton.jit

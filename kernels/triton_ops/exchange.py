@@ -22,7 +22,7 @@ _FAR_ROWS, _FAR_WARPS, _FAR_PROGRAMS = 128, 8, 64
 
 @triton.jit
 def _exchange_kernel(
-    k_pool, v_pool, slots, fetch_pos, fetch_slot, k_res, v_res, rows, pos_res,
+    k_pool, v_pool, slots, fetch_pos, fetch_slot, k_res, v_res, rows,
     weights, to_weights, active, flag, num_done,
     num_heads, cap, head_dim,
     k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
@@ -30,9 +30,9 @@ def _exchange_kernel(
     fs_stride_b, fs_stride_h, fs_stride_c,
     kr_stride_r, kr_stride_s, kr_stride_h, kr_stride_d,
     vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d,
-    rows_stride, pr_stride_r, pr_stride_h, pr_stride_s,
+    rows_stride,
     weights_stride_r, weights_stride_h, to_weights_stride_r, to_weights_stride_h, active_stride,
-    HAS_POS: tl.constexpr, HAS_FLAG: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HAS_FLAG: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SAMPLES: tl.constexpr,
     BLOCK_S: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -71,9 +71,6 @@ def _exchange_kernel(
     if NUM_SAMPLES:
         to_weights += row * to_weights_stride_r + head * to_weights_stride_h
         tl.store(to_weights + sample, weight, mask=is_carried)
-    if HAS_POS:
-        target = pos_res + row * pr_stride_r + head * pr_stride_h + to * pr_stride_s
-        tl.store(target, position.to(tl.int32), mask=is_copied)
     to = to[:, None]
     k_target = k_res + row * kr_stride_r + to * kr_stride_s + head * kr_stride_h
     v_target = v_res + row * vr_stride_r + to * vr_stride_s + head * vr_stride_h
@@ -99,7 +96,6 @@ def exchange_rows(
     rows: torch.Tensor,
     *,
     page_size: int = 1,
-    pos_res: torch.Tensor | None = None,
     weights: SampleWeights | None = None,
     flag: torch.Tensor | None = None,
     num_done: torch.Tensor | None = None,
@@ -111,12 +107,12 @@ def exchange_rows(
         if flag is not None:
             raise_flags(flag)
         return
-    positions = fetch_pos if pos_res is None else pos_res  # stands in for what is not written
     block, warps = _BLOCK_ROWS, _NUM_WARPS
     if flag is not None:
         share = triton.next_power_of_2(triton.cdiv(fetch_pos.numel(), _FAR_PROGRAMS))
         block, warps = min(_FAR_ROWS, max(_BLOCK_ROWS, share)), _FAR_WARPS
-    carried, targets, active, num_samples = fetch_pos, fetch_pos, rows, 0  # likewise
+    # What stands in for what is not given.
+    carried, targets, active, num_samples = fetch_pos, fetch_pos, rows, 0
     if weights is not None:
         carried, targets = as_bits(weights.source), as_bits(weights.target)
         active, num_samples = weights.active.view(torch.int8), carried.shape[-1]
@@ -124,13 +120,13 @@ def exchange_rows(
     grid = (num_reqs * num_heads, max(1, triton.cdiv(cap, block)))
     _exchange_kernel[grid](
         as_bits(k_pool), as_bits(v_pool), slots, fetch_pos, fetch_slot, as_bits(k_res),
-        as_bits(v_res), rows, positions, carried, targets, active,
+        as_bits(v_res), rows, carried, targets, active,
         fetch_pos if flag is None else flag, fetch_pos if num_done is None else num_done,
         num_heads, cap, head_dim,
         *k_pool.stride(), *v_pool.stride(), *slots.stride(), *fetch_pos.stride(),
         *fetch_slot.stride(), *k_res.stride(), *v_res.stride(), *rows.stride(),
-        *positions.stride(), *carried.stride()[:2], *targets.stride()[:2], *active.stride(),
-        HAS_POS=pos_res is not None, HAS_FLAG=flag is not None, PAGE_SIZE=page_size,
+        *carried.stride()[:2], *targets.stride()[:2], *active.stride(),
+        HAS_FLAG=flag is not None, PAGE_SIZE=page_size,
         BLOCK_ROWS=block, BLOCK_D=triton.next_power_of_2(max(1, head_dim)),
         NUM_SAMPLES=num_samples, BLOCK_S=triton.next_power_of_2(max(1, num_samples)),
         CHAINED=chained, launch_pdl=chained, num_warps=warps,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.check import check_int, fail
 from tandemkv.kernels.mirror import MirrorScratch
 from tandemkv.kernels.triton_ops.chained import follow, is_chained
 from tandemkv.kernels.triton_ops.samples import offsets_of
@@ -328,16 +329,10 @@ def mirror_diff(
     """Update the mirror; see `tandemkv.kernels.mirror.mirror_diff`."""
     num_reqs, num_heads, num_resident = len(selected), *resident_pos.shape[1:]
     if scratch is None:
-        message = "scratch=None: must be given on a GPU; make it once with make_mirror_scratch"
-        raise ValueError(message)
+        fail("scratch", None, "given on a GPU; make it once with make_mirror_scratch")
     if selected_scores is None and scratch.places is None:
-        message = (
-            "selected_scores=None: make_mirror_scratch needs may_repeat=True for that on a GPU"
-        )
-        raise ValueError(message)
-    if num_resident > MAX_RESIDENT:
-        message = f"num_resident={num_resident}: must be <= {MAX_RESIDENT} on a GPU"
-        raise ValueError(message)
+        fail("selected_scores", None, "given on a GPU, or the scratch made with may_repeat=True")
+    check_int("num_resident", num_resident, minimum=0, maximum=MAX_RESIDENT)
     shape = (num_reqs, num_heads, fetch_cap)
     fetch_pos = torch.empty(shape, dtype=torch.int32, device=selected.device)
     fetch_slot = torch.empty_like(fetch_pos)

@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.triton_ops.slot_rules import latest_slot
+
 _MIN_DOT = 16  # the smallest extent that tensor cores multiply
 _BLOCK_N, _WARPS = 128, 8  # with four warps registers are spilled
 
@@ -62,10 +64,7 @@ def _moves_kernel(
     count = tl.maximum(position + 1 - num_sink, 0)
     offset, _, _ = offsets_of(index, count, NUM_SAMPLES)
     is_newest = (index < NUM_SAMPLES) & (offset == count - 1)
-    rest = (position - num_resident) % num_recent
-    in_ring = num_resident + tl.where(rest < 0, rest + num_recent, rest)
-    is_first = (length <= num_dense) & (position < num_resident)
-    source = tl.where(is_first, tl.maximum(position, 0), in_ring)
+    source = latest_slot(position, length <= num_dense, num_resident, num_recent)
     move = tl.max(tl.where(is_newest, index, -1), 0)
     tl.store(moves + req * moves_stride, move.to(tl.int64))
     tl.store(sources + req * sources_stride, source.to(tl.int64))

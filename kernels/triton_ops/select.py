@@ -27,7 +27,7 @@ from tandemkv.kernels.select import SelectScratch, make_select_scratch
 from tandemkv.kernels.triton_ops import topk
 from tandemkv.kernels.triton_ops.chained import is_chained
 from tandemkv.kernels.triton_ops.position_pooling import pool_positions
-from tandemkv.kernels.triton_ops.score import scan, score_keys
+from tandemkv.kernels.triton_ops.score import Scanned, scan, score_keys
 from tandemkv.kernels.triton_ops.select_kernels import (
     bound_kernel,
     filter_kernel,
@@ -72,7 +72,7 @@ def score_topk(
     """Choose positions; see `tandemkv.kernels.select.score_topk`."""
     num_reqs, num_qo_heads = q.shape[:2]
     heads = k_pool.shape[1]
-    group, pad_g = num_qo_heads // heads, padded_group(num_qo_heads // heads)
+    group = num_qo_heads // heads
     out = torch.empty((num_reqs, heads, k), dtype=torch.int32, device=q.device)
     out_scores = torch.empty(out.shape, dtype=torch.float32, device=q.device)
     if not out.numel():
@@ -105,6 +105,25 @@ def score_topk(
         )  # fmt: skip
     if pooling != "softmax_mean":
         return _best_of(scores[..., :width], k, lo, hi, active, lists, out_scores)
+    _choose(scanned, scratch, lo, hi, active, out, out_scores, width=width, group=group)
+    return out, out_scores
+
+
+def _choose(
+    scanned: Scanned,
+    scratch: SelectScratch,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    active: torch.Tensor | None,
+    out: torch.Tensor,
+    out_scores: torch.Tensor,
+    *,
+    width: int,
+    group: int,
+) -> None:
+    """Choose from what a scan has left: bound, filter and choice, a launch each."""
+    (num_reqs, heads, k), buffers, lists = out.shape, scratch.score, scratch.lists
+    pad_g, capacity = padded_group(group), topk.capacity_of(k)
     num_rows = num_reqs * heads
     ranges = (lo, hi, lo if active is None else active.view(torch.int8))
     sizes = (heads, buffers.logits.shape[2], buffers.tile_max.shape[2])
@@ -113,7 +132,7 @@ def score_topk(
         "HAS_ACTIVE": active is not None, "GROUP": group, "PAD_G": pad_g,
         "BLOCK_N": scanned.block_n, "CODED": scanned.is_coded,
     }  # fmt: skip
-    chained = is_chained(q.device)
+    chained = is_chained(out.device)
     sample, splits = topk.sample_of(width), triton.next_power_of_2(scanned.num_splits)
     levels = max(1, (sample // _LEAST_SAMPLE).bit_length())
     bound_kernel[(num_rows,)](
@@ -140,7 +159,6 @@ def score_topk(
         BLOCK=2048, BLOCK_PAD=_BLOCK, CHAINED=chained, num_warps=_SELECT_WARPS,
         maxnreg=_SELECT_REGISTERS if capacity <= _SHORT_LIST else None, launch_pdl=chained,
     )  # fmt: skip
-    return out, out_scores
 
 
 def _best_of(

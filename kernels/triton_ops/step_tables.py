@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tandemkv.kernels.step_tables import CandidateTables
+from tandemkv.kernels.triton_ops.slot_rules import latest_slot
 
 _BLOCK = 1024
 _WARPS = 4
@@ -58,14 +59,6 @@ def _attended_kernel(
 
 
 @triton.jit
-def _slot_of(position, is_sparse, num_resident, num_recent):
-    rest = (position - num_resident) % num_recent
-    in_ring = num_resident + tl.where(rest < 0, rest + num_recent, rest)
-    is_first = (is_sparse == 0) & (position < num_resident)
-    return tl.where(is_first, tl.maximum(position, 0), in_ring)
-
-
-@triton.jit
 def _ring_kernel(
     rows, lengths, slots, attended, set_rows, write_slots, width,
     num_resident, num_recent, num_dense, rows_stride, lengths_stride,
@@ -76,14 +69,14 @@ def _ring_kernel(
     row, length = _request(rows, lengths, req, rows_stride, lengths_stride)
     count, filled, is_sparse = _counts(row, length, num_resident, num_recent, num_dense)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    latest = _slot_of(length - count + column, is_sparse, num_resident, num_recent)
+    latest = latest_slot(length - count + column, is_sparse == 0, num_resident, num_recent)
     slot = tl.where(is_sparse & (column < filled), column, latest)
     tl.store(
         slots + req * slots_stride_b + column * slots_stride_c,
         (row * width).to(tl.int32) + slot, mask=column < tl.minimum(count, width),
     )  # fmt: skip
     if block == 0:
-        newest = _slot_of(length - 1, is_sparse, num_resident, num_recent)
+        newest = latest_slot(length - 1, is_sparse == 0, num_resident, num_recent)
         tl.store(attended + req * attended_stride, count.to(tl.int64))
         tl.store(set_rows + req * set_rows_stride, row)
         tl.store(write_slots + req * write_slots_stride, newest.to(tl.int64))

@@ -12,13 +12,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.options import RANK_FLAGS, with_flags
-from tandemkv.server.placement_choice import needs_own_process, selection_on_gpu
-from tandemkv.server.preflight import check_policy, resolve_model
+from tandemkv.server.pages import with_int4_index
+from tandemkv.server.preflight import check_policy, check_runs_on, resolve_model
 from tandemkv.server.settings import EMBEDDED_MODEL
 from tandemkv.server.settings_sources import Sourced, load_settings
 
@@ -111,15 +110,10 @@ def _selection(flags: dict[str, Sourced], index_dtype: str | None) -> SelectionS
     """Return what would be served on a GPU with `flags`."""
     selection = load_settings(flags, os.environ).selection
     check_policy(selection.policy)
-    if needs_own_process(selection):
-        raise SettingsError(
-            f"policy={selection.policy} with these settings needs a cache rank in a process of its "
-            "own, whose time per token is not predicted; add --cache-device cpu to "
-            "`tandemkv serve` for one that keeps K/V in host memory"
-        )
+    check_runs_on(selection, "cuda")
     if index_dtype is not None:
         selection = selection.model_copy(update={"index_dtype": index_dtype})
-    return selection_on_gpu(selection)
+    return with_int4_index(selection)
 
 
 def _command(

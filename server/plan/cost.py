@@ -26,7 +26,7 @@ class CostConstants:
     - `layer_overhead_us`, `request_layer_us`: what is left of SGLang's dense step (steps queued:
       5.1 ms at 1 x 2K, 7.6 ms at 8 x 8K on one GPU) without weights and attention.
     - `sparse_request_us`: what each request adds where it is selected for; with it predictions
-      meet steps at batch 1 and 8 alike (runs ZO and ZS).
+      meet steps at batch 1 and 8 alike (decode_pages.json, batch1.json).
     - `tp_request_layer_us`: the same on two GPUs (5.0 ms at 8 x 8K). All-reduce latency is inside
       `layer_overhead_us`.
     - `attention_fixed_us`, `attention_bandwidth`: line through FlashInfer's decode kernel under a
@@ -49,11 +49,11 @@ class CostConstants:
       (docs/benchmarks/mirror.json).
     - `samples_fixed_us`, `samples_bandwidth`: attention over 128, 256 and 512 samples, 4.6, 9.0 and
       15.8 us at batch 8 (docs/benchmarks/samples.json), and what a layer takes longer for them in a
-      step: 8.3 to 9.4 us at batch 8, 9.0 to 10.0 at batch 1, runs ZO and ZS.
+      step: 8.3 to 9.4 us at batch 8, 9.0 to 10.0 at batch 1.
     - `scan_overlap`, `in_process_overlap`: shares of what a scan reads, and of the rest of a
       selection, that hide behind the model when both use one GPU. Reading needs the memory
       bandwidth that the weights need; the rest is a few programs, and latency. Of it 0.19 to 0.22
-      show at 1 x 16K to 1 x 64K, 8 x 32K and 8 x 64K, and 0.30 at 8 x 8K (runs ZO and ZS).
+      show at 1 x 16K to 1 x 64K, 8 x 32K and 8 x 64K, and 0.30 at 8 x 8K.
     """
 
     weight_bandwidth: float = 4.2e12

@@ -31,19 +31,14 @@ from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import (
-    ClearSlots,
-    FreeSlots,
     Goodbye,
     Heartbeat,
     HeartbeatReply,
     Hello,
     Message,
     Refused,
-    ReleaseRow,
-    RowStep,
     StatusReply,
     StatusRequest,
-    StepBegin,
     Welcome,
     decode,
     encode,
@@ -171,19 +166,11 @@ def _other_leaf(rng: random.Random, value: Any, depth: int = 0) -> Any:
 
 def messages() -> list[Message]:
     """One of each."""
-    row = RowStep(row=1, generation=2, length=30, prefix_len=20, flags=1, window=0)
     hello = make_hello(token=TOKEN, model=MODEL, settings=RankSettings(), max_rows=8, page_size=1)
     return [
         hello,
-        Welcome(epoch=1, num_slots=100, timing=1, all_exact=False, store_name="store-1"),
+        Welcome(epoch=1, num_slots=100, timing=1, all_exact=False),
         Refused(field="dtype", message="give both ranks the same"),
-        StepBegin(
-            epoch=1, step_id=1, kind=1, rows=[row, row], dirty=[row], num_table_slots=60,
-            applied_seq=0,
-        ),
-        FreeSlots(epoch=1, num_slots=3),
-        ClearSlots(epoch=1),
-        ReleaseRow(epoch=1, row=1, generation=2),
         Goodbye(epoch=1),
         Heartbeat(epoch=1, sequence=7),
         HeartbeatReply(epoch=1, sequence=7, busy_s=0.5),

@@ -150,7 +150,7 @@ def ours(
         {
             "max_running_requests": 6,
             "chunked_prefill_size": CHUNK_TOKENS,
-            "cache": {"capacity_tokens": CAPACITY_TOKENS, "poison_freed_slots": True},
+            "cache": {"capacity_tokens": CAPACITY_TOKENS},
         }
         | (settings or {})
         | {"edge": edge}

@@ -19,11 +19,9 @@ import torch
 
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
-from tandemkv.kernels.pack import gather_pack
 from tandemkv.kernels.reference.mirror import mirror_diff as mirror_reference
 from tandemkv.kernels.reference.samples import attend_samples as samples_reference
 from tandemkv.kernels.samples import attend_samples
-from tandemkv.kernels.scatter import scatter_pack
 from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
 DEVICE = "cuda"
@@ -219,45 +217,24 @@ def bench_rows(sizes: Sizes) -> Iterator[dict[str, object]]:
         layers, 2, sizes.num_reqs, sizes.resident, *row_shape, dtype=torch.bfloat16, device=DEVICE
     )
     shape = (sizes.num_reqs, sizes.heads, sizes.cap)
-    packs = torch.zeros(layers, 2, *shape, sizes.dim, dtype=torch.bfloat16, device=DEVICE)
     table = torch.randperm(sizes.num_reqs * pages, device=DEVICE).view(sizes.num_reqs, pages).int()
     rows = torch.randperm(sizes.num_reqs, device=DEVICE)
     keys = torch.rand((layers, *shape[:2], length), device=DEVICE)
     fetch = keys.argsort(-1)[..., : sizes.cap].int().contiguous()
     to = keys[..., : sizes.resident].argsort(-1)[..., : sizes.cap].int().contiguous()
-    pos_res = torch.zeros(sizes.num_reqs, sizes.heads, sizes.resident, device=DEVICE).int()
 
     def exchange(i: int) -> None:
-        exchange_rows(
-            *pools[i], table, fetch[i], to[i], *res[i], rows, page_size=sizes.page_size,
-            pos_res=pos_res,
-        )  # fmt: skip
-
-    def gather(i: int) -> None:
-        gather_pack(*pools[i], table, fetch[i], *packs[i], page_size=sizes.page_size)
-
-    def scatter(i: int) -> None:
-        scatter_pack(*res[i], rows, to[i], *packs[i], pos_res=pos_res, fetch_pos=fetch[i])
+        exchange_rows(*pools[i], table, fetch[i], to[i], *res[i], rows, page_size=sizes.page_size)
 
     exchange(0)
-    want = res[0].clone()
-    res[0].zero_()
-    gather(0)
-    scatter(0)
-    assert torch.equal(res[0], want)
-    assert bool(want.any())
+    assert bool(res[0].any())
     num_bytes = 2 * 2 * fetch[0].numel() * sizes.dim * 2  # read and written, K and V
-    for name, run in (
-        ("exchange_rows", exchange),
-        ("gather_pack", gather),
-        ("scatter_pack", scatter),
-    ):
-        calls: list[Callable[[], object]] = [
-            lambda i=i, run=run: run(i)  # type: ignore[misc]
-            for i in list(range(layers)) * (sizes.layers // layers)
-        ]
-        figure = f"{name}, {sizes.cap} rows a head, pages of {sizes.page_size}"
-        yield from rows_of(figure, microseconds(calls, sizes.repeats), num_bytes)
+    calls: list[Callable[[], object]] = [
+        lambda i=i: exchange(i)  # type: ignore[misc]
+        for i in list(range(layers)) * (sizes.layers // layers)
+    ]
+    figure = f"exchange_rows, {sizes.cap} rows a head, pages of {sizes.page_size}"
+    yield from rows_of(figure, microseconds(calls, sizes.repeats), num_bytes)
 
 
 def figures(sizes: Sizes, lengths: list[int], *, only_samples: bool) -> Iterator[dict[str, object]]:

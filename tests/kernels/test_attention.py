@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from tolerances import TOLERANCES, assert_close
+from tolerances import assert_close
 
-from tandemkv.kernels.attention import attend_paged, attend_resident
+from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 24
@@ -26,37 +26,6 @@ def expected(
         lse[j] = logits.logsumexp(0)
         out[j] = logits.softmax(0) @ values[:, j // group].double()
     return out, lse
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pattern", ["prefix", "prefix_and_ring", "random", "none", "last"])
-def test_attend_resident(dtype: torch.dtype, pattern: str) -> None:
-    torch.manual_seed(0)
-    num_rows, num_slots = 5, 601
-    k_res, v_res = torch.randn(2, num_rows, num_slots, NUM_KV_HEADS, HEAD_DIM).to(dtype)
-    rows = torch.tensor([3, 0, 4], dtype=torch.int32)
-    visible = torch.zeros(3, num_slots, dtype=torch.bool)
-    visible[0, :1] = True
-    visible[2] = True
-    if pattern == "prefix":
-        visible[1, :333] = True
-    elif pattern == "prefix_and_ring":
-        visible[1, :200] = True
-        visible[1, 400:587] = True
-    elif pattern == "random":
-        visible[1] = torch.rand(num_slots) < 0.5
-    elif pattern == "last":
-        visible[1, -1] = True
-    for req, row in enumerate(rows.tolist()):  # what is not visible must not matter
-        k_res[row][~visible[req]] = math.nan
-        v_res[row][~visible[req]] = math.inf
-    q = torch.randn(3, NUM_QO_HEADS, HEAD_DIM).to(dtype)
-    out, lse = attend_resident(q, k_res, v_res, rows, visible, scale=SCALE)
-    assert out.dtype == lse.dtype == torch.float32
-    for req, row in enumerate(rows.tolist()):
-        want = expected(q[req], k_res[row][visible[req]], v_res[row][visible[req]])
-        assert_close(out[req], want[0], TOLERANCES[torch.float32])
-        assert_close(lse[req], want[1], TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
@@ -94,20 +63,6 @@ def test_pages_are_runs_of_slots() -> None:
         attend_paged(q, k_pool, v_pool, pages, torch.tensor([1, 1]), scale=SCALE, page_size=0)
     with pytest.raises(ValueError, match="max_len=48"):
         attend_paged(q, k_pool, v_pool, pages, torch.tensor([49, 1]), scale=SCALE, page_size=16)
-
-
-def test_paged_and_resident_agree_at_any_slots() -> None:
-    torch.manual_seed(2)
-    k_pool, v_pool = torch.randn(2, 700, NUM_KV_HEADS, HEAD_DIM)
-    q = torch.randn(1, NUM_QO_HEADS, HEAD_DIM)
-    order = torch.randperm(700)
-    visible = torch.ones(1, 700, dtype=torch.bool)
-    paged = attend_paged(q, k_pool, v_pool, order[None], torch.tensor([700]), scale=SCALE)
-    resident = attend_resident(
-        q, k_pool[None], v_pool[None], torch.tensor([0]), visible, scale=SCALE
-    )
-    assert_close(paged[0], resident[0])
-    assert_close(paged[1], resident[1])
 
 
 def test_huge_logits() -> None:
@@ -168,7 +123,5 @@ def test_bad_arguments() -> None:
         attend_paged(q, pool, pool, slots + 1, torch.tensor([5]), scale=1.0)
     with pytest.raises(ValueError, match=r"v_pool\.shape"):
         attend_paged(q, pool, pool[:4], slots, torch.tensor([5]), scale=1.0)
-    with pytest.raises(ValueError, match=r"visible\.dtype"):
-        attend_resident(q, pool[None], pool[None], torch.tensor([0]), slots, scale=1.0)
     with pytest.raises(ValueError, match=r"lse_b\.dtype"):
         merge_attention(q, q[..., 0], q, q[..., 0].half())

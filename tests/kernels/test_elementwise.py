@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding, normalisation and quantization against float64."""
+"""Rotary embedding and quantization against float64."""
 
 import math
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 from tolerances import TOLERANCES, Tolerance, assert_close
 
-from tandemkv.kernels.norm import rms_norm
 from tandemkv.kernels.quantize import quantize_int8
 from tandemkv.kernels.rope import apply_rope, unapply_rope
 
@@ -45,16 +44,6 @@ def test_rope_products_depend_on_distance_only() -> None:
     assert_close((near[0] * near[1]).sum(-1), (far[0] * far[1]).sum(-1), loose)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 0, 9), (2, 4, 33)])
-def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(2)
-    x, weight = (torch.randn(shape) * 4).to(dtype), torch.randn(shape[-1]).to(dtype)
-    mean_square = x.double().square().mean(-1, keepdim=True)
-    want = x.double() / (mean_square + 1e-2).sqrt() * weight.double()
-    assert_close(rms_norm(x, weight, 1e-2), want, TOLERANCES[dtype])
-
-
 @pytest.mark.parametrize("magnitude", [0.0, 1e-44, 1e-30, 1.0, 1e37])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantize_is_within_half_a_scale(magnitude: float, dtype: torch.dtype) -> None:
@@ -82,9 +71,5 @@ def test_bad_arguments() -> None:
         unapply_rope(x, positions, torch.zeros(4), scaling=0.0)
     with pytest.raises(ValueError, match=r"positions\.dtype"):
         apply_rope(x, positions.float(), torch.zeros(4))
-    with pytest.raises(ValueError, match="eps=-1"):
-        rms_norm(x, torch.zeros(8), -1.0)
-    with pytest.raises(ValueError, match=r"weight\.shape"):
-        rms_norm(x, torch.zeros(7), 1.0)
     with pytest.raises(ValueError, match=r"k\.dtype"):
         quantize_int8(positions.view(2, 1, 1))

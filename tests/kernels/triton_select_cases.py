@@ -10,11 +10,10 @@ from tolerances import assert_close
 
 from tandemkv.kernels.exchange import SampleWeights
 from tandemkv.kernels.mirror import make_mirror_scratch
-from tandemkv.kernels.reference import exchange, mirror, pack
+from tandemkv.kernels.reference import exchange, mirror
 from tandemkv.kernels.reference import position_pooling as reference_pooling
 from tandemkv.kernels.triton_ops import exchange as triton_exchange
 from tandemkv.kernels.triton_ops import mirror as triton_mirror
-from tandemkv.kernels.triton_ops import pack as triton_pack
 from tandemkv.kernels.triton_ops import position_pooling as triton_pooling
 from tandemkv.kernels.triton_ops import topk as triton_topk
 
@@ -336,7 +335,7 @@ def test_exchange_with_weights(cap: int, num_samples: int, has_flag: bool) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("page_size", "cap", "dim"), [(1, 5, 7), (4, 18, 16), (3, 1, 32)])
-def test_exchange_and_gather(dtype: torch.dtype, page_size: int, cap: int, dim: int) -> None:
+def test_exchange(dtype: torch.dtype, page_size: int, cap: int, dim: int) -> None:
     heads, pages, num_slots = 2, 8, 20
     pools = random_bits(2, 2 * pages * page_size, heads, dim, dtype=dtype)
     table = torch.stack([torch.randperm(2 * pages)[:pages] for _ in range(2)]).int().to(DEVICE)
@@ -346,19 +345,7 @@ def test_exchange_and_gather(dtype: torch.dtype, page_size: int, cap: int, dim: 
     to[0, :, 0] = -1
     rows = torch.tensor([2, 0], device=DEVICE)
     want = random_bits(2, 3, num_slots, heads, dim, dtype=dtype)
-    got, unmarked = want.clone(), want.clone()
-    positions = torch.full((2, 3, heads, num_slots), -1, dtype=torch.int32, device=DEVICE)
-    for run, res, kept in (
-        (exchange.exchange_rows, want, positions[0]),
-        (triton_exchange.exchange_rows, got, positions[1]),
-        (triton_exchange.exchange_rows, unmarked, None),
-    ):
-        run(*pools, table, fetch, to, *res, rows, page_size=page_size, pos_res=kept)
+    got = want.clone()
+    for run, res in ((exchange.exchange_rows, want), (triton_exchange.exchange_rows, got)):
+        run(*pools, table, fetch, to, *res, rows, page_size=page_size)
     assert same_bits(got, want)
-    assert same_bits(unmarked, want)
-    assert torch.equal(positions[0], positions[1])
-    packs = random_bits(2, 2, heads, cap, dim, dtype=dtype)
-    wanted = packs.clone()
-    pack.gather_pack(*pools, table, fetch, *wanted, page_size=page_size)
-    triton_pack.gather_pack(*pools, table, fetch, *packs, page_size=page_size)
-    assert same_bits(packs, wanted)

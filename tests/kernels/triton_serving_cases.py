@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm, RoPE and paged attention in Triton; run by `test_triton_serving` in its own process."""
+"""RoPE and paged attention in Triton; run by `test_triton_serving` in its own process."""
 
 import math
 from dataclasses import replace
@@ -9,9 +9,8 @@ import torch
 from interpreted_loops import allow_loaded_bounds
 from tolerances import TOLERANCES, Tolerance, assert_close
 
-from tandemkv.kernels.reference import attention, norm, rope
+from tandemkv.kernels.reference import attention, rope
 from tandemkv.kernels.triton_ops import attention as triton_attention
-from tandemkv.kernels.triton_ops import norm as triton_norm
 from tandemkv.kernels.triton_ops import rope as triton_rope
 from tandemkv.kernels.triton_ops.attention import PAGED
 
@@ -20,25 +19,6 @@ if DEVICE == "cpu":
     allow_loaded_bounds()
 # The interpreter multiplies bfloat16 as if its bits were integers.
 MULTIPLIED = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 0, 9), (2, 4, 128), (1, 4096)])
-def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    x = (torch.randn(shape, device=DEVICE) * 4).to(dtype)
-    weight = torch.randn(2 * shape[-1], device=DEVICE).to(dtype)[::2]
-    want = norm.rms_norm(x.double(), weight, 1e-2)
-    got = triton_norm.rms_norm(x, weight, 1e-2)
-    assert got.dtype == dtype
-    assert_close(got, want, TOLERANCES[dtype])
-
-
-def test_rms_norm_of_a_view() -> None:
-    torch.manual_seed(1)
-    x = torch.randn(3, 6, 16, device=DEVICE)[:, ::2].transpose(0, 1)
-    weight = torch.randn(16, device=DEVICE)
-    assert_close(triton_norm.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from bounds_by_page import page_bounds
 
 from tandemkv.cache_rank.calibration.resolve import share_of
-from tandemkv.cache_rank.page_bounds import page_bounds
 from tandemkv.cache_rank.policies.base import (
     HeadClusters,
     Policy,

@@ -39,9 +39,7 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(settings), encoding="utf-8")
     guard, log = Guard(), folder / "cache_rank.log"
-    env = cache_rank_env(
-        os.environ, device=settings.cache_device, inference_device=settings.device, is_shared=True
-    )
+    env = cache_rank_env(os.environ, device=settings.cache_device)
     try:
         with log.open("wb") as out:
             child = subprocess.Popen(

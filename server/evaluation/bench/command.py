@@ -120,12 +120,6 @@ def kernels(only: OnlyOption = None, out: OutOption = None) -> None:
     _run_suite("kernels", only or [], out)
 
 
-@bench_app.command()
-def transport(only: OnlyOption = None, out: OutOption = None) -> None:
-    """Time copies between host, GPU and GPU."""
-    _run_suite("transport", only or [], out)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRequest:
     """Options of ``bench serve``."""

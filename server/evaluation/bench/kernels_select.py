@@ -155,14 +155,13 @@ def _time_exchange(length: int, device: torch.device) -> list[Row]:
     keys = torch.rand((LAYERS, NUM_REQS, HEADS, length), device=device)
     fetch = keys.argsort(-1)[..., :CAP].int().contiguous()
     target = keys[..., :RESIDENT].argsort(-1)[..., :CAP].int().contiguous()
-    positions = torch.zeros(NUM_REQS, HEADS, RESIDENT, device=device).int()
 
     def run(layer: int) -> None:
         k_pool, v_pool = pools[layer]
         k_res, v_res = resident[layer]
         exchange_rows(
             k_pool, v_pool, table, fetch[layer], target[layer], k_res, v_res, request_rows,
-            page_size=PAGE, pos_res=positions,
+            page_size=PAGE,
         )  # fmt: skip
 
     run(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of kernels and transports: every module ``kernels_*`` and ``transport_*`` here.
+"""Benchmarks of kernels: every module ``kernels_*`` here.
 
 A module offers ``rows() -> list[Row]`` and is run by being in this folder.
 """

@@ -11,7 +11,7 @@ import torch
 
 from tandemkv.cache_rank.in_process.factory import create
 from tandemkv.cache_rank.in_process.rank import InProcessCacheRank
-from tandemkv.cache_rank.model_adapters.rotary import read_rotary
+from tandemkv.cache_rank.in_process.rotary import read_rotary
 from tandemkv.cache_rank.policies.base import (
     PolicyContext,
     PolicyError,

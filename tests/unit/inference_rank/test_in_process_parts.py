@@ -342,7 +342,7 @@ def test_rows_are_known_on_the_host_while_the_scheduler_runs_a_batch(
         running_reqs=[],
         client=None,
     )
-    monkeypatch.setattr(hooks.runtime_module, "current_local", lambda: runtime)
+    monkeypatch.setattr(hooks.runtime_module, "current", lambda: runtime)
     seen: list[list[int] | None] = []
 
     def run(_scheduler: object, batch: Any) -> str:

@@ -5,10 +5,8 @@ import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import RefreshRule
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
-from tandemkv.inference_rank.counters import Counters
-from tandemkv.inference_rank.refresh import RefreshSchedule, trigger_token_ids
-from tandemkv.inference_rank.runtime import Runtime
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.inference_rank.refresh import RefreshSchedule, schedule_for, trigger_token_ids
 
 WORDS = ["a", ".", " end.", "e.g", "?", "!\n", ";", "\n\n", "1.5", "..", " ", ".)", "\n  ", ". "]
 
@@ -68,33 +66,27 @@ def test_never_and_padding():
     assert slow_steps(RefreshSchedule(RefreshRule.PERIOD, 1), [None] * 3, row=0) == []
 
 
-def runtime_of(load_tokenizer=Words, **selection):
-    return Runtime(
-        settings=RankSettings(selection=SelectionSettings(**selection)),
-        model=None,
-        client=None,
-        resident=None,
-        counters=Counters(),
-        req_to_token_pool=None,
-        load_tokenizer=load_tokenizer,
-    )
-
-
-def test_the_handshake_decides_which_schedule_there_is():
-    sfi = runtime_of(policy="sfi", sfi_triggers="?", sfi_max_interval=9)
-    schedule = sfi.schedule_for(RefreshRule.BOUNDARY)
+def test_the_policy_decides_which_schedule_there_is():
+    sfi = SelectionSettings(policy="sfi", sfi_triggers="?", sfi_max_interval=9)
+    schedule = schedule_for(RefreshRule.BOUNDARY, sfi, Words)
     assert (schedule.period, schedule.triggers) == (9, {WORDS.index("?")})
-    sync = runtime_of(policy="sync_kv", sync_stride=3).schedule_for(RefreshRule.PERIOD)
+    sync = SelectionSettings(policy="sync_kv", sync_stride=3)
+    sync = schedule_for(RefreshRule.PERIOD, sync, Words)
     assert (sync.rule, sync.period, sync.triggers) == (RefreshRule.PERIOD, 3, frozenset())
-    assert runtime_of().schedule_for(RefreshRule.NEVER).rule is RefreshRule.NEVER
+    never = schedule_for(RefreshRule.NEVER, SelectionSettings(), Words)
+    assert never.rule is RefreshRule.NEVER
 
 
 def test_the_vocabulary_is_read_once():
-    reads = []
-    runtime = runtime_of(lambda: reads.append(1) or Words(), policy="sfi")
-    runtime.refresh = runtime.schedule_for(RefreshRule.BOUNDARY)
-    again = runtime.schedule_for(RefreshRule.BOUNDARY)
-    assert again.triggers == runtime.refresh.triggers
+    reads, sfi = [], SelectionSettings(policy="sfi")
+
+    def load():
+        reads.append(1)
+        return Words()
+
+    first = schedule_for(RefreshRule.BOUNDARY, sfi, load)
+    again = schedule_for(RefreshRule.BOUNDARY, sfi, load, triggers=first.triggers)
+    assert again.triggers == first.triggers
     assert reads == [1]
     with pytest.raises(SettingsError, match="tokenizer"):
-        runtime_of(None, policy="sfi").schedule_for(RefreshRule.BOUNDARY)
+        schedule_for(RefreshRule.BOUNDARY, sfi, None)

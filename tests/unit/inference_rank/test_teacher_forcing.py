@@ -32,8 +32,7 @@ def sample(
         running_lengths=lengths,
         counters=SimpleNamespace(forced_tokens_total=0),
     )
-    monkeypatch.setattr(runtime_module, "current", lambda: None)
-    monkeypatch.setattr(runtime_module, "current_local", lambda: runtime)
+    monkeypatch.setattr(runtime_module, "current", lambda: runtime)
     output = SimpleNamespace(
         next_token_logits=torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(len(reqs), 1),
         next_token_logprobs=torch.zeros(len(reqs)),

@@ -21,11 +21,9 @@ from tandemkv.cache_rank.protocol.control import ControlClient, ControlServer
 from tandemkv.cache_rank.protocol.errors import CacheRankError, CacheRankLostError, ProtocolError
 from tandemkv.cache_rank.protocol.messages import (
     MAX_FRAME_BYTES,
-    ClearSlots,
     Goodbye,
-    RowStep,
+    StatusReply,
     StatusRequest,
-    StepBegin,
     encode,
 )
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -62,9 +60,9 @@ def stranger(run_dir: RunDir) -> Iterator[zmq.Socket[bytes]]:
 
 def test_messages_arrive_in_order(server: ControlServer, client: ControlClient) -> None:
     for epoch in range(500):
-        client.send(ClearSlots(epoch=epoch))
+        client.send(Goodbye(epoch=epoch))
     got = [server.poll(2.0) for _ in range(500)]
-    assert [m[1] for m in got if m] == [ClearSlots(epoch=e) for e in range(500)]
+    assert [m[1] for m in got if m] == [Goodbye(epoch=e) for e in range(500)]
     assert server.poll(0.0) is None
 
 
@@ -72,7 +70,7 @@ def test_answer_reaches_the_one_who_asked(server: ControlServer, run_dir: RunDir
     clients = [ControlClient(run_dir) for _ in range(2)]
     peers = []
     for n, each in enumerate(clients):
-        each.send(ClearSlots(epoch=n))
+        each.send(Goodbye(epoch=n))
         received = server.poll(2.0)
         assert received is not None
         peers.append(received[0])
@@ -110,17 +108,17 @@ def test_garbage_is_counted_and_good_messages_go_on(
     rng = random.Random(1)
     for _ in range(300):
         stranger.send(rng.randbytes(rng.randint(0, 200)))
-    stranger.send_multipart([encode(ClearSlots(epoch=1))] * 2)
+    stranger.send_multipart([encode(Goodbye(epoch=1))] * 2)
     stranger.send_multipart([b"x" * 1000] * 50)
-    stranger.send(encode(ClearSlots(epoch=1)) + b"x")
+    stranger.send(encode(Goodbye(epoch=1)) + b"x")
     deadline = time.monotonic() + 5.0
     while server.malformed < 303 and time.monotonic() < deadline:
         assert server.poll(0.1) is None
     assert server.malformed == 303
-    client.send(ClearSlots(epoch=2))
+    client.send(Goodbye(epoch=2))
     received = server.poll(2.0)
     assert received is not None
-    assert received[1] == ClearSlots(epoch=2)
+    assert received[1] == Goodbye(epoch=2)
 
 
 def test_frame_beyond_the_limit_ends_its_connection_only(
@@ -128,7 +126,7 @@ def test_frame_beyond_the_limit_ends_its_connection_only(
 ) -> None:
     stranger.send(b"x" * (MAX_FRAME_BYTES + 1))
     assert server.poll(0.3) is None
-    client.send(ClearSlots(epoch=2))
+    client.send(Goodbye(epoch=2))
     assert server.poll(2.0) is not None
 
 
@@ -177,16 +175,16 @@ def test_raw_bytes_on_the_socket_do_no_harm(
     rng = random.Random(2)
     for n in range(100):
         _send_raw(run_dir.control_socket, (_GREETING if n % 2 else b"") + rng.randbytes(300))
-    client.send(ClearSlots(epoch=2))
+    client.send(Goodbye(epoch=2))
     received = server.poll(2.0)
     assert received is not None
-    assert received[1] == ClearSlots(epoch=2)
+    assert received[1] == Goodbye(epoch=2)
 
 
 def test_send_does_not_block_when_nobody_reads(client: ControlClient) -> None:
     def flood() -> None:
         for epoch in range(100_000):
-            client.send(ClearSlots(epoch=epoch))
+            client.send(Goodbye(epoch=epoch))
 
     start = time.monotonic()
     with pytest.raises(CacheRankLostError, match="nobody reads"):
@@ -195,18 +193,9 @@ def test_send_does_not_block_when_nobody_reads(client: ControlClient) -> None:
 
 
 def test_message_beyond_the_limit_is_the_senders_error(client: ControlClient) -> None:
-    row = RowStep(row=1, generation=1, length=1, prefix_len=1, flags=1, window=1)
-    step = StepBegin(
-        epoch=1,
-        step_id=1,
-        kind=1,
-        rows=[row] * 200_000,
-        dirty=[],
-        num_table_slots=1,
-        applied_seq=0,
-    )
+    large = StatusReply(role="x", epoch=1, ready=True, values={}, info={"x": "y" * MAX_FRAME_BYTES})
     with pytest.raises(ProtocolError, match="exceeds"):
-        client.send(step)
+        client.send(large)
 
 
 def test_request_times_out(server: ControlServer, client: ControlClient) -> None:
@@ -230,7 +219,7 @@ def test_second_server_is_refused_and_harms_nothing(
 ) -> None:
     with pytest.raises(CacheRankError, match="another live process"):
         ControlServer(run_dir)
-    client.send(ClearSlots(epoch=1))
+    client.send(Goodbye(epoch=1))
     assert server.poll(2.0) is not None
 
 
@@ -257,7 +246,7 @@ def test_socket_of_a_dead_process_is_taken_over(run_dir: RunDir) -> None:
     child.stdout.close()
     assert run_dir.control_socket.exists()
     client = ControlClient(run_dir)
-    client.send(ClearSlots(epoch=1))
+    client.send(Goodbye(epoch=1))
     server = ControlServer(run_dir)
     assert server.poll(3.0) is not None
     client.close()

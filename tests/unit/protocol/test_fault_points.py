@@ -26,7 +26,7 @@ from tandemkv.cache_rank.protocol.fault_points import (
     reach,
     read_faults,
 )
-from tandemkv.cache_rank.protocol.messages import ClearSlots, StatusRequest
+from tandemkv.cache_rank.protocol.messages import Goodbye, StatusRequest
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -158,10 +158,10 @@ def test_a_lost_control_message_is_a_lost_cache_rank_and_no_more(tmp_path: Path)
         enable("control.send=drop@1x1", tmp_path, "inference_rank")
         with pytest.raises(CacheRankLostError, match="did not answer StatusRequest"):
             client.request(StatusRequest(), 0.2)
-        client.send(ClearSlots(epoch=3))
+        client.send(Goodbye(epoch=3))
         received = server.poll(2.0)
         assert received is not None
-        assert received[1] == ClearSlots(epoch=3)
+        assert received[1] == Goodbye(epoch=3)
     finally:
         client.close()
         server.close()

@@ -41,7 +41,7 @@ MODEL = ModelSpec(
     model_hash="ab" * 16,
 )
 SETTINGS = RankSettings()
-WELCOME = Welcome(epoch=3, num_slots=9, timing=1, all_exact=False, store_name="store-3")
+WELCOME = Welcome(epoch=3, num_slots=9, timing=1, all_exact=False)
 
 
 def _hello(**changes: object) -> Hello:
@@ -88,7 +88,7 @@ def test_setting_that_the_cache_rank_lacks_is_named() -> None:
 def test_settings_trees_that_differ_are_refused() -> None:
     for other in (
         RankSettings(selection=SelectionSettings(budget_tokens=512)),
-        RankSettings(exchange=ExchangeSettings(layers_per_pack=2)),
+        RankSettings(exchange=ExchangeSettings(heartbeat_misses=2)),
         RankSettings(cache=CacheSettings(capacity_tokens=1024)),
         RankSettings(evaluation=True),
     ):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 
@@ -128,16 +128,6 @@ def test_token_of_wrong_length_is_refused(tmp_path: Path, token: bytes) -> None:
     (run_dir.path / "token").write_bytes(token)
     with pytest.raises(SettingsError, match="must be 32"):
         RunDir.open(run_dir.path)
-
-
-def test_stores(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path / "run")
-    assert run_dir.resolve_store("store-12") == run_dir.store_path(12)
-    run_dir.store_path(12).write_bytes(b"stale")
-    assert not run_dir.fresh_store(12).exists()
-    for name in ("../store-1", "store-", "store-1/x", "/etc/passwd", "", "store-1\n", "token"):
-        with pytest.raises(ProtocolError):
-            run_dir.resolve_store(name)
 
 
 def test_repr_does_not_show_the_token(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from tandemkv.server.commands import app
 
 RANK_OPTIONS = """
     --policy --budget-tokens --resident-factor --recent-tokens --sink-tokens --fetch-cap
-    --index-dtype --deterministic --no-deterministic --layers-per-pack --look-ahead-layers
-    --refresh-every --exact-layers --deadline-us --cache-tokens --max-running-requests --config
+    --index-dtype --look-ahead-layers --refresh-every --exact-layers --cache-tokens
+    --max-running-requests --config
     --cache-device
 """
 SERVE_OPTIONS = f"""{RANK_OPTIONS}
@@ -92,12 +92,20 @@ def test_help_names_the_values_of_a_choice(runner: CliRunner) -> None:
 
 
 def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:
-    arguments = ["serve", "m", "--print-settings", "--budget-tokens", "512", "--no-deterministic"]
+    arguments = [
+        "serve",
+        "m",
+        "--print-settings",
+        "--budget-tokens",
+        "512",
+        "--heartbeat-misses",
+        "5",
+    ]
     result = runner.invoke(app, [*arguments, "--", "--log-level", "debug"])
     assert result.exit_code == 0
     printed = yaml.safe_load(result.stdout)
     assert printed["selection"]["budget_tokens"] == 512
-    assert printed["exchange"]["deterministic"] is False
+    assert printed["exchange"]["heartbeat_misses"] == 5
     assert printed["sglang_args"] == ["--log-level", "debug"]
 
 

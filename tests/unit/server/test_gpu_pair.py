@@ -11,28 +11,18 @@ import pytest
 import torch
 from tiny_model import write_model
 
-from tandemkv.cache_rank import device_memory
-from tandemkv.cache_rank.protocol.connect import check_transport
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.server.devices import as_pair, resolve_device, resolve_transport
+from tandemkv.server.devices import (
+    as_pair,
+    cache_rank_device,
+    choose_cache_device,
+    resolve_cache_device,
+    resolve_device,
+)
 from tandemkv.server.preflight import resolve_launch
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
-
-MODEL = ModelSpec(
-    architecture="LlamaForCausalLM",
-    num_layers=4,
-    num_qo_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    hidden_size=32,
-    max_context=128,
-    dtype="bfloat16",
-    model_hash="aa",
-)
 
 
 @pytest.fixture
@@ -80,41 +70,90 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
         environ = {ONE_DEVICE_VARIABLE: "1"}
         env = sglang_env(launch.settings, environ, run_dir=model_dir, device=launch.device)
         assert env[ONE_DEVICE_VARIABLE] == "1"
-    with pytest.raises(SettingsError, match=r"needs 2 GPUs, 1 seen"):
-        resolve_launch(pair.model_copy(update={"device": "cuda"}), said.append)
+        launch = resolve_launch(pair.model_copy(update={"device": device}), said.append)
+        assert (launch.device, launch.settings.transport) == ("cuda", "shared")
 
 
-def test_the_device_decides_the_data_plane_unless_given() -> None:
-    settings = as_pair(ServeSettings(model="m"))
-    assert resolve_transport(settings, "cuda").transport == "nccl"
-    assert resolve_transport(settings, "cpu").transport == "shared"
-    shared = ServeSettings.model_validate(
-        {"model": "m", "cache_ranks": 1, "exchange": {"transport": "shared"}}
-    )
-    assert resolve_transport(shared, "cpu") == shared
-    with pytest.raises(SettingsError, match=r"transport=shared.*cuda; use --transport nccl"):
-        resolve_transport(shared, "cuda")
-    assert resolve_transport(ServeSettings(model="m", cache_ranks=0), "cuda").transport == "local"
-    given = ServeSettings.model_validate(
-        {"model": "m", "cache_ranks": 1, "exchange": {"transport": "gloo"}}
-    )
-    assert resolve_transport(given, "cpu") == given
-    with pytest.raises(SettingsError, match=r"transport=gloo.*cuda; use --transport nccl"):
-        resolve_transport(given, "cuda")
-    with pytest.raises(SettingsError, match=r"transport=nccl.*cpu; use --transport gloo"):
-        check_transport("nccl", torch.device("cpu"))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_two_processes_map_the_same_memory(device: str) -> None:
+    pair = as_pair(ServeSettings(model="m"))
+    assert resolve_cache_device(pair, device).transport == "shared"
+    assert ServeSettings(model="m", cache_ranks=0).transport == "local"
 
 
-@pytest.mark.parametrize(("visible", "places"), [(None, ("0", "1")), ("5, 2,7", ("5", "2"))])
-def test_each_rank_sees_one_gpu(visible: str | None, places: tuple[str, str]) -> None:
-    settings = resolve_transport(as_pair(ServeSettings(model="m")), "cuda")
+@pytest.mark.parametrize(
+    ("visible", "num_gpus", "seen"),
+    [
+        (None, 2, "1,0"),
+        ("5, 2,7", 3, "2,5"),
+        ("5", 1, "5"),
+        (None, 1, None),
+    ],
+)
+def test_the_cache_rank_sees_its_own_gpu_first_and_then_the_other(
+    visible: str | None, num_gpus: int, seen: str | None
+) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    ours = sglang_env(settings, environ, run_dir=Path("/r"), device="cuda")
-    theirs = cache_rank_env(environ, device="cuda", inference_device="cuda")
-    for env, place in zip((ours, theirs), places, strict=True):
-        assert env["CUDA_VISIBLE_DEVICES"] == place
-        assert env["NCCL_SOCKET_IFNAME"] == "lo"
-        assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    env = cache_rank_env(environ, device="cuda", num_gpus=num_gpus)
+    assert env.get("CUDA_VISIBLE_DEVICES") == seen
+    assert cache_rank_env(environ, device="cpu", num_gpus=2).get("CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "devices", "found"),
+    [
+        ("auto", "cuda", ("cpu", "cuda"), "cuda"),
+        ("auto", "cuda", ("cpu",), "cpu"),
+        ("auto", "cpu", ("cpu",), "cpu"),
+        ("auto", "auto", ("cpu", "cuda"), "auto"),
+        ("cpu", "cuda", ("cpu", "cuda"), "cpu"),
+        ("cuda", "cuda", ("cpu",), "cuda"),
+    ],
+)
+def test_auto_follows_the_model_unless_the_policy_cannot(
+    wanted: str, device: str, devices: tuple[str, ...], found: str
+) -> None:
+    assert choose_cache_device(wanted, device, devices) == found
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "message"),
+    [
+        ("cuda", {"cache_device": "cpu"}, "cache_device=cpu, .*not available.*--device cpu"),
+        ("cuda", {"selection": {"policy": "lfps"}}, "policy=lfps runs on a CPU only, .*--device"),
+        (
+            "cuda",
+            {"cache_device": "cuda", "selection": {"policy": "lfps"}},
+            "policy=lfps does not run on cuda; use --cache-device cpu",
+        ),
+        ("cpu", {"cache_device": "cuda"}, "rank is on cpu; use --cache-device cpu"),
+    ],
+)
+def test_contradictions_say_what_to_do(device: str, given: dict[str, Any], message: str) -> None:
+    settings = ServeSettings.model_validate({"model": "m", **given})
+    with pytest.raises(SettingsError, match=message):
+        resolve_cache_device(settings, device)
+
+
+def test_a_cpu_alone_serves_every_policy() -> None:
+    for policy in ("lfps", "look_ahead"):
+        settings = ServeSettings.model_validate({"model": "m", "selection": {"policy": policy}})
+        assert resolve_cache_device(settings, "cpu").cache_device == "cpu"
+    with pytest.raises(ValueError, match=r"cache_device=cuda .*; use --cache-device cpu, or"):
+        ServeSettings(model="m", device="cpu", cache_device="cuda")
+
+
+def test_a_cache_rank_by_itself_takes_its_own_gpu(gpus: pytest.MonkeyPatch) -> None:
+    def settings_of(**given: Any) -> ServeSettings:
+        return ServeSettings.model_validate({"model": "m", **given})
+
+    assert cache_rank_device(settings_of(device="cuda")) == "cuda"
+    assert cache_rank_device(settings_of(device="cpu")) == "cpu"
+    assert cache_rank_device(settings_of()) == "cuda"
+    gpus.setattr(torch.cuda, "is_available", lambda: False)
+    assert cache_rank_device(settings_of()) == "cpu"
+    with pytest.raises(SettingsError, match="sees no CUDA device"):
+        cache_rank_device(settings_of(cache_device="cuda"))
 
 
 def test_one_process_keeps_all_gpus() -> None:
@@ -134,24 +173,11 @@ def test_groups_of_several_processes_listen_on_loopback_alone(tensor_parallel: i
     assert env["GLOO_SOCKET_IFNAME"] == "dummy0"
 
 
-def test_passes_of_a_pair_are_neither_captured_nor_overlapped() -> None:
+def test_passes_of_a_pair_are_captured_but_not_overlapped() -> None:
     def argv(settings: ServeSettings) -> tuple[str, ...]:
         return sglang_argv(settings, model_dir=Path("/m"), device="cuda", dtype="bfloat16", port=1)
 
-    pair = argv(resolve_transport(as_pair(ServeSettings(model="m")), "cuda"))
-    assert {"--disable-cuda-graph", "--disable-overlap-schedule"} <= set(pair)
-    assert pair[pair.index("--page-size") + 1] == "1"
-    alone = argv(ServeSettings(model="m", cache_ranks=0))
-    assert "--disable-cuda-graph" not in alone
-
-
-def test_too_little_memory_of_the_gpu_is_told_with_the_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    free = device_memory.RESERVED_BYTES + (1 << 20)
-    monkeypatch.setattr(device_memory, "free_bytes", lambda: free)
-    per_token = 2 * 2 * 8 * 2 * 4
-    fitting = (1 << 20) // per_token
-    device_memory.check_device_memory(MODEL, RankSettings(), num_slots=fitting)
-    with pytest.raises(SettingsError, match=rf"at most {fitting} tokens fit \(--cache-tokens\)"):
-        device_memory.check_device_memory(MODEL, RankSettings(), num_slots=fitting + 1)
+    pair = argv(as_pair(ServeSettings(model="m")))
+    assert "--disable-overlap-schedule" in pair
+    assert "--disable-cuda-graph" not in pair
+    assert "--disable-overlap-schedule" not in argv(ServeSettings(model="m", cache_ranks=0))

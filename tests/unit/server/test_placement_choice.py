@@ -111,7 +111,7 @@ def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
     assert (settings.cache_ranks, settings.tensor_parallel) == (0, 2)
     assert said[0] == "placement in-process-tp2: as --tp says"
     with pytest.raises(SettingsError, match="use --tp 1"):
-        resolve(tmp_path, tensor_parallel=2, selection={"policy": "sync_kv"})
+        resolve(tmp_path, tensor_parallel=2, exchange={"transport": "shared"})
 
 
 @pytest.mark.parametrize(
@@ -192,13 +192,8 @@ def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
         resolve(tmp_path, cache_ranks=1, selection=both, exchange={"transport": "peer"})
 
 
-def test_a_policy_that_needs_a_process_gets_one(tmp_path: Path, gpus: Any) -> None:
+def test_shared_selections_stay_in_process(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
-    settings, said = resolve(tmp_path, selection={"policy": "sync_kv"})
-    assert (settings.cache_ranks, settings.selection.index_dtype) == (1, "native")
-    assert "sync_kv needs one" in said[0]
-    for policy in ("quest", "own_policy:NewestFirst"):  # has a method of its own in decode steps
-        assert resolve(tmp_path, selection={"policy": policy})[0].cache_ranks == 1
     fraction = {"policy": "kascade", "kascade_fraction": 0.1}
     assert resolve(tmp_path, selection=fraction)[0].cache_ranks == 0
     sparse = {"policy": "look_ahead", "share_layers": True, "exact_layers": ()}
@@ -286,17 +281,15 @@ def test_an_int4_index_comes_with_as_many_recent_tokens_as_a_long_page(
     assert argv[argv.index("--page-size") + 1] == ("128" if is_long else "64")
 
 
-@pytest.mark.parametrize("option", [{"late_layers": 2}, {"predictor_dtype": "int8"}], ids=str)
-@pytest.mark.parametrize(("device", "changes"), [("cpu", {}), ("cuda", {"cache_ranks": 1})])
-def test_only_a_cache_rank_in_the_process_can(
-    tmp_path: Path, gpus: Any, device: str, changes: dict[str, Any], option: dict[str, Any]
+@pytest.mark.parametrize("transport", ["shared", "peer"])
+def test_every_placement_has_late_layers_and_a_w_q_of_its_own(
+    tmp_path: Path, gpus: Any, transport: str
 ) -> None:
     gpus(2)
-    selection = {"budget_tokens": 2048, **option}
-    with pytest.raises(SettingsError, match="add --cache-ranks 0, or --transport peer"):
-        resolve(tmp_path, device, selection=selection, exchange={"transport": "nccl"}, **changes)
-    settings, _ = resolve(tmp_path, device, selection=selection, cache_ranks=0)
-    assert option.items() <= settings.selection.model_dump().items()
+    selection = {"budget_tokens": 2048, "late_layers": 2, "predictor_dtype": "int8"}
+    exchange = {"transport": transport}
+    settings, _ = resolve(tmp_path, selection=selection, cache_ranks=1, exchange=exchange)
+    assert (settings.selection.num_late, settings.selection.predictor_dtype) == (2, "int8")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +300,7 @@ def test_only_a_cache_rank_in_the_process_can(
         ({"late_layers": 2}, "peer", 2),
         ({"exact_layers": [0, 1]}, "peer", None),
         ({"policy": "async_spade"}, "peer", None),
-        ({}, "nccl", None),
+        ({}, "shared", None),
     ],
 )
 def test_a_first_layer_is_late_between_two_gpus(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import socket
 from pathlib import Path
 
@@ -261,8 +263,7 @@ def test_doctor_checks_report_instead_of_raising(
 
     fine = doctor.Finding("x", "ok", "")
     monkeypatch.setattr(doctor, "check_python", broken)
-    for slow in ("check_contract", "check_gloo"):
-        monkeypatch.setattr(doctor, slow, lambda: fine)
+    monkeypatch.setattr(doctor, "check_contract", lambda: fine)
     open_dir = tmp_path / "open"
     open_dir.mkdir(mode=0o755)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -273,6 +274,20 @@ def test_doctor_checks_report_instead_of_raising(
     assert all(item.advice for item in failed.values())
 
 
-def test_refuses_an_index_that_a_cache_rank_of_its_own_does_not_have(model_dir: Path) -> None:
+def test_refuses_an_index_that_takes_long_pages_on_a_cpu(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match=r"index_dtype=int4.*--index-dtype int8"):
         resolve(model_dir, selection={"index_dtype": "int4"})
+
+
+def test_doctor_maps_memory() -> None:
+    assert doctor.check_shared_memory().level == "ok"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        found = doctor.check_shared_memory()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert found.level == "fail"
+    assert "cannot be made" in found.text

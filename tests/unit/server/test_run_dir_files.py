@@ -70,7 +70,6 @@ def test_what_a_killed_server_left_is_gone(
     assert Path(plan.sglang.env["TMPDIR"]) == run_dir.temporary
     assert list(run_dir.temporary.iterdir()) == []
     (run_dir.path / "sglang-store-41").write_text("")
-    (run_dir.path / "store-3").write_text("")
     clean_run_dir(run_dir, is_ours=False, keep_logs=False)
     assert names(run_dir) == set()
 

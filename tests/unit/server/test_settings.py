@@ -91,7 +91,7 @@ def test_text_forms_of_flags() -> None:
         flags(
             selection__exact_layers="4, 2",
             selection__fetch_cap="none",
-            exchange__deterministic=False,
+            selection__dense_while_fits=False,
             sglang_args="--log-level 'very low'",
             cache__capacity_tokens="64k",
             max_context="4K",
@@ -103,7 +103,7 @@ def test_text_forms_of_flags() -> None:
     assert (settings.max_context, settings.selection.dense_tokens) == (4096, 2048)
     assert settings.selection.exact_layers == (4, 2)
     assert settings.selection.fetch_cap is None
-    assert not settings.exchange.deterministic
+    assert not settings.selection.dense_while_fits
     assert settings.sglang_args == ("--log-level", "very low")
 
 
@@ -115,8 +115,8 @@ def test_what_is_printed_is_read_back_the_same(tmp_path: Path) -> None:
 
 
 def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -> None:
-    """A file that says gloo, or native keys, would be taken for somebody's wish on GPUs."""
-    chosen = {"exchange__transport": "nccl", "selection__index_dtype": "int8"}
+    """A file that says native keys would be taken for somebody's wish on GPUs."""
+    chosen = {"exchange__transport": "peer", "selection__index_dtype": "int8"}
     for more in ({}, chosen):
         read = load_settings({}, {}, write(tmp_path, to_yaml(load_settings(flags(**more), {}))))
         assert ("transport" in read.exchange.model_fields_set) is bool(more)

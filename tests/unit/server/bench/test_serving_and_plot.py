@@ -153,7 +153,6 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
     [
         ("decode", "--points --config --shape --profile --prefill-chunk --tokenizer --out"),
         ("kernels", "--only --out"),
-        ("transport", "--only --out"),
         ("serve", "--url --tokenizer --concurrency --input-tokens"),
         ("plot", "--out"),
     ],

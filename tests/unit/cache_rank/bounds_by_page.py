@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds of keys by pages of positions: the least and the largest of each component."""
+"""Bounds of keys by pages of positions, made anew: what `PageBoundsIndex` keeps up."""
 
 from __future__ import annotations
 
 import torch
 
-from .policies.base import PageBounds
+from tandemkv.cache_rank.in_process.page_index import enter_range
+from tandemkv.cache_rank.policies.base import PageBounds
 
 
 def page_bounds(
@@ -36,28 +37,3 @@ def page_bounds(
     for i, (first, last) in enumerate(zip(lo.tolist(), hi.tolist(), strict=True)):
         enter_range(keys, slots[i], first, last, low[i], high[i], page_tokens=page_tokens)
     return PageBounds(low, high, page_tokens)
-
-
-def enter_range(
-    keys: torch.Tensor,
-    slots: torch.Tensor,
-    first: int,
-    last: int,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    *,
-    page_tokens: int,
-) -> None:
-    """Write the bounds of one request's positions ``[first, last)``, whole pages at a time.
-
-    ``slots [width]`` by position, ``low, high [num_pages, H, D]``. What the pages held before is
-    forgotten.
-    """
-    if first >= last:
-        return
-    begin, end = first // page_tokens, -(-last // page_tokens)
-    own = keys[slots[first:last].long()]  # [n, H, D]
-    page = torch.arange(first, last, device=keys.device) // page_tokens - begin
-    index = page[:, None, None].expand_as(own)
-    for bounds, how in ((low, "amin"), (high, "amax")):
-        bounds[begin:end].scatter_reduce_(0, index, own, reduce=how, include_self=False)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rotary embedding of a model's configuration, against transformers' own."""
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from tandemkv.cache_rank.in_process.rotary import read_rotary
+from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
+from tandemkv.kernels.rope import apply_rope
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"head_dim": 16}),
+    "llama-bias": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True}),
+    "llama3-rope": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
+    "yarn-rope": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": YARN}),
+    "linear-rope": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "mistral": (MistralForCausalLM, MistralConfig, {"head_dim": 16, "sliding_window": None}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24}),
+}
+
+
+def make_model(path, model_class, config_class, changes):
+    torch.manual_seed(7)
+    config = config_class(**SHAPE, architectures=[model_class.__name__], **changes)
+    model = model_class(config).eval()
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_queries_are_turned_as_transformers_does(tmp_path, case):
+    model = make_model(tmp_path, *CASES[case])
+    dim = model.model.layers[0].self_attn.head_dim
+    query, positions = torch.randn(1, 4, 5, dim), torch.tensor([0, 3, 77, 128, 255])
+    cos, sin = model.model.rotary_emb(torch.randn(1, 5, 32), positions.unsqueeze(0))
+    want, _ = apply_rotary_pos_emb(query, query, cos, sin)
+    rotary = read_rotary(tmp_path)
+    got = apply_rope(query[0].transpose(0, 1), positions, rotary.inv_freq, scaling=rotary.scaling)
+    torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_length_dependent_rope_is_refused(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    make_model(tmp_path, LlamaForCausalLM, LlamaConfig, {"rope_parameters": rope})
+    with pytest.raises(UnsupportedModelError, match="rope_type=dynamic"):
+        read_rotary(tmp_path)

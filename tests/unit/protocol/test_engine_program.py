@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both ranks derive what a step does; these hold for every model, policy and setting."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+
+
+def program_of(
+    *,
+    num_layers: int = 6,
+    timing: Timing = Timing.SAME_STEP_HIDDEN,
+    exact_layers: tuple[int, ...] = (0,),
+    look_ahead: int = 1,
+    late_layers: int = 0,
+    sources: tuple[int, ...] = (),
+    slow_heads: tuple[tuple[int, ...], ...] = (),
+    index_interval: int = 0,
+    keeps_queries: bool = False,
+    all_exact: bool = False,
+) -> EngineProgram:
+    model = ModelSpec(
+        architecture="LlamaForCausalLM",
+        num_layers=num_layers,
+        num_qo_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        hidden_size=48,
+        max_context=4096,
+        dtype="bfloat16",
+        model_hash="0",
+    )
+    selection = SelectionSettings(
+        budget_tokens=128,
+        exact_layers=tuple(x for x in exact_layers if x < num_layers),
+        look_ahead_layers=look_ahead,
+        late_layers=late_layers,
+    )
+    rule = RefreshRule.PERIOD if timing is Timing.EXACT_STEP else RefreshRule.NEVER
+    return EngineProgram(
+        model,
+        RankSettings(selection=selection),
+        timing=timing,
+        traits=PolicyTraits(layer_sources=sources, slow_heads=slow_heads, refresh=rule),
+        all_exact=all_exact,
+        keeps_queries=keeps_queries,
+        index_interval=index_interval,
+    )
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> EngineProgram:
+    num_layers = draw(st.integers(1, 9))
+    anchors = draw(st.sets(st.integers(0, num_layers - 1))) | {0}
+    shares = draw(st.booleans())
+    sources = tuple(max(a for a in anchors if a <= x) for x in range(num_layers))
+    return program_of(
+        num_layers=num_layers,
+        timing=draw(st.sampled_from(Timing)),
+        exact_layers=tuple(draw(st.sets(st.integers(0, num_layers - 1)))),
+        look_ahead=draw(st.integers(0, 3)),
+        sources=sources if shares else (),
+        index_interval=draw(st.sampled_from([0, 1, 16])),
+        keeps_queries=draw(st.booleans()),
+    )
+
+
+@given(programs())
+@settings(max_examples=300)
+def test_each_selecting_layer_is_fetched_for_once_by_its_source(program: EngineProgram) -> None:
+    fetched = [x for source in program.sources for x in program.fetched_by(source)]
+    assert sorted(fetched) == program.selecting
+    for source in program.sources:
+        assert program.source_of(source) == source
+        assert list(program.fetched_by(source)) == sorted(program.fetched_by(source))
+        assert all(program.source_of(x) == source for x in program.fetched_by(source))
+    assert [program.book_of(x) for x in program.selecting] == list(range(len(program.selecting)))
+    others = set(range(program.num_layers)) - set(program.selecting)
+    assert all(program.book_of(x) is None for x in others)
+
+
+@given(programs())
+@settings(max_examples=300)
+def test_streams_reach_each_layer_that_is_predicted_for_before_it_attends(
+    program: EngineProgram,
+) -> None:
+    targets = [(x, t) for x in range(program.num_layers) for t in program.targets_of(x)]
+    assert all(entry <= target for entry, target in targets)
+    own = [x for x in program.sources if x in program.selecting]
+    assert [t for _, t in targets] == [x for x in own if x not in program.late_layers]
+    assert program.last_entry == max((entry for entry, _ in targets), default=-1)
+    for entry, _ in targets:
+        assert program.reads_stream(entry) == program.needs_hidden
+
+
+@given(programs(), st.sampled_from(DecodeKind))
+@settings(max_examples=300)
+def test_what_a_layer_awaits_is_asked_for_before(program: EngineProgram, kind: DecodeKind) -> None:
+    for layer in range(program.num_layers):
+        source = program.source_of(layer)
+        if program.awaits(kind, layer):
+            assert kind is DecodeKind.SELECTING
+            assert program.is_sparse_layer(layer)
+            by_stream = any(source in program.targets_of(x) for x in range(layer + 1))
+            by_query = program.hands_over_query(kind, source) and source <= layer
+            assert by_stream or by_query
+        if program.hands_over_later(kind, layer):
+            assert program.is_sparse_layer(layer)
+            assert not program.hands_over_query(kind, layer)
+        if program.attends_in(layer):
+            assert not program.selects
+
+
+@pytest.mark.parametrize("timing", list(Timing))
+def test_nothing_is_asked_for_in_dense_steps(timing: Timing) -> None:
+    program = program_of(timing=timing, index_interval=1)
+    for layer in range(program.num_layers):
+        assert not program.awaits(DecodeKind.DENSE, layer)
+        assert not program.indexes(DecodeKind.DENSE, layer)
+        assert not program.hands_over_query(DecodeKind.DENSE, layer)
+        assert not program.hands_over_later(DecodeKind.DENSE, layer)
+
+
+def test_layer_0_serves_all_that_nothing_comes_before() -> None:
+    program = program_of(exact_layers=(), look_ahead=2)
+    assert program.targets_of(0) == (0, 1, 2)
+    assert program.targets_of(1) == (3,)
+    assert program.targets_of(4) == program.targets_of(5) == ()
+    assert program.last_entry == 3
+
+
+def test_an_exact_layer_may_select_for_others() -> None:
+    program = program_of(timing=Timing.SAME_STEP_QUERY, sources=(0, 0, 0, 3, 3, 3))
+    assert program.sources == [0, 3]
+    assert program.selecting == [1, 2, 3, 4, 5]
+    assert program.fetched_by(0) == (1, 2)
+    assert program.fetched_by(3) == (3, 4, 5)
+    assert program.followers_of(1) == ()
+    assert program.hands_over_query(DecodeKind.SELECTING, 0)
+    assert not program.awaits(DecodeKind.SELECTING, 0)
+    assert program.extends(0, seeds=True) == program.extends(0, seeds=False)
+
+
+def test_late_layers_are_no_target_and_are_not_waited_for() -> None:
+    program = program_of(exact_layers=(), late_layers=2)
+    assert program.late_layers == (0, 1)
+    assert program.targets_of(0) == ()
+    assert program.reads_stream(0)
+    assert not program.awaits(DecodeKind.SELECTING, 1)
+    assert program.awaits(DecodeKind.SELECTING, 2)
+    with pytest.raises(SettingsError, match="use at most"):
+        program_of(num_layers=2, exact_layers=(), late_layers=2)
+
+
+def test_slow_heads_are_those_of_the_policy_but_in_exact_layers() -> None:
+    heads = ((0,), (1,), (0,), (1,), (0,), (1,))
+    program = program_of(timing=Timing.EXACT_STEP, slow_heads=heads)
+    assert program.slow_steps is RefreshRule.PERIOD
+    assert program.slow_heads(0) == (0, 1)
+    assert program.slow_heads(1) == (1,)
+    assert program_of().slow_heads(3) == (0, 1)
+
+
+def test_what_is_kept_of_each_step_is_indexed_in_each() -> None:
+    assert program_of(index_interval=16).index_interval == 16
+    assert program_of(index_interval=16, keeps_queries=True).index_interval == 1
+    every = program_of(timing=Timing.NEXT_STEP, keeps_queries=True)
+    assert every.hands_over_later(DecodeKind.INDEXING, 1)
+    assert not every.hands_over_later(DecodeKind.INDEXING, 0)
+
+
+def test_all_exact_has_no_sparse_layer() -> None:
+    program = program_of(timing=Timing.NONE, all_exact=True)
+    assert not any(program.is_sparse_layer(x) for x in range(6))
+    assert not program.selects
+    assert not program.extends(3, seeds=True)
