@@ -169,11 +169,7 @@ class EngineProgram:
         """
         first = layer + self._ahead if layer else 0
         found = range(first, min(layer + self._ahead + 1, self.num_layers))
-        return tuple(
-            x
-            for x in found
-            if x in self._is_selecting and self.source_of(x) == x and x not in self.late_layers
-        )
+        return tuple(x for x in found if x in self._is_source and x not in self.late_layers)
 
     def reads_stream(self, layer: int) -> bool:
         """Whether the residual stream at the entry of `layer` is wanted in a selecting step."""

@@ -136,7 +136,7 @@ def test_a_gpu_refuses_what_it_cannot_capture() -> None:
 
     for name, message in (
         ("own_policy:NewestFirst", "declare graph_safe=True"),
-        ("quest", "--cache-ranks 1"),
+        ("quest", "else use --device cpu"),
         ("sfi", "has slow steps"),
         ("lfps", "does not run on cuda; use --device cpu"),
     ):

@@ -94,8 +94,7 @@ def test_streams_reach_each_layer_that_is_predicted_for_before_it_attends(
 ) -> None:
     targets = [(x, t) for x in range(program.num_layers) for t in program.targets_of(x)]
     assert all(entry <= target for entry, target in targets)
-    own = [x for x in program.sources if x in program.selecting]
-    assert [t for _, t in targets] == [x for x in own if x not in program.late_layers]
+    assert [t for _, t in targets] == [x for x in program.sources if x not in program.late_layers]
     assert program.last_entry == max((entry for entry, _ in targets), default=-1)
     for entry, _ in targets:
         assert program.reads_stream(entry) == program.needs_hidden
