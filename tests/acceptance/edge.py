@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -138,6 +139,15 @@ def first_penalty(server: Server) -> float:
     return round(time.monotonic() - start, 2)
 
 
+def schemathesis_program() -> str:
+    """Return the program of this environment, or the one in PATH."""
+    here = str(Path(sys.executable).parent)
+    found = shutil.which("schemathesis", path=f"{here}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        raise RuntimeError("no schemathesis: pip install 'schemathesis>=4'")
+    return found
+
+
 def schemathesis(server: Server) -> dict[str, Any]:
     """Run Schemathesis over the routes that are served, by SGLang's models of their bodies."""
     schema = edge_schema.schema()
@@ -147,7 +157,7 @@ def schemathesis(server: Server) -> dict[str, Any]:
         file.write_text(json.dumps(schema))
         done = subprocess.run(
             [
-                *(str(Path(sys.executable).with_name("schemathesis")), "run", str(file)),
+                *(schemathesis_program(), "run", str(file)),
                 *("--url", server.url, "--checks", "not_a_server_error", "--seed", "1"),
                 *("--max-examples", examples, "--mode", "all", "--request-timeout", "60"),
                 *("--phases", "examples,coverage,fuzzing", "--no-color"),
