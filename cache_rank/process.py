@@ -20,8 +20,11 @@ from types import FrameType
 import torch
 
 from .counters import Counters
+from .in_process.factory import make_policy
 from .protocol.errors import SettingsError
 from .protocol.fault_points import enable_faults
+from .protocol.ipc import server_pid
+from .protocol.model_spec import read_model_spec
 from .protocol.run_dir import RunDir
 from .protocol.settings import RankSettings
 from .protocol.shared_devices import engine_homes
@@ -31,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 _TICK_S = 0.1
+_TURN_S = 0.01
 
 
 def run_cache_rank(
@@ -42,6 +46,7 @@ def run_cache_rank(
     device: str = "cpu",
     on_ready: Callable[[], None] | None = None,
     drain_timeout_s: float = 0.0,
+    standby: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Call it from the main thread.
 
@@ -62,6 +67,8 @@ def run_cache_rank(
         Called once the sockets answer.
     drain_timeout_s : float
         Longest time after SIGTERM for the inference rank to go first.
+    standby : bool
+        Load everything, then wait until no other process serves the run directory.
 
     Raises
     ------
@@ -79,6 +86,9 @@ def run_cache_rank(
     counters = Counters()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
+    if standby:
+        load_all(model_dir, settings, torch.device(device))
+        await_turn(directory)
     service = SharedEngineService(
         run_dir=directory,
         model_dir=model_dir,
@@ -91,6 +101,26 @@ def run_cache_rank(
     with _stopping_on_signals(stop, lambda: service.status().epoch, drain_timeout_s):
         logger.info("policy %s, run directory %s", settings.selection.policy, run_dir)
         service.run(stop, on_ready)
+
+
+def load_all(model_dir: Path, settings: RankSettings, device: torch.device) -> None:
+    """Do what takes long before an epoch begins: imports, compiling, CUDA."""
+    model = read_model_spec(model_dir, dtype="float32")
+    make_policy(model, settings, model_dir, device=device.type)
+    torch.zeros(1, device=device)
+
+
+def await_turn(run_dir: RunDir) -> None:
+    """Return once no live process serves `run_dir`; a signal ends the process meanwhile."""
+    told = None
+    while True:
+        other = server_pid(run_dir.control_socket)
+        if other is None:
+            return
+        if other != told:
+            told = other
+            logger.info("loaded; process %d serves, its place is taken when it ends", other)
+        time.sleep(_TURN_S)
 
 
 @contextmanager

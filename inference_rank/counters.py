@@ -23,9 +23,24 @@ class Counters:
     exchange_wait_us_total: int = 0
     epochs_total: int = 0
     cache_rank_lost_total: int = 0
+    pauses_total: int = 0
+    pause_ms_total: int = 0
+    longest_pause_ms: int = 0
+    dropped_passes_total: int = 0
+    rewound_rows_total: int = 0
+    prefilled_again_total: int = 0
+    restored_rows_total: int = 0
+    reseeded_rows_total: int = 0
+    recomputed_requests_total: int = 0
     requests_failed_total: int = 0
     requests_refused_total: int = 0
     forced_tokens_total: int = 0
+
+    def note_pause(self, seconds: float) -> None:
+        """Count the end of a pause in which there was no cache rank."""
+        milliseconds = round(seconds * 1e3)
+        self.pause_ms_total += milliseconds
+        self.longest_pause_ms = max(self.longest_pause_ms, milliseconds)
 
     def as_values(self) -> dict[str, float]:
         """Name to value."""

@@ -11,13 +11,13 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from tandemkv.cache_rank.protocol.fault_points import reach
 
-from . import progress, recovery, single_process_group, teacher_forcing
+from . import progress, single_process_group, teacher_forcing
 from . import runtime as runtime_module
 from .in_process import graph_variants
+from .resume import hooks as resume_hooks
 
 Hook = tuple[str, Callable[..., Any], HookType]
 
-_CLEAR_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _BUILD_POOLS = f"{_CONFIGURATOR}._build_token_to_kv_pool"
@@ -81,18 +81,9 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),
         (_BUILD_POOL, _build_pool, HookType.AROUND),
         (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
-        *(_hooks_of_recovery() if settings.exchange.is_shared else []),
+        *(resume_hooks.hooks() if settings.exchange.is_shared else []),
         *_group_hooks(),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
-    ]
-
-
-def _hooks_of_recovery() -> list[Hook]:
-    return [
-        (f"{_SCHEDULER}.process_input_requests", recovery.before_requests, HookType.BEFORE),
-        (f"{_SCHEDULER}._add_request_to_queue", recovery.around_queue, HookType.AROUND),
-        (f"{_SCHEDULER}.release_host_resources", _say_goodbye, HookType.BEFORE),
-        (_CLEAR_ROWS, _before_rows_clear, HookType.BEFORE),
     ]
 
 
@@ -180,23 +171,10 @@ def _keep_loads_in_run_dir(_original: Callable[..., str], *_: Any, **__: Any) ->
     return str(runtime_module.run_dir_from_environment().path / "sglang-loads.shm")
 
 
-def _say_goodbye(*_: Any, **__: Any) -> None:
-    """End the epoch when the scheduler ends in order: the cache rank need not find out."""
-    runtime = runtime_module.with_other_process()
-    if runtime is not None:
-        runtime.client.close()
-
-
 def _after_capture(_result: Any, graphs: Any, *_: Any, **__: Any) -> None:
     runtime = runtime_module.current()
     if runtime is not None and runtime.measurement is not None:
         runtime.measurement.after_capture(graphs)
-
-
-def _before_rows_clear(_pool: Any, *_: Any, **__: Any) -> None:
-    runtime = runtime_module.with_other_process()
-    if runtime is not None:
-        runtime.before_flush()
 
 
 def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any,
@@ -208,11 +186,12 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     rows = [req.req_pool_idx for req in batch.reqs]
     runtime.rows_on_host = None if None in rows else [int(row) for row in rows]
     try:
-        result = original(scheduler, batch, *args, **kwargs)
+        if runtime.client is not None:
+            result = runtime.passes.run(original, scheduler, batch, *args, **kwargs)
+        else:
+            result = original(scheduler, batch, *args, **kwargs)
     finally:
         runtime.rows_on_host = None
-    if runtime.client is not None:
-        recovery.after_batch(runtime, batch)
     return result
 
 

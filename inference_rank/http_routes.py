@@ -120,7 +120,8 @@ async def collect_status(run_dir: RunDir, *, not_ready: str | None) -> dict[str,
 
 
 async def _collect_ranks(run_dir: RunDir) -> dict[str, Any]:
-    if runtime_module.settings_from_environment().exchange.is_in_process:
+    settings = runtime_module.settings_from_environment()
+    if settings.exchange.is_in_process:
         inference = await asyncio.to_thread(_ask, run_dir.inference_socket)
         return {
             "ready": bool(inference.get("ready")),
@@ -131,8 +132,11 @@ async def _collect_ranks(run_dir: RunDir) -> dict[str, Any]:
         asyncio.to_thread(_ask, run_dir.inference_socket),
         asyncio.to_thread(_ask, run_dir.heartbeat_socket),
     )
+    ready = bool(inference.get("ready") and cache.get("ready"))
+    if settings.exchange.is_shared:  # requests wait while a lost cache rank comes back
+        ready = bool(inference.get("ready"))
     return {
-        "ready": bool(inference.get("ready") and cache.get("ready")),
+        "ready": ready,
         "inference_rank": inference,
         "cache_ranks": [cache],
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meets a cache rank that comes back, in a thread: the scheduler goes on to answer with 503."""
+"""Meets a cache rank that comes back, in a thread: the scheduler goes on to take requests in."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tandemkv.cache_rank.protocol.errors import CacheRankError, HandshakeRefused
 
 _LOG = logging.getLogger(__name__)
 _RETRY_INTERVAL_S = 0.5
-_TIMEOUT_S = 5.0
-"""For Hello, Welcome and shared memory together."""
+_REFUSED_S = 1.0
+"""Between two tries where the reason will hardly change."""
+_TIMEOUT_S = 10.0
+"""For Hello, Welcome and shared memory together; a Hello waits for a cache rank that starts."""
 
 
 class OpenConnection(Protocol):
@@ -49,14 +51,17 @@ class Reconnecting:
     def _run(self) -> None:
         pause = threading.Event()
         while True:
+            pause_s = self._retry_interval_s
             try:
                 self._connection = self._open_connection(timeout_s=_TIMEOUT_S)
             except HandshakeRefusedError:
                 _LOG.exception("the cache rank that came back refuses this server")
+                pause_s = max(pause_s, _REFUSED_S)
             except CacheRankError as error:
                 _LOG.warning("no cache rank yet: %s", error)
-            except Exception:  # whatever it is, requests get 503 until a try succeeds
+            except Exception:  # whatever it is, the next try may succeed
                 _LOG.exception("reconnecting failed")
+                pause_s = max(pause_s, _REFUSED_S)
             else:
                 return
-            pause.wait(self._retry_interval_s)
+            pause.wait(pause_s)

@@ -123,6 +123,14 @@ class RefreshSchedule:
         """Let the next sparse step of `row` be slow: its tenant, or what is resident, is new."""
         self._since.pop(row, None)
 
+    def snapshot(self) -> dict[int, tuple[int, int]]:
+        """Return what deciding a step changes."""
+        return dict(self._since)
+
+    def rewind(self, state: dict[int, tuple[int, int]]) -> None:
+        """Go back to where `snapshot` was asked."""
+        self._since = dict(state)
+
     def forget(self) -> None:
         """Forget every row: the next sparse step of each is slow."""
         self._since.clear()

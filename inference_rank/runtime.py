@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -19,24 +19,7 @@ from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
 )
 
-from .counters import Counters
 from .refresh import Vocabulary
-
-
-class RemoteRuntime(Protocol):
-    """What recovery needs of a runtime whose cache rank is in another process."""
-
-    client: Any
-    counters: Counters
-    running_reqs: list[Any]
-    scheduler: Any
-
-    def adopt(self, connection: Any) -> None:
-        """Begin the epoch of a connection that ``client.open_connection`` returned."""
-
-    def before_flush(self) -> None:
-        """Note that SGLang's row generations are about to restart at zero."""
-
 
 _current: Any = None
 
@@ -44,11 +27,6 @@ _current: Any = None
 def current() -> Any:
     """Return the runtime of this process, a `LocalRuntime` or a `SharedRuntime`, if it has one."""
     return _current
-
-
-def with_other_process() -> RemoteRuntime | None:
-    """Return the runtime of this process, if its cache rank is in another process."""
-    return _current if _current is not None and _current.client is not None else None
 
 
 def set_current(runtime: Any) -> None:

@@ -18,7 +18,15 @@ from .evaluation.bench.command import bench_app
 from .evaluation.calibrate.command import calibrate
 from .evaluation.inspect.command import inspect as inspect_command
 from .evaluation.quality import command as quality_command
-from .options import DRAIN_FLAGS, INFERENCE_FLAGS, RANK_FLAGS, ROW_FLAGS, SERVE_FLAGS, with_flags
+from .options import (
+    DRAIN_FLAGS,
+    INFERENCE_FLAGS,
+    RANK_FLAGS,
+    ROW_FLAGS,
+    SERVE_FLAGS,
+    STANDBY_FLAGS,
+    with_flags,
+)
 from .plan.command import plan
 from .settings import EMBEDDED_MODEL
 from .settings_sources import Sourced, load_settings, to_yaml
@@ -83,7 +91,7 @@ def serve(
 
 
 @app.command("cache-rank")
-@with_flags((*RANK_FLAGS, *ROW_FLAGS, *DRAIN_FLAGS))
+@with_flags((*RANK_FLAGS, *ROW_FLAGS, *DRAIN_FLAGS, *STANDBY_FLAGS))
 def cache_rank(
     flags: dict[str, Sourced],
     run_dir: Annotated[

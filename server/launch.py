@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -33,13 +33,23 @@ class _StopRequestedError(Exception):
     """Ctrl-C or SIGTERM arrived while starting."""
 
 
+class Holder(Protocol):
+    """See `DescriptorHolder`."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """What to start and how to tell that it is ready, and gets on.
 
-    `cache_rank` is None if the inference rank is its own. `cache_rank_detail` returns None once
-    the cache rank answers, else why it does not. `cache_rank_pulse` and `sglang_pulse` are asked
-    while serving, from threads; `rules` says what follows.
+    `cache_rank` is None if the inference rank is its own. `standby` takes its place when it is
+    lost; either may be the one that serves. `meanwhile` is what clients get while none does, for
+    messages. `cache_rank_detail` returns None once
+    the cache rank answers, else why it does not. `cache_rank_pulse`, with the id of a process, and
+    `sglang_pulse` are asked while serving, from threads; `rules` says what follows.
+    `make_holder` makes what holds memory for the ranks while the launch lives.
     `exit_timeout_s` is for a rank to end once its requests are through, before it is killed.
     `before_sglang` is called before each start of SGLang.
     `start_report` is asked once the server is ready, and printed.
@@ -48,10 +58,12 @@ class LaunchPlan:
     """
 
     cache_rank: ChildSpec | None
+    standby: ChildSpec | None = None
+    meanwhile: str = "requests get 503, the server stays up"
     sglang: ChildSpec
     cache_rank_detail: Callable[[], str | None]
     server_state: Callable[[], ServerState]
-    cache_rank_pulse: Callable[[], Pulse]
+    cache_rank_pulse: Callable[[int], Pulse]
     sglang_pulse: Callable[[], Pulse]
     banner: str
     rules: RestartRules
@@ -59,6 +71,7 @@ class LaunchPlan:
     exit_timeout_s: float = 15.0
     clean_up: Callable[[bool], None]
     before_sglang: Callable[[], None] = lambda: None
+    make_holder: Callable[[], Holder | None] = lambda: None
     guarded: tuple[str, ...] = ()
     start_report: Callable[[], RenderableType | None] = lambda: None
 
@@ -99,16 +112,18 @@ class Launcher:
             meanwhile="the server is not ready, connections are refused",
             before_start=plan.before_sglang,
         )
-        self._cache_rank: SupervisedRank | None = None
-        if plan.cache_rank is not None:
-            self._cache_rank = SupervisedRank(
-                ChildProcess(plan.cache_rank),
-                Liveness(plan.cache_rank_pulse),
-                plan.rules,
-                console,
-                meanwhile="requests get 503, the server stays up",
-            )
+        self._cache_rank = self._supervised(plan.cache_rank, plan.meanwhile)
+        self._standby = self._supervised(
+            plan.standby, "no other cache rank is loaded, one that is lost is started anew"
+        )
         self._progress = StartProgress(console)
+
+    def _supervised(self, spec: ChildSpec | None, meanwhile: str) -> SupervisedRank | None:
+        if spec is None:
+            return None
+        child, ask = ChildProcess(spec), self._plan.cache_rank_pulse
+        liveness = Liveness(lambda: ask(child.pid))
+        return SupervisedRank(child, liveness, self._plan.rules, self._console, meanwhile=meanwhile)
 
     def run(self) -> None:
         """Start, serve until a signal asks to stop, shut down.
@@ -120,8 +135,10 @@ class Launcher:
         """
         with StopSignals() as self._signals:
             self._guard = Guard(self._plan.guarded)
+            self._holder: Holder | None = None
             keep_logs = False
             try:
+                self._holder = self._plan.make_holder()
                 self._start()
                 report = self._plan.start_report()
                 if report is not None:
@@ -142,6 +159,8 @@ class Launcher:
             with self._progress.stage("cache rank"):
                 self._cache_rank.start(self._guard)
                 self._await(self._plan.cache_rank_detail, deadline, self._cache_rank.child)
+        if self._standby is not None:
+            self._standby.start(self._guard)
         self._sglang.start(self._guard)
         with self._progress.stage("SGLang loading"):
             self._await(self._loading_detail, deadline, self._sglang.child)
@@ -149,7 +168,8 @@ class Launcher:
             self._await(self._handshake_detail, deadline, self._sglang.child)
 
     def _ranks(self) -> list[SupervisedRank]:
-        return [self._sglang] if self._cache_rank is None else [self._cache_rank, self._sglang]
+        ranks = (self._standby, self._cache_rank, self._sglang)
+        return [rank for rank in ranks if rank is not None]
 
     def _children(self) -> list[ChildProcess]:
         return [rank.child for rank in self._ranks()]
@@ -238,6 +258,8 @@ class Launcher:
             drain_s = self._plan.drain_timeout_s if asked else 0.0
             rank.stop(drain_s + self._plan.exit_timeout_s, hurry)
         self._echo_logs()
+        if self._holder is not None:
+            self._holder.close()
         self._guard.close()
         self._plan.clean_up(keep_logs)
         if asked:

@@ -58,13 +58,13 @@ RANK_FLAGS: tuple[Flag, ...] = (
     ),
     *_flags(
         "Exchange between the ranks", "exchange",
-        "transfer-timeout-s heartbeat-interval-s "
-        "heartbeat-misses transport",
+        "transfer-timeout-s heartbeat-interval-s heartbeat-misses recovery-timeout-s transport",
     ),
     *_flags("Cache rank", "cache", "cache-tokens=capacity_tokens"),
     *_flags("Evaluation", "", "evaluation stress-selection"),
 )  # fmt: skip
 DRAIN_FLAGS = _flags("Server", "", "drain-timeout-s")
+STANDBY_FLAGS = _flags("Server", "", "standby")
 EDGE_FLAGS = _flags(
     "Requests", "edge",
     "api-key-file admin-key-file cors-origins max-queued-requests max-body-bytes max-prompt-bytes "
@@ -77,13 +77,14 @@ SERVE_FLAGS: tuple[Flag, ...] = (
     *_flags(
         "Server",
         "",
-        "chunked-prefill-size start-timeout-s drain-timeout-s hang-timeout-s max-restarts run-dir",
+        "chunked-prefill-size start-timeout-s drain-timeout-s hang-timeout-s max-restarts standby "
+        "run-dir",
     ),
     *EDGE_FLAGS,
     *RANK_FLAGS,
 )
 
-_SUPERVISION = {"run_dir", "hang_timeout_s", "max_restarts"}
+_SUPERVISION = {"run_dir", "hang_timeout_s", "max_restarts", "standby"}
 INFERENCE_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key not in _SUPERVISION)
 
 

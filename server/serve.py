@@ -13,9 +13,11 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
+from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import FAULTS_VARIABLE, enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .child_process import ChildSpec
@@ -42,7 +44,8 @@ from .supervision import RestartRules
 SETTINGS_FILE = "cache_rank.yaml"
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_CACHE_RANK_LOG, _SGLANG_LOG = "cache_rank.log", "sglang.log"
+_CACHE_RANK_LOGS, _SGLANG_LOG = ("cache_rank.log", "standby.log"), "sglang.log"
+_MEANWHILE = "requests wait for it, for --recovery-timeout-s at most"
 _STATUS_TIMEOUT_S = 0.5
 _INFERENCE_RANK_EXIT_S = 10.0
 """Beyond --drain-timeout-s, for an inference rank to end its processes."""
@@ -90,7 +93,7 @@ def prepare_run_dir(launch: ResolvedLaunch) -> RunDir:
             "another --run-dir"
         )
     refuse_live_server(run_dir)
-    for name in (_CACHE_RANK_LOG, _SGLANG_LOG):
+    for name in (*_CACHE_RANK_LOGS, _SGLANG_LOG):
         (run_dir.path / name).unlink(missing_ok=True)
         (run_dir.path / f"{name}.1").unlink(missing_ok=True)
     run_dir.clear_sglang()
@@ -151,16 +154,23 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
     config.write_text(to_yaml(child_settings), encoding="utf-8")
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
+    cache_ranks: list[ChildSpec] = []
+    if not settings.rank_settings.exchange.is_in_process:
+        names = ("cache rank", "standby cache rank") if settings.standby else ("cache rank",)
+        cache_ranks = [
+            ChildSpec(
+                name=name,
+                argv=cache_rank_argv(run_dir=run_dir.path, config=config),
+                env=cache_rank_env(os.environ, device=settings.cache_device),
+                log_path=run_dir.path / log,
+                stop_signal=signal.SIGINT,  # at once: SGLang ended before
+            )
+            for name, log in zip(names, _CACHE_RANK_LOGS, strict=False)
+        ]
     return LaunchPlan(
-        cache_rank=None
-        if settings.rank_settings.exchange.is_in_process
-        else ChildSpec(
-            name="cache rank",
-            argv=cache_rank_argv(run_dir=run_dir.path, config=config),
-            env=cache_rank_env(os.environ, device=settings.cache_device),
-            log_path=run_dir.path / _CACHE_RANK_LOG,
-            stop_signal=signal.SIGINT,  # at once: SGLang ended before
-        ),
+        cache_rank=cache_ranks[0] if cache_ranks else None,
+        standby=cache_ranks[1] if len(cache_ranks) > 1 else None,
+        meanwhile=_MEANWHILE,
         sglang=ChildSpec(
             name="SGLang",
             argv=sglang_argv(
@@ -185,9 +195,14 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         before_sglang=lambda: prepare_sglang(run_dir),
+        make_holder=lambda: (
+            DescriptorHolder(run_dir.holder_socket, run_dir.token)
+            if settings.transport == "shared"
+            else None
+        ),
         guarded=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
-        cache_rank_pulse=lambda: cache_rank_pulse(run_dir),
+        cache_rank_pulse=lambda pid: cache_rank_pulse(run_dir, pid),
         sglang_pulse=lambda: sglang_pulse(run_dir, url),
     )
 
@@ -206,14 +221,16 @@ def cache_rank_detail(run_dir: RunDir) -> str | None:
     return _detail(run_dir.heartbeat_socket)
 
 
-def cache_rank_pulse(run_dir: RunDir) -> Pulse:
-    """Ask the cache rank of `run_dir` whether its work moves.
+def cache_rank_pulse(run_dir: RunDir, pid: int) -> Pulse:
+    """Ask the cache rank of `run_dir` whether its work moves; `pid` may be waiting to be it.
 
     Raises
     ------
     CacheRankError
-        If it does not answer.
+        If it is `pid`, and does not answer.
     """
+    if server_pid(run_dir.heartbeat_socket) not in (None, pid):
+        return Pulse(is_ready=True, stalled_s=0.0)  # it waits: nothing is asked of it
     reply = request_status(run_dir.heartbeat_socket, _PULSE_TIMEOUT_S)
     return Pulse(is_ready=True, stalled_s=reply.values["stalled_s"])
 
@@ -301,5 +318,6 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
         max_rows=settings.max_running_requests,
         device=device,
         drain_timeout_s=settings.drain_timeout_s + _INFERENCE_RANK_EXIT_S,
+        standby=settings.standby,
         on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),
     )

@@ -99,6 +99,11 @@ class ServeSettings(BaseModel):
         description="Restarts of one rank within 10 minutes, after which the launch ends with 1; "
         "0: none.",
     )
+    standby: bool = Field(
+        False,
+        description="Keep a second cache rank loaded, which takes the place of one that is lost "
+        "at once (transport shared).",
+    )
     run_dir: Path | None = Field(
         None, description="Directory of sockets, token and logs; default a fresh private one."
     )
@@ -180,6 +185,11 @@ class ServeSettings(BaseModel):
             raise ValueError(
                 f"tensor_parallel={self.tensor_parallel} needs --cache-ranks 0 or --transport peer "
                 "in this version"
+            )
+        if self.standby and self.transport != "shared":
+            raise ValueError(
+                f"standby needs transport=shared, and transport={self.transport}; leave --standby "
+                "out, or use --transport shared"
             )
         if self.max_context is not None and self.cache.capacity_tokens < self.max_context:
             raise ValueError(

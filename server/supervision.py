@@ -25,7 +25,7 @@ from .liveness import Liveness
 
 FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
-_HEALTHY_S = 60.0
+_HEALTHY_S = 15.0
 """A rank that lived this long starts over with the shortest pause."""
 WINDOW_S = 600.0
 

@@ -18,6 +18,8 @@ from tandemkv.cache_rank.protocol.local import LocalPools
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
 
 _MIN_INT4_PAGE = 16
+_AT_ONCE = 1 << 16
+"""Slots that are indexed in one call when all are: its scratch is some times their keys."""
 
 
 class KeyIndex(ABC):
@@ -55,6 +57,14 @@ class KeyIndex(ABC):
         """Index what a prefill step wrote at `slots` ``[n]``."""
 
     @abstractmethod
+    def rebuild(self, layer: int) -> None:
+        """Index all that is stored, behind `begin_extend` with all requests that there are.
+
+        Slots are indexed whether anything of use is in them or not: a prefix that no request has
+        now may be reused.
+        """
+
+    @abstractmethod
     def append(
         self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
     ) -> None:
@@ -82,6 +92,9 @@ class NativeIndex(KeyIndex):
         return self._pools.k[layer], None
 
     def extend(self, layer: int, slots: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def rebuild(self, layer: int) -> None:
         """Nothing to do."""
 
     def append(
@@ -121,6 +134,12 @@ class Int8Index(KeyIndex):
             self._keys[layer],
             self._scales[layer],
         )
+
+    def rebuild(self, layer: int) -> None:
+        """See `KeyIndex.rebuild`."""
+        every = torch.arange(self._pools.num_slots, device=self._pools.k[layer].device)
+        for slots in every.split(_AT_ONCE):
+            self.extend(layer, slots)
 
     def append(
         self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
@@ -187,6 +206,13 @@ class Int4Index(KeyIndex):
             quantize_int4_pages(
                 self._pools.k[layer], self._pages, self._codes[layer], self._scales[layer]
             )
+
+    def rebuild(self, layer: int) -> None:
+        """See `KeyIndex.rebuild`."""
+        size, key = self._pools.page_size, self._pools.k[layer]
+        every = torch.arange(self._pools.num_slots // size, dtype=torch.int32, device=key.device)
+        for pages in every.split(max(1, _AT_ONCE // size)):
+            quantize_int4_pages(key, pages, self._codes[layer], self._scales[layer])
 
     def append(
         self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor

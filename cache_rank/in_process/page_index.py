@@ -87,6 +87,10 @@ class PageBoundsIndex(NativeIndex):
                 self._pools.k[layer], table, lo, hi, low[row], high[row], page_tokens=self._size
             )
 
+    def rebuild(self, layer: int) -> None:
+        """See `KeyIndex.rebuild`; bounds are of requests, not of slots."""
+        self.extend(layer, torch.empty(0, dtype=torch.int64))
+
     def append(
         self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
     ) -> None:

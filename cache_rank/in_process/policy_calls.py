@@ -78,9 +78,12 @@ class PolicyCalls:
         """
         for row in rows:
             generation = self._generations.get(row, 0)
-            if generation:
-                self._policy.release((row, generation))
+            self._policy.release((row, generation))  # maybe what an earlier engine left
             self._generations[row] = generation + 1
+
+    def resume(self, rows: Sequence[int]) -> None:
+        """Go on with the requests that an earlier engine had in `rows`."""
+        self._generations |= dict.fromkeys(rows, 1)
 
     # -- prompts -------------------------------------------------------------------------
 

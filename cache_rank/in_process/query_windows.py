@@ -76,7 +76,8 @@ class DeviceQueryWindows:
         else:
             self._windows = allocate("query_windows", shape, dtype)
             self._starts = allocate("query_window_starts", (num_rows,), torch.int64)
-        self._starts.fill_(_NEVER)
+        if allocate is None or not self._starts.any():  # else they are an earlier engine's
+            self._starts.fill_(_NEVER)
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
         if selection.ridge_unrotate:

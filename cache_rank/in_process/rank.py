@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tandemkv.cache_rank.mirror import ResidentMirror
 from tandemkv.cache_rank.policies.base import Policy, ScoringPolicy, keep_first
@@ -63,6 +64,7 @@ class InProcessCacheRank:
         device = self._device = pools.k[0].device
         heads, width = model.num_kv_heads, selection.num_resident
         self._policy, says = policy, policy.capabilities
+        policy.make_rows(pools.allocate or self._zeros, pools.num_rows)
         composition = Composition.of(type(policy))
         interval = interval_of(selection.index_dtype, says.index, pools.page_size)
         self.program = program = EngineProgram(
@@ -142,7 +144,15 @@ class InProcessCacheRank:
         # a few programs each, would wait for all of it.
         self._scan_streams = [shared_stream(device, number=n) for n in range(NUM_LANES)]
 
+    def _zeros(self, _: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
     # -- what there is -------------------------------------------------------------------
+
+    @property
+    def forgets(self) -> bool:
+        """See `LocalCacheRank.forgets`."""
+        return self._calls.composition.forgets
 
     @property
     def nbytes(self) -> int:
@@ -199,6 +209,35 @@ class InProcessCacheRank:
         positions = self._seeder.seed(layer, request, row, queries, keys, self._calls, book=book)
         if self._windows is not None and place is not None and book is not None:
             self._windows.observe_prompt(place, row, queries, positions)
+
+    def resume(
+        self,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[torch.Tensor],
+        *,
+        restored: Sequence[bool],
+        reseeded: Sequence[bool],
+    ) -> None:
+        """See `LocalCacheRank.resume`."""
+        tables = [table.to(self._device) for table in tables]
+        self._calls.resume(rows)
+        self._index.begin_extend([0] * len(rows), lengths, tables, rows)
+        for layer in self._place_of:
+            self._index.rebuild(layer)
+        every = [(layer, self.program.book_of(layer)) for layer in self._sparse]
+        books = [(layer, book) for layer, book in every if book is not None]
+        chosen = [i for i, is_restored in enumerate(restored) if is_restored]
+        if chosen and books:
+            padded = pad_sequence([tables[i] for i in chosen], batch_first=True)
+            index = torch.tensor([rows[i] for i in chosen], device=self._device)
+            self._seeder.refill(books, index, padded)
+            # Steps go on behind the latest of those that the books name: only their order counts.
+            latest = self._mirror.last_used[:, index].max().clamp(min=0)
+            self.batch.step.copy_(latest)
+        for row, table, is_reseeded in zip(rows, tables, reseeded, strict=True):
+            if is_reseeded:
+                self._seeder.seed_latest(every, row, table, self._selection)
 
     def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:
         """See `LocalCacheRank.seed_identity`."""

@@ -10,6 +10,8 @@ import torch
 from tandemkv.cache_rank.mirror import ResidentMirror
 from tandemkv.cache_rank.protocol.local import LocalPools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.seeding import seed_range
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.placing import place
 
@@ -102,6 +104,42 @@ class Seeder:
         positions = self._all_slots.expand(shape).contiguous()
         for layer in layers:
             self._copy(layer, rows, tables, positions)
+
+    def refill(
+        self,
+        layers: Sequence[tuple[int, int]],
+        rows: torch.Tensor,
+        tables: torch.Tensor,
+    ) -> None:
+        """Bring to the sets of `rows` ``[n]`` what the books say is in them.
+
+        ``layers`` are pairs of a layer and its book, ``tables [n, width]`` the slots by position.
+        """
+        for layer, book in layers:
+            self._copy(layer, rows, tables, self._mirror.positions[book, rows])
+
+    def seed_latest(
+        self,
+        layers: Sequence[tuple[int, int | None]],
+        row: int,
+        table: torch.Tensor,
+        selection: SelectionSettings,
+    ) -> None:
+        """Make the sink and the latest candidates of `row` resident; ``table [length]``."""
+        width = self._mirror.num_resident
+        lo, hi = seed_range(len(table), selection)
+        latest = torch.arange(hi - 1, max(lo, hi - 1 - (width - lo)), -1, dtype=torch.int32)
+        chosen = torch.full((width,), -1, dtype=torch.int32)
+        chosen[:lo] = torch.arange(lo, dtype=torch.int32)
+        chosen[lo : lo + len(latest)] = latest
+        positions = chosen.to(self._device).expand(self._model.num_kv_heads, -1).contiguous()
+        rows = place([row], self._device)
+        if self._pools.log_weight is not None:
+            self._pools.log_weight[:, row] = float("-inf")
+        for layer, book in layers:
+            if book is not None:
+                self._mirror.seed(book, row, positions)
+            self._copy(layer, rows, table[None], positions[None])
 
     def _copy(
         self, layer: int, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor

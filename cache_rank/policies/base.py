@@ -17,6 +17,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
@@ -314,6 +315,17 @@ class Policy(ABC):
             layer_sources=share.sources if share is not None else (),
             refresh=int(self.capabilities.refresh),
         )
+
+    def make_rows(self, allocate: Allocate, num_rows: int) -> None:
+        """Make what is remembered of the request in each of `num_rows` rows.
+
+        Called once, before anything else. Tensors of `allocate` outlive the engine's process where
+        that is promised, and are found again under their names by the next one; new ones are zeros.
+        A step may be done twice, so writing must be such that the second time changes nothing. What
+        a policy remembers elsewhere is lost with the process: it goes on as with a request that it
+        sees for the first time.
+        """
+        del allocate, num_rows
 
     def seed_scores(self, request: SeedInput) -> torch.Tensor:
         """Score a prompt's tokens ``[H, width]`` float32 for the first resident set."""

@@ -30,11 +30,15 @@ class Composition:
         `observe_prompt`.
     attends : bool
         In decode `attend`.
+    forgets : bool
+        What it remembers of a request is lost with the process: it does not make its rows
+        (`Policy.make_rows`).
     """
 
     selects: bool
     observes_prompt: bool
     attends: bool
+    forgets: bool
 
     @classmethod
     def of(cls, policy: type[Policy]) -> Self:
@@ -56,6 +60,9 @@ class Composition:
             selects=selects,
             observes_prompt=not is_kept and _differs(policy, Policy, "observe_prompt"),
             attends=capabilities.attends,
+            forgets=not is_kept
+            and _differs(policy, Policy, "release")
+            and not _differs(policy, Policy, "make_rows"),
         )
 
     @property

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.kernels.topk import topk_positions
 
@@ -80,7 +81,17 @@ class SyncKVPolicy(Policy):
         if context.share is not None:
             raise PolicyError("policy=sync_kv shares over heads; it goes without --share-layers")
         self._clusters: HeadClusters = context.clusters
-        self._static: dict[Owner, dict[int, torch.Tensor]] = {}
+        # By row and layer: how many of the places that follow are set, and one more; 0: none yet.
+        self._static = torch.zeros((0, 0, 0, 0), dtype=torch.int32)
+        self._num_static = torch.zeros((0, 0), dtype=torch.int32)
+        self.make_rows(_zeros, 1)
+
+    def make_rows(self, allocate: Allocate, num_rows: int) -> None:
+        """See `Policy.make_rows`: the static sets."""
+        layers, heads = self.context.model.num_layers, self.context.model.num_kv_heads
+        shape = (layers, num_rows, heads, self.context.selection.budget_tokens)
+        self._static = allocate("sync_static_positions", shape, torch.int32)
+        self._num_static = allocate("sync_static_counts", shape[:2], torch.int32)
 
     @property
     def traits(self) -> PolicyTraits:
@@ -97,10 +108,10 @@ class SyncKVPolicy(Policy):
         num_static, num_dynamic = self._split(request.budget, scores.shape[1])
         chosen = []
         for owner, own in zip(request.owners, scores, strict=True):
-            known = self._static.setdefault(owner, {})
-            if request.layer not in known:
-                known[request.layer] = topk_positions(own.unsqueeze(0), num_static)[0]
-            static = known[request.layer]
+            static = self._static_of(owner, request.layer)
+            if static is None:
+                static = topk_positions(own.unsqueeze(0), num_static)[0]
+                self._keep_static(owner, request.layer, static)
             rest = _without(own, static)
             dynamic = topk_positions(rest.unsqueeze(0), num_dynamic)[0]
             chosen.append(self._spread(request, torch.cat([static, dynamic], dim=-1)))
@@ -114,14 +125,33 @@ class SyncKVPolicy(Policy):
         looking = scores[list(slow)]
         num_static, _ = self._split(request.budget, len(slow))
         static = topk_positions(looking.unsqueeze(0), num_static)[0]
-        self._static.setdefault(request.owner, {})[request.layer] = static
+        self._keep_static(request.owner, request.layer, static)
         if self.context.selection.sync_union:
             return looking.amax(dim=0).expand_as(scores)
         return looking[self._leaders(request.layer)]
 
     def release(self, owner: Owner) -> None:
         """See `Policy.release`."""
-        self._static.pop(owner, None)
+        if owner[0] < self._num_static.shape[1]:
+            self._num_static[:, owner[0]] = 0
+
+    def _static_of(self, owner: Owner, layer: int) -> torch.Tensor | None:
+        """Return the static set ``[N_r, k]`` of a request, None if it has none yet."""
+        row = owner[0]
+        count = int(self._num_static[layer, row]) if row < self._num_static.shape[1] else 0
+        if not count:
+            return None
+        return self._static[layer, row, : len(self._slow_heads[layer]), : count - 1].clone()
+
+    def _keep_static(self, owner: Owner, layer: int, static: torch.Tensor) -> None:
+        row, known = owner[0], (self._static, self._num_static)
+        if row >= known[1].shape[1]:  # nobody said how many rows there are
+            self.make_rows(_zeros, 2 * row)
+            for new, old in zip((self._static, self._num_static), known, strict=True):
+                new[:, : old.shape[1]] = old
+        heads, count = static.shape
+        self._static[layer, row, :heads, :count] = static
+        self._num_static[layer, row] = count + 1
 
     def _split(self, budget: int, num_clusters: int) -> tuple[int, int]:
         """Return the numbers of static and dynamic positions of one cluster."""
@@ -145,6 +175,10 @@ class SyncKVPolicy(Policy):
         union = torch.full((request.budget,), -1, dtype=torch.int32, device=sets.device)
         union[: len(merged)] = torch.tensor(list(merged), dtype=torch.int32)
         return union.expand(heads, -1).contiguous()
+
+
+def _zeros(_: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 def _without(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -75,10 +75,22 @@ class ControlClient:
             If it is malformed.
         """
         self.send(message)
-        reply = self._dealer.receive(timeout_s)
+        return self.receive(timeout_s, after=message)
+
+    def receive(self, timeout_s: float, *, after: Message) -> Message:
+        """Return the next message, which follows `after`.
+
+        Raises
+        ------
+        CacheRankLostError
+            If there is none within `timeout_s`.
+        ProtocolError
+            If it is malformed.
+        """
+        reply = self._dealer.receive(max(0.0, timeout_s))
         if reply is None:
             raise CacheRankLostError(
-                f"the cache rank did not answer {type(message).__name__} within {timeout_s:g} s; "
+                f"the cache rank did not answer {type(after).__name__} within {timeout_s:g} s; "
                 f"is it running? `tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
             )
         return reply

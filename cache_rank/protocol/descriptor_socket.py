@@ -31,24 +31,30 @@ _MAX_DESCRIPTORS = 64
 _Dim = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
-class _Spec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SpecMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A `TensorSpec` as it travels."""
+
     name: Annotated[str, msgspec.Meta(max_length=64)]
     shape: Annotated[tuple[_Dim, ...], msgspec.Meta(max_length=8)]
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     home: Annotated[str, msgspec.Meta(max_length=16)]
 
 
-class _Tensors(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`error` is empty if all is well; the descriptors of `specs` come with the message."""
+class TensorsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Tensors whose descriptors come with the message.
+
+    `error` is empty if all is well. `group` is for who holds them (`descriptor_holder`).
+    """
 
     token: Annotated[bytes, msgspec.Meta(max_length=64)]
     epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
     error: Annotated[str, msgspec.Meta(max_length=4096)]
-    specs: Annotated[tuple[_Spec, ...], msgspec.Meta(max_length=_MAX_DESCRIPTORS)]
+    specs: Annotated[tuple[SpecMessage, ...], msgspec.Meta(max_length=_MAX_DESCRIPTORS)]
+    group: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Tensors)
+_DECODER = msgspec.msgpack.Decoder(TensorsMessage)
 
 
 class DescriptorListener:
@@ -90,13 +96,13 @@ class DescriptorListener:
         while True:
             connection = self._accept_one(deadline)
             try:
-                message, descriptors = _receive(connection, deadline)
+                message, descriptors = receive_descriptors(connection, deadline)
                 if not hmac.compare_digest(message.token, token) or message.epoch != epoch:
-                    _close_all(descriptors)
+                    close_all(descriptors)
                     connection.close()
                     continue
                 reach("memory.accept")
-                return connection, _attach(message.specs, descriptors, homes)
+                return connection, attach_all(message.specs, descriptors, homes)
             except BaseException:
                 connection.close()
                 raise
@@ -142,11 +148,11 @@ def offer_tensors(
         connection.connect(str(path))
         reach("memory.offer")
         send_tensors(connection, *tensors, token=token, epoch=epoch)
-        message, descriptors = _receive(connection, deadline)
+        message, descriptors = receive_descriptors(connection, deadline)
         if message.error:
-            _close_all(descriptors)
+            close_all(descriptors)
             raise HandshakeRefusedError("memory", message.error)
-        return connection, _attach(message.specs, descriptors, tensors[0].homes)
+        return connection, attach_all(message.specs, descriptors, tensors[0].homes)
     except OSError as error:
         connection.close()
         raise CacheRankLostError(
@@ -163,16 +169,24 @@ def send_tensors(
     token: bytes = b"",
     epoch: int = 0,
     error: str = "",
+    group: str = "",
 ) -> None:
     """Send tensors, or the reason why there are none."""
     specs = [spec for each in tensors for spec in each.specs]
-    message = _Tensors(
+    message = TensorsMessage(
         token=token,
         epoch=epoch,
         error=error[:4096],
-        specs=tuple(_Spec(s.name, s.shape, s.dtype, s.home) for s in specs),
+        specs=tuple(SpecMessage(s.name, s.shape, s.dtype, s.home) for s in specs),
+        group=group,
     )
-    descriptors = [each for some in tensors for each in some.descriptors]
+    send_descriptors(connection, message, [each for some in tensors for each in some.descriptors])
+
+
+def send_descriptors(
+    connection: socket.socket, message: TensorsMessage, descriptors: Sequence[int]
+) -> None:
+    """Send `message` with the descriptors of its tensors."""
     socket.send_fds(connection, [_ENCODER.encode(message)], descriptors)
 
 
@@ -185,7 +199,18 @@ def wait_for_hang_up(connection: socket.socket, wake: socket.socket) -> bool:
     return wake.fileno() not in found
 
 
-def _receive(connection: socket.socket, deadline: float) -> tuple[_Tensors, list[int]]:
+def receive_descriptors(
+    connection: socket.socket, deadline: float
+) -> tuple[TensorsMessage, list[int]]:
+    """Return the next message and its descriptors, which are the caller's from then on.
+
+    Raises
+    ------
+    CacheRankLostError
+        If none comes until `deadline`.
+    ProtocolError
+        If it is malformed.
+    """
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     try:
         frame, descriptors, flags, _ = socket.recv_fds(connection, _MAX_BYTES, _MAX_DESCRIPTORS)
@@ -202,16 +227,23 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[_Tensors, list
             os.set_inheritable(descriptor, False)
         return _DECODER.decode(frame), list(descriptors)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        _close_all(descriptors)
+        close_all(descriptors)
         raise ProtocolError(f"malformed list of tensors: {error}") from error
     except BaseException:
-        _close_all(descriptors)
+        close_all(descriptors)
         raise
 
 
-def _attach(
-    specs: Sequence[_Spec], descriptors: Sequence[int], homes: Homes | None
+def attach_all(
+    specs: Sequence[SpecMessage], descriptors: Sequence[int], homes: Homes | None
 ) -> MappedTensors:
+    """Map the tensors of a message; the descriptors are ours from then on, even on an error.
+
+    Raises
+    ------
+    ProtocolError
+        If they are not as the message says.
+    """
     left = list(descriptors)
     tensors = MappedTensors(homes)
     try:
@@ -225,13 +257,14 @@ def _attach(
             home = cast(Home, spec.home)
             tensors.attach(TensorSpec(spec.name, spec.shape, spec.dtype, home), left.pop(0))
     except BaseException:
-        _close_all(left)
+        close_all(left)
         tensors.close()
         raise
     return tensors
 
 
-def _close_all(descriptors: Sequence[int]) -> None:
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors; those that are closed already are none."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -27,6 +27,12 @@ class ExchangeSettings(Strict):
     heartbeat_misses: int = Field(
         default=3, ge=1, le=60, description="Missed signs of life until a rank counts as lost."
     )
+    recovery_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="Longest pause without a cache rank; then requests end with HTTP 503.",
+    )
     transport: Literal["shared", "peer", "local"] = Field(
         default="shared",
         description="How the ranks meet: shared, the cache rank is a process of its own, and both "

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import hmac
+import time
 
 import msgspec
 
 from .control import ControlClient
 from .errors import HandshakeRefusedError, ProtocolError
 from .ipc import refuse_version
-from .messages import PROTOCOL_VERSION, Hello, Refused, Welcome
+from .messages import PROTOCOL_VERSION, HeartbeatReply, Hello, Refused, Welcome
 from .model_spec import ModelSpec
 from .settings import RankSettings
 
@@ -82,7 +83,10 @@ def open_epoch(client: ControlClient, hello: Hello, timeout_s: float) -> Welcome
     ProtocolError
         If the answer is neither.
     """
+    deadline = time.monotonic() + timeout_s
     reply = client.request(hello, timeout_s)
+    while isinstance(reply, HeartbeatReply):  # whether we are still there
+        reply = client.receive(deadline - time.monotonic(), after=hello)
     if isinstance(reply, Refused):
         raise HandshakeRefusedError(reply.field, reply.message)
     if not isinstance(reply, Welcome):

@@ -28,6 +28,7 @@ from .messages import (
 
 _HIGH_WATER = 1024
 _SEND_TIMEOUT_MS = 50
+_PID_BYTES = 32
 _MAX_CONNECTIONS_WAITING = 64
 
 
@@ -114,7 +115,7 @@ class IpcDealer:
         self._socket = self._context.socket(zmq.DEALER)
         _bound(self._socket)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
         self._socket.connect(f"ipc://{path}")
 
     def send(self, message: Message) -> None:
@@ -151,6 +152,22 @@ class IpcDealer:
         """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
         self._socket.close(linger=_SEND_TIMEOUT_MS)
         self._context.term()
+
+
+def server_pid(path: Path) -> int | None:
+    """Return the id of the live process that serves `path`; None if there is none."""
+    try:
+        handle = os.open(_lock_path(path), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        text = os.read(handle, _PID_BYTES).decode("ascii", errors="replace")
+        return int(text) if text.isdecimal() else 0
+    finally:
+        os.close(handle)
+    return None
 
 
 def refuse_version(version: int) -> Refused:
@@ -194,7 +211,7 @@ def _lock(path: Path) -> int:
     # zmq removes an existing socket file without asking, be it stale or in use. The kernel
     # drops this lock with its process, so it tells the two apart.
     try:
-        handle = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise CacheRankError(f"cannot lock {path}: {error}") from error
     try:
@@ -205,4 +222,11 @@ def _lock(path: Path) -> int:
         raise CacheRankError(
             f"{path}: another live process serves it; stop that one or give another --run-dir"
         ) from error
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle
+
+
+def _lock_path(path: Path) -> str:
+    return f"{path}.lock"

@@ -175,6 +175,10 @@ class LocalCacheRank(Protocol):
         """Bytes of key index, books, windows of queries, and weights that are to be copied."""
 
     @property
+    def forgets(self) -> bool:
+        """Whether the policy remembers of a request what is lost with this process."""
+
+    @property
     def num_lanes(self) -> int:
         """Streams that decode may use at once."""
 
@@ -198,6 +202,22 @@ class LocalCacheRank(Protocol):
 
     def seed(self, layer: int, request: int, row: int, queries: torch.Tensor) -> None:
         """Fill the resident set of a finished prompt, ``queries [W, Hq, D]`` being its last."""
+
+    def resume(
+        self,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[torch.Tensor],
+        *,
+        restored: Sequence[bool],
+        reseeded: Sequence[bool],
+    ) -> None:
+        """Take up requests that an earlier engine left, from what is in the pools and in the books.
+
+        The key index is made again from the keys. Of `restored` rows the books say what was
+        resident: the sets are filled again. Sets of `reseeded` rows get the sink and the latest
+        candidates; others have none. ``lengths`` tokens are stored, at ``tables [length]``.
+        """
 
     def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:
         """Make the first R tokens of `rows` ``[n]`` resident, ``tables [n, R]`` their slots.

@@ -185,6 +185,15 @@ class MappedTensors:
             raise
         return self._keep(spec, descriptor)
 
+    def hand_over(self, names: Iterable[str], to: MappedTensors) -> None:
+        """Let `to`, of the same homes, have the tensors `names` instead of this object."""
+        for name in names:
+            to._tensors[name] = self._tensors.pop(name)
+            to._descriptors[name] = self._descriptors.pop(name)
+            to._specs[name] = self._specs.pop(name)
+            if name in self._addresses:
+                to._addresses[name] = self._addresses.pop(name)
+
     def forget(self, name: str) -> None:
         """Close the descriptor of `name`, and unmap it once its tensor is used no more."""
         os.close(self._descriptors.pop(name))

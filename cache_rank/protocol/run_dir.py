@@ -25,7 +25,13 @@ TOKEN_BYTES = 32
 MAX_SOCKET_PATH_BYTES = 107
 """What fits into ``sockaddr_un.sun_path`` on Linux, the closing zero not counted."""
 
-_SOCKET_NAMES = ("control.sock", "heartbeat.sock", "inference.sock", "memory.sock")
+_SOCKET_NAMES = (
+    "control.sock",
+    "heartbeat.sock",
+    "inference.sock",
+    "memory.sock",
+    "holder.sock",
+)
 _TEMPORARY, _METRICS = "sglang-tmp", "sglang-metrics"
 _LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
 """The last is a socket of SGLang's, whose name it gets from the standard library."""
@@ -119,6 +125,11 @@ class RunDir:
     def memory_socket(self) -> Path:
         """Where the cache rank takes descriptors of mapped tensors."""
         return self.path / _SOCKET_NAMES[3]
+
+    @property
+    def holder_socket(self) -> Path:
+        """Where the launcher holds descriptors of mapped tensors."""
+        return self.path / _SOCKET_NAMES[4]
 
     @property
     def temporary(self) -> Path:

@@ -23,6 +23,8 @@ from .settings import SelectionSettings
 from .step_flags import WORDS_APART
 from .step_ring import ring_shape
 
+STAMPS = "row_stamps"
+"""Of what the engine remembers of rows: which request and which step each copy is of."""
 SEED_BUFFERS = 2
 """Layers whose prompt queries may be under way at once."""
 
@@ -61,7 +63,8 @@ class FlagIndex:
     """
 
     ANNOUNCED, CONSUMED, LOADED, FINISHED, PROGRESS, ABORTED, CONFIRMED = range(7)
-    _FIRST = 7
+    RESTORED, RESEEDED = range(7, 9)
+    _FIRST = 9
 
     def __init__(self, num_layers: int) -> None:
         self._layers = num_layers + 1
@@ -140,6 +143,18 @@ def specs_by_life(
         flags = flag_specs(model.num_layers, sizes.max_batch)
         return (*kept, *staging, *requests, *flags), epoch
     return kept, (*epoch, *staging)
+
+
+def part_books(
+    tensors: MappedTensors, model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
+) -> MappedTensors:
+    """Take out of `tensors` what an engine of an earlier epoch made, and return it."""
+    kept, epoch = specs_by_life(model, selection, sizes, on_gpu=tensors.homes.are_on_gpu)
+    known = {spec.name for spec in (*kept, *epoch)}
+    books = MappedTensors(tensors.homes)
+    names = [x.name for x in tensors.specs if x.name not in known]
+    tensors.hand_over([x for x in names if not x.startswith(PREDICTOR_PREFIX)], books)
+    return books
 
 
 def check_region(

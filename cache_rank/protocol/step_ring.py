@@ -22,6 +22,8 @@ NUM_ENTRIES = 64
 _HEADER = 6
 
 
+RESIDENT = 4
+"""The request has a resident set that is to be taken up."""
 SLOW = 2
 """The request attends to everything in this decode step, and is selected for."""
 GROWN = 1
@@ -38,6 +40,8 @@ class EntryKind(IntEnum):
     PREPARE = 3
     """No step: the engine is to load its kernels for prompts or, with requests, to capture a decode
     step of so many. It confirms to the other host when that is done."""
+    RESUME = 4
+    """Take up the rows of an earlier epoch: what survives is in mapped memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +55,11 @@ class StepRow:
     generation : int
         Counts the tenants of the row.
     length, prefix_len : int
-        Tokens after the step, and before it.
+        Tokens after the step, and before it. To be taken up: tokens that there are, twice.
     window : int
         Prompt queries that seed the row's resident set; 0: it is not seeded in this step.
     flags : int
-        `GROWN`, `SLOW`, both, or 0.
+        `GROWN` and `SLOW` of a decode step, `RESIDENT` of a row to be taken up, or 0.
     """
 
     row: int

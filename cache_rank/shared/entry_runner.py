@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.local import LocalCacheRank
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.shared_region import seed_buffer
-from tandemkv.cache_rank.protocol.step_ring import GROWN, SLOW, EntryKind, StepEntry
+from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
+from tandemkv.cache_rank.protocol.step_flags import StepFlags
+from tandemkv.cache_rank.protocol.step_ring import (
+    GROWN,
+    RESIDENT,
+    SLOW,
+    EntryKind,
+    StepEntry,
+    StepRow,
+)
 from tandemkv.kernels.placing import place
 
 from .row_versions import RowVersions
@@ -41,6 +49,8 @@ class EntryRunner:
         Number of the epoch, layers of the model, and R.
     is_gone : Callable
         Whether the inference rank is gone.
+    host : StepFlags
+        Where the two hosts tell each other what was taken, and what was taken up.
     warm_up : Callable
         Loads what prompts need, before the first of them.
     """
@@ -56,17 +66,19 @@ class EntryRunner:
         num_layers: int,
         num_resident: int,
         is_gone: Callable[[], bool],
+        host: StepFlags,
         warm_up: Callable[[], None],
     ) -> None:
         self._engine, self._program, self._signals = engine, engine.program, signals
         self._num_layers, self._num_resident = num_layers, num_resident
         self._tensors, self._table = tensors, tensors["req_to_token"]
         self._versions, self._epoch = versions, epoch
-        self._is_gone, self._warm_up = is_gone, warm_up
+        self._is_gone, self._warm_up, self._host = is_gone, warm_up, host
         self._device = self._tensors.homes.here
         self._lanes, self._graphs = Lanes(self._device, engine.num_lanes), StepGraphs(self._device)
         self._step = 0
         self._unindexed: list[int] = []
+        self.num_restored = self.num_reseeded = 0
 
     def run(self, entry: StepEntry) -> None:
         """Do what `entry` asks for; returns when its end is announced, or queued on a GPU.
@@ -81,6 +93,8 @@ class EntryRunner:
         try:
             if entry.kind is EntryKind.EXTEND:
                 self._extend(entry)
+            elif entry.kind is EntryKind.RESUME:
+                self._resume(entry)
             elif entry.kind is EntryKind.DECODE:
                 self._decode(entry)
             else:
@@ -89,6 +103,38 @@ class EntryRunner:
             if self._is_gone():
                 raise
         self._signals.finish()
+
+    def _resume(self, entry: StepEntry) -> None:
+        """Take up rows as they were before the first step whose results were not taken."""
+        rows, generations = self._ids(entry.rows)
+        is_resident = [bool(row.flags & RESIDENT) for row in entry.rows]
+        if self._versions is None:
+            restored = is_resident  # sets that never change
+        else:
+            first_lost = self._host.value(FlagIndex.CONFIRMED) + 1
+            found = self._versions.restore(rows, generations, step=first_lost)
+            restored = [a and b for a, b in zip(found, is_resident, strict=True)]
+        reseeded = [a and not b for a, b in zip(is_resident, restored, strict=True)]
+        self._engine.resume(
+            rows,
+            [row.length for row in entry.rows],
+            [self._table[row.row, : row.length].clone() for row in entry.rows],
+            restored=restored,
+            reseeded=reseeded,
+        )
+        anew = [row for row, is_anew in zip(entry.rows, reseeded, strict=True) if is_anew]
+        self._record(*self._ids(anew))
+        # What a policy remembered elsewhere is gone, whatever the books say.
+        self.num_restored = 0 if self._engine.forgets else sum(restored)
+        self.num_reseeded = sum(is_resident) - self.num_restored
+        self._host.raise_to(FlagIndex.RESTORED, self.num_restored)
+        self._host.raise_to(FlagIndex.RESEEDED, self.num_reseeded)
+        self._signals.raise_loaded()
+        if isinstance(self._signals, StreamSignals):
+            self._signals.confirm_prepared()
+
+    def _ids(self, rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
+        return [row.row for row in rows], [row.generation for row in rows]
 
     def _extend(self, entry: StepEntry) -> None:
         engine, rows = self._engine, entry.rows
@@ -116,7 +162,7 @@ class EntryRunner:
                     engine.seed(layer, request, row.row, window)
                     first += row.window
                 self._signals.raise_ready(layer)
-        self._record([row.row for _, row in seeds], [row.generation for _, row in seeds])
+        self._record(*self._ids([row for _, row in seeds]))
 
     def _decode(self, entry: StepEntry) -> None:
         engine, kind, size = self._engine, _DECODE_KINDS[entry.variant], len(entry.rows)
@@ -134,7 +180,7 @@ class EntryRunner:
             self._select(kind, size)
         changed = entry.rows if kind is DecodeKind.SELECTING else ()
         changed = tuple(r for r in entry.rows if r.row and (r in changed or r.flags & GROWN))
-        self._record([row.row for row in changed], [row.generation for row in changed])
+        self._record(*self._ids(changed))
 
     def _load(
         self, kind: DecodeKind, rows: torch.Tensor, lengths: torch.Tensor, *, num_cold: int,
@@ -254,5 +300,5 @@ class EntryRunner:
             self._signals.raise_ready(layer)
 
     def _record(self, rows: list[int], generations: list[int]) -> None:
-        if self._versions is not None:
+        if self._versions is not None and rows:
             self._versions.record(rows, generations, epoch=self._epoch, step=self._step + 1)

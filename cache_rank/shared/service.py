@@ -9,6 +9,7 @@ counted.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.messages import (
     Goodbye,
+    HeartbeatReply,
     Hello,
     Message,
     Refused,
@@ -151,6 +153,8 @@ class SharedEngineService:
             values |= session.engine.last_counters()
             values["steps_total"] = float(session.num_steps)
             values["index_bytes"] = float(session.engine.nbytes)
+            restored, reseeded = session.resumed_rows
+            values |= {"restored_rows": float(restored), "reseeded_rows": float(reseeded)}
         return StatusReply(
             role="cache_rank",
             epoch=session.number if session is not None else 0,
@@ -160,6 +164,7 @@ class SharedEngineService:
                 "policy": selection.policy,
                 "model_hash": self._model.model_hash,
                 "transport": self._settings.exchange.transport,
+                "pid": str(os.getpid()),
             },
         )
 
@@ -186,6 +191,10 @@ class SharedEngineService:
         refused = self._check(hello, model)
         if refused is not None:
             self._refuse(peer, refused)
+            return
+        # A Hello may have waited for long: who gave up must not end another's epoch.
+        if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
+            logger.info("ignored the Hello of an inference rank that is gone")
             return
         self._end_epoch("a new inference rank came")
         try:

@@ -28,6 +28,7 @@ from tandemkv.cache_rank.protocol.shared_region import (
     FlagIndex,
     RegionSizes,
     check_region,
+    part_books,
     pools_of,
 )
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
@@ -38,6 +39,10 @@ from .entry_runner import EntryRunner
 from .row_versions import RowVersions
 from .signals import HostSignals, StepAbortedError
 from .stream_signals import StreamSignals
+
+_VERSIONED = ("resident_positions", "resident_last_used")
+"""What a step that is done twice would change twice. Other tensors by row hold the same after a
+second time: windows of queries are rings by position, a policy's own tensors are made so."""
 
 
 class SharedSession:
@@ -57,7 +62,8 @@ class SharedSession:
     Attributes
     ----------
     made : MappedTensors
-        What the engine made, for the inference rank to hold.
+        What the engine remembers of rows, for the inference rank to hold: made by it, or by the
+        engine of an earlier epoch.
 
     Raises
     ------
@@ -78,10 +84,10 @@ class SharedSession:
         clock: BusyClock,
     ) -> None:
         selection = settings.selection
+        self.made = part_books(tensors, model, selection, sizes)
         check_region(tensors, model, selection, sizes)
         self.number, self._clock = epoch, clock
         self._connection, self._tensors = connection, tensors
-        self.made = MappedTensors(tensors.homes)
         pools = replace(pools_of(tensors, model, selection, sizes), allocate=self.made.allocate)
         predict = _predictor(tensors, model, settings)
         self.engine: LocalCacheRank = create(
@@ -102,8 +108,11 @@ class SharedSession:
         signals = self._on_gpu or HostSignals(
             flags, model.num_layers, is_gone=self._over.is_set, clock=clock
         )
-        names = ("resident_positions", "resident_last_used")
-        books = {name: self.made[name] for name in names if self.engine.program.selects}
+        books: dict[str, torch.Tensor] = {}
+        if self.engine.program.selects:
+            books = {name: self.made[name] for name in _VERSIONED}
+            if selection.num_samples:
+                books["sample_log_weight"] = tensors["sample_log_weight"]
         self._runner = EntryRunner(
             self.engine,
             tensors,
@@ -113,6 +122,7 @@ class SharedSession:
             num_layers=model.num_layers,
             num_resident=selection.num_resident,
             is_gone=self._over.is_set,
+            host=flags,
             warm_up=lambda: _load_kernels(
                 model, settings, sizes, predict, tensors.homes.here, model_dir
             ),
@@ -121,6 +131,11 @@ class SharedSession:
         self.num_steps = 0
         self._wake, self._waker = socket.socketpair()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    @property
+    def resumed_rows(self) -> tuple[int, int]:
+        """Rows whose resident sets were taken up, and rows that were seeded anew."""
+        return self._runner.num_restored, self._runner.num_reseeded
 
     @property
     def is_over(self) -> bool:
@@ -139,7 +154,7 @@ class SharedSession:
         if entry is None or self._over.is_set():
             return False
         # Nobody waits for a rehearsal, which may have to compile, as for a step.
-        is_step = entry.kind is not EntryKind.PREPARE
+        is_step = entry.kind in (EntryKind.EXTEND, EntryKind.DECODE)
         with self._clock.working() if is_step else nullcontext(), torch.cuda.stream(self._stream):
             reach("cache_rank.step")
             try:

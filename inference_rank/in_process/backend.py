@@ -177,6 +177,23 @@ class InProcessBackend(AttentionBackend):
                 self.link.end_extend()
         return out
 
+    # -- passes that are done twice ------------------------------------------------------
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """Return what preparing a pass changes here."""
+        return self._num_steps, self._dense.snapshot(), self._runtime.refresh.snapshot()
+
+    def rewind(self, state: tuple[Any, ...]) -> None:
+        """Go back to where `snapshot` was asked."""
+        self._num_steps = state[0]
+        self._dense.rewind(state[1])
+        self._runtime.refresh.rewind(state[2])
+
+    @property
+    def num_cold(self) -> int:
+        """Longest request that has no resident set yet."""
+        return self._lengths.num_cold
+
     # -- benchmarks ----------------------------------------------------------------------
 
     def adopt(self, forward_batch: Any) -> None:

@@ -60,6 +60,14 @@ class DenseSteps:
         if self._steps_left <= 0:
             self._behind = set()
 
+    def snapshot(self) -> tuple[int, frozenset[int]]:
+        """Return what `advance` changes."""
+        return self._steps_left, frozenset(self._behind)
+
+    def rewind(self, state: tuple[int, frozenset[int]]) -> None:
+        """Go back to where `snapshot` was asked."""
+        self._steps_left, self._behind = state[0], set(state[1])
+
     def _still_behind(self, lengths: torch.Tensor) -> set[int]:
         """Return the lengths of requests whose sets fell behind.
 

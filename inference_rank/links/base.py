@@ -10,6 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+
+
+class StepLostError(CacheRankLostError):
+    """The engine did not do its part of the pass under way: whatever the pass yields is void."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

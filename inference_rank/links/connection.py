@@ -8,6 +8,7 @@ the one that watches whether the other process lives.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -15,9 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandemkv.cache_rank.protocol.control import ControlClient
+from tandemkv.cache_rank.protocol.descriptor_holder import let_hold, same_tensors, take_held
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, wait_for_hang_up
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
-from tandemkv.cache_rank.protocol.errors import CacheRankLostError, TandemKVError
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankLostError,
+    HandshakeRefusedError,
+    TandemKVError,
+)
 from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
@@ -27,6 +33,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import (
+    STAMPS,
     FlagIndex,
     RegionSizes,
     specs_by_life,
@@ -35,7 +42,12 @@ from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRing, StepRow
 from tandemkv.inference_rank.counters import Counters
 
+from .fence import Fence
+
+_LOG = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 30.0
+KEPT, BOOKS = "kept", "books"
+"""Groups of tensors that the launcher holds."""
 _LONGEST_WAIT_S = 3600.0
 _MARGIN_S = 1.0
 
@@ -76,8 +88,10 @@ class SharedConnection:
     ----------
     lost_reason : str or None
         Why there is no epoch; None while connected.
-    epoch : int
-        Number of the epoch.
+    epoch, step : int
+        Number of the epoch, and of the step announced last; steps are counted over all epochs.
+    confirmed : int
+        Latest step whose results were taken.
     program : EngineProgram
         What the engine does in which layer.
     """
@@ -104,7 +118,9 @@ class SharedConnection:
         self._theirs = MappedTensors()
         self._ours = MappedTensors()
         self.lost_reason: str | None = "not connected yet"
-        self.epoch = self.step = 0
+        self.epoch = self.step = self.confirmed = 0
+        self._fence: Fence | None = None
+        self._is_first = False
         exchange = settings.exchange
         self._limit_s = limit_s(exchange)
         self._heartbeat = HeartbeatClient(
@@ -118,14 +134,22 @@ class SharedConnection:
     # -- epochs --------------------------------------------------------------------------
 
     def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
-        """Open a new epoch; raises what `open_connection` raises."""
-        self.drop()
+        """Open the first epoch; raises what `open_connection` raises."""
+        # What an earlier inference rank's engine remembered is of requests that ended with it.
+        self._theirs = take_held(
+            self._run_dir.holder_socket,
+            token=self._run_dir.token,
+            group=BOOKS,
+            homes=self._kept.homes,
+        )
+        self._is_first = True
         self.adopt(self.open_connection(timeout_s=timeout_s))
 
     def open_connection(self, *, timeout_s: float) -> OpenedEpoch:
         """Meet the cache rank with new flags, ring and staging, within `timeout_s` in all.
 
-        Touches nothing of this object, so any thread may call it; the scheduler goes on.
+        The cache rank of the epoch before has ended then, or is ended: it maps the same memory.
+        Changes nothing of this object, so that any thread may call it while no epoch is open.
 
         Raises
         ------
@@ -136,6 +160,17 @@ class SharedConnection:
         SettingsError
             If memory for the epoch is not to be had.
         """
+        if self._fence is not None:
+            self._fence.close(timeout_s)
+        try:
+            return self._open(timeout_s, (self._kept, self._theirs))
+        except HandshakeRefusedError as error:
+            if error.field != "memory" or not self._theirs.specs:
+                raise
+            _LOG.warning("rows are seeded anew, what is known of them is of no use: %s", error)
+            return self._open(timeout_s, (self._kept,))
+
+    def _open(self, timeout_s: float, survivors: tuple[MappedTensors, ...]) -> OpenedEpoch:
         deadline = time.monotonic() + timeout_s
         ours = MappedTensors(self._kept.homes)
         control = ControlClient(self._run_dir)
@@ -148,13 +183,15 @@ class SharedConnection:
                 page_size=self._sizes.page_size,
             )
             welcome = open_epoch(control, hello, timeout_s)
+            if self._is_first and STAMPS in self._theirs:  # its engine has stopped by now
+                self._theirs[STAMPS].zero_()
             _, new = specs_by_life(
                 self._model, self._settings.selection, self._sizes, on_gpu=ours.homes.are_on_gpu
             )
             ours.allocate_all(new)
             connection, theirs = offer_tensors(
                 self._run_dir.memory_socket,
-                (self._kept, ours),
+                (*survivors, ours),
                 token=self._run_dir.token,
                 epoch=welcome.epoch,
                 timeout_s=max(0.1, deadline - time.monotonic()),
@@ -168,11 +205,20 @@ class SharedConnection:
         )
 
     def adopt(self, opened: OpenedEpoch) -> None:
-        """Begin the epoch of what `open_connection` returned; its engine knows no request."""
+        """Begin the epoch of what `open_connection` returned; its engine knows no request yet."""
+        self.drop()
         welcome, at = opened.welcome, self._at
         self._control, self._connection = opened.control, opened.connection
+        self._fence = Fence(opened.connection)
+        self._is_first = False
+        self._theirs.close()  # the same memory is mapped as what came now
         self._ours, self._theirs = opened.ours, opened.theirs
+        run_dir = self._run_dir
+        let_hold(run_dir.holder_socket, self._theirs, token=run_dir.token, group=BOOKS)
         self._flags = StepFlags(opened.ours["flags"])
+        for flag in (at.FINISHED, at.ABORTED):
+            self._flags.raise_to(flag, self.step)
+        self._flags.raise_to(at.CONFIRMED, self.confirmed)
         self._ring = StepRing(
             opened.ours["ring"], self._flags, announced=at.ANNOUNCED, consumed=at.CONSUMED
         )
@@ -186,8 +232,6 @@ class SharedConnection:
             index_interval=welcome.index_interval,
         )
         self.epoch = welcome.epoch
-        if not self._kept.homes.are_on_gpu:  # flags of an earlier epoch stay up there
-            self.step = 0
         self._counters.epochs_total += 1
         with self._lock:
             self.lost_reason = None
@@ -213,6 +257,7 @@ class SharedConnection:
         with self._lock:
             self.lost_reason = "closed"
         self.drop()
+        self._theirs.close()
 
     # -- steps ---------------------------------------------------------------------------
 
@@ -285,14 +330,38 @@ class SharedConnection:
             self.mark_lost(f"no answer within {self._limit_s:g} s")
         return found
 
+    def resume(self, rows: tuple[StepRow, ...]) -> None:
+        """Let the engine take up the requests in `rows`; `has_finished` tells when it has."""
+        self.step += 1
+        self.announce(StepEntry(kind=EntryKind.RESUME, step=self.step, rows=rows))
+
+    @property
+    def resumed_rows(self) -> tuple[int, int]:
+        """Rows that the engine took up in this epoch, and rows that it seeded anew."""
+        return self._flags.value(self._at.RESTORED), self._flags.value(self._at.RESEEDED)
+
+    def await_finish(self, step: int) -> bool:
+        """Wait until the engine has done all of `step`; False: it will not."""
+        return self.has_finished(step) or self.wait(self._at.FINISHED, step)
+
+    def forget_rows(self) -> None:
+        """Give up what is known of rows: the next epoch begins without. Only while lost."""
+        self._theirs.close()
+
+    def has_finished(self, step: int) -> bool:
+        """Whether the engine has done all of `step`; also known of an epoch that is lost."""
+        return self._flags.value(self._at.FINISHED) - step >= 0
+
     def give_up(self) -> None:
         """Let the engine end the present step without what was not raised for it."""
         if self.lost_reason is None:
             self._flags.raise_to(self._at.ABORTED, self.step)
 
-    def confirm(self) -> None:
-        """Note that the results of the present step were taken."""
-        self.raise_to(self._at.CONFIRMED)
+    def confirm(self, step: int) -> None:
+        """Note that the results of `step`, which the engine has finished, were taken."""
+        self.confirmed = max(self.confirmed, step)
+        if self.lost_reason is None:
+            self._flags.raise_to(self._at.CONFIRMED, self.confirmed)
 
     def _is_over_now(self) -> Callable[[], bool]:
         """Return a check whether the epoch is lost, or the engine makes no progress any more."""
@@ -320,7 +389,7 @@ class SharedConnection:
             self.mark_lost("its process ended")
 
     def drop(self) -> None:
-        """Release what is left of an epoch that ended; K/V stay. Idempotent."""
+        """Release what is left of an epoch that ended; what survives it stays. Idempotent."""
         self._heartbeat.stop()
         if self._waker is not None:
             self._waker.close()
@@ -332,7 +401,6 @@ class SharedConnection:
             self._control.close()
             self._control = None
         self._ours.close()
-        self._theirs.close()
 
 
 def limit_s(exchange: ExchangeSettings) -> float:
@@ -341,21 +409,32 @@ def limit_s(exchange: ExchangeSettings) -> float:
 
 
 def make_kept_tensors(
-    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes
+    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes, run_dir: RunDir
 ) -> MappedTensors:
     """Make what survives an epoch, where `homes` says.
+
+    What the launcher holds of an earlier inference rank is taken instead; what was stored in it is
+    forgotten. The launcher holds it from then on.
 
     Raises
     ------
     SettingsError
         If the memory is not to be had; nothing is left then.
     """
+    holder, token = run_dir.holder_socket, run_dir.token
+    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu)[0]
+    kept = take_held(holder, token=token, group=KEPT, homes=homes)
+    if same_tensors(kept, wanted):
+        for spec in wanted:
+            if spec.name != "kv":  # which slots hold something, the tables say
+                kept[spec.name].zero_()
+        return kept
+    kept.close()
     kept = MappedTensors(homes)
     try:
-        kept.allocate_all(
-            specs_by_life(model, settings.selection, sizes, on_gpu=kept.homes.are_on_gpu)[0]
-        )
+        kept.allocate_all(wanted)
     except BaseException:
         kept.close()
         raise
+    let_hold(holder, kept, token=token, group=KEPT)
     return kept

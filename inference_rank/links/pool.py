@@ -63,7 +63,11 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
             settings = runtime_module.settings_from_environment()
             device = with_index(torch.device(self.device))
             self.mapped = make_kept_tensors(
-                model, settings, self.mapped_sizes, inference_homes(device)
+                model,
+                settings,
+                self.mapped_sizes,
+                inference_homes(device),
+                runtime_module.run_dir_from_environment(),
             )
             req_to_token_pool.req_to_token = self.mapped["req_to_token"]
             kv = self.mapped["kv"]

@@ -20,7 +20,7 @@ from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import GROWN, SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 
-from .base import DecodeRows, ExtendRow
+from .base import DecodeRows, ExtendRow, StepLostError
 from .connection import SharedConnection
 from .signals import LinkSignals
 
@@ -42,6 +42,15 @@ class SharedLink:
         Identity of the present tenant of a row.
     rows_on_host : Callable
         Rows of the pass that is being made, if they are known without waiting for the device.
+
+    Attributes
+    ----------
+    pass_step : int or None
+        Step that was announced for the pass under way, or the latest; None: it asked for nothing.
+    is_void : bool
+        The engine did not do its part of that pass.
+    breaks_off : bool
+        Such a pass ends at once, with `StepLostError`; else it runs through, as it does on a GPU.
     """
 
     def __init__(
@@ -59,6 +68,8 @@ class SharedLink:
         self._kind = DecodeKind.DENSE
         self._is_decode = self._is_open = False
         self._grown: frozenset[int] = frozenset()
+        self.pass_step: int | None = None
+        self.is_void, self.breaks_off = False, True
         self._has_seeds = False
         self._seeded: dict[int, int] = {}
         self._prepared: dict[tuple[DecodeKind, int], int] = {}
@@ -97,11 +108,14 @@ class SharedLink:
         """See `Link.extend`."""
         if not self._is_open or not self.program.extends(layer, seeds=self._has_seeds):
             return
+        if not self._signals.is_captured and self._connection.lost_reason is not None:
+            self._lose()
+            return
         if windows:
             # The buffer is another layer's until the engine has seeded that.
             before = self._seeded.get(layer % SEED_BUFFERS)
             if before is not None:
-                self._signals.await_ready(before)
+                self._check(self._signals.await_ready(before))
             self._seeded[layer % SEED_BUFFERS] = layer
             self._signals.put_windows(layer, windows)
         self._signals.raise_input(layer)
@@ -164,20 +178,20 @@ class SharedLink:
         return None
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
-        """See `Link.attend_selected`; of nothing, if the engine is lost and the step ends so."""
+        """See `Link.attend_selected`."""
         if not self.program.attends_in(layer):
             return None
-        shape = (*query.shape[:2], query.shape[2] + 1)
         if self._is_open:
             self._signals.put_query(layer, query)
             if self._signals.await_ready(layer):
                 return self._connection.tensors["outputs"][: len(query)]
-        return torch.full(shape, float("-inf"))
+            self._lose()
+        return torch.full((*query.shape[:2], query.shape[2] + 1), float("-inf"))
 
     def await_set(self, layer: int) -> torch.Tensor | None:
         """See `Link.await_set`."""
         if self._is_open and self.program.awaits(self._kind, layer):
-            self._signals.await_ready(layer)
+            self._check(self._signals.await_ready(layer))
         return None
 
     def resident_positions(self, layer: int) -> torch.Tensor | None:
@@ -202,6 +216,11 @@ class SharedLink:
             self._signals.give_up()
             self._is_open = False
 
+    def rewind(self) -> None:
+        """Forget the pass that was lost, and what was to be asked for with it."""
+        self.recover()
+        self._grown, self.pass_step, self.is_void = frozenset(), None, False
+
     # -- inside --------------------------------------------------------------------------
 
     def _announce(
@@ -211,6 +230,7 @@ class SharedLink:
         """Begin a step, once the engine has done with all that earlier ones have asked for."""
         self.recover()
         connection = self._connection
+        self.pass_step, self.is_void = None, False
         if self._signals.is_captured and self._prepared_epoch != connection.epoch:
             self._prepare_again()
         connection.step += 1
@@ -218,6 +238,24 @@ class SharedLink:
             kind=kind, step=connection.step, variant=variant, num_cold=num_cold, rows=tuple(rows)
         )
         self._is_open = self._signals.begin(entry, step)
+        if self._is_open:
+            self.pass_step = connection.step
+        else:
+            connection.step -= 1  # nobody heard of it
+            self._lose()
+
+    def is_done(self, step: int) -> bool:
+        """Wait until the engine has done all of `step`; False: it will not."""
+        return self._signals.is_done(step)
+
+    def _check(self, is_answered: bool) -> None:
+        if not is_answered:
+            self._lose()
+
+    def _lose(self) -> None:
+        self.is_void = True
+        if self.breaks_off and not self._signals.is_captured:
+            raise StepLostError(self._connection.lost_reason or "")
 
     def _prepare(self, kind: DecodeKind, size: int, num_cold: int) -> None:
         """Let the engine capture its half of a step, and wait for it."""
@@ -245,7 +283,7 @@ class SharedLink:
 
     def _end(self) -> None:
         if self._is_open:
-            self._signals.end()
+            self._check(self._signals.end())
         if not self._signals.is_captured:
             self._is_open = False
 

@@ -52,8 +52,14 @@ class LinkSignals(Protocol):
     def await_ready(self, layer: int) -> bool:
         """Wait until the engine is done with `layer`; False: it is lost."""
 
-    def end(self) -> None:
-        """End a step: SGLang may write to the request table once the engine has read it."""
+    def end(self) -> bool:
+        """End a step: SGLang may write to the request table once the engine has read it.
+
+        False: the engine is lost.
+        """
+
+    def is_done(self, step: int) -> bool:
+        """Whether all of `step`, whose results have come to the host, was done by the engine."""
 
     def give_up(self) -> None:
         """Let the engine end the present step without what was not raised for it."""
@@ -117,9 +123,13 @@ class HostSignals:
         """See `LinkSignals.await_ready`."""
         return self._connection.wait(self._at.ready(layer))
 
-    def end(self) -> None:
+    def end(self) -> bool:
         """See `LinkSignals.end`."""
-        self._connection.wait(self._at.LOADED)
+        return self._connection.wait(self._at.LOADED)
+
+    def is_done(self, step: int) -> bool:
+        """See `LinkSignals.is_done`: waits until the engine has kept what it needs to go on."""
+        return self._connection.await_finish(step)
 
     def give_up(self) -> None:
         """See `LinkSignals.give_up`."""
@@ -227,8 +237,14 @@ class StreamSignals:
         self._wait(self._flags.ready(layer), self._step)
         return True
 
-    def end(self) -> None:
+    def end(self) -> bool:
         """See `LinkSignals.end`: the next `begin` waits."""
+        return True
+
+    def is_done(self, step: int) -> bool:
+        """See `LinkSignals.is_done`: its results came with what was lost until then."""
+        lost = self.lost_step
+        return self._connection.lost_reason is None and (not lost or step < lost)
 
     def give_up(self) -> None:
         """See `LinkSignals.give_up`: the engine's own waits end."""

@@ -29,12 +29,13 @@ from tandemkv.inference_rank.in_process.start import (
 )
 from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.refresh import RefreshSchedule
+from tandemkv.inference_rank.resume.passes import PassLog
+from tandemkv.inference_rank.resume.penalties import PenaltyLog
+from tandemkv.inference_rank.resume.recovery import Recovery, State
 
-from .connection import OpenedEpoch, SharedConnection, limit_s
+from .connection import SharedConnection, limit_s
 from .shared import SharedLink
 from .signals import HostSignals, StreamSignals
-
-_GENERATION_BITS = 40
 
 
 @dataclass(slots=True)
@@ -55,18 +56,29 @@ class SharedRuntime:
     running_lengths: list[int] = field(default_factory=list)
     scheduler: Any = None
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
+    penalties: PenaltyLog = field(default_factory=PenaltyLog)
+    passes: PassLog = field(init=False)
+    recovery: Recovery = field(init=False)
     measurement: None = None
     """A selection is timed in the process that makes it."""
     _flushed: int = 0
 
-    def adopt(self, connection: OpenedEpoch) -> None:
-        """Begin the epoch of a connection that was opened."""
-        self.client.adopt(connection)
+    def follow(self, link: SharedLink, backend: InProcessBackend) -> None:
+        """Follow the passes of `backend`, so that lost ones can be done again."""
+        self.passes = PassLog(self.client, link, backend, self.counters)
+        self.recovery = Recovery(
+            self.client,
+            self.passes,
+            self.penalties,
+            self.counters,
+            generation_of=self.generation,
+            num_cold=backend.num_cold,
+            timeout_s=self.settings.exchange.recovery_timeout_s,
+        )
 
     def generation(self, row: int) -> int:
         """Identity of the present tenant of `row`; SGLang's own counter restarts at a flush."""
-        count = self._flushed + int(self.req_to_token_pool.req_generation[row])
-        return (self.client.epoch << _GENERATION_BITS) | count
+        return self._flushed + int(self.req_to_token_pool.req_generation[row])
 
     def before_flush(self) -> None:
         """Go on above all counts that SGLang is about to reset."""
@@ -78,7 +90,8 @@ class SharedRuntime:
 
         values = self.counters.as_values()
         values |= {
-            "cache_rank_up": float(lost is None),
+            "cache_rank_up": float(self.recovery.state is State.SERVING),
+            "pause_s": self.recovery.pause_s,
             "resident_bytes": float(self.resident_bytes),
             "mapped_bytes": float(self.mapped_bytes + self.client.epoch_bytes),
             **self.occupancy.values(),
@@ -92,7 +105,7 @@ class SharedRuntime:
         return StatusReply(
             role="inference_rank",
             epoch=self.client.epoch,
-            ready=lost is None,
+            ready=not self.recovery.is_down,
             values=values,
             info={
                 "policy": selection.policy,
@@ -104,6 +117,7 @@ class SharedRuntime:
                 "model": self.model.architecture,
                 "pid": str(os.getpid()),
                 "lost_reason": lost or "",
+                "state": "no cache rank" if self.recovery.is_down else self.recovery.state.value,
                 "plan_placement": "a process of its own, in shared memory",
                 "plan_note": "not measured in another process; see exchange_wait_us_total",
             },
@@ -147,7 +161,6 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         req_to_token_pool=runner.req_to_token_pool,
         refresh=refresh_for(runner, connection.program, settings.selection),
     )
-    runtime_module.set_current(runtime)
     selection = settings.selection
     limit = limit_s(settings.exchange)
     signals = (
@@ -163,7 +176,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         rows_on_host=lambda: runtime.rows_on_host,
     )
     link.hook(runner.model)
-    return InProcessBackend(
+    backend = InProcessBackend(
         runner,
         full_backend(runner),
         link,
@@ -176,6 +189,9 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         runtime=runtime,
         probe=attention_probe(runner, settings, model, home, link),
     )
+    runtime.follow(link, backend)
+    runtime_module.set_current(runtime)
+    return backend
 
 
 def _put_predictor(

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.ipc import server_pid
+from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.guard import shared_memory_of
 from tandemkv.server.settings import is_loopback
 
@@ -121,7 +123,11 @@ class ServerProcesses:
     def pids(self) -> dict[str, int]:
         """Return the process id of each rank that runs."""
         ranks = (LAUNCHER, CACHE_RANK, HTTP, SCHEDULER)
-        return {role: some[0].pid for role, some in self.by_role().items() if role in ranks}
+        found = {role: some[0].pid for role, some in self.by_role().items() if role in ranks}
+        if CACHE_RANK in found and self.run_dir is not None:  # another may stand by
+            serving = server_pid(RunDir(self.run_dir).control_socket)
+            found[CACHE_RANK] = serving or found[CACHE_RANK]
+        return found
 
     def held(self) -> Held:
         """Return what all of them hold now."""

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import bad_input
-import dead_cache_rank
 import edge
 import exact
 import frames
 import life
 import mass
 import needle
+import nothing_lost
 import outside
 import perplexity
 import speed
@@ -26,7 +26,7 @@ ITEMS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "mass": mass.run,
     "life_cycle": life.run,
     "bad_input": bad_input.run,
-    "dead_cache_rank": dead_cache_rank.run,
+    "nothing_lost": nothing_lost.run,
     "speed": speed.run,
     "outside": outside.run,
     "edge": edge.run,

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from dead_cache_rank import kill
-from exactness import flush, run
+from exactness import run
 from rank_servers import Server
 from stock_agreement import (
     COVERING,
@@ -74,14 +73,3 @@ def test_tokens_are_those_of_stock(
     after = server.values()[0]
     sparse_or_exact = ("sparse_rows_total", "exact_rows_total")
     assert sum(after[name] - before[name] for name in sparse_or_exact) > NEW_TOKENS
-
-
-def test_a_killed_cache_rank_is_told_and_comes_back(server: Server, token_ids: list[int]) -> None:
-    flush(server)
-    prompt = token_ids[:300]
-    before = run(server, [prompt], new_tokens=8, at_once=1)[0]["ids"]
-    found = kill(server, token_ids[:400], is_decoding=True)
-    assert set(found["codes"]) == {503}, found
-    assert found["says_why"], found
-    assert found["unready"], found
-    assert run(server, [prompt], new_tokens=8, at_once=1)[0]["ids"] == before

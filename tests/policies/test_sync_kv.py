@@ -132,3 +132,22 @@ def test_without_clusters_it_says_what_to_do(make_bench):
     context = make_bench("oracle").context
     with pytest.raises(PolicyError, match="tandemkv calibrate MODEL --policy sync_kv"):
         SyncKVPolicy(replace(context, clusters=None))
+
+
+def test_static_sets_outlive_the_engine(make):
+    """The next engine finds them by row; a new tenant of the row begins without."""
+    memory = {}
+
+    def allocate(name, shape, dtype):
+        return memory.setdefault(name, torch.zeros(shape, dtype=dtype))
+
+    first = make()
+    first.make_rows(allocate, 4)
+    ask(first, FIRST)
+    ask(first, LATER, owner=(2, 1))
+    second = make()
+    second.make_rows(allocate, 4)
+    assert ask(second, LATER) == [[5, 4, 0, 1], [0, 1, 5, 4], [5, 4, 0, 1]]
+    assert ask(second, FIRST, owner=(2, 9))[0][:2] == [0, 1], "chosen with the first scores"
+    second.release((1, 0))
+    assert ask(second, LATER)[0] == [0, 1, 2, 3]

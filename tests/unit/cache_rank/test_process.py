@@ -13,8 +13,10 @@ from tiny_model import write_model
 from tandemkv.cache_rank import process
 from tandemkv.cache_rank.policies.base import PolicyError
 from tandemkv.cache_rank.process import run_cache_rank
+from tandemkv.cache_rank.protocol.control import ControlServer
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 
@@ -100,3 +102,18 @@ def test_sigterm_waits_no_longer_than_it_may() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert not stop.is_set()
         assert stop.wait(5.0)
+
+
+def test_a_standby_takes_its_turn_when_the_other_ends(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run")
+    assert server_pid(run_dir.control_socket) is None
+    serving = ControlServer(run_dir)
+    assert server_pid(run_dir.control_socket) == os.getpid()
+    turn = threading.Thread(target=process.await_turn, args=(run_dir,), daemon=True)
+    turn.start()
+    turn.join(0.2)
+    assert turn.is_alive()
+    serving.close()
+    turn.join(5.0)
+    assert not turn.is_alive()
+    assert server_pid(run_dir.control_socket) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both sides of a step's flags in device memory, on a CPU, where one thing is done after another."""
+"""Both sides of a step's flags in device memory, on a CPU: one thing is done after another."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def main() -> None:
         cache_rank_detail=lambda: up("cache"),
         server_state=state,
         banner="READY",
-        cache_rank_pulse=lambda: pulse("cache"),
+        cache_rank_pulse=lambda _: pulse("cache"),
         sglang_pulse=lambda: pulse("sglang"),
         rules=RestartRules(
             hang_timeout_s=1.0,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_the_pulse_of_a_cache_rank_is_how_long_its_work_stands_still(
 ) -> None:
     run_dir = RunDir.create(launch.settings.run_dir)
     with pytest.raises(CacheRankLostError):
-        cache_rank_pulse(run_dir)
+        cache_rank_pulse(run_dir, os.getpid())
     values = {"busy_s": 600.0, "stalled_s": 0.5}  # busy for long, and it moves
     server = StatusServer(
         run_dir.heartbeat_socket,
@@ -118,7 +119,7 @@ def test_the_pulse_of_a_cache_rank_is_how_long_its_work_stands_still(
         ),
     )
     try:
-        assert cache_rank_pulse(run_dir) == Pulse(is_ready=True, stalled_s=0.5)
+        assert cache_rank_pulse(run_dir, os.getpid()) == Pulse(is_ready=True, stalled_s=0.5)
     finally:
         server.close()
 
@@ -137,3 +138,37 @@ def test_a_folder_of_the_user_is_not_taken_for_ours(launch: ResolvedLaunch) -> N
         (run_dir.path / name).mkdir()
     clean_run_dir(run_dir, is_ours=False, keep_logs=False)
     assert names(run_dir) == {"tmp", "metrics", "store-7-notes"}
+
+
+def test_a_standby_is_a_second_cache_rank_that_is_asked_for_nothing(
+    launch: ResolvedLaunch,
+) -> None:
+    run_dir = RunDir.create(launch.settings.run_dir)
+    assert make_plan(launch, run_dir).standby is None
+    settings = launch.settings.model_copy(update={"standby": True})
+    plan = make_plan(replace(launch, settings=settings), run_dir)
+    assert plan.cache_rank is not None
+    assert plan.standby is not None
+    assert plan.standby.argv == plan.cache_rank.argv
+    assert plan.standby.log_path != plan.cache_rank.log_path
+    assert "standby: true" in (run_dir.path / SETTINGS_FILE).read_text()
+    server = StatusServer(
+        run_dir.heartbeat_socket,
+        status=lambda: StatusReply(
+            role="cache_rank", epoch=1, ready=True, values={"stalled_s": 9.0}, info={}
+        ),
+    )
+    try:
+        assert plan.cache_rank_pulse(os.getpid()).stalled_s == 9.0
+        assert plan.cache_rank_pulse(1) == Pulse(is_ready=True, stalled_s=0.0)
+    finally:
+        server.close()
+
+
+def test_a_launch_holds_memory_for_its_ranks(launch: ResolvedLaunch) -> None:
+    run_dir = RunDir.create(launch.settings.run_dir)
+    holder = make_plan(launch, run_dir).make_holder()
+    assert holder is not None
+    assert run_dir.holder_socket.exists()
+    holder.close()
+    assert not run_dir.holder_socket.exists()

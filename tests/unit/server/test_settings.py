@@ -257,3 +257,9 @@ def test_what_is_gone_is_no_setting() -> None:
         assert flag not in flags_there_are
         assert removed(key) == removed(flag) == f"is gone: {reason}"
     assert removed("scan_ahead") is removed("--policy") is None
+
+
+def test_a_standby_is_for_a_cache_rank_of_its_own() -> None:
+    with pytest.raises(ValueError, match="leave --standby out"):
+        ServeSettings(model="smollm2", standby=True, cache_ranks=0)
+    assert ServeSettings(model="smollm2", standby=True).standby

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes sure that the process of an epoch that is over writes to shared memory no more."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Fence:
+    """The other end of a connection, to be ended if it does not end by itself.
+
+    A process that was stopped, or hangs, still has the memory mapped, and may go on at any time.
+
+    Parameters
+    ----------
+    connection : socket.socket
+        A Unix socket; the other end is open as long as the process uses the memory.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection.dup()
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self._pid = _CREDENTIALS.unpack(raw)[0]
+        self._process = -1
+        if self._pid > 0 and self._pid != os.getpid():  # 0: it is of another namespace
+            try:
+                # Named by descriptor: a number may be another process's by the time of the kill.
+                self._process = os.pidfd_open(self._pid)
+            except OSError:  # it has ended already
+                self._process = -1
+
+    def close(self, timeout_s: float) -> None:
+        """Return once the other end is closed; kills the process if it is not. Idempotent.
+
+        Raises
+        ------
+        CacheRankLostError
+            If it is still open after `timeout_s`.
+        """
+        if self._connection.fileno() < 0:
+            return
+        if not self._is_closed(0.0):
+            if self._process >= 0:
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            if not self._is_closed(timeout_s):
+                raise CacheRankLostError(
+                    f"the cache rank of the epoch before (pid {self._pid or 'unknown'}) has its "
+                    "memory mapped still, and cannot be ended from here; end it"
+                )
+        self._connection.close()
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
+
+    def _is_closed(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        return bool(poll.poll(timeout_s * 1e3))

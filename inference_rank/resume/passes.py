@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of SGLang's passes are void, because the engine did not do its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.inference_rank.counters import Counters
+
+
+class Link(Protocol):
+    """What is asked of the link; see `SharedLink`."""
+
+    pass_step: int | None
+    is_void: bool
+    breaks_off: bool
+
+    def is_done(self, step: int) -> bool:
+        """Return whether the engine has done all of `step`."""
+
+    def rewind(self) -> None:
+        """Forget the pass that was lost."""
+
+
+class Connection(Protocol):
+    """What is asked of the connection; see `SharedConnection`."""
+
+    def confirm(self, step: int) -> None:
+        """Note that the results of `step` were taken."""
+
+
+class Backend(Protocol):
+    """What is asked of the attention backend; see `InProcessBackend`."""
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """Return what preparing a pass changes."""
+
+    def rewind(self, state: tuple[Any, ...]) -> None:
+        """Go back to where `snapshot` was asked."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """`step` is None if the engine was asked for nothing; `random` is the generator's state."""
+
+    backend: tuple[Any, ...]
+    random: torch.Tensor | None
+    device: torch.device
+    step: int | None = None
+    is_void: bool = False
+
+
+class PassLog:
+    """Follows each pass from its launch until its results are taken, or dropped.
+
+    From the first lost pass on all are dropped, until `rewind`: later ones took in its token.
+
+    Attributes
+    ----------
+    dropped : list
+        Batches whose results were dropped, in order.
+    """
+
+    def __init__(
+        self, connection: Connection, link: Link, backend: Backend, counters: Counters
+    ) -> None:
+        self._connection, self._link, self._backend = connection, link, backend
+        self._counters = counters
+        self._passes: dict[int, _Pass] = {}
+        self.dropped: list[Any] = []
+
+    def run(
+        self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a pass (`Scheduler.run_batch`), and note what it asked of the engine."""
+        if self.dropped:  # nothing that follows can be used
+            scheduler.forward_ct += 1
+            batch.forward_iter = scheduler.forward_ct
+            return GenerationBatchResult()
+        device = torch.device(batch.device)
+        found = _Pass(self._backend.snapshot(), _random_state(batch, device), device)
+        link = self._link
+        link.pass_step, link.is_void = None, False
+        # With the overlap scheduler a chunk of a prompt is in the radix tree before its results
+        # are looked at, so its K/V have to be computed to the end.
+        link.breaks_off = not (scheduler.enable_overlap and batch.forward_mode.is_extend())
+        try:
+            result = original(scheduler, batch, *args, **kwargs)
+        except CacheRankLostError:
+            link.is_void, result = True, GenerationBatchResult()
+        found.step, found.is_void = link.pass_step, link.is_void
+        self._passes[batch.forward_iter] = found
+        return result
+
+    def take(self, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> None:
+        """Use the results of a pass (`Scheduler.process_batch_result`), unless it was lost."""
+        found = self._passes.get(batch.forward_iter)
+        if self.dropped or (found is not None and not self._is_done(found, result)):
+            self.dropped.append(batch)
+            self._counters.dropped_passes_total += 1
+            return
+        original(scheduler, batch, result)
+        self._passes.pop(batch.forward_iter, None)
+        if found is not None and found.step is not None:
+            self._connection.confirm(found.step)
+
+    def rewind(self, lost: list[Any]) -> None:
+        """Bring what the passes of the `lost` batches have changed back to where it was."""
+        first = min((batch.forward_iter for batch in lost), default=0)
+        found = self._passes.get(first)
+        if found is not None:
+            self._backend.rewind(found.backend)
+            _set_random_state(found)
+        self._link.rewind()
+        self._passes.clear()
+        self.dropped.clear()
+
+    def _is_done(self, found: _Pass, result: Any) -> bool:
+        """Whether the results may be used: then the engine has kept what it needs to go on."""
+        if found.is_void:
+            return False
+        if result.copy_done is not None:  # a GPU reports a wait that it gave up
+            result.copy_done.synchronize()
+        return found.step is None or self._link.is_done(found.step)
+
+
+def _random_state(batch: Any, device: torch.device) -> torch.Tensor | None:
+    """Return the state of the generator that the pass samples with; None if it does not."""
+    info = batch.sampling_info
+    if info is None or info.is_all_greedy:
+        return None
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
+
+
+def _set_random_state(found: _Pass) -> None:
+    if found.random is None:
+        return
+    if found.device.type == "cuda":
+        torch.cuda.set_rng_state(found.random, found.device)
+    else:
+        torch.set_rng_state(found.random)

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens when the cache rank is lost: clients see a pause, and their requests go on.
+
+Runs in SGLang's scheduler thread, once per turn of its loop; only the meeting with the cache rank
+that comes back is left to a thread. While there is no cache rank SGLang's loop is paused as its own
+`pause_generation` does it: new requests are taken in and wait, aborts are noted.
+
+If no cache rank could be used for the recovery timeout, requests end with HTTP 503, or an error
+event on an open stream, and new ones are refused until there is one again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
+from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.reconnect import Reconnecting
+
+from .passes import PassLog
+from .penalties import PenaltyLog
+from .rewind import end_requests, live_requests, recompute, rewind
+
+_LOG = logging.getLogger(__name__)
+_TURN_S = 0.005
+_RETRY_S = 0.05
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 5.0
+"""Between epochs that end while rows are taken up."""
+_MOST_FAILED_RESUMES = 2
+"""After so many epochs that ended while rows were taken up, what is known of them is given up."""
+
+
+class State(Enum):
+    """Of the server, as far as the cache rank goes."""
+
+    SERVING = "serving"
+    MEETING = "waiting for a cache rank"
+    RESUMING = "the cache rank takes up requests"
+
+
+class Connection(Protocol):
+    """What is asked of the connection; see `SharedConnection`."""
+
+    lost_reason: str | None
+    epoch: int
+    step: int
+    confirmed: int
+
+    @property
+    def resumed_rows(self) -> tuple[int, int]:
+        """Rows that the engine took up in this epoch, and rows that it seeded anew."""
+
+    def open_connection(self, *, timeout_s: float) -> Any:
+        """Meet a cache rank, or raise."""
+
+    def adopt(self, opened: Any) -> None:
+        """Begin the epoch of what `open_connection` returned."""
+
+    def forget_rows(self) -> None:
+        """Give up what is known of rows: the next epoch begins without."""
+
+    def resume(self, rows: tuple[StepRow, ...]) -> None:
+        """Let the engine take up requests."""
+
+    def has_finished(self, step: int) -> bool:
+        """Whether the engine has done all of `step`."""
+
+    def confirm(self, step: int) -> None:
+        """Note that the results of `step` were taken."""
+
+    def mark_lost(self, reason: str) -> None:
+        """End the epoch."""
+
+
+class Recovery:
+    """The state of one scheduler. Used by its thread; `is_down` and `pause_s` by any.
+
+    Parameters
+    ----------
+    connection : Connection
+        To the engine's process.
+    passes, penalties
+        What the passes under way have changed.
+    generation_of : Callable
+        Identity of the present tenant of a row.
+    num_cold : int
+        Longest request that has no resident set.
+    timeout_s : float
+        Longest pause.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        passes: PassLog,
+        penalties: PenaltyLog,
+        counters: Counters,
+        *,
+        generation_of: Callable[[int], int],
+        num_cold: int,
+        timeout_s: float,
+    ) -> None:
+        self._connection, self._counters = connection, counters
+        self._passes, self._penalties = passes, penalties
+        self._generation_of, self._num_cold, self._timeout_s = generation_of, num_cold, timeout_s
+        self.state = State.SERVING
+        self.is_down = False
+        self._since = 0.0
+        self._confirmed = -1
+        self._failed_resumes = self._failures = 0
+        self._not_before = 0.0
+        self._was_paused = False
+        self._reconnecting: Reconnecting | None = None
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds since requests stopped; 0 while they are served."""
+        return 0.0 if self.state is State.SERVING else time.monotonic() - self._since
+
+    def turn(self, scheduler: Any) -> None:
+        """Do what is due; SGLang's loop makes no pass after it while it is paused."""
+        lost = self._connection.lost_reason
+        if self.state is State.SERVING:
+            if lost is None and not self._passes.dropped:
+                return
+            self._begin(scheduler, lost)
+        elif self.state is State.MEETING:
+            self._meet(scheduler)
+        elif lost is not None:
+            self._failed_resumes += 1
+            self._failures += 1
+            self._not_before = time.monotonic() + min(
+                _LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**self._failures
+            )
+            self._await_cache_rank()
+        elif self._connection.has_finished(self._connection.step):
+            self._end(scheduler)
+            return
+        if not self.is_down and self.pause_s > self._timeout_s:
+            self._give_up(scheduler)
+        if self.is_down:
+            self._refuse_waiting(scheduler)
+        else:
+            scheduler.maybe_send_health_check_signal()
+        time.sleep(_TURN_S)
+
+    def refuses(self, scheduler: Any, req: Any) -> bool:
+        """Refuse a new request if no cache rank came back for too long."""
+        if not self.is_down:
+            return False
+        self._counters.requests_refused_total += 1
+        _send_abort(scheduler, req, self._connection.lost_reason)
+        return True
+
+    def note_pause(self, scheduler: Any) -> None:
+        """Note that an administrator paused the server, or let it go on."""
+        if self.state is not State.SERVING:
+            self._was_paused, scheduler._engine_paused = scheduler._engine_paused, True
+
+    # -- states --------------------------------------------------------------------------
+
+    def _begin(self, scheduler: Any, reason: str | None) -> None:
+        if self._connection.confirmed != self._confirmed:  # else the same loss goes on
+            self._since, self._failed_resumes = time.monotonic(), 0
+        self._confirmed = self._connection.confirmed
+        self._counters.pauses_total += 1
+        if reason is None:
+            reason = "a step was not finished"
+            self._connection.mark_lost(reason)
+        self._was_paused, scheduler._engine_paused = scheduler._engine_paused, True
+        lost = list(self._passes.dropped)
+        if scheduler.enable_overlap:
+            lost += [batch for batch, _ in scheduler.result_queue]
+        found = rewind(scheduler, lost, self._penalties)
+        self._passes.rewind(lost)
+        self._counters.rewound_rows_total += found.num_rewound
+        self._counters.prefilled_again_total += len(found.prefilled_again)
+        _LOG.warning(
+            "the cache rank is lost (%s): %d requests wait, %d of them were rewound by a token, "
+            "%d prompts are computed again",
+            reason,
+            len(found.decoding) + len(found.prefilled_again),
+            found.num_rewound,
+            len(found.prefilled_again),
+        )
+        self._await_cache_rank()
+
+    def _await_cache_rank(self) -> None:
+        self.state, self._reconnecting = State.MEETING, None
+
+    def _meet(self, scheduler: Any) -> None:
+        if self._reconnecting is None:
+            if time.monotonic() < self._not_before:
+                return
+            self._reconnecting = Reconnecting(
+                self._connection.open_connection, retry_interval_s=_RETRY_S
+            )
+        opened = self._reconnecting.take()
+        if opened is None:
+            return
+        self._reconnecting = None
+        if self._failed_resumes >= _MOST_FAILED_RESUMES:
+            requests = recompute(scheduler, self._penalties)
+            self._counters.recomputed_requests_total += len(requests)
+            _LOG.warning("%d requests are computed again from their tokens", len(requests))
+            self._connection.forget_rows()
+            self._failed_resumes = 0
+            opened.close()
+            self._await_cache_rank()
+            return
+        try:
+            self._connection.adopt(opened)
+        except Exception as error:
+            _LOG.exception("the cache rank that came back cannot be used")
+            self._connection.mark_lost(f"the cache rank that came back cannot be used: {error}")
+            self._await_cache_rank()
+            return
+        self._connection.resume(self._rows(live_requests(scheduler)))
+        self.state = State.RESUMING
+
+    def _end(self, scheduler: Any) -> None:
+        connection, pause_s = self._connection, self.pause_s
+        connection.confirm(connection.step)
+        self._confirmed = connection.confirmed
+        restored, reseeded = connection.resumed_rows
+        self._counters.restored_rows_total += restored
+        self._counters.reseeded_rows_total += reseeded
+        self._counters.note_pause(pause_s)
+        self.state, self.is_down, self._failures = State.SERVING, False, 0
+        scheduler._engine_paused = self._was_paused
+        _LOG.warning(
+            "the cache rank is back after %.2f s, epoch %d: %d resident sets taken up, %d seeded "
+            "anew",
+            pause_s,
+            connection.epoch,
+            restored,
+            reseeded,
+        )
+
+    def _rows(self, requests: Sequence[Any]) -> tuple[StepRow, ...]:
+        found = []
+        for req in requests:
+            row, length = int(req.req_pool_idx), int(req.kv_committed_len)
+            is_resident = bool(req.output_ids) and length > self._num_cold
+            found.append(
+                StepRow(
+                    row=row,
+                    generation=self._generation_of(row),
+                    length=length,
+                    prefix_len=length,
+                    flags=RESIDENT if is_resident else 0,
+                )
+            )
+        return tuple(found)
+
+    # -- too long ------------------------------------------------------------------------
+
+    def _give_up(self, scheduler: Any) -> None:
+        self.is_down = True
+        requests = end_requests(scheduler, self._penalties)
+        self._counters.requests_failed_total += len(requests)
+        for req in requests:
+            _send_abort(scheduler, req, self._connection.lost_reason)
+        _LOG.error(
+            "no cache rank for %g s (--recovery-timeout-s): %d requests end with HTTP 503",
+            self._timeout_s,
+            len(requests),
+        )
+
+    def _refuse_waiting(self, scheduler: Any) -> None:
+        while scheduler.waiting_queue:
+            self._counters.requests_failed_total += 1
+            _send_abort(scheduler, scheduler.waiting_queue.pop(0), self._connection.lost_reason)
+
+
+def _send_abort(scheduler: Any, req: Any, reason: str | None) -> None:
+    from sglang.srt.managers.io_struct import AbortReq
+
+    abort = AbortReq(
+        rid=req.rid,
+        finished_reason={
+            "type": "abort",
+            "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+            "message": f"the cache rank that holds this request's KV was lost ({reason}) and is "
+            "not back; retry, the server goes on as soon as it is",
+        },
+    )
+    scheduler.ipc_channels.send_to_tokenizer.send_output(abort, req)

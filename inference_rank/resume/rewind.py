@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings SGLang's requests back to their last accepted tokens, without a forward pass.
+
+Rows, slots, K/V and the radix tree stay as they are; only slots behind the last accepted token are
+given back. SGLang's own retraction would compute decoded tokens anew, densely, and continue with
+others. Called between two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.overlap_utils import RelayPayload
+from sglang.srt.managers.schedule_batch import ScheduleBatch, release_req
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from .penalties import PenaltyLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewound:
+    """What was done: requests that decode on, and those whose prompt is computed again.
+
+    `num_rewound` counts the requests that lost a token.
+    """
+
+    decoding: tuple[Any, ...]
+    prefilled_again: tuple[Any, ...]
+    num_rewound: int
+
+
+def rewind(scheduler: Any, lost: Sequence[Any], penalties: PenaltyLog) -> Rewound:
+    """Undo the passes of the `lost` batches.
+
+    Requests whose prompt was in one of them wait at the head of the queue again; those that decode
+    are in a new running batch, in their order.
+
+    Parameters
+    ----------
+    scheduler : Any
+        SGLang's, between two turns.
+    lost : sequence
+        Every batch that was launched and whose results were not used.
+    """
+    prompts = {id(req) for batch in lost for req in _prompts_of(batch)}
+    requests = live_requests(scheduler, lost)
+    again = [r for r in requests if id(r) in prompts or not r.output_ids]
+    again = [r for r in again if id(r) in prompts or r is not scheduler.chunked_req]
+    decoding = [r for r in requests if r.output_ids and id(r) not in prompts]
+    decoding = [r for r in decoding if r is not scheduler.chunked_req]
+    num_rewound = 0
+    for req in decoding:
+        num_rewound += _trim(scheduler, req, penalties)
+    for req in reversed(again):
+        compute_again(scheduler, req, penalties)
+    _replace_batches(scheduler, decode_batch(scheduler, decoding, penalties))
+    return Rewound(decoding=tuple(decoding), prefilled_again=tuple(again), num_rewound=num_rewound)
+
+
+def recompute(scheduler: Any, penalties: PenaltyLog) -> tuple[Any, ...]:
+    """Let every request be computed again from its tokens, with an empty radix tree.
+
+    For memory that is gone. Returns the requests; they wait at the head of the queue.
+    """
+    requests = live_requests(scheduler)
+    for req in reversed(requests):
+        compute_again(scheduler, req, penalties)
+    _replace_batches(scheduler, _no_batch())
+    scheduler.tree_cache.reset()
+    scheduler.req_to_token_pool.clear()
+    scheduler.token_to_kv_pool_allocator.clear()
+    return tuple(requests)
+
+
+def end_requests(scheduler: Any, penalties: PenaltyLog) -> tuple[Any, ...]:
+    """Give back all that the requests hold that were begun, and forget them; returns them."""
+    requests = live_requests(scheduler)
+    for req in requests:
+        penalties.forget(req)
+        release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+    scheduler.chunked_req = scheduler._pending_chunked_abort_req = None
+    _replace_batches(scheduler, _no_batch())
+    return tuple(requests)
+
+
+def live_requests(scheduler: Any, lost: Iterable[Any] = ()) -> list[Any]:
+    """Return the requests that hold rows, in the order in which they run."""
+    found: dict[int, Any] = {}
+    for batch in (scheduler.running_batch, scheduler.last_batch, *lost):
+        if batch is not None:
+            found |= {id(req): req for req in batch.reqs if id(req) not in found}
+    if scheduler.chunked_req is not None:
+        found.setdefault(id(scheduler.chunked_req), scheduler.chunked_req)
+    return [r for r in found.values() if not r.finished() and r.req_pool_idx is not None]
+
+
+def compute_again(scheduler: Any, req: Any, penalties: PenaltyLog) -> None:
+    """Put a request at the head of the queue; what the radix tree has of it is reused."""
+    if req is scheduler.chunked_req:
+        scheduler.chunked_req = None
+    penalties.forget(req)
+    _give_back(scheduler, req, len(req.origin_input_ids) + len(req.output_ids))
+    release_req(
+        req=req,
+        remaing_req_count=0,
+        server_args=scheduler.server_args,
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+        tree_cache=scheduler.tree_cache,
+        hisparse_coordinator=None,
+    )
+    if req is scheduler._pending_chunked_abort_req:  # its client is gone
+        scheduler._pending_chunked_abort_req = None
+        scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
+        return
+    scheduler.waiting_queue.insert(0, req)
+
+
+def decode_batch(scheduler: Any, requests: Sequence[Any], penalties: PenaltyLog) -> Any:
+    """Return a batch that goes on with the last token of each of `requests`.
+
+    As SGLang does it for requests whose K/V came from elsewhere (prebuilt batches).
+    """
+    if not requests:
+        return _no_batch()
+    if not any(penalties.tokens(req) for req in requests):
+        return _batch_of(scheduler, list(requests))
+    whole: Any = None
+    for req in requests:  # penalties are made for a batch at once: one request each, then merged
+        batch = _batch_of(scheduler, [req])
+        penalties.replay(req, batch)
+        if whole is None:
+            whole = batch
+        else:
+            whole.merge_batch(batch)
+    return whole
+
+
+def _batch_of(scheduler: Any, requests: list[Any]) -> Any:
+    batch = ScheduleBatch.init_new(
+        reqs=requests,
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+        tree_cache=scheduler.tree_cache,
+        model_config=scheduler.model_config,
+        enable_overlap=scheduler.enable_overlap,
+        spec_algorithm=scheduler.spec_algorithm,
+    )
+    batch.forward_mode = ForwardMode.DECODE
+    rows = [req.req_pool_idx for req in requests]
+    lengths = [_stored(req) for req in requests]
+    device = batch.device
+    batch.req_pool_indices_cpu = torch.tensor(rows, dtype=torch.int64)
+    batch.req_pool_indices = batch.req_pool_indices_cpu.to(device)
+    batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
+    batch.seq_lens = batch.seq_lens_cpu.to(device)
+    batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
+    batch.multimodal_inputs = [req.multimodal_inputs for req in requests]
+    if batch.return_logprob:
+        batch.top_logprobs_nums = [req.logprob.top_logprobs_num for req in requests]
+        batch.token_ids_logprobs = [req.logprob.token_ids_logprob for req in requests]
+    latest = torch.tensor([r.output_ids[-1] for r in requests], dtype=torch.int64, device=device)
+    scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=latest))
+    batch.input_ids = None
+    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(
+        batch, scheduler.model_config.vocab_size
+    )
+    return batch
+
+
+def _replace_batches(scheduler: Any, running: Any) -> None:
+    scheduler.running_batch, scheduler.last_batch = running, None
+    scheduler.cur_batch_for_debug = None
+    if scheduler.enable_overlap:
+        scheduler.result_queue.clear()
+
+
+def _no_batch() -> Any:
+    return ScheduleBatch(reqs=[], batch_is_full=False)
+
+
+def _prompts_of(batch: Any) -> list[Any]:
+    if not batch.forward_mode.is_extend():
+        return []
+    decoding = {id(req) for req in batch.decoding_reqs or ()}
+    return [req for req in batch.reqs if id(req) not in decoding]
+
+
+def _stored(req: Any) -> int:
+    """Tokens whose K/V are computed where all output tokens but the last were taken in."""
+    return len(req.origin_input_ids) + len(req.output_ids) - 1
+
+
+def _trim(scheduler: Any, req: Any, penalties: PenaltyLog) -> bool:
+    """Give back what was allocated for tokens that were not accepted; whether there were any."""
+    steps = req.kv_committed_len - _stored(req)
+    _give_back(scheduler, req, _stored(req))
+    req.decode_batch_idx -= steps
+    penalties.rewind(req, steps)
+    return steps > 0
+
+
+def _give_back(scheduler: Any, req: Any, stored: int) -> None:
+    """Free what is allocated behind the first `stored` tokens of a request."""
+    end = req.kv.kv_allocated_len
+    if end <= stored:
+        return
+    allocator = scheduler.token_to_kv_pool_allocator
+    first = -(-stored // allocator.page_size) * allocator.page_size
+    if first < end:
+        slots = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, first:end]
+        allocator.free_segment(slots.clone(), start_pos=first)
+    req.kv_committed_len = req.kv.kv_allocated_len = stored

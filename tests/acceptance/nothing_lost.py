@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Item *nothing_lost*: the cache rank is killed in the middle of steps, and nobody loses a token.
+
+Requests decode together, each of at least twice its resident and recent tokens. In each repetition
+the cache rank gets SIGKILL at a seeded moment within a step; the streams have to end with the
+tokens of a run in which nothing was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from exactness import flush
+from rank_servers import Server, ours
+from workbench import Bench, Checks, long_ids
+
+SELECTION = {
+    "policy": "look_ahead",
+    "budget_tokens": 32,
+    "resident_factor": 1.0,
+    "num_recent_tokens": 16,
+    "num_sink_tokens": 4,
+    "fetch_cap": 8,
+}
+SHORTEST, LONGEST = 200, 500
+LIMITS_S = {"cold": 12.0, "standby": 3.0}
+_READY_S, _PROMPTS_S = 120.0, 400.0
+
+
+@dataclass
+class Stream:
+    """What one client got: tokens, when each came, and the error if there was one."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    error: str = ""
+
+    def longest_gap_s(self, since: float) -> float:
+        """Longest time between two tokens, of those that came after `since`."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return max((after - before for before, after in pairs if after > since), default=0.0)
+
+
+def settings_of(*, num_requests: int, standby: bool, **more: Any) -> dict[str, Any]:
+    """Settings of a server for `num_requests` at once."""
+    return {
+        "selection": SELECTION,
+        "max_running_requests": num_requests,
+        "standby": standby,
+        "max_restarts": 1000,
+    } | more
+
+
+def make_prompts(num_requests: int, seed: int = 11) -> list[list[int]]:
+    """Unrelated pieces of a text."""
+    ids, rng = long_ids(), random.Random(seed)
+    lengths = [rng.randrange(SHORTEST, LONGEST) for _ in range(num_requests)]
+    starts = [rng.randrange(len(ids) - LONGEST) for _ in range(num_requests)]
+    return [ids[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+
+
+def read(
+    server: Server, prompt: list[int], new_tokens: int, stream: Stream, **sampling: Any
+) -> None:
+    """Follow one greedy stream to its end."""
+    body = {
+        "input_ids": prompt,
+        "stream": True,
+        "sampling_params": {
+            "max_new_tokens": new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **sampling,
+        },
+    }
+    request = urllib.request.Request(
+        server.url + "/generate", json.dumps(body).encode(), server.headers
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            for line in reply:
+                text = line.decode().removeprefix("data: ").strip()
+                if not text or text == "[DONE]":
+                    continue
+                found = json.loads(text)
+                if "error" in found:
+                    stream.error = str(found["error"])
+                    return
+                stream.tokens = list(found["output_ids"])
+                stream.times.append(time.monotonic())
+    except OSError as error:
+        stream.error = repr(error)
+
+
+def begin(
+    pool: ThreadPoolExecutor, server: Server, prompts: Sequence[list[int]], new_tokens: int
+) -> tuple[list[Stream], list[Future[None]]]:
+    """Start a stream for each prompt."""
+    streams = [Stream() for _ in prompts]
+    futures = [
+        pool.submit(read, server, prompt, new_tokens, stream)
+        for prompt, stream in zip(prompts, streams, strict=True)
+    ]
+    return streams, futures
+
+
+def values(server: Server) -> dict[str, float]:
+    """Counters of the inference rank; the cache rank may be away."""
+    found: dict[str, float] = server.get("/tandemkv/status")[1]["inference_rank"]["values"]
+    return found
+
+
+def serving_pid(server: Server) -> int:
+    """Process id of the cache rank that serves, not of one that waits."""
+    status = server.get("/tandemkv/status")[1]
+    return int(status["cache_ranks"][0]["info"]["pid"])
+
+
+def wait_for(
+    condition: Any, complaint: str, timeout_s: float = _READY_S, pause_s: float = 0.05
+) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(KeyError, OSError):
+            if condition():
+                return
+        if time.monotonic() > deadline:
+            raise AssertionError(complaint)
+        time.sleep(pause_s)
+
+
+def undisturbed(server: Server, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+    """Tokens of a run in which nothing is killed."""
+    flush(server)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        streams, futures = begin(pool, server, prompts, new_tokens)
+        for future in futures:
+            future.result()
+    errors = [stream.error for stream in streams if stream.error]
+    if errors:
+        raise AssertionError(errors[0])
+    return [stream.tokens for stream in streams]
+
+
+def repeat(
+    server: Server,
+    prompts: Sequence[list[int]],
+    want: Sequence[list[int]],
+    new_tokens: int,
+    rng: random.Random,
+) -> dict[str, Any]:
+    """One repetition: kill while all decode; see what came of it, and what is left."""
+    flush(server)
+    before, pid = values(server), serving_pid(server)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        streams, futures = begin(pool, server, prompts, new_tokens)
+        first = rng.randrange(2, max(3, new_tokens // 2))
+        wait_for(
+            lambda: all(len(stream.times) > first for stream in streams),
+            "requests do not decode",
+            _PROMPTS_S,
+            0.002,
+        )
+        times = streams[0].times
+        step_s = times[-1] - times[-2]
+        moment = rng.random()
+        time.sleep(moment * step_s)
+        in_flight = sum(not future.done() for future in futures)
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        for future in futures:
+            future.result()
+    wait_for(lambda: values(server)["request_rows"] == 0, "rows are left", 30.0)
+    after = values(server)
+    names = ("rewound_rows_total", "restored_rows_total", "reseeded_rows_total", "pauses_total")
+    same = [stream.tokens == tokens for stream, tokens in zip(streams, want, strict=True)]
+    flush(server)
+    found = {
+        "in_flight": in_flight,
+        "ended": sum(not stream.error for stream in streams),
+        "same_tokens": sum(same),
+        "moment_in_step": round(moment, 3),
+        "step_s": round(step_s, 3),
+        "longest_gap_s": round(max(stream.longest_gap_s(killed) for stream in streams), 3),
+        "rows_left": values(server)["request_rows"],
+        "slots_left": values(server)["slots_used"],
+    } | {name.removesuffix("_total"): after[name] - before[name] for name in names}
+    wait_for(lambda: serving_pid(server) > 0, "no cache rank comes back")
+    return found
+
+
+def campaign(
+    *, num_requests: int, new_tokens: int, repetitions: int, standby: bool, seed: int = 5
+) -> dict[str, Any]:
+    """Run the repetitions on one server, and look at what it leaves when it ends."""
+    prompts, rng = make_prompts(num_requests), random.Random(seed)
+    with ours(settings_of(num_requests=num_requests, standby=standby)) as server:
+        want = undisturbed(server, prompts, new_tokens)
+        is_stable = undisturbed(server, prompts, new_tokens) == want
+        rows = []
+        for _ in range(repetitions):
+            if standby:
+                wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
+            rows.append(repeat(server, prompts, want, new_tokens, rng))
+        longest_ms = values(server)["longest_pause_ms"]
+        processes, run_dir = server.processes(), server.run_dir
+    left = [process.pid for process in processes if process.is_running()]
+    assert run_dir is not None
+    files = [path.name for path in run_dir.iterdir() if path.suffix != ".log"]
+    return {
+        "is_stable": is_stable,
+        "longest_pause_s": longest_ms / 1e3,
+        "repetitions": rows,
+        "processes_left": len(left),
+        "files_left": files,
+    }
+
+
+def waiting_ranks(server: Server) -> int:
+    """Cache ranks that are loaded and wait to take the place of the one that serves."""
+    assert server.run_dir is not None
+    serving, found = serving_pid(server), 0
+    for name in ("cache_rank.log", "standby.log"):
+        path = Path(server.run_dir) / name
+        if path.exists():
+            lines = [line for line in path.read_text().splitlines() if "tandemkv" in line]
+            found += bool(lines) and f"process {serving} serves" in lines[-1]
+    return found
+
+
+def judge(checks: Checks, name: str, found: dict[str, Any], num_requests: int) -> None:
+    """Compare a campaign with what is promised."""
+    rows, limit = found["repetitions"], LIMITS_S[name]
+    whole = len(rows) * num_requests
+    for key, label in (
+        ("in_flight", "in flight when it is killed"),
+        ("ended", "end without an error"),
+        ("same_tokens", "with the tokens of an undisturbed run"),
+    ):
+        total = sum(row[key] for row in rows)
+        checks.add(f"{name}: requests {label}", total, f"{whole}", total == whole)
+    gap = max(row["longest_gap_s"] for row in rows)
+    checks.add(f"{name}: longest pause of a stream, s", gap, f"<= {limit:g}", gap <= limit)
+    left = sum(row["rows_left"] + row["slots_left"] for row in rows)
+    checks.add(f"{name}: rows and slots left", left, "0", left == 0)
+    left = found["processes_left"] + len(found["files_left"])
+    checks.add(f"{name}: processes and files left", left, "0", left == 0)
+    seeded = sum(row["reseeded_rows"] for row in rows)
+    checks.add(f"{name}: resident sets seeded anew", seeded, "0", seeded == 0)
+
+
+def run(_bench: Bench) -> dict[str, Any]:
+    """32 requests, 20 repetitions with a standby cache rank, and 5 without."""
+    checks, found = Checks(), {}
+    for name, repetitions in (("standby", 20), ("cold", 5)):
+        found[name] = campaign(
+            num_requests=32,
+            new_tokens=40,
+            repetitions=repetitions,
+            standby=name == "standby",
+        )
+        judge(checks, name, found[name], 32)
+    return checks.result(rows=found)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache rank ends, hangs or is away for long: a pause, the same tokens, or a clear error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from exactness import flush
+from nothing_lost import (
+    LIMITS_S,
+    Stream,
+    begin,
+    make_prompts,
+    repeat,
+    serving_pid,
+    settings_of,
+    undisturbed,
+    values,
+    wait_for,
+    waiting_ranks,
+)
+from rank_servers import Server, ours
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+REQUESTS, NEW_TOKENS = 6, 20
+PATIENCE_S = 2.0
+SLOWER = 4.0
+"""CI machines are shared: what is promised of an idle one is taken so many times."""
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return make_prompts(REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with ours(settings_of(num_requests=REQUESTS, standby=True)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def want(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+    return undisturbed(server, prompts, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_in_the_middle_of_a_step(
+    server: Server, prompts: list[list[int]], want: list[list[int]], seed: int
+) -> None:
+    wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
+    found = repeat(server, prompts, want, NEW_TOKENS, random.Random(seed))
+    assert found["in_flight"] == found["ended"] == found["same_tokens"] == REQUESTS, found
+    assert found["restored_rows"] == REQUESTS, found
+    assert found["reseeded_rows"] == found["rows_left"] == found["slots_left"] == 0, found
+    assert found["longest_gap_s"] < SLOWER * LIMITS_S["standby"], found
+
+
+def test_killed_while_prompts_are_computed(
+    server: Server, prompts: list[list[int]], want: list[list[int]]
+) -> None:
+    flush(server)
+    wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
+    before = values(server)
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        streams, futures = begin(pool, server, prompts, NEW_TOKENS)
+        wait_for(
+            lambda: values(server)["extend_steps_total"] > before["extend_steps_total"],
+            "no prompt begins",
+        )
+        os.kill(serving_pid(server), signal.SIGKILL)
+        for future in futures:
+            future.result()
+    assert [stream.error for stream in streams] == [""] * REQUESTS
+    assert [stream.tokens for stream in streams] == want
+    assert values(server)["pauses_total"] > before["pauses_total"]
+
+
+def test_stopped_for_a_moment_is_a_pause_and_for_long_a_loss(
+    server: Server, prompts: list[list[int]], want: list[list[int]]
+) -> None:
+    for stop_s in (0.7, None):
+        flush(server)
+        wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
+        before = values(server)
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            streams, futures = begin(pool, server, prompts, NEW_TOKENS)
+            wait_until_all_decode(streams)
+            pid = serving_pid(server)
+            os.kill(pid, signal.SIGSTOP)
+            if stop_s is not None:
+                time.sleep(stop_s)
+                os.kill(pid, signal.SIGCONT)
+            for future in futures:
+                future.result()
+        assert [stream.error for stream in streams] == [""] * REQUESTS
+        assert [stream.tokens for stream in streams] == want
+        losses = values(server)["cache_rank_lost_total"] - before["cache_rank_lost_total"]
+        assert losses == (1 if stop_s is None else 0)
+        if stop_s is None:  # what still maps the memory was ended first
+            assert not psutil.pid_exists(pid) or (
+                psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            )
+
+
+def test_a_scheduler_that_is_started_again_gets_the_same_memory(
+    server: Server, prompts: list[list[int]], want: list[list[int]]
+) -> None:
+    memory = kv_inode(server)
+    for process in server.processes():
+        with contextlib.suppress(psutil.Error):
+            if "scheduler" in process.name() + " ".join(process.cmdline()):
+                process.kill()
+    wait_for(lambda: values(server)["epochs_total"] == 1, "SGLang does not come back", 300.0)
+    wait_for(lambda: server.get("/tandemkv/ready")[0] == 200, "not ready", 300.0)
+    assert kv_inode(server) == memory
+    assert undisturbed(server, prompts, NEW_TOKENS) == want
+
+
+def wait_until_all_decode(streams: Sequence[Stream]) -> None:
+    wait_for(lambda: all(s.tokens for s in streams), "requests do not begin", 300.0)
+
+
+def kv_inode(server: Server) -> str:
+    """Which memory the K/V lie in."""
+    for process in server.processes():
+        with contextlib.suppress(psutil.Error, OSError):
+            for line in open(f"/proc/{process.pid}/maps"):  # noqa: PTH123, SIM115
+                if "memfd:tandemkv-kv " in line:
+                    return line.split()[4]
+    raise AssertionError("nobody has K/V mapped")
+
+
+def test_patience_has_an_end(prompts: list[list[int]]) -> None:
+    """Without a cache rank for too long: errors, then service again on the same server."""
+    settings = settings_of(num_requests=4, standby=False)
+    exchange = {"recovery_timeout_s": PATIENCE_S}
+    with ours(settings | {"exchange": exchange}) as server:
+        before = server.generate(
+            input_ids=prompts[0], sampling_params={"max_new_tokens": 8, "temperature": 0}
+        )
+        whole = {
+            "input_ids": prompts[1],
+            "sampling_params": {"max_new_tokens": 600, "temperature": 0, "ignore_eos": True},
+        }
+        with ThreadPoolExecutor(4) as pool:
+            pending = pool.submit(server.post, "/generate", whole)
+            streams, futures = begin(pool, server, prompts[2:4], 600)
+            wait_until_all_decode(streams)
+            stopped = launcher_held(server)
+            os.kill(serving_pid(server), signal.SIGKILL)
+            begun = time.monotonic()
+            code, text = pending.result()
+            for future in futures:
+                future.result()
+            took = time.monotonic() - begun
+            assert code == 503, text
+            assert "cache rank" in json.dumps(text)
+            assert all("cache rank" in stream.error for stream in streams), streams
+            assert PATIENCE_S <= took < SLOWER * PATIENCE_S
+            assert server.get("/tandemkv/ready")[0] == 503
+            code, text = server.post("/generate", whole)
+            assert code == 503, text
+            os.kill(stopped, signal.SIGCONT)
+        wait_for(lambda: server.get("/tandemkv/ready")[0] == 200, "not ready again")
+        after = server.generate(
+            input_ids=prompts[0], sampling_params={"max_new_tokens": 8, "temperature": 0}
+        )
+        assert after["text"] == before["text"]
+        assert values(server)["request_rows"] == 0
+        assert values(server)["requests_failed_total"] == 3
+
+
+def launcher_held(server: Server) -> int:
+    """Stop the launcher, so that nobody starts a cache rank; returns its process id."""
+    os.kill(server.pid, signal.SIGSTOP)
+    return server.pid

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No process of an earlier epoch writes to shared memory once the next begins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.inference_rank.links.fence import Fence
+
+_PEER = """
+import socket, sys, time
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+s.bind(sys.argv[1]); s.listen(1); print("up", flush=True)
+c, _ = s.accept(); time.sleep(600)
+"""
+
+
+def connect(path: Path) -> tuple[subprocess.Popen[str], socket.socket]:
+    peer = subprocess.Popen(
+        [sys.executable, "-c", _PEER, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert peer.stdout is not None
+    assert peer.stdout.readline() == "up\n"
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(str(path))
+    return peer, connection
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_process_that_lives_is_ended(tmp_path: Path, is_stopped: bool) -> None:
+    peer, connection = connect(tmp_path / "s")
+    fence = Fence(connection)
+    connection.close()
+    if is_stopped:
+        os.kill(peer.pid, signal.SIGSTOP)
+    fence.close(10.0)
+    assert peer.wait(10) == -signal.SIGKILL
+    fence.close(0.0)
+
+
+def test_one_that_has_ended_is_left_alone(tmp_path: Path) -> None:
+    peer, connection = connect(tmp_path / "s")
+    fence = Fence(connection)
+    peer.kill()
+    peer.wait(10)
+    fence.close(10.0)
+    connection.close()
+
+
+def test_an_open_end_that_cannot_be_ended_is_an_error() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fence = Fence(ours)  # the other end is this process itself, which is not killed
+    with pytest.raises(CacheRankLostError, match="end it"):
+        fence.close(0.05)
+    theirs.close()
+    fence.close(1.0)
+    ours.close()

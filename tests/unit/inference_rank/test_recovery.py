@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The turns of SGLang's scheduler from a loss to the end of the pause, or of patience."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scheduler_world import World
+
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
+from tandemkv.inference_rank.resume.recovery import Recovery, State
+
+
+class Connection:
+    """A connection whose cache rank comes back when it is told to."""
+
+    def __init__(self) -> None:
+        self.lost_reason: str | None = None
+        self.epoch, self.step, self.confirmed = 1, 40, 40
+        self.is_there = self.is_finished = False
+        self.resumed: list[tuple[StepRow, ...]] = []
+        self.resumed_rows = (2, 1)
+        self.num_closed = self.num_forgotten = 0
+
+    def open_connection(self, *, timeout_s: float) -> Any:
+        deadline = time.monotonic() + min(timeout_s, 0.5)
+        while not self.is_there:
+            if time.monotonic() > deadline:
+                raise CacheRankLostError("not there")
+            time.sleep(0.002)
+        return SimpleNamespace(close=self._close)
+
+    def _close(self) -> None:
+        self.num_closed += 1
+
+    def adopt(self, opened: Any) -> None:
+        self.lost_reason, self.epoch = None, self.epoch + 1
+
+    def forget_rows(self) -> None:
+        self.num_forgotten += 1
+
+    def resume(self, rows: tuple[StepRow, ...]) -> None:
+        self.step += 1
+        self.resumed.append(rows)
+
+    def has_finished(self, step: int) -> bool:
+        return self.is_finished
+
+    def confirm(self, step: int) -> None:
+        self.confirmed = step
+
+    def mark_lost(self, reason: str) -> None:
+        self.lost_reason = reason
+
+
+@pytest.fixture
+def world() -> World:
+    """Two requests that decode, and one whose prompt is half computed."""
+    world = World(chunk=16)
+    world.model_config.world = world
+    for length in (10, 14, 70):
+        world.add(list(range(1, length + 1)), 20)
+    for _ in range(3):
+        batch = world.next_batch()
+        world.take(batch, world.launch(batch))
+        world.last_batch = batch
+    return world
+
+
+def recovery_of(world: World, connection: Connection, timeout_s: float = 30.0) -> Recovery:
+    return Recovery(
+        connection,
+        world.passes,
+        world.penalties,
+        world.counters,
+        generation_of=lambda row: 100 + row,
+        num_cold=12,
+        timeout_s=timeout_s,
+    )
+
+
+def turn_until(recovery: Recovery, world: World, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, recovery.state
+        recovery.turn(world)
+
+
+def test_requests_wait_and_go_on(world: World) -> None:
+    connection = Connection()
+    recovery = recovery_of(world, connection)
+    recovery.turn(world)
+    assert not world._engine_paused, "nothing is lost"
+    tokens = [list(r.output_ids) for r in world.requests]
+    connection.mark_lost("its process ended")
+    recovery.turn(world)
+    assert recovery.state is State.MEETING
+    assert world._engine_paused
+    assert not recovery.refuses(world, world.requests[0])
+    connection.is_there = True
+    turn_until(recovery, world, lambda: recovery.state is State.RESUMING)
+    (rows,) = connection.resumed
+    assert [(r.row, r.generation, r.length, r.flags) for r in rows] == [
+        (1, 101, 10, 0),  # fits: it has no resident set
+        (2, 102, 14, RESIDENT),
+        (3, 103, 34, 0),  # its prompt is not through
+    ]
+    recovery.turn(world)
+    assert world._engine_paused, "the rows are not taken up yet"
+    connection.is_finished = True
+    recovery.turn(world)
+    assert recovery.state is State.SERVING
+    assert not world._engine_paused
+    assert connection.confirmed == connection.step
+    counters = world.counters
+    assert (counters.restored_rows_total, counters.reseeded_rows_total) == (2, 1)
+    assert counters.pauses_total == 1
+    assert 0 < counters.pause_ms_total == counters.longest_pause_ms
+    assert [list(r.output_ids) for r in world.requests] == tokens
+    world.run()
+    world.check_nothing_is_left()
+
+
+def test_a_step_that_was_not_finished_is_a_loss(world: World) -> None:
+    connection = Connection()
+    recovery = recovery_of(world, connection)
+    world.engine.faults[world.engine.number + 1] = "late"
+    batch = world.next_batch()
+    world.take(batch, world.launch(batch))
+    world.last_batch = batch
+    recovery.turn(world)
+    assert connection.lost_reason == "a step was not finished"
+    assert recovery.state is State.MEETING
+
+
+def test_an_administrators_pause_stays_one(world: World) -> None:
+    connection = Connection()
+    connection.is_there = connection.is_finished = True
+    for is_paused in (True, False):
+        recovery = recovery_of(world, connection)
+        connection.mark_lost("gone")
+        recovery.turn(world)
+        world._engine_paused = is_paused
+        recovery.note_pause(world)
+        assert world._engine_paused
+        turn_until(recovery, world, lambda r=recovery: r.state is State.SERVING)
+        assert world._engine_paused is is_paused
+        world._engine_paused = False
+
+
+def test_after_the_timeout_requests_end_and_new_ones_are_refused(world: World) -> None:
+    connection = Connection()
+    connection.is_finished = True
+    recovery = recovery_of(world, connection, timeout_s=0.05)
+    waiting = world.add([1, 2, 3], 5)
+    connection.mark_lost("its process ended")
+    turn_until(recovery, world, lambda: recovery.is_down)
+    recovery.turn(world)
+    assert {abort.rid for abort in world.sent} == {"r0", "r1", "r2", waiting.rid}
+    for abort in world.sent:
+        assert abort.finished_reason["status_code"] == 503
+        assert "its process ended" in abort.finished_reason["message"]
+    assert recovery.refuses(world, waiting)
+    assert world.counters.requests_failed_total == 4
+    assert world.counters.requests_refused_total == 1
+    world.check_nothing_is_left()
+    connection.is_there = True
+    turn_until(recovery, world, lambda: recovery.state is State.SERVING)
+    assert not recovery.is_down
+    assert connection.resumed == [()]
+    assert not recovery.refuses(world, waiting)
+
+
+def test_rows_that_cannot_be_taken_up_are_computed_again(world: World) -> None:
+    connection = Connection()
+    connection.is_there = True
+    recovery = recovery_of(world, connection)
+    connection.mark_lost("gone")
+    for number in range(1, 3):
+        turn_until(recovery, world, lambda: recovery.state is State.RESUMING)
+        assert len(connection.resumed) == number
+        connection.mark_lost("it crashed over the rows")
+        recovery.turn(world)
+    turn_until(recovery, world, lambda: recovery.state is State.RESUMING)
+    assert connection.num_forgotten == 1
+    assert connection.num_closed == 1
+    assert connection.resumed[-1] == ()
+    assert world.counters.recomputed_requests_total == 3
+    assert [r.rid for r in world.waiting_queue] == ["r0", "r1", "r2"]
+    connection.is_finished = True
+    recovery.turn(world)
+    assert recovery.state is State.SERVING
+    world.run()
+    world.check_nothing_is_left()
+
+
+def test_a_loss_without_progress_in_between_is_the_same_pause(world: World) -> None:
+    """An engine that crashes over one step again and again does not pause for ever."""
+    connection = Connection()
+    connection.is_there = connection.is_finished = True
+    recovery = recovery_of(world, connection, timeout_s=0.3)
+    began = time.monotonic()
+    while not recovery.is_down:
+        connection.mark_lost("it crashed over the step")
+        recovery.turn(world)
+        turn_until(recovery, world, lambda: recovery.state is State.SERVING or recovery.is_down)
+        assert time.monotonic() - began < 20
+    assert world.counters.requests_failed_total == 3
