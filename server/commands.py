@@ -32,6 +32,7 @@ from .plan.command import plan
 from .policies_command import policies
 from .settings import EMBEDDED_MODEL
 from .settings_sources import Sourced, load_settings, to_yaml
+from .soak import command as soak_command
 
 app = typer.Typer(
     cls=ReportingGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
@@ -210,3 +211,4 @@ def doctor(
 
 
 quality_command.add_to(app)
+soak_command.add_to(app)
