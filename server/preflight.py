@@ -26,6 +26,7 @@ from .placement_choice import resolve_placement
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL, ServeSettings
 from .sglang_args import check_sglang_args
+from .shared_gpus import check_shared_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ def resolve_launch(
     check_sglang_args(settings.sglang_args, device=device)
     Keys.read(settings.edge)  # SGLang's process would fail at them half a minute later
     settings = resolve_cache_device(settings, device)
+    check_shared_gpus(settings, device)
     port = choose_port(settings.host, settings.port)
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)

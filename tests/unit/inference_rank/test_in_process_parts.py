@@ -354,10 +354,10 @@ def test_rows_are_known_on_the_host_while_the_scheduler_runs_a_batch(
     def batch(*rows: int | None, fails: bool = False) -> Any:
         return SimpleNamespace(reqs=[SimpleNamespace(req_pool_idx=x) for x in rows], fails=fails)
 
-    assert hooks._run_local_batch(run, None, batch(4, 2)) == "done"
+    assert hooks._run_batch(run, None, batch(4, 2)) == "done"
     with pytest.raises(RuntimeError, match="no memory"):
-        hooks._run_local_batch(run, None, batch(3, fails=True))
-    hooks._run_local_batch(run, None, batch(4, None))
+        hooks._run_batch(run, None, batch(3, fails=True))
+    hooks._run_batch(run, None, batch(4, None))
     assert seen == [[4, 2], [3], None]
     assert runtime.rows_on_host is None
 

@@ -16,7 +16,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.selection_probe import SelectionProbe, selection_file
 from tandemkv.inference_rank.attention_probe import AttentionProbe
-from tandemkv.server.inspect.recording import read_recording
+from tandemkv.server.evaluation.inspect.recording import read_recording
 
 BUDGET, LENGTH, STEPS = 24, 90, 6
 _NAMED = request_world.kv_of

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
+from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
 from tandemkv.inference_rank import sglang_contract
 from tandemkv.inference_rank.process import check_server_args
 
@@ -39,9 +40,14 @@ def test_unapplied_hook_is_named() -> None:
         sglang_contract.check_hooks_applied(["sglang.not.hooked"])
 
 
-def test_every_hook_target_is_in_the_contract() -> None:
+@pytest.mark.parametrize("transport", ["shared", "peer", "local"])
+def test_every_hook_target_is_in_the_contract(
+    monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
     from tandemkv.inference_rank.hooks import scheduler_hooks
 
+    settings = RankSettings.model_validate({"exchange": {"transport": transport}})
+    monkeypatch.setenv(SETTINGS_VARIABLE, settings.model_dump_json())
     targets = {target for target, _, _ in scheduler_hooks("tandemkv")}
     assert targets <= set(sglang_contract.SYMBOLS)
 

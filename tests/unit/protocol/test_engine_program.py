@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
@@ -38,18 +39,18 @@ def program_of(
         dtype="bfloat16",
         model_hash="0",
     )
+    rule = RefreshRule.PERIOD if timing is Timing.EXACT_STEP else RefreshRule.NEVER
     selection = SelectionSettings(
         budget_tokens=128,
         exact_layers=tuple(x for x in exact_layers if x < num_layers),
-        look_ahead_layers=look_ahead,
+        declared=DeclaredPolicy(layers_ahead=look_ahead, refresh=rule),
         late_layers=late_layers,
     )
-    rule = RefreshRule.PERIOD if timing is Timing.EXACT_STEP else RefreshRule.NEVER
     return EngineProgram(
         model,
         RankSettings(selection=selection),
         timing=timing,
-        traits=PolicyTraits(layer_sources=sources, slow_heads=slow_heads, refresh=rule),
+        traits=PolicyTraits(layer_sources=sources, slow_heads=slow_heads),
         all_exact=all_exact,
         keeps_queries=keeps_queries,
         index_interval=index_interval,
@@ -94,8 +95,7 @@ def test_streams_reach_each_layer_that_is_predicted_for_before_it_attends(
 ) -> None:
     targets = [(x, t) for x in range(program.num_layers) for t in program.targets_of(x)]
     assert all(entry <= target for entry, target in targets)
-    own = [x for x in program.sources if x in program.selecting]
-    assert [t for _, t in targets] == [x for x in own if x not in program.late_layers]
+    assert [t for _, t in targets] == [x for x in program.sources if x not in program.late_layers]
     assert program.last_entry == max((entry for entry, _ in targets), default=-1)
     for entry, _ in targets:
         assert program.reads_stream(entry) == program.needs_hidden

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both sides of a step's flags in device memory, on a CPU: one thing is done after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
+from tandemkv.cache_rank.shared.stream_signals import StreamSignals as EngineSide
+from tandemkv.inference_rank.links.base import DecodeRows
+from tandemkv.inference_rank.links.signals import StreamSignals as LinkSide
+
+LAYERS, BATCH, HIDDEN, HEADS, DIM = 3, 4, 8, 2, 4
+
+
+@dataclass
+class Connection:
+    """What the link's side asks of a connection."""
+
+    tensors: MappedTensors
+    lost_reason: str | None = None
+    announced: list[StepEntry] = field(default_factory=list)
+
+    def announce(self, entry: StepEntry) -> None:
+        self.announced.append(entry)
+
+    def mark_lost(self, reason: str) -> None:
+        self.lost_reason = reason
+
+
+@pytest.fixture
+def connection() -> Connection:
+    tensors = MappedTensors()
+    tensors.allocate_all(flag_specs(LAYERS, BATCH))
+    tensors.allocate("streams", (LAYERS, BATCH, HIDDEN), torch.float32)
+    tensors.allocate("queries", (LAYERS, BATCH, HEADS, DIM), torch.float32)
+    tensors.allocate("step_rows", (BATCH,), torch.int64)
+    tensors.allocate("step_lengths", (BATCH,), torch.int64)
+    tensors.allocate("flags", (FlagIndex(LAYERS).count, WORDS_APART), torch.int64)
+    return Connection(tensors)
+
+
+@pytest.fixture
+def link(connection: Connection) -> LinkSide:
+    return LinkSide(connection, LAYERS, timeout_s=1.0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine(connection: Connection) -> EngineSide:
+    flags = StepFlags(connection.tensors["flags"])
+    return EngineSide(connection.tensors, flags, LAYERS, timeout_s=1.0)
+
+
+def _entry(step: int) -> StepEntry:
+    rows = tuple(StepRow(row=row, generation=0, length=100) for row in (3, 1))
+    return StepEntry(kind=EntryKind.DECODE, step=step, rows=rows)
+
+
+def _step() -> DecodeRows:
+    rows, lengths = torch.tensor([3, 1]), torch.tensor([101, 57])
+    return DecodeRows(
+        rows=rows, lengths=lengths, lengths_on_host=lengths, req_to_token=rows, num_cold=0
+    )
+
+
+def _is_lost(engine: EngineSide) -> bool:
+    return bool(engine._lost.item())
+
+
+def test_a_step_goes_from_one_side_to_the_other(
+    link: LinkSide, engine: EngineSide, connection: Connection
+) -> None:
+    hidden, residual = torch.randn(2, HIDDEN), torch.randn(2, HIDDEN)
+    query = torch.randn(2, HEADS, DIM)
+    for step in (1, 2):
+        assert link.begin(_entry(step), _step())
+        engine.begin(step)
+        engine.await_begin()
+        rows, lengths = engine.requests_of(_entry(step))
+        assert rows.tolist() == [3, 1]
+        assert lengths.tolist() == [101, 57]
+        link.put_stream(0, hidden, residual)
+        engine.await_input(0, 2)
+        torch.testing.assert_close(connection.tensors["streams"][0, :2], hidden + residual)
+        engine.raise_ready(1)
+        assert link.await_ready(1)
+        link.put_query(2, query)
+        engine.await_query(2, 2)
+        torch.testing.assert_close(connection.tensors["queries"][2, :2], query)
+        link.raise_end()
+        engine.await_end()
+        engine.finish()
+    assert link.lost_step == 0
+    assert not _is_lost(engine)
+    assert [entry.step for entry in connection.announced] == [1, 2]
+
+
+def test_what_was_not_answered_in_time_is_told_with_the_next_step(
+    link: LinkSide, engine: EngineSide, connection: Connection
+) -> None:
+    assert link.begin(_entry(1), _step())
+    engine.begin(1)
+    engine.finish()
+    assert link.begin(_entry(2), _step())
+    link.await_ready(0)  # nobody has raised it
+    link.raise_end()
+    assert link.lost_step == 2
+    assert not link.begin(_entry(3), _step())
+    assert connection.lost_reason is not None
+    assert "step 2" in connection.lost_reason
+    engine.begin(3)
+    engine.await_begin()
+    assert _is_lost(engine)  # nothing was raised for a step that was not begun
+
+
+def test_flags_of_a_step_that_was_given_up_satisfy_no_later_wait(
+    link: LinkSide, engine: EngineSide
+) -> None:
+    assert link.begin(_entry(1), _step())
+    link.put_stream(0, torch.zeros(2, HIDDEN), None)
+    engine.begin(2)
+    engine.await_input(0, 2)
+    assert _is_lost(engine)
+
+
+def test_a_rehearsal_neither_waits_nor_raises(link: LinkSide, engine: EngineSide) -> None:
+    link.mask()
+    link.await_ready(0)
+    link.put_stream(0, torch.zeros(2, HIDDEN), None)
+    link.raise_end()
+    engine.begin(0)
+    with engine.masked():
+        engine.await_begin()
+        engine.raise_ready(0)
+        engine.finish()
+    assert link.lost_step == 0
+    assert link.begin(_entry(1), _step())
+    assert link.lost_step == 0
+
+
+def test_an_abort_ends_the_waits_of_the_engine(link: LinkSide, engine: EngineSide) -> None:
+    engine.begin(1)
+    engine.abort()
+    engine.await_begin()
+    engine.raise_ready(0)
+    assert link.begin(_entry(1), _step())
+    link.await_ready(0)
+    link.raise_end()
+    assert link.lost_step == 1  # an engine that has given up raises nothing
