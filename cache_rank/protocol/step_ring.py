@@ -107,7 +107,7 @@ def _is_sound(row: StepRow) -> bool:
     return (
         min(row.row, row.generation, row.window) >= 0
         and 0 <= row.prefix_len <= row.length
-        and row.flags & ~(GROWN | SLOW) == 0
+        and row.flags & ~(GROWN | SLOW | RESIDENT) == 0
     )
 
 
