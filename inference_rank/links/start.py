@@ -112,7 +112,7 @@ class SharedRuntime:
                 "budget_tokens": str(selection.budget_tokens),
                 "sample_tokens": str(selection.num_samples),
                 "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
-                "transport": self.settings.exchange.transport,
+                **self.settings.placement.info(),
                 "index_dtype": selection.index_dtype,
                 "model": self.model.architecture,
                 "pid": str(os.getpid()),
@@ -203,7 +203,7 @@ def _put_predictor(
         num_qo_heads=model.num_qo_heads,
         head_dim=model.head_dim,
         device=torch.device(runner.device),
-        is_int8=settings.selection.predictor_dtype_of(is_far=False) == "int8",
+        is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=False) == "int8",
     )
     predictor.load()
     put_weights(mapped, *predictor.weights())
