@@ -245,7 +245,8 @@ def tensors(stack: contextlib.ExitStack) -> Decoder:
         sent = [rng.choice(good) for _ in range(rng.randrange(4))] if rng.random() < 0.3 else good
         socket.send_fds(sender, [mutated(rng, [frame]) or b"\0"], sent)
         try:
-            message, received = descriptor_socket.receive_descriptors(receiver, time.monotonic() + 5.0)
+            deadline = time.monotonic() + 5.0
+            message, received = descriptor_socket.receive_descriptors(receiver, deadline)
             descriptor_socket.attach_all(message.specs, received, None).close()
         except (ProtocolError, CacheRankLostError, SettingsError):
             return "refused"
