@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tandemkv.kernels.placing import place
 from tandemkv.kernels.score import score_keys
+from tandemkv.kernels.to_device import to_device
 
 from .policies.base import Owner, PageBounds, SelectionInput, StoredKV
 from .protocol.model_spec import ModelSpec
@@ -50,7 +50,7 @@ class Candidates:
         """Return those of the requests at `places`."""
         if len(places) == len(self.owners):
             return self
-        index = place(places, self.lo.device)
+        index = to_device(places, self.lo.device)
         return replace(
             self,
             owners=tuple(self.owners[i] for i in places),

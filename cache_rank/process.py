@@ -22,6 +22,7 @@ import torch
 from .counters import Counters
 from .in_process.factory import make_policy
 from .protocol.errors import SettingsError
+from .protocol.fault_points import enable_faults
 from .protocol.ipc import server_pid
 from .protocol.model_spec import read_model_spec
 from .protocol.run_dir import RunDir
@@ -81,6 +82,7 @@ def run_cache_rank(
     """
     _set_threads()
     directory = RunDir.open(run_dir)
+    enable_faults("cache_rank", directory.path)
     counters = Counters()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")

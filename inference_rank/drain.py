@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from tandemkv.cache_rank.protocol.fault_points import reach
+
 DRAIN_TIMEOUT_VARIABLE = "TANDEMKV_DRAIN_TIMEOUT_S"
 DEFAULT_DRAIN_TIMEOUT_S = 30.0
 RETRY_AFTER_S = 5
@@ -104,6 +106,7 @@ class DrainMiddleware:
         if scope["type"] != "http" or str(scope["path"]).startswith(_FREE_PREFIXES):
             await self._app(scope, receive, send)
             return
+        reach("http.request")
         exchange = _Exchange(send)
         if self._drain.reason is not None:
             await exchange.refuse(self._drain.reason)

@@ -9,6 +9,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from tandemkv.cache_rank.protocol.fault_points import reach
+
 from . import progress, single_process_group, teacher_forcing
 from . import runtime as runtime_module
 from .in_process import graph_variants
@@ -107,9 +109,11 @@ def http_hooks() -> list[Hook]:
     from .edge.hooks import AROUND
     from .http_routes import serve_http
     from .shutdown import around_sigquit, around_sigterm
+    from .start_method import choose_start_method
 
     setup = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
     return [
+        ("sglang.srt.entrypoints.engine._set_envs_and_config", choose_start_method, HookType.AFTER),
         (setup, serve_http, HookType.BEFORE),
         *((target, hook, HookType.AROUND) for target, hook in AROUND.items()),
         (f"{_SIGNALS}.sigterm_handler", around_sigterm, HookType.AROUND),
@@ -193,6 +197,7 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
 
 def _note_batch(runtime: Any, scheduler: Any, batch: Any) -> None:
     """Remember whose pass comes next, and which prompt does not end in it."""
+    reach("inference_rank.batch")
     runtime.middle_chunk_row = None
     chunked = getattr(batch, "chunked_req", None)
     if chunked is not None and any(chunked is req for req in batch.reqs):

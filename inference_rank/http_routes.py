@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
@@ -54,6 +55,7 @@ def add_routes(app: Any, manager: Any) -> None:
     from fastapi.responses import JSONResponse
 
     run_dir = runtime_module.run_dir_from_environment()
+    enable_faults("http", run_dir.path)
     shutdown = create_shutdown()
     drain = shutdown.drain
     app.add_middleware(DrainMiddleware, drain=drain, on_startup=shutdown.install)

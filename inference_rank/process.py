@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.messages import StatusReply
 
@@ -37,6 +38,7 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
     if runner.ps.tp_rank:
         return  # one rank answers for all of a tensor-parallel group
     run_dir = runtime_module.run_dir_from_environment()
+    enable_faults("inference_rank", run_dir.path)
     _server = StatusServer(run_dir.inference_socket, status=status)
     if runner.server_args.enable_metrics:
         MetricsPublisher(status, None if is_local else run_dir.heartbeat_socket).start()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.progress import ProgressClock
 
 clock = ProgressClock()
@@ -24,6 +25,7 @@ def on_turn(*_: Any, **__: Any) -> None:
 
 def on_layer(*_: Any, **__: Any) -> None:
     """Note an attention layer."""
+    reach("inference_rank.layer")
     clock.advance()
 
 

@@ -23,7 +23,7 @@ class Vocabulary(Protocol):
         """Return the text of tokens."""
 
 
-def trigger_token_ids(tokenizer: Vocabulary, endings: str) -> frozenset[int]:
+def trigger_token_ids(tokenizer: Vocabulary, endings: str, policy: str) -> frozenset[int]:
     """Return the ids of the tokens whose text ends in one of the characters `endings`.
 
     What follows in the same token counts: a newline with the indent of the next line does not
@@ -42,25 +42,24 @@ def trigger_token_ids(tokenizer: Vocabulary, endings: str) -> frozenset[int]:
     )
     if not found:
         raise SettingsError(
-            f"sfi_triggers={endings!r}: no token of this model's vocabulary ends in one of them; "
-            "change --sfi-triggers"
+            f"policy={policy}: no token of this model's vocabulary ends in one of {endings!r}; "
+            f"change that option of the policy, which `tandemkv policies {policy}` shows"
         )
     return found
 
 
 def schedule_for(
-    rule: RefreshRule,
     selection: SelectionSettings,
     load_tokenizer: Callable[[], Vocabulary] | None,
     *,
     triggers: frozenset[int] = frozenset(),
 ) -> RefreshSchedule:
-    """Return the schedule that a policy's rule and the settings ask for.
+    """Return the schedule that the policy of these settings declares.
 
     Parameters
     ----------
-    rule, selection
-        The policy's, and its options.
+    selection : SelectionSettings
+        With the policy's declaration entered.
     load_tokenizer : callable, optional
         Called where sentences have to be told apart.
     triggers : frozenset of int
@@ -71,14 +70,18 @@ def schedule_for(
     SettingsError
         If no token of the vocabulary ends a sentence, or there is no tokenizer.
     """
+    declared = selection.declared
+    rule = declared.refresh
     if rule is RefreshRule.PERIOD:
-        return RefreshSchedule(rule, selection.sync_stride)
+        return RefreshSchedule(rule, declared.refresh_interval)
     if rule is RefreshRule.BOUNDARY:
         if not triggers and load_tokenizer is None:
             raise SettingsError("a policy with sentence boundaries needs a tokenizer")
         if not triggers and load_tokenizer is not None:
-            triggers = trigger_token_ids(load_tokenizer(), selection.sfi_triggers)
-        return RefreshSchedule(rule, selection.sfi_max_interval, triggers)
+            triggers = trigger_token_ids(
+                load_tokenizer(), declared.refresh_triggers, selection.policy
+            )
+        return RefreshSchedule(rule, declared.refresh_interval, triggers)
     return RefreshSchedule()
 
 

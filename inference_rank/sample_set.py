@@ -13,8 +13,8 @@ import torch
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.append import SampleMoves
-from tandemkv.kernels.placing import place
 from tandemkv.kernels.samples import attend_samples, sample_offsets
+from tandemkv.kernels.to_device import to_device
 
 _MOST_LENGTHS = 256
 """Lengths of prompts whose samples are remembered; a prefill step has fewer prompts."""
@@ -79,7 +79,7 @@ class SampleSet:
             offsets, _ = sample_offsets(count, self.num_samples)
             (index,) = (offsets >= 0).nonzero(as_tuple=True)
             positions = (offsets[index] + self._num_sink).tolist()
-            found = place(index.tolist(), self.k.device), place(positions, self.k.device)
+            found = to_device(index.tolist(), self.k.device), to_device(positions, self.k.device)
             if len(self._positions) >= _MOST_LENGTHS:
                 self._positions.clear()
             self._positions[length] = found

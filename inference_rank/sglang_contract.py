@@ -33,6 +33,23 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "layer",
     ),
     "sglang.srt.mem_cache.memory_pool.KVWriteLoc": (),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style": (
+        "meta_info",
+        "state",
+        "top_logprobs_num",
+        "token_ids_logprob",
+        "return_text_in_logprobs",
+        "recv_obj",
+        "recv_obj_index",
+    ),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info": (
+        "meta_info",
+        "state",
+        "top_logprobs_num",
+        "token_ids_logprob",
+        "return_text_in_logprobs",
+    ),
+    "sglang.srt.entrypoints.engine._set_envs_and_config": ("server_args",),
     "sglang.srt.utils.common.support_triton": ("backend",),
     "sglang.srt.utils.auth.decide_request_auth": ("path", "api_key"),
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool": (

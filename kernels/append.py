@@ -48,15 +48,15 @@ def append_tokens(
 ) -> None:
     """Write one token per request, keys and values, bit by bit.
 
-    What becomes a sample is copied before, maybe from where the token is written.
+    A token that becomes a sample is copied before, maybe from where the new one is written.
 
     Parameters
     ----------
     k, v : torch.Tensor
         ``[num_reqs, num_kv_heads, head_dim]``, float.
     rows, slots : torch.Tensor
-        ``[num_reqs]``, int32 or int64. Row of each request, and slot of its token. On a GPU
-        ranges are not checked. Of requests with equal row and slot (padding) any one wins.
+        ``[num_reqs]``, int32 or int64. Row of each request, and slot of its token. Of
+        requests with equal row and slot (padding) any one wins.
     k_res, v_res : torch.Tensor
         ``[num_rows, num_slots, num_kv_heads, head_dim]``, dtype of `k` and `v`. Written.
     moves : SampleMoves, optional
@@ -68,15 +68,13 @@ def append_tokens(
 
     Raises
     ------
-    IndexError
-        On CPU, if a row or slot is out of range.
     RuntimeError
         On CPU, if one of `awaited` is down.
     """
     dims = Dims()
-    res = "num_rows num_slots num_kv_heads head_dim"
-    dims.check("k", k, "num_reqs num_kv_heads head_dim", FLOATS)
-    dims.check("v", v, "num_reqs num_kv_heads head_dim", FLOATS)
+    res, token = "num_rows num_slots num_kv_heads head_dim", "num_reqs num_kv_heads head_dim"
+    dims.check("k", k, token, FLOATS)
+    dims.check("v", v, token, FLOATS)
     dims.check("rows", rows, "num_reqs", INTS)
     dims.check("slots", slots, "num_reqs", INTS)
     dims.check("k_res", k_res, res, (k.dtype,))
@@ -85,6 +83,5 @@ def append_tokens(
         moves.check(dims, k.dtype, v.dtype)
     if awaited is not None:
         dims.check("awaited", awaited, "n", INT32)
-    resolve("append", "append_tokens", k.device)(
-        k, v, rows, slots, k_res, v_res, moves=moves, awaited=awaited
-    )
+    run = resolve("append", "append_tokens", k.device)
+    run(k, v, rows, slots, k_res, v_res, moves=moves, awaited=awaited)

@@ -49,8 +49,7 @@ def attend_paged(
     Raises
     ------
     ValueError
-        If a shape, dtype or device differs from the above; on CPU also if `hi`
-        or a slot below it is out of bounds.
+        On CPU also if `hi` or a slot below it is out of bounds.
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)

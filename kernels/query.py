@@ -57,9 +57,7 @@ def predict_query(
     weights: QueryWeights,
     cos_sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Return ``rope(query_norm(W norm(hidden) + bias))``.
-
-    With an int8 W half as many bytes are read.
+    """Return ``rope(query_norm(W norm(hidden) + bias))``; two launches on a GPU.
 
     Parameters
     ----------
@@ -86,8 +84,7 @@ def predict_query(
 
     Notes
     -----
-    On a GPU two launches, asynchronous and CUDA-graph safe; all tensors must be dense in their
-    last dimension. The products of hidden values and
+    On a GPU all tensors must be dense in their last dimension. The products of hidden values and
     norm weights are rounded to the dtype of `hidden` and multiplied by `weight` in the tensor
     cores; int8 is widened to that dtype before, exactly, and its sums are multiplied by the scale.
     All else is float32, where a model's own layers round after each step. In

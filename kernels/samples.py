@@ -70,8 +70,7 @@ def load_sample_slots(
     Parameters
     ----------
     rows, lengths : torch.Tensor
-        ``[num_reqs]``, int32 or int64. Row of each request, and its tokens. On a GPU ranges
-        are not checked.
+        ``[num_reqs]``, int32 or int64. Row of each request, and its tokens.
     req_to_token : torch.Tensor
         ``[num_rows, context]``, int32 or int64. Slot of each position.
     slots : torch.Tensor

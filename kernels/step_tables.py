@@ -75,8 +75,7 @@ def load_attended(
     Parameters
     ----------
     rows, lengths : torch.Tensor
-        ``[num_reqs]``, int32 or int64. Row of each request, and its tokens. On a GPU ranges
-        are not checked.
+        ``[num_reqs]``, int32 or int64. Row of each request, and its tokens.
     req_to_token : torch.Tensor
         ``[num_rows, context]``, int32 or int64. Slot of each position.
     slots : torch.Tensor
@@ -86,11 +85,6 @@ def load_attended(
         ``[max_batch]``, int64. The number of slots; the first `num_reqs` are written.
     num_resident, num_recent, num_dense, first_slot : int
         See above.
-
-    Raises
-    ------
-    IndexError
-        On CPU, if a row is out of range.
     """
     dims = _check_attended(rows, lengths, slots, attended)
     dims.check("req_to_token", req_to_token, "num_rows context", INTS)
@@ -162,8 +156,7 @@ def load_candidates(
     Parameters
     ----------
     rows, lengths : torch.Tensor
-        ``[num_reqs]``, int32 or int64. Row of each request, and its tokens. On a GPU ranges
-        are not checked.
+        ``[num_reqs]``, int32 or int64. Row of each request, and its tokens.
     page_slots : torch.Tensor
         ``[num_rows, num_pages]``, int32 or int64. Slot of the first position of each page; a
         page is that slot divided by `page_size`, rounded down.
@@ -172,11 +165,6 @@ def load_candidates(
         grows by 1, `selections` by `num_layers` for each active request.
     page_size, num_sink, num_excluded, num_resident, num_cold, num_layers : int
         See above.
-
-    Raises
-    ------
-    IndexError
-        On CPU, if a row of the table is out of range.
     """
     dims = Dims()
     dims.check("tables.step", tables.step, "", INT32)

@@ -25,11 +25,14 @@ from .options import (
     ROW_FLAGS,
     SERVE_FLAGS,
     STANDBY_FLAGS,
+    SWITCH,
     with_flags,
 )
 from .plan.command import plan
+from .policies_command import policies
 from .settings import EMBEDDED_MODEL
 from .settings_sources import Sourced, load_settings, to_yaml
+from .soak import command as soak_command
 
 app = typer.Typer(
     cls=ReportingGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
@@ -38,8 +41,11 @@ app = typer.Typer(
 
 app.command("inspect")(inspect_command)
 app.command()(plan)
+app.command()(policies)
 app.command()(calibrate)
 app.add_typer(bench_app, name="bench")
+
+_EPILOG = "What follows -- goes to SGLang unchanged. --help-all shows all options."
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
@@ -53,7 +59,7 @@ def _root(
     """Take the options that come before the command."""
 
 
-@app.command(cls=ServeCommand, epilog="What follows -- goes to SGLang unchanged.")
+@app.command(cls=ServeCommand, epilog=_EPILOG)
 @with_flags(SERVE_FLAGS)
 def serve(
     ctx: typer.Context,
@@ -63,10 +69,14 @@ def serve(
     ] = None,
     config: ConfigOption = None,
     print_settings: Annotated[
-        bool, typer.Option("--print-settings", help="Print all settings as YAML and exit.")
+        bool,
+        typer.Option(
+            "--print-settings", metavar=SWITCH, help="Print all settings as YAML and exit."
+        ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show the logs of both ranks.")
+        bool,
+        typer.Option("--verbose", "-v", metavar=SWITCH, help="Show the logs of both ranks."),
     ] = False,
 ) -> None:
     """Start a cache rank and SGLang, and serve until Ctrl-C.
@@ -114,7 +124,7 @@ def cache_rank(
     run_cache_rank_process(settings, run_dir)
 
 
-@app.command("inference-rank", cls=ServeCommand, epilog="What follows -- goes to SGLang unchanged.")
+@app.command("inference-rank", cls=ServeCommand, epilog=_EPILOG)
 @with_flags(INFERENCE_FLAGS)
 def inference_rank(
     ctx: typer.Context,
@@ -201,3 +211,4 @@ def doctor(
 
 
 quality_command.add_to(app)
+soak_command.add_to(app)

@@ -209,9 +209,7 @@ def _write_manifest(model: EmbeddedModel, gguf: Path, directory: Path) -> None:
             "file": gguf.name,
             **_fingerprint(gguf),
         },
-        "made_with": {
-            name: version_of(name) or "unknown" for name in ("torch", "transformers", "gguf")
-        },
+        "made_with": {name: version_of(name) or "unknown" for name in _MAKERS},
         "files": files,
     }
     path = directory / MANIFEST

@@ -17,17 +17,41 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 from pydantic.fields import FieldInfo
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.token_count import COUNTED
 
-from .settings_sources import Sourced, setting_fields
+from .settings_sources import Sourced, read_assignments, setting_fields
 
 
 class Flag(NamedTuple):
-    """A command-line flag and the dotted name of its setting."""
+    """A command-line flag, the dotted name of its setting, and the group of the help it is in.
+
+    ``--help`` shows those of the `COMMON` groups, ``--help-all`` the others too.
+    """
 
     name: str
     key: str
     panel: str
+
+    @property
+    def is_common(self) -> bool:
+        """Whether ``--help`` shows it."""
+        return self.panel in COMMON
+
+
+SERVER = "Server"
+PLACEMENT = "Where it runs"
+CAPACITY = "How much it holds"
+SELECTION = "What is attended to"
+OPERATION = "For operators: start, restart and shutdown"
+REQUESTS = "For operators: bounds of requests"
+RESIDENT = "For tuning: the resident set and its selection"
+SHARING = "For tuning: layers that share selections"
+LINK = "For tuning: the link between the ranks"
+TESTS = "For developers: evaluation and tests"
+COMMON = (SERVER, PLACEMENT, CAPACITY, SELECTION)
+SWITCH = " "
+"""The metavar of an option that takes no value."""
 
 
 def _flags(panel: str, group: str, names: str) -> tuple[Flag, ...]:
@@ -40,56 +64,100 @@ def _flags(panel: str, group: str, names: str) -> tuple[Flag, ...]:
     return tuple(flags)
 
 
+ROW_FLAGS: tuple[Flag, ...] = (
+    *_flags(PLACEMENT, "", "cache-device dtype"),
+    *_flags(CAPACITY, "", "max-context max-running-requests"),
+)
 RANK_FLAGS: tuple[Flag, ...] = (
+    *_flags(CAPACITY, "cache", "cache-tokens=capacity_tokens"),
+    *_flags(SELECTION, "selection", "policy budget-tokens resident-factor index-dtype"),
     *_flags(
-        "Selection", "selection",
-        "policy budget-tokens resident-factor sink-tokens=num_sink_tokens "
-        "recent-tokens=num_recent_tokens sample-tokens fetch-cap index-dtype exact-layers "
-        "look-ahead-layers late-layers predictor-dtype "
-        "refresh-every seed-window pooling pool-before pool-after "
-        "dense-while-fits dense-tokens dense-batch-tokens "
-        "quest-page-tokens ridge-window ridge-eps "
-        "lfps-rows lfps-decay lfps-sparsity lfps-threshold lfps-bypass "
-        "ridge-sign ridge-normalise ridge-unrotate "
-        "calibration anchors share-layers kascade-fraction "
-        "sfi-max-interval sfi-triggers sfi-window sfi-alpha sfi-norm-exponent sfi-decay "
-        "sfi-decay-power sfi-tail-brake sfi-lambda-clip sfi-nms sfi-nms-radius sfi-cross "
-        "sfi-temperature sync-stride sync-static sync-union",
+        RESIDENT, "selection",
+        "sink-tokens=num_sink_tokens recent-tokens=num_recent_tokens sample-tokens fetch-cap "
+        "exact-layers late-layers predictor-dtype refresh-every seed-window pooling pool-before "
+        "pool-after dense-tokens dense-batch-tokens",
     ),
+    *_flags(SHARING, "selection", "share-layers anchors calibration"),
     *_flags(
-        "Exchange between the ranks", "exchange",
-        "transfer-timeout-s heartbeat-interval-s heartbeat-misses recovery-timeout-s transport",
+        LINK, "exchange",
+        "transport transfer-timeout-s heartbeat-interval-s heartbeat-misses "
+        "recovery-timeout-s",
     ),
-    *_flags("Cache rank", "cache", "cache-tokens=capacity_tokens"),
-    *_flags("Evaluation", "", "evaluation stress-selection"),
+    *_flags(TESTS, "", "evaluation stress-selection"),
+    *_flags(TESTS, "selection", "dense-while-fits"),
 )  # fmt: skip
-DRAIN_FLAGS = _flags("Server", "", "drain-timeout-s")
-STANDBY_FLAGS = _flags("Server", "", "standby")
-EDGE_FLAGS = _flags(
-    "Requests", "edge",
-    "api-key-file admin-key-file cors-origins max-queued-requests max-body-bytes max-prompt-bytes "
-    "max-json-depth body-timeout-s max-n max-logprobs max-stops max-stop-bytes max-grammar-bytes",
+DRAIN_FLAGS = _flags(OPERATION, "", "drain-timeout-s")
+STANDBY_FLAGS = _flags(OPERATION, "", "standby")
+EDGE_FLAGS: tuple[Flag, ...] = (
+    *_flags(SERVER, "edge", "api-key-file"),
+    *_flags(
+        REQUESTS, "edge",
+        "admin-key-file cors-origins max-queued-requests max-body-bytes max-prompt-bytes "
+        "max-json-depth body-timeout-s max-n max-logprobs max-stops max-stop-bytes "
+        "max-grammar-bytes",
+    ),
 )  # fmt: skip
-ROW_FLAGS = _flags("Server", "", "cache-device max-running-requests max-context dtype")
 SERVE_FLAGS: tuple[Flag, ...] = (
-    *_flags("Server", "", "host port allow-remote device cache-ranks tp=tensor_parallel"),
+    *_flags(SERVER, "", "host port allow-remote"),
+    *(flag for flag in EDGE_FLAGS if flag.is_common),
+    *_flags(PLACEMENT, "", "device cache-ranks tp=tensor_parallel"),
     *ROW_FLAGS,
-    *_flags(
-        "Server",
-        "",
-        "chunked-prefill-size start-timeout-s drain-timeout-s hang-timeout-s max-restarts standby "
-        "run-dir",
-    ),
-    *EDGE_FLAGS,
     *RANK_FLAGS,
+    *_flags(OPERATION, "", "start-timeout-s"),
+    *DRAIN_FLAGS,
+    *_flags(OPERATION, "", "hang-timeout-s max-restarts standby run-dir chunked-prefill-size"),
+    *(flag for flag in EDGE_FLAGS if not flag.is_common),
 )
 
 _SUPERVISION = {"run_dir", "hang_timeout_s", "max_restarts", "standby"}
 INFERENCE_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key not in _SUPERVISION)
 
+_SET_PARAMETER = "assignments"
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="An option of the policy, e.g. sfi.max_interval=8; may be repeated. "
+        "`tandemkv policies` lists them.",
+        rich_help_panel=SELECTION,
+    ),
+]
+
+
+def _show_all(ctx: typer.Context, param: Any, value: bool) -> None:
+    """Print the help with every option, and end."""
+    del param
+    if not value:
+        return
+    hidden = [item for item in ctx.command.params if getattr(item, "hidden", False)]
+    for item in hidden:
+        item.hidden = False  # type: ignore[attr-defined]
+    try:
+        typer.echo(ctx.get_help(), nl=False)
+    finally:
+        for item in hidden:
+            item.hidden = True  # type: ignore[attr-defined]
+    raise typer.Exit
+
+
+_ALL_PARAMETER = "help_all"
+AllOption = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        callback=_show_all,
+        is_eager=True,
+        metavar=SWITCH,
+        help="Show all options and exit.",
+    ),
+]
+
 
 def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add `flags` to a typer command; it gets what was given as the argument ``flags``.
+    """Add `flags`, ``--set`` and ``--help-all`` to a command.
+
+    What was given is its argument ``flags``.
 
     The command declares ``flags: dict[str, Sourced]``; typer sees one option per flag instead.
     """
@@ -98,21 +166,33 @@ def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callabl
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def command(**arguments: Any) -> None:
+            del arguments[_ALL_PARAMETER]
             given: dict[str, Sourced] = {}
             for name, flag in parameters.items():
                 value = arguments.pop(name, None)
                 if value is not None:
                     given[flag.key] = Sourced(value, flag.name)
+            for key, sourced in read_assignments(arguments.pop(_SET_PARAMETER) or ()).items():
+                if key in given:
+                    raise SettingsError(
+                        f"{given[key].source} and {sourced.source} set the same; give one of them"
+                    )
+                given[key] = sourced
             function(flags=given, **arguments)
 
         signature = inspect.signature(function, eval_str=True)
         own = [item for item in signature.parameters.values() if item.name != "flags"]
+        hints = {name: _annotation(flag) for name, flag in parameters.items()}
+        hints[_SET_PARAMETER] = SetOption
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
-            for name, hint in ((name, _annotation(flag)) for name, flag in parameters.items())
+            for name, hint in hints.items()
         ]
+        show_all = inspect.Parameter(
+            _ALL_PARAMETER, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AllOption
+        )
         keyword = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own]
-        visible = [*keyword, *added]
+        visible = [*keyword, show_all, *added]
         command.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
         command.__annotations__ = {item.name: item.annotation for item in visible}
         del command.__wrapped__
@@ -123,38 +203,70 @@ def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callabl
 
 def _annotation(flag: Flag) -> Any:
     field: FieldInfo = setting_fields()[flag.key]
-    default = _default_text(field)
     text = field.description or ""
-    if field.default is not None:
-        text += f" [default: {default}]"
+    notes = [*_choices(field), *_default_text(field)]
+    if notes:
+        text += f" [{'; '.join(notes)}]"
     text = text.replace("[", r"\[")
     if field.annotation is bool:
         # Of a switch that is off by default the short help has no room for --no-...
         names = f"{flag.name}/--no-{flag.name[2:]}" if field.default else flag.name
-        return Annotated[bool | None, typer.Option(names, help=text, rich_help_panel=flag.panel)]
+        return Annotated[
+            bool | None,
+            typer.Option(
+                names,
+                help=text,
+                metavar=SWITCH,
+                rich_help_panel=flag.panel,
+                hidden=not flag.is_common,
+            ),
+        ]
     return Annotated[
         str | None,
-        typer.Option(flag.name, help=text, metavar=_metavar(field), rich_help_panel=flag.panel),
+        typer.Option(
+            flag.name,
+            help=text,
+            metavar=_metavar(field),
+            rich_help_panel=flag.panel,
+            hidden=not flag.is_common,
+        ),
     ]
 
 
-def _default_text(field: FieldInfo) -> str:
+def _default_text(field: FieldInfo) -> list[str]:
+    """Return the default; nothing where it is open, or a switch that is off."""
     default = field.default
+    if default is None or default is False:
+        return []
     if isinstance(default, tuple):
-        return ",".join(str(item) for item in default) or "none"
-    return str(default).lower() if isinstance(default, bool) else str(default)
+        return [f"default: {','.join(str(item) for item in default) or 'none'}"]
+    return [f"default: {str(default).lower() if isinstance(default, bool) else default}"]
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    """Return the values that there are to choose from, if they are few."""
+    hint = _required(field.annotation)
+    if typing.get_origin(hint) is not Literal:
+        return []
+    *others, last = (str(item) for item in typing.get_args(hint))
+    return [f"{', '.join(others)} or {last}"]
+
+
+def _required(hint: Any) -> Any:
+    """Return a type without its ``| None``."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(item for item in typing.get_args(hint) if item is not type(None))
+    return hint
 
 
 def _metavar(field: FieldInfo) -> str:
     hint: Any = field.annotation
-    origin = typing.get_origin(hint)
     inner = (getattr(item, "__metadata__", ()) for item in typing.get_args(hint))
     if any(COUNTED in metadata for metadata in (field.metadata, *inner)):
         return "TOKENS"
-    if origin in (typing.Union, types.UnionType):
-        hint = next(item for item in typing.get_args(hint) if item is not type(None))
+    hint = _required(hint)
     if typing.get_origin(hint) is Literal:
-        return "|".join(str(item) for item in typing.get_args(hint))
+        return "CHOICE"
     if typing.get_origin(hint) is tuple:
         return "0,1|none" if int in typing.get_args(hint) else "A,B|none"
     return {int: "INTEGER", float: "NUMBER"}.get(hint, "TEXT")

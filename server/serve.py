@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError, TandemKVError
+from tandemkv.cache_rank.protocol.fault_points import FAULTS_VARIABLE, enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -68,6 +69,8 @@ def serve(settings: ServeSettings, console: Console, *, verbose: bool = False) -
         launch = resolve_launch(settings, progress.note)
     run_dir = prepare_run_dir(launch)
     try:
+        if enable_faults("launcher", run_dir.path):
+            console.print(f"[bold red]faults are injected[/]: {FAULTS_VARIABLE} is set; for tests")
         plan = make_plan(launch, run_dir)
     except BaseException:
         clean_run_dir(run_dir, is_ours=settings.run_dir is None, keep_logs=False)

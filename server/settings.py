@@ -33,40 +33,37 @@ class ServeSettings(BaseModel):
         min_length=1, description="Model directory in Hugging Face layout, or smollm2 (embedded)."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the model; auto is cuda where it can be used, else cpu."
+        "auto", description="Device of the model. auto: a GPU if there is one."
     )
     cache_device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Device of the cache rank, which holds all K/V; auto is that of the model, but "
-        "cpu for a policy that runs on no GPU. cpu beside a GPU: K/V in host memory.",
+        description="Device that holds all K/V. auto: that of the model.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Of weights and KV; auto is float32 on cpu, the model's own on cuda."
+        "auto", description="Weights and K/V. auto: float32 on a CPU, the model's own on a GPU."
     )
-    host: str = Field("127.0.0.1", min_length=1, description="Address that the server binds.")
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     allow_remote: bool = Field(
         False,
-        description="Permit a host that other machines can reach; --api-key-file asks for a key.",
+        description="Allow a --host that other machines can reach.",
     )
-    port: int = Field(
-        30000, ge=0, le=65535, description="Port of the server; 0 lets the OS choose one."
-    )
+    port: int = Field(30000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
     cache_ranks: int | None = Field(
         None,
-        description="Cache ranks; 0: inside the inference rank's process. Default 1 on cpu, on "
-        "cuda the faster by the prediction of `tandemkv plan`.",
+        description="1: a cache rank beside SGLang; 0: inside SGLang's process. Default: what "
+        "is predicted to be faster, see `tandemkv plan`.",
     )
     tensor_parallel: int = Field(
         1,
         ge=1,
         le=64,
-        description="GPUs that the model is split over; needs cache_ranks=0 or transport=peer.",
+        description="GPUs that the model is split over (tensor parallel).",
     )
     max_running_requests: int = Field(
-        8, ge=1, le=4096, description="Requests that decode together; sizes the resident set."
+        8, ge=1, le=4096, description="Requests that decode at the same time."
     )
     max_context: TokenCount | None = Field(
-        None, ge=128, le=1 << 24, description="Longest request in tokens; default the model's own."
+        None, ge=128, le=1 << 24, description="Longest request. Default: the model's own limit."
     )
     chunked_prefill_size: int | None = Field(
         None, ge=16, le=1 << 20, description="Prompt tokens per forward pass; 2048 on cpu."

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +14,22 @@ from pydantic import BaseModel, ValidationError
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
+from .policy_options import (
+    GROUP,
+    chosen_policy,
+    collect_options,
+    moved,
+    option_names,
+    options_in,
+    options_tree,
+    split_option,
+)
 from .settings import ServeSettings
 
 _LAYER_LISTS = ("selection.exact_layers", "selection.anchors")
 
-_ENTERED = "selection.declared"
-"""What a policy's class says; nobody else does."""
+_ENTERED = ("selection.declared", "selection.options")
+"""What a policy's class says, and its options, which have names of their own."""
 
 ENVIRONMENT_PREFIX = "TANDEMKV_SERVE_"
 
@@ -43,7 +53,7 @@ def setting_fields(model: type[BaseModel] = ServeSettings, prefix: str = "") -> 
     """Dotted name of every setting to its pydantic field."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        if f"{prefix}{name}" == _ENTERED:
+        if f"{prefix}{name}" in _ENTERED:
             continue
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             fields.update(setting_fields(field.annotation, f"{prefix}{name}."))
@@ -71,18 +81,19 @@ def load_settings(
     SettingsError
         If a key is unknown or a value is wrong; the message names the key and its source.
     """
-    merged: dict[str, Sourced] = {}
-    if config is not None:
-        merged.update(_from_yaml(config))
-    merged.update(_from_environment(environ))
-    merged.update(flags)
+    in_file = _from_yaml(config) if config is not None else {}
+    merged = in_file | _from_environment(environ) | dict(flags)
     tree: dict[str, Any] = {}
+    options = {key: merged.pop(key) for key in list(merged) if key.startswith(f"{GROUP}.")}
     for key, (value, source) in merged.items():
         *groups, name = key.split(".")
         node = tree
         for group in groups:
             node = node.setdefault(group, {})
         node[name] = _normalise(key, value, source)
+    if options:
+        found = collect_options(options, chosen_policy(merged), optional=in_file)
+        tree.setdefault("selection", {})["options"] = found
     try:
         return ServeSettings.model_validate(tree)
     except ValidationError as error:
@@ -96,10 +107,13 @@ _OPEN_UNLESS_SET = (("exchange", "transport"), ("selection", "index_dtype"))
 def to_yaml(settings: ServeSettings) -> str:
     """Return the settings as YAML that ``--config`` reads back; what is open stays open."""
     tree = settings.model_dump(mode="json")
-    del tree["selection"]["declared"]
+    for key in _ENTERED:
+        group, _, name = key.partition(".")
+        del tree[group][name]
     for group, name in _OPEN_UNLESS_SET:
         if name not in getattr(settings, group).model_fields_set:
             del tree[group][name]
+    tree[GROUP] = options_tree(settings.selection)
     return yaml.safe_dump(tree, sort_keys=False)
 
 
@@ -124,7 +138,9 @@ def _flatten(tree: Mapping[Any, Any], prefix: str, source: str, out: dict[str, S
     groups = {key.rpartition(".")[0] for key in setting_fields()} - {""}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if key in groups:
+        if key == GROUP:
+            out.update({x: Sourced(item, source) for x, item in options_in(value, source).items()})
+        elif key in groups:
             if not isinstance(value, dict):
                 raise SettingsError(f"{key} (from {source}): a group of settings is required")
             _flatten(value, f"{key}.", source, out)
@@ -138,18 +154,48 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
     for variable in sorted(environ):
         if variable.startswith(ENVIRONMENT_PREFIX):
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            require_known(key, variable)
-            found[key] = Sourced(environ[variable], variable)
+            value = environ[variable]
+            if key == GROUP:
+                given = options_in(value, variable)
+                found.update({x: Sourced(item, variable) for x, item in given.items()})
+                continue
+            if not key.startswith(f"{GROUP}."):
+                require_known(key, variable)
+            found[key] = Sourced(value, variable)
     return found
 
 
 def removed(name: str) -> str | None:
-    """Return why a setting, by its dotted name or its flag, is gone; None if it never was there."""
+    """Return where a setting, by its dotted name or its flag, is now, or why it is gone.
+
+    None if it never was there.
+    """
     field = name.removeprefix("--").replace("-", "_")
     for key, reason in REMOVED.items():
         if name == key or (name.startswith("--") and field == key.rpartition(".")[2]):
             return f"is gone: {reason}"
-    return None
+    return moved(name)
+
+
+def read_assignments(texts: Sequence[str]) -> dict[str, Sourced]:
+    """Return what ``--set`` was given: ``policy.option=value``, or a setting's dotted name.
+
+    Raises
+    ------
+    SettingsError
+        If a text is none of both; with the name that may be meant.
+    """
+    found: dict[str, Sourced] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        name, source = name.strip(), f"--set {name.strip()}"
+        if not separator:
+            raise SettingsError(f"--set {text}: NAME=VALUE is required, e.g. sfi.max_interval=8")
+        option = None if name in setting_fields() else split_option(name)
+        if option is None:
+            require_known(name, source)
+        found[name if option is None else option.key] = Sourced(value, source)
+    return found
 
 
 def require_known(key: str, source: str) -> None:
@@ -166,8 +212,9 @@ def require_known(key: str, source: str) -> None:
     reason = removed(key)
     if reason is not None:
         raise SettingsError(f"{key} (from {source}) {reason}")
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    near = near or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    names = [*known, *option_names()]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    near = near or [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
     hint = f"did you mean {near[0]}?" if near else "`tandemkv serve --print-settings` lists all"
     raise SettingsError(f"unknown setting {key} (from {source}); {hint}")
 

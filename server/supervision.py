@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.cache_rank.protocol.fault_points import reach
 
 from .child_process import ChildProcess
 from .guard import Guard, remove_segments, shared_memory_of
@@ -92,6 +93,7 @@ class SupervisedRank:
     def start(self, guard: Guard) -> None:
         """Start it for the first time, or again."""
         self._guard = guard
+        reach("launcher.start")
         self._before_start()
         self.liveness.expect_start()
         self.child.start()
@@ -126,6 +128,7 @@ class SupervisedRank:
         LaunchError
             If it ended more often than the rules allow.
         """
+        reach("launcher.turn")
         now = time.monotonic()
         if self._restart_at is not None:
             if now >= self._restart_at and self._guard is not None:

@@ -86,7 +86,7 @@ def _check_layers(
             if part not in layers.get(layer, {}):
                 raise ValueError(
                     f"num_hidden_layers={wanted}, but the checkpoint has no tensor "
-                    f"model.layers.{layer}.{part} (it has {_attending(layers)} layers)"
+                    f"model.layers.{layer}.{part} (it has {_count_attention(layers)} layers)"
                 )
     # Layers for predicting several tokens may follow; those are counted elsewhere.
     beyond = [
@@ -94,12 +94,12 @@ def _check_layers(
     ]
     if beyond and not config.get("num_nextn_predict_layers"):
         raise ValueError(
-            f"num_hidden_layers={wanted}, but the checkpoint has {_attending(layers)} layers",
+            f"num_hidden_layers={wanted}, but the checkpoint has {_count_attention(layers)} layers",
             f"model.layers.{min(beyond)}.self_attn.q_proj.weight",
         )
 
 
-def _attending(layers: Mapping[int, Mapping[str, Shape]]) -> int:
+def _count_attention(layers: Mapping[int, Mapping[str, Shape]]) -> int:
     return sum(any(part.startswith("self_attn.") for part in found) for found in layers.values())
 
 

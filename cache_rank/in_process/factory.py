@@ -8,7 +8,12 @@ from pathlib import Path
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.policies.base import Policy, PolicyContext
 from tandemkv.cache_rank.policies.composition import check_device
-from tandemkv.cache_rank.policies.registry import check_pooling, check_resolved, find_policy
+from tandemkv.cache_rank.policies.registry import (
+    check_pooling,
+    check_resolved,
+    find_policy,
+    options_of,
+)
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -68,7 +73,7 @@ def make_policy(
     check_resolved(policy_class, selection)
     check_device(policy_class, selection.policy, device)
     check_pooling(policy_class, selection)
-    reads_rotary = capabilities.wants_query_window and selection.ridge_unrotate
+    reads_rotary = options_of(policy_class, selection).reads_rotary(capabilities)
     found = resolve_calibration(selection, calibrated or model, capabilities)
     return policy_class(
         PolicyContext(

@@ -30,7 +30,9 @@ class PageBoundsIndex(NativeIndex):
     layers : Sequence[int]
         Layers whose keys are ranked.
     selection : SelectionSettings
-        Sink, recent tokens, ``quest_page_tokens``.
+        Sink and recent tokens.
+    page_tokens : int
+        Positions of a page.
     max_context : int
         Longest request. Memory is for as many pages in each row; a CPU commits what is written.
     """
@@ -43,10 +45,11 @@ class PageBoundsIndex(NativeIndex):
         layers: Sequence[int],
         selection: SelectionSettings,
         *,
+        page_tokens: int,
         max_context: int,
     ) -> None:
         super().__init__(pools)
-        self._selection, self._size = selection, selection.quest_page_tokens
+        self._selection, self._size = selection, page_tokens
         _, heads, dim = pools.k[0].shape
         shape = (2, pools.num_rows, -(-max_context // self._size), heads, dim)
         dtype, device = pools.k[0].dtype, pools.k[0].device

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tandemkv.cache_rank.policies.base import Policy, PolicyError
+from tandemkv.cache_rank.policies.base import PolicyError
+from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.kernels.placing import place
 from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, push_and_predict
+from tandemkv.kernels.to_device import to_device
 
 # Larger than any position: such a row's window holds nothing.
 _NEVER = 1 << 62
@@ -28,8 +29,8 @@ class DeviceQueryWindows:
 
     Parameters
     ----------
-    policy : Policy
-        With `PolicyCapabilities.prediction`; its settings and rotary embedding count.
+    policy : WindowedPolicy
+        With `PolicyCapabilities.prediction`; its options and rotary embedding count.
     model : ModelSpec
         Shape of the queries.
     num_layers, num_rows : int
@@ -47,7 +48,7 @@ class DeviceQueryWindows:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: WindowedPolicy,
         model: ModelSpec,
         *,
         num_layers: int,
@@ -55,18 +56,18 @@ class DeviceQueryWindows:
         device: torch.device,
         allocate: Allocate | None = None,
     ) -> None:
-        selection = policy.context.selection
-        prediction = policy.capabilities.prediction
+        options, prediction = policy.options, policy.capabilities.prediction
         assert prediction is not None
         self._prediction = prediction
-        size = selection.ridge_window
+        size = options.window
         if self._prediction == "ridge" and size > MAX_RIDGE_WINDOW:
             raise PolicyError(
-                f"ridge_window={size} is too long for the inference rank's process, where at most "
-                f"{MAX_RIDGE_WINDOW} queries are regressed on; lower --ridge-window, or start a "
+                f"window={size} is too long for the inference rank's process, where at most "
+                f"{MAX_RIDGE_WINDOW} queries are regressed on; lower --set "
+                f"{policy.context.selection.policy}.window, or start a "
                 "cache rank with --cache-ranks 1"
             )
-        self._selection = selection
+        self._ridge = policy.ridge
         self._size = size + 1
         shape = (num_layers, num_rows, self._size, model.num_qo_heads, model.head_dim)
         dtype = getattr(torch, model.dtype)
@@ -80,7 +81,7 @@ class DeviceQueryWindows:
             self._starts.fill_(_NEVER)
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
-        if selection.ridge_unrotate:
+        if options.unrotate:
             rotary = policy.context.rotary
             assert rotary is not None  # the policy's constructor asks for it
             offsets = 1 + torch.arange(self._size, dtype=torch.float64)
@@ -96,7 +97,7 @@ class DeviceQueryWindows:
     def begin_prompt(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget whatever `rows` held: their windows begin behind the prompt's `lengths`."""
         device = self._starts.device
-        self._starts[place(rows, device)] = place(lengths, device, self._starts.dtype)
+        self._starts[to_device(rows, device)] = to_device(lengths, device, self._starts.dtype)
 
     def observe_prompt(
         self, layer: int, row: int, queries: torch.Tensor, positions: torch.Tensor
@@ -121,7 +122,7 @@ class DeviceQueryWindows:
         self, layer: int, rows: torch.Tensor, query: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Take note of a step's queries and predict ``[B, Hq, D]`` float32, for the next step."""
-        selection = self._selection
+        ridge = self._ridge
         return push_and_predict(
             query,
             rows,
@@ -131,7 +132,7 @@ class DeviceQueryWindows:
             prediction=self._prediction,
             cos=self._cos,
             sin=self._sin,
-            eps=selection.ridge_eps,
-            sign=selection.ridge_sign,
-            normalise=selection.ridge_normalise,
+            eps=ridge.eps,
+            sign=ridge.sign,
+            normalise=ridge.normalise,
         )

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tandemkv.cache_rank.mirror import ResidentMirror
 from tandemkv.cache_rank.policies.base import Policy, ScoringPolicy, keep_first
 from tandemkv.cache_rank.policies.composition import Composition
+from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.local import LocalPools, PredictQuery, SeenFrom
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -105,6 +106,7 @@ class InProcessCacheRank:
         )  # fmt: skip
         self._windows: DeviceQueryWindows | None = None
         if says.prediction is not None and not composition.selects:
+            assert isinstance(policy, WindowedPolicy)  # as declared
             self._windows = DeviceQueryWindows(
                 policy,
                 model,
@@ -174,7 +176,11 @@ class InProcessCacheRank:
         selection, pools, program = self._selection, self._pools, self.program
         if policy.capabilities.index == "page_bounds":
             return PageBoundsIndex(
-                pools, program.sources, selection, max_context=self._model.max_context
+                pools,
+                program.sources,
+                selection,
+                page_tokens=policy.page_tokens,
+                max_context=self._model.max_context,
             )
         index_dtype = selection.index_dtype if program.selects else "native"
         return make_key_index(index_dtype, pools, program.sources)

@@ -13,7 +13,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.seeding import seed_range
 from tandemkv.kernels.exchange import exchange_rows
-from tandemkv.kernels.placing import place
+from tandemkv.kernels.to_device import to_device
 
 from .policy_calls import PolicyCalls
 
@@ -84,7 +84,7 @@ class Seeder:
         calls.observe_prompt(prompt)
         if book is not None:
             self._mirror.seed(book, row, chosen)
-        rows = place([row], slots.device)  # the host goes on with the layer's other kernels
+        rows = to_device([row], slots.device)  # the host goes on with the layer's other kernels
         if self._pools.log_weight is not None:  # samples count once something is selected
             self._pools.log_weight[layer, row] = float("-inf")
         self._copy(layer, rows, slots[None], chosen[None])
@@ -133,7 +133,7 @@ class Seeder:
         chosen[:lo] = torch.arange(lo, dtype=torch.int32)
         chosen[lo : lo + len(latest)] = latest
         positions = chosen.to(self._device).expand(self._model.num_kv_heads, -1).contiguous()
-        rows = place([row], self._device)
+        rows = to_device([row], self._device)
         if self._pools.log_weight is not None:
             self._pools.log_weight[:, row] = float("-inf")
         for layer, book in layers:

@@ -3,15 +3,30 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
+from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.kernels.query_window import ridge_predict
 
-from .base import PolicyCapabilities
-from .windowed import WindowedPolicy
+from .base import PolicyCapabilities, PolicyOptions
+from .windowed import RidgeParameters, WindowedPolicy, WindowOptions
+
+
+class AsyncSpadeOptions(WindowOptions):
+    """The window, and the regression over it."""
+
+    eps: float = Field(
+        default=1e-2,
+        ge=0.0,
+        description="Ridge regulariser, relative to the queries' mean squared norm.",
+    )
+    sign: Literal[1, -1] = Field(default=1, description="Sign in the softmax of Eq. 3.")
+    normalise: Literal["softmax", "none"] = Field(
+        default="softmax", description="Normalisation of the regression weights."
+    )
 
 
 class AsyncSpadePolicy(WindowedPolicy):
@@ -21,16 +36,16 @@ class AsyncSpadePolicy(WindowedPolicy):
     -----
     Deviations from the paper, each an option or stated:
 
-    - The sign in the softmax is that of Eq. 3 (``ridge_sign=1``); Algorithm 1 prints the other.
-    - ``eps`` is not given there; ``ridge_eps`` is relative to the mean squared norm of the
+    - The sign in the softmax is that of Eq. 3 (``sign=1``); Algorithm 1 prints the other.
+    - The regulariser is not given there; ``eps`` here is relative to the mean squared norm of the
       queries regressed on.
     - Queries are regressed on without RoPE, and the prediction is rotated to the position of
-      its use (``ridge_unrotate``).
+      its use (``unrotate``).
     - Tokens are ranked by the mean of the softmax over the group's query heads, not by pooled
       logits (``pooling``).
     - With ``pool_before``, which the paper does not have, a token counts at least as much as
       those before it: what follows the tokens that were predicted is asked for a step later. It
-      helps with ``ridge_window`` = 1, where the prediction is the last query; the mean over
+      helps with ``window`` = 1, where the prediction is the last query; the mean over
       windows of many sizes is too smooth for it (docs/quality.md).
     - What is selected enters a resident set that holds more than one selection (LRU), instead
       of replacing the set.
@@ -44,14 +59,22 @@ class AsyncSpadePolicy(WindowedPolicy):
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.NEXT_STEP, wants_query_window=True, prediction="ridge"
     )
+    options_model: ClassVar[type[PolicyOptions]] = AsyncSpadeOptions
+    options: AsyncSpadeOptions
+
+    @property
+    def ridge(self) -> RidgeParameters:
+        """See `WindowedPolicy.ridge`."""
+        options = self.options
+        return RidgeParameters(options.eps, options.sign, options.normalise)
 
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """See `WindowedPolicy.predict`."""
-        selection = self.context.selection
+        options = self.options
         return ridge_predict(
             windows,
             counts,
-            eps=selection.ridge_eps,
-            sign=selection.ridge_sign,
-            normalise=selection.ridge_normalise,
+            eps=options.eps,
+            sign=options.sign,
+            normalise=options.normalise,
         )

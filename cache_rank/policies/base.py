@@ -16,13 +16,16 @@ from typing import ClassVar, Literal
 import torch
 
 from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
-from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.position_pooling import pool_positions
 from tandemkv.kernels.topk import topk_positions
+
+from .options import PolicyError as PolicyError
+from .options import PolicyOptions as PolicyOptions
+from .options import read_options
 
 Owner = tuple[int, int]
 """A request while it occupies a row: (row, generation)."""
@@ -91,11 +94,21 @@ class PolicyCapabilities:
         """Whether it selects in slow steps, in which a row attends to everything."""
         return self.timing is Timing.EXACT_STEP
 
-    @property
-    def declared(self) -> DeclaredPolicy:
-        """What the defaults of settings depend on."""
+    def declare(
+        self, *, layers_ahead: int = 1, refresh_interval: int = 1, refresh_triggers: str = ""
+    ) -> DeclaredPolicy:
+        """Return what settings and the inference rank know of a policy.
+
+        `PolicyOptions.declare` enters here what the policy's options say; see `DeclaredPolicy`.
+        """
         return DeclaredPolicy(
-            timing=self.timing, all_exact=self.all_exact, num_samples=self.default_samples
+            timing=self.timing,
+            all_exact=self.all_exact,
+            num_samples=self.default_samples,
+            layers_ahead=layers_ahead,
+            refresh=self.refresh,
+            refresh_interval=refresh_interval,
+            refresh_triggers=refresh_triggers,
         )
 
 
@@ -286,10 +299,6 @@ class Selection:
             )
 
 
-class PolicyError(TandemKVError):
-    """A policy is unknown, cannot be built, or answered with something else than it must."""
-
-
 class Policy(ABC):
     """A method of selection.
 
@@ -297,24 +306,36 @@ class Policy(ABC):
     ----------
     context : PolicyContext
         Model and settings; a user's own class is built with the same argument.
+
+    Attributes
+    ----------
+    options : PolicyOptions
+        An `options_model` of what the settings say. A class with a model of its own narrows it.
     """
 
     capabilities: ClassVar[PolicyCapabilities]
+    options_model: ClassVar[type[PolicyOptions]] = PolicyOptions
+    """Model of the options that this policy alone reads; none by default."""
+    options: PolicyOptions
     pools_positions: ClassVar[bool] = False
     """Whether it ranks tokens by `pooled` scores; else ``pool_before`` and ``pool_after`` are
     refused. A class with a `select` of its own says so itself."""
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
+        selection = context.selection
+        self.options = read_options(self.options_model, selection.policy, selection.options)
 
     @property
     def traits(self) -> PolicyTraits:
         """What the transfers of a step depend on, besides the timing."""
         share = self.context.share
-        return PolicyTraits(
-            layer_sources=share.sources if share is not None else (),
-            refresh=int(self.capabilities.refresh),
-        )
+        return PolicyTraits(layer_sources=share.sources if share is not None else ())
+
+    @property
+    def page_tokens(self) -> int:
+        """Positions of a page whose bounds are kept (`PolicyCapabilities.index`)."""
+        return 16
 
     def make_rows(self, allocate: Allocate, num_rows: int) -> None:
         """Make what is remembered of the request in each of `num_rows` rows.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
 
@@ -13,10 +14,22 @@ from .base import (
     PolicyCapabilities,
     PolicyContext,
     PolicyError,
+    PolicyOptions,
     ScoringPolicy,
 )
 
 _MIN_SELECTED = 128
+
+
+class KascadeOptions(PolicyOptions):
+    """How many tokens an anchor selects."""
+
+    fraction: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Select max(fraction * context, 128), at most K; 0: always K.",
+    )
 
 
 class KascadePolicy(ScoringPolicy):
@@ -32,7 +45,7 @@ class KascadePolicy(ScoringPolicy):
     -----
     Deviations from the paper, each an option or stated:
 
-    - ``K = min(max(0.1 L, 128), L)`` is the option ``kascade_fraction`` = 0.1, with
+    - ``K = min(max(0.1 L, 128), L)`` is the option ``fraction`` = 0.1, with
       `budget_tokens` as its cap; by default K is `budget_tokens`, so that policies compare at
       equal numbers of tokens.
     - Candidates exclude sink and recent tokens, which are attended to anyway; the softmaxes
@@ -54,6 +67,8 @@ class KascadePolicy(ScoringPolicy):
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.SAME_STEP_QUERY, calibration="kascade"
     )
+    options_model: ClassVar[type[PolicyOptions]] = KascadeOptions
+    options: KascadeOptions
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -64,8 +79,8 @@ class KascadePolicy(ScoringPolicy):
             )
 
     def num_wanted(self, lengths: torch.Tensor) -> torch.Tensor | None:
-        """See `ScoringPolicy.num_wanted`: by ``kascade_fraction``."""
-        fraction = self.context.selection.kascade_fraction
+        """See `ScoringPolicy.num_wanted`: by ``fraction``."""
+        fraction = self.options.fraction
         if fraction == 0.0:
             return None
         return torch.ceil(fraction * lengths).clamp(min=_MIN_SELECTED).minimum(lengths)

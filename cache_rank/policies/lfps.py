@@ -5,21 +5,42 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
 
 from .attending import Attended, AttendingPolicy, AttendInput
-from .base import Owner, PolicyCapabilities, PolicyContext, PolicyError, SeedInput
+from .base import Owner, PolicyCapabilities, PolicyContext, PolicyError, PolicyOptions, SeedInput
 from .lfps_state import LfpsState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 BYPASSES = {"sink_and_mean": 0, "sink": 1, "mean": 2}
+
+
+class LfpsOptions(PolicyOptions):
+    """Parameters by their names in the paper."""
+
+    rows: int = Field(
+        default=32, ge=1, le=1024, description="s: prompt queries that fill the tables, Eq. 4."
+    )
+    decay: float = Field(
+        default=0.95, ge=0.0, lt=1.0, description="r: decay of the tables, Eq. 10."
+    )
+    sparsity: float = Field(
+        default=0.85, gt=0.0, le=1.0, description="epsilon: sink share of a bypassed head."
+    )
+    threshold: float = Field(
+        default=0.2, gt=0.0, le=64.0, description="a of the candidates' threshold, Eq. 8."
+    )
+    bypass: Literal["sink_and_mean", "sink", "mean"] = Field(
+        default="sink_and_mean", description="What a bypassed head returns."
+    )
 
 
 class LfpsPolicy(AttendingPolicy):
@@ -49,7 +70,7 @@ class LfpsPolicy(AttendingPolicy):
       distance. As printed, Eq. 7 reads the table before Eq. 10 shifts it: one position off.
     - Bypass: the local part (sink, recent) is exact; the rest returns the mean value, weighted
       with ``w_global``: "sink plus mean of the rest", with the least error in Figure 2c. The
-      sink's value alone (``lfps_bypass=sink``) and, as Algorithm 1 prints, the mean value alone
+      sink's value alone (``bypass=sink``) and, as Algorithm 1 prints, the mean value alone
       (``mean``) are options. A KV head is skipped (and its tables left alone) if all its query
       heads are bypassed.
     - ``w_sink`` covers all `num_sink_tokens`. Mean key and value go on to include the tokens that
@@ -68,6 +89,8 @@ class LfpsPolicy(AttendingPolicy):
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.SAME_STEP_ATTENTION, devices=("cpu",)
     )
+    options_model: ClassVar[type[PolicyOptions]] = LfpsOptions
+    options: LfpsOptions
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -79,13 +102,12 @@ class LfpsPolicy(AttendingPolicy):
 
     def observe_stored(self, request: SeedInput) -> None:
         """See `AttendingPolicy.observe_stored`."""
-        selection = self.context.selection
         state = LfpsState(self.context.model)
         state.start(
             request,
-            num_rows=selection.lfps_rows,
-            decay=selection.lfps_decay,
-            num_recent=selection.num_recent_tokens,
+            num_rows=self.options.rows,
+            decay=self.options.decay,
+            num_recent=self.context.selection.num_recent_tokens,
         )
         self._states.setdefault(request.owner, {})[request.layer] = state
 
@@ -141,11 +163,11 @@ class LfpsPolicy(AttendingPolicy):
 
     def _run_one(self, job: tuple[Any, ...]) -> None:
         query, k, v, slots, lo, n, length, arrays, budget, first, last, results = job
-        selection = self.context.selection
+        options = self.options
         self._step(
             query, k, v, slots, lo, n, length, arrays,
-            np.float32(self.context.model.scale), budget, selection.lfps_threshold,
-            selection.lfps_decay, selection.lfps_sparsity, BYPASSES[selection.lfps_bypass],
+            np.float32(self.context.model.scale), budget, options.threshold,
+            options.decay, options.sparsity, BYPASSES[options.bypass],
             first, last, *results,
         )  # fmt: skip
 

@@ -5,17 +5,36 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import Field
+
+from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import DEFAULT_SAMPLES
 
-from .base import PolicyCapabilities, ScoringPolicy
+from .base import PolicyCapabilities, PolicyOptions, ScoringPolicy
+
+
+class LookAheadOptions(PolicyOptions):
+    """Where the predicted query comes from."""
+
+    distance: int = Field(
+        default=1,
+        ge=0,
+        le=8,
+        description="Layers between the residual stream and the query that it predicts.",
+    )
+
+    def declare(self, capabilities: PolicyCapabilities) -> DeclaredPolicy:
+        """See `PolicyOptions.declare`: both ranks follow one program of layers."""
+        return capabilities.declare(layers_ahead=self.distance)
 
 
 class LookAheadPolicy(ScoringPolicy):
-    """Score with ``rope(q_norm(W_q^l norm_l(h_m)))``, m = l - `look_ahead_layers`.
+    """Select in the same step, with the query that an earlier layer's residual stream predicts.
 
-    The engine predicts the query with the model's own weights; here it is scored against every
-    candidate. Our own default.
+    The query of layer l is ``rope(q_norm(W_q^l norm_l(h_m)))``, m = l - ``distance``. The engine
+    predicts it with the model's own weights; here it is scored against every candidate. Our own
+    default.
     Relatives: InfiniGen's partial-weight speculation and OasisKV's draft queries; this one
     takes the exact full-width W_q, selects tokens per KV head, and runs on another device.
     """
@@ -23,3 +42,5 @@ class LookAheadPolicy(ScoringPolicy):
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.SAME_STEP_HIDDEN, default_samples=DEFAULT_SAMPLES
     )
+    options_model: ClassVar[type[PolicyOptions]] = LookAheadOptions
+    options: LookAheadOptions

@@ -15,7 +15,7 @@ from .windowed import WindowedPolicy
 
 
 class MeanQueryPolicy(WindowedPolicy):
-    """Score with the mean of the latest ``ridge_window + 1`` queries."""
+    """Score with the mean of the latest ``window + 1`` queries."""
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.NEXT_STEP, wants_query_window=True, prediction="mean"

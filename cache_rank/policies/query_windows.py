@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tandemkv.kernels.placing import place
+from tandemkv.kernels.to_device import to_device
 
 from .base import Owner
 
@@ -45,7 +45,7 @@ class QueryWindows:
             If nothing was pushed for one of `owners`.
         """
         found = [self._windows[owner][layer] for owner in owners]
-        counts = place([window.count for window in found], found[0].queries.device)
+        counts = to_device([window.count for window in found], found[0].queries.device)
         return torch.stack([window.queries for window in found]), counts
 
     def release(self, owner: Owner) -> None:

@@ -6,10 +6,19 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
 
-from .base import PageBounds, Policy, PolicyCapabilities, Selection, SelectionInput
+from .base import PageBounds, Policy, PolicyCapabilities, PolicyOptions, Selection, SelectionInput
+
+
+class QuestOptions(PolicyOptions):
+    """The size of a page."""
+
+    page_tokens: int = Field(
+        default=16, ge=1, le=1024, description="Tokens of a page, which is taken whole."
+    )
 
 
 class QuestPolicy(Policy):
@@ -46,6 +55,13 @@ class QuestPolicy(Policy):
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.SAME_STEP_QUERY, index="page_bounds"
     )
+    options_model: ClassVar[type[PolicyOptions]] = QuestOptions
+    options: QuestOptions
+
+    @property
+    def page_tokens(self) -> int:
+        """See `Policy.page_tokens`."""
+        return self.options.page_tokens
 
     def select(self, request: SelectionInput) -> Selection:
         """See `Policy.select`."""

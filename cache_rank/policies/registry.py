@@ -11,6 +11,7 @@ from tandemkv.cache_rank.protocol.settings import DEFAULT_POLICY, SelectionSetti
 
 from .base import Policy, PolicyContext, PolicyError, ScoringPolicy
 from .composition import check_class
+from .options import PolicyOptions, check_options_model, read_options
 
 _HERE = "tandemkv.cache_rank.policies"
 POLICIES = {
@@ -53,6 +54,7 @@ def find_policy(name: str) -> type[Policy]:
     if not hasattr(found, "capabilities"):
         raise PolicyError(f"policy={name!r} declares no `capabilities`")
     check_class(found, name)
+    check_options_model(found.options_model, name)
     return found
 
 
@@ -81,7 +83,7 @@ def _pools(policy: type[Policy]) -> bool:
 def resolve_selection(
     selection: SelectionSettings | Mapping[str, Any], policy: type[Policy] | None = None
 ) -> SelectionSettings:
-    """Enter what the policy's class declares, on which defaults of other settings depend.
+    """Check the policy's options and enter what it declares; defaults of settings depend on it.
 
     Parameters
     ----------
@@ -93,7 +95,7 @@ def resolve_selection(
     Raises
     ------
     PolicyError
-        If there is no such policy.
+        If there is no such policy, or not with these options.
     ValueError
         If the settings do not go together (pydantic's).
     """
@@ -108,13 +110,29 @@ def selection_values(
     Raises
     ------
     PolicyError
-        If there is no such policy.
+        If there is no such policy, or not with these options.
     """
     if isinstance(selection, SelectionSettings):
         selection = selection.model_dump(exclude_unset=True)
     values = dict(selection)
-    found = policy or find_policy(str(values.get("policy", DEFAULT_POLICY)))
-    return values | {"declared": found.capabilities.declared}
+    name = str(values.get("policy", DEFAULT_POLICY))
+    found = policy or find_policy(name)
+    options = read_options(found.options_model, name, values.get("options") or {})
+    return values | {
+        "options": options.model_dump(exclude_defaults=True),
+        "declared": options.declare(found.capabilities),
+    }
+
+
+def options_of(policy: type[Policy], selection: SelectionSettings) -> PolicyOptions:
+    """Return the options that a policy is built with.
+
+    Raises
+    ------
+    PolicyError
+        If the settings have others than the policy.
+    """
+    return read_options(policy.options_model, selection.policy, selection.options)
 
 
 def check_resolved(policy: type[Policy], selection: SelectionSettings) -> None:
@@ -125,11 +143,12 @@ def check_resolved(policy: type[Policy], selection: SelectionSettings) -> None:
     PolicyError
         If they were.
     """
-    if selection.declared != policy.capabilities.declared:
+    declared = options_of(policy, selection).declare(policy.capabilities)
+    if selection.declared != declared:
         raise PolicyError(
             f"policy={selection.policy}: the settings were made for another declaration "
-            f"({selection.declared}) than that of {policy.__name__} "
-            f"({policy.capabilities.declared}); make them with resolve_selection"
+            f"({selection.declared}) than that of {policy.__name__} ({declared}); make them with "
+            "resolve_selection"
         )
 
 

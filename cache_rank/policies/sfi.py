@@ -6,7 +6,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 
+from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.messages import RefreshRule, Timing
 from tandemkv.kernels.topk import topk_positions
 
@@ -15,6 +17,7 @@ from .base import (
     PolicyCapabilities,
     PolicyContext,
     PolicyError,
+    PolicyOptions,
     SeedInput,
     Selection,
     SelectionInput,
@@ -25,13 +28,61 @@ from .sfi_selector import exclude_across_heads, fuse, power_mean_evidence, prior
 _EPS = 1e-8
 
 
+class SFIOptions(PolicyOptions):
+    """When a step is slow, and the Selector's parameters by their names in the paper."""
+
+    max_interval: int = Field(
+        default=64, ge=1, le=65536, description="T_max: steps without a slow one, at most."
+    )
+    triggers: str = Field(
+        default=".?!;\n",
+        max_length=256,
+        description="A token that ends in one of these characters makes a slow step.",
+    )
+    window: int = Field(default=16, ge=1, le=1024, description="W: prompt queries as evidence.")
+    alpha: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="Exponent of the power mean, Eq. 7."
+    )
+    norm_exponent: float = Field(
+        default=1.0, ge=0.0, le=16.0, description="gamma of the key-norm prior, Eq. 9."
+    )
+    decay: float = Field(
+        default=1.0, ge=0.0, le=64.0, description="beta of the position prior, Eq. 11."
+    )
+    decay_power: float = Field(
+        default=2.0, ge=1.0, le=16.0, description="p of the position prior, Eq. 11."
+    )
+    tail_brake: float = Field(
+        default=1.0, ge=0.0, le=16.0, description="eta of the position prior, Eq. 11."
+    )
+    lambda_clip: float = Field(
+        default=0.02, ge=0.0, le=1.0, description="Largest weight of the prior, Eq. 18."
+    )
+    nms: float = Field(default=0.5, ge=0.0, le=16.0, description="alpha_soft of Soft-NMS, Eq. 21.")
+    nms_radius: int = Field(
+        default=1, ge=0, le=64, description="Neighbours on each side in Soft-NMS, Eq. 20."
+    )
+    cross: float = Field(
+        default=0.35, ge=0.0, le=16.0, description="alpha_cross between heads, Eq. 23."
+    )
+    temperature: float = Field(
+        default=1.0, gt=0.0, le=64.0, description="T of the competition of heads, Eq. 22."
+    )
+
+    def declare(self, capabilities: PolicyCapabilities) -> DeclaredPolicy:
+        """See `PolicyOptions.declare`: the inference rank decides which steps are slow."""
+        return capabilities.declare(
+            refresh_interval=self.max_interval, refresh_triggers=self.triggers
+        )
+
+
 class SFIPolicy(Policy):
     """Select in slow steps, with their true query, by SFI's closed-form Selector (Algorithm 2).
 
     A slow step is an exact step in every layer: the query goes to the cache rank, which returns
     output and log-sum-exp over all that it holds, and makes the selection that the steps after
     it use. A fast step exchanges nothing but the new K/V. A step is slow when the token that it
-    takes in ends a sentence (Eq. 5), ``sfi_max_interval`` (T_max, 64) steps after the last
+    takes in ends a sentence (Eq. 5), ``max_interval`` (T_max, 64) steps after the last
     slow one, and when it is the first sparse step of a request. The inference rank decides, for it
     knows the tokens. It reads them from the device before the pass: with SGLang's overlap
     scheduler (off on CPU) that waits for them, and stays exact.
@@ -69,6 +120,8 @@ class SFIPolicy(Policy):
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.EXACT_STEP, refresh=RefreshRule.BOUNDARY
     )
+    options_model: ClassVar[type[PolicyOptions]] = SFIOptions
+    options: SFIOptions
     pools_positions: ClassVar[bool] = True
 
     def __init__(self, context: PolicyContext) -> None:
@@ -86,8 +139,8 @@ class SFIPolicy(Policy):
         return Selection(topk_positions(self.pooled(z), request.budget))
 
     def seed_scores(self, request: SeedInput) -> torch.Tensor:
-        """See `Policy.seed_scores`: the last ``sfi_window`` prompt queries are the evidence."""
-        window = min(self.context.selection.sfi_window, len(request.queries))
+        """See `Policy.seed_scores`: the last ``window`` prompt queries are the evidence."""
+        window = min(self.options.window, len(request.queries))
         rows = [
             request.score(request.queries[i : i + 1], request.positions[i : i + 1])
             for i in range(len(request.queries) - window, len(request.queries))
@@ -112,25 +165,23 @@ class SFIPolicy(Policy):
         """
         if not probs.shape[-1]:
             return probs[0]  # no request has a candidate
-        selection = self.context.selection
+        options = self.options
         allowed = ~probs[0].isneginf()
-        evidence = power_mean_evidence(
-            probs.masked_fill(~allowed, 0.0), allowed, selection.sfi_alpha
-        )
+        evidence = power_mean_evidence(probs.masked_fill(~allowed, 0.0), allowed, options.alpha)
         prior_ = prior(
             key_norms,
             allowed,
-            norm_exponent=selection.sfi_norm_exponent,
-            decay=selection.sfi_decay,
-            decay_power=selection.sfi_decay_power,
-            tail_brake=selection.sfi_tail_brake,
+            norm_exponent=options.norm_exponent,
+            decay=options.decay,
+            decay_power=options.decay_power,
+            tail_brake=options.tail_brake,
             eps=_EPS,
         )
-        score = fuse(evidence, prior_, selection.sfi_lambda_clip)
+        score = fuse(evidence, prior_, options.lambda_clip)
         z = torch.log(score + _EPS).masked_fill(~allowed, -torch.inf)  # Eq. 19
-        z = soft_nms(z, strength=selection.sfi_nms, radius=selection.sfi_nms_radius)
+        z = soft_nms(z, strength=options.nms, radius=options.nms_radius)
         return exclude_across_heads(
-            z, strength=selection.sfi_cross, temperature=selection.sfi_temperature, eps=_EPS
+            z, strength=options.cross, temperature=options.temperature, eps=_EPS
         )
 
 

@@ -7,7 +7,9 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 
+from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.kernels.topk import topk_positions
@@ -19,21 +21,40 @@ from .base import (
     PolicyCapabilities,
     PolicyContext,
     PolicyError,
+    PolicyOptions,
     SeedInput,
     Selection,
     SelectionInput,
 )
 
 
+class SyncKVOptions(PolicyOptions):
+    """How often it anticipates, and how K is divided."""
+
+    stride: int = Field(
+        default=5, ge=1, le=65536, description="m: steps from one anticipation to the next."
+    )
+    static: float = Field(
+        default=0.5, ge=0.0, le=1.0, description="rho: the part of K that is kept for good."
+    )
+    union: bool = Field(
+        default=False, description="Every head takes the sets of all clusters in turn."
+    )
+
+    def declare(self, capabilities: PolicyCapabilities) -> DeclaredPolicy:
+        """See `PolicyOptions.declare`: the inference rank counts the steps."""
+        return capabilities.declare(refresh_interval=self.stride)
+
+
 class SyncKVPolicy(Policy):
-    """Every ``sync_stride`` steps, let the representative heads choose for their clusters.
+    """Every ``stride`` steps, let the representative heads choose for their clusters.
 
     In an anticipation step the representative heads take the exact step: their queries go to the
     cache rank, which attends for them over everything and selects with the same scores; the
     other heads attend to what is resident. In the suspension steps in between nothing is sent but
     the new K/V, and every head attends to the static and the dynamic set of its cluster.
 
-    K is split (Eq. 4): ``sync_static`` of it is chosen once, from the last prompt query of the
+    K is split (Eq. 4): ``static`` of it is chosen once, from the last prompt query of the
     representative head (Eq. 3), and stays; the rest is chosen anew in each anticipation (Eq. 6).
 
     Notes
@@ -47,7 +68,7 @@ class SyncKVPolicy(Policy):
     - The paper says both that representative heads attend fully in every step (Algorithm 1, line
       22) and that in suspension all heads use the sparse cache (Figure 3); here the latter.
     - The text lets a head use its cluster's set, line 23 of Algorithm 1 the union of all; default
-      is the text. With ``sync_union`` each cluster contributes K / N_r positions to one set.
+      is the text. With ``union`` each cluster contributes K / N_r positions to one set.
     - In an anticipation step of an engine that shares memory with the inference rank
       (`--cache-ranks 0`, link ``shared``) all heads attend to everything, not the representative
       ones alone: a slow request is one list of slots. Selections are made as above.
@@ -69,6 +90,8 @@ class SyncKVPolicy(Policy):
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.EXACT_STEP, refresh=RefreshRule.PERIOD, calibration="sync_kv"
     )
+    options_model: ClassVar[type[PolicyOptions]] = SyncKVOptions
+    options: SyncKVOptions
     pools_positions: ClassVar[bool] = True
 
     def __init__(self, context: PolicyContext) -> None:
@@ -96,7 +119,7 @@ class SyncKVPolicy(Policy):
     @property
     def traits(self) -> PolicyTraits:
         """See `Policy.traits`: only representative heads are slow."""
-        return PolicyTraits(slow_heads=self._slow_heads, refresh=int(self.capabilities.refresh))
+        return PolicyTraits(slow_heads=self._slow_heads)
 
     @cached_property
     def _slow_heads(self) -> tuple[tuple[int, ...], ...]:
@@ -126,7 +149,7 @@ class SyncKVPolicy(Policy):
         num_static, _ = self._split(request.budget, len(slow))
         static = topk_positions(looking.unsqueeze(0), num_static)[0]
         self._keep_static(request.owner, request.layer, static)
-        if self.context.selection.sync_union:
+        if self.options.union:
             return looking.amax(dim=0).expand_as(scores)
         return looking[self._leaders(request.layer)]
 
@@ -155,10 +178,9 @@ class SyncKVPolicy(Policy):
 
     def _split(self, budget: int, num_clusters: int) -> tuple[int, int]:
         """Return the numbers of static and dynamic positions of one cluster."""
-        selection = self.context.selection
-        if selection.sync_union:
+        if self.options.union:
             budget //= num_clusters
-        num_dynamic = int((1.0 - selection.sync_static) * budget)
+        num_dynamic = int((1.0 - self.options.static) * budget)
         return budget - num_dynamic, num_dynamic
 
     def _leaders(self, layer: int) -> list[int]:
@@ -168,7 +190,7 @@ class SyncKVPolicy(Policy):
 
     def _spread(self, request: SelectionInput, sets: torch.Tensor) -> torch.Tensor:
         """Give every head ``[H, budget]`` its cluster's set, or all, of `sets` ``[N_r, k]``."""
-        if not self.context.selection.sync_union:
+        if not self.options.union:
             return sets[self._leaders(request.layer)]
         heads = self.context.model.num_kv_heads
         merged = dict.fromkeys(p for rank in sets.t().tolist() for p in rank if p >= 0)

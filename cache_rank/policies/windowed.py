@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
+from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.kernels.rope import apply_rope, unapply_rope
@@ -17,31 +19,64 @@ from .base import (
     PolicyCapabilities,
     PolicyContext,
     PolicyError,
+    PolicyOptions,
     ScoringPolicy,
     SelectionInput,
 )
 from .query_windows import QueryWindows
 
 
+class WindowOptions(PolicyOptions):
+    """The window of queries that a prediction is made from."""
+
+    window: int = Field(
+        default=16, ge=1, le=64, description="W: queries besides the latest one that are kept."
+    )
+    unrotate: bool = Field(
+        default=True, description="Predict from queries without RoPE, and rotate the prediction."
+    )
+
+    def reads_rotary(self, capabilities: PolicyCapabilities) -> bool:
+        """See `PolicyOptions.reads_rotary`."""
+        del capabilities
+        return self.unrotate
+
+
+@dataclass(frozen=True, slots=True)
+class RidgeParameters:
+    """What `tandemkv.kernels.query_window.push_and_predict` is told of a ridge regression."""
+
+    eps: float = 1e-2
+    sign: int = 1
+    normalise: Literal["softmax", "none"] = "softmax"
+
+
 class WindowedPolicy(ScoringPolicy):
     """Keeps the latest W + 1 queries of each request and layer, in float32.
 
-    With ``ridge_unrotate`` (default) the window holds queries without RoPE, and the
+    With ``unrotate`` (default) the window holds queries without RoPE, and the
     prediction is rotated to the position that will use it.
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
         timing=Timing.NEXT_STEP, wants_query_window=True
     )
+    options_model: ClassVar[type[PolicyOptions]] = WindowOptions
+    options: WindowOptions
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._rotary = context.rotary if context.selection.ridge_unrotate else None
-        if context.selection.ridge_unrotate and context.rotary is None:
+        self._rotary = context.rotary if self.options.unrotate else None
+        if self.options.unrotate and context.rotary is None:
             raise PolicyError(
-                f"{type(self).__name__} with ridge_unrotate needs the model's rotary embedding"
+                f"{type(self).__name__} with unrotate needs the model's rotary embedding"
             )
-        self.windows = QueryWindows(context.selection.ridge_window + 1)
+        self.windows = QueryWindows(self.options.window + 1)
+
+    @property
+    def ridge(self) -> RidgeParameters:
+        """What the kernel is told, with `PolicyCapabilities.prediction` ``ridge``."""
+        return RidgeParameters()
 
     @abstractmethod
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ of the old one can still be queued in it.
 from __future__ import annotations
 
 from .errors import CacheRankLostError
+from .fault_points import reach
 from .ipc import IpcDealer, IpcRouter
 from .messages import Message
 from .run_dir import RunDir
@@ -33,11 +34,12 @@ class ControlServer:
 
     def poll(self, timeout_s: float) -> tuple[bytes, Message] | None:
         """Return the next message and its sender, or None after `timeout_s`."""
-        return self._router.receive(timeout_s)
+        received = self._router.receive(timeout_s)
+        return None if received is not None and reach("control.receive") else received
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Send to `peer` without waiting; False if it is gone."""
-        return self._router.send(peer, message)
+        return reach("control.answer") or self._router.send(peer, message)
 
     def close(self) -> None:
         """Close and remove the socket. Idempotent."""
@@ -59,7 +61,8 @@ class ControlClient:
         CacheRankLostError
             If the cache rank has stopped reading.
         """
-        self._dealer.send(message)
+        if not reach("control.send"):
+            self._dealer.send(message)
 
     def request(self, message: Message, timeout_s: float) -> Message:
         """Send `message` and return the answer.
@@ -71,7 +74,7 @@ class ControlClient:
         ProtocolError
             If it is malformed.
         """
-        self._dealer.send(message)
+        self.send(message)
         return self.receive(timeout_s, after=message)
 
     def receive(self, timeout_s: float, *, after: Message) -> Message:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the class of a policy declares, as the defaults of settings depend on it.
+"""What the class of a policy and its options declare, as settings and both ranks read it.
 
 The protocol tree imports no policy, and the inference rank none either: who makes the settings
-enters this once (`tandemkv.cache_rank.policies.registry.declare`), and both ranks read it.
+enters this once (`tandemkv.cache_rank.policies.registry.selection_values`).
 """
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from .messages import Timing
+from .messages import RefreshRule, Timing
 from .strict import Strict
 
 
@@ -29,6 +29,30 @@ class DeclaredPolicy(Strict):
         ge=0,
         le=1024,
         description="Samples that it gains by; entered from the policy's class.",
+    )
+    layers_ahead: int = Field(
+        default=1,
+        ge=0,
+        le=8,
+        description="Layers between the residual stream and the query that it predicts, where "
+        "queries are predicted so; entered from the policy's options.",
+    )
+    refresh: RefreshRule = Field(
+        default=RefreshRule.NEVER,
+        description="Which steps of a sparse row are slow; entered from the policy's class.",
+    )
+    refresh_interval: int = Field(
+        default=1,
+        ge=1,
+        le=65536,
+        description="Steps from one slow step to the next, at most; entered from the policy's "
+        "options.",
+    )
+    refresh_triggers: str = Field(
+        default="",
+        max_length=256,
+        description="Characters: a token that ends in one makes the step slow that takes it in; "
+        "entered from the policy's options.",
     )
 
     @property

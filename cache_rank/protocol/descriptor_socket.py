@@ -23,6 +23,7 @@ from typing import Annotated, cast
 import msgspec
 
 from .errors import CacheRankLostError, HandshakeRefusedError, ProtocolError
+from .fault_points import reach
 from .mapped_tensors import DTYPES, HOMES, Home, Homes, MappedTensors, TensorSpec
 
 _MAX_BYTES = 1 << 16
@@ -100,6 +101,7 @@ class DescriptorListener:
                     close_all(descriptors)
                     connection.close()
                     continue
+                reach("memory.accept")
                 return connection, attach_all(message.specs, descriptors, homes)
             except BaseException:
                 connection.close()
@@ -144,6 +146,7 @@ def offer_tensors(
     try:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
+        reach("memory.offer")
         send_tensors(connection, *tensors, token=token, epoch=epoch)
         message, descriptors = receive_descriptors(connection, deadline)
         if message.error:
@@ -223,7 +226,7 @@ def receive_descriptors(
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         return _DECODER.decode(frame), list(descriptors)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         close_all(descriptors)
         raise ProtocolError(f"malformed list of tensors: {error}") from error
     except BaseException:

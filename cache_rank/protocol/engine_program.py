@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from .errors import SettingsError
-from .messages import PolicyTraits, RefreshRule, Timing
+from .messages import PolicyTraits, Timing
 from .model_spec import ModelSpec
 from .settings import RankSettings
 
@@ -78,10 +78,10 @@ class EngineProgram:
         selection = settings.selection
         self.num_layers, self._num_kv_heads = model.num_layers, model.num_kv_heads
         self._traits, self._exact_layers = traits, frozenset(selection.exact_layer_ids)
-        self._ahead = selection.look_ahead_layers
+        self._ahead = selection.declared.layers_ahead
         self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
         self.attends = timing is Timing.SAME_STEP_ATTENTION
-        self.slow_steps = RefreshRule(traits.refresh)
+        self.slow_steps = selection.declared.refresh
         # A policy that attends selects nothing for the inference rank to attend to.
         has_selections = timing is not Timing.NONE and not self.attends
         layers = range(model.num_layers if has_selections else 0)
@@ -165,7 +165,7 @@ class EngineProgram:
     def targets_of(self, layer: int) -> tuple[int, ...]:
         """Layers whose query is predicted from the residual stream at the entry of `layer`.
 
-        Layer 0 serves the first ``look_ahead_layers + 1`` layers; nothing earlier exists.
+        Layer 0 serves the first ``layers_ahead + 1`` layers; nothing earlier exists.
         """
         first = layer + self._ahead if layer else 0
         found = range(first, min(layer + self._ahead + 1, self.num_layers))

@@ -62,5 +62,8 @@ class CacheSettings(Strict):
     """The K/V of all requests."""
 
     capacity_tokens: TokenCount = Field(
-        default=65536, ge=256, le=1 << 30, description="Tokens that the cache rank holds in all."
+        default=65536,
+        ge=256,
+        le=1 << 30,
+        description="Tokens whose K/V are held, over all requests.",
     )

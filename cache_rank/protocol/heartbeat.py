@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import CacheRankLostError, ProtocolError
+from .fault_points import reach
 from .ipc import IpcDealer
 from .messages import Heartbeat, HeartbeatReply, Message, StatusReply
 from .status import StatusServer, request_status
@@ -73,6 +74,8 @@ class HeartbeatServer(StatusServer):
     def _answer(self, message: Message) -> Message | None:
         if not isinstance(message, Heartbeat):
             return super()._answer(message)
+        if reach("heartbeat.reply"):
+            return None
         with self._guard:
             epoch = self._epoch
             if message.epoch == epoch != 0:
@@ -162,7 +165,8 @@ class HeartbeatClient:
             now = time.monotonic()
             sequence += 1
             try:
-                dealer.send(Heartbeat(epoch=epoch, sequence=sequence))
+                if not reach("heartbeat.beat"):
+                    dealer.send(Heartbeat(epoch=epoch, sequence=sequence))
                 reason = self._judge_reply(dealer, epoch, stopping)
             except (CacheRankLostError, ProtocolError) as error:
                 return str(error)

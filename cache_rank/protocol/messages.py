@@ -51,9 +51,9 @@ class RefreshRule(IntEnum):
 
     NEVER = 0
     BOUNDARY = 1
-    """After a token that ends a sentence, or `sfi_max_interval` steps without one."""
+    """After a token that ends in a trigger, or `refresh_interval` steps without one."""
     PERIOD = 2
-    """Every `sync_stride` steps."""
+    """Every `refresh_interval` steps."""
 
 
 LayerId = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
@@ -64,7 +64,7 @@ class PolicyTraits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     `layer_sources`: for each layer, the layer whose selection it uses; empty if each its own.
     `slow_heads`: for each layer, the KV heads that a selection of a slow step is made with; empty
-    if all. `refresh`: a `RefreshRule`.
+    if all.
     """
 
     layer_sources: Annotated[tuple[LayerId, ...], msgspec.Meta(max_length=4096)] = ()
@@ -72,7 +72,6 @@ class PolicyTraits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         tuple[Annotated[tuple[LayerId, ...], msgspec.Meta(max_length=1024)], ...],
         msgspec.Meta(max_length=4096),
     ] = ()
-    refresh: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
 
 
 class Hello(_Message, frozen=True, tag=1):

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from .errors import SettingsError
+from .fault_points import FAULTS_FILE
 
 TOKEN_BYTES = 32
 MAX_SOCKET_PATH_BYTES = 107
@@ -37,7 +38,7 @@ _LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
 _MADE = (
     *_SOCKET_NAMES,
     *(f"{name}.lock" for name in _SOCKET_NAMES),
-    *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml"),
+    *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml", FAULTS_FILE),
     *(_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm"),
 )
 """What a launch makes, as patterns; logs apart, which are for reading."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from .declared import DeclaredPolicy
 from .exchange_settings import CacheSettings, ExchangeSettings
@@ -37,25 +37,39 @@ FLAT_LAYERS = (0, 1)
 """Layers whose attention is too flat for the best tokens to stand for it (docs/decisions/0018)."""
 
 
-def _sign(value: Any) -> Any:
-    """Let a sign come as text, as it does from a command line; pydantic compares literals."""
-    return {"1": 1, "+1": 1, "-1": -1}.get(value, value) if isinstance(value, str) else value
+OptionValue = bool | int | float | Annotated[str, Field(max_length=4096)] | None
+OptionValues = Annotated[
+    dict[
+        Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$", max_length=64)],
+        OptionValue | Annotated[tuple[OptionValue, ...], Field(max_length=1024)],
+    ],
+    Field(max_length=64),
+]
+"""Options of a policy by name, as settings carry them; the policy's own model checks the values."""
 
 
 class SelectionSettings(Strict):
     """What is attended to, and who decides it. Token counts are per KV head."""
 
     policy: str = Field(
-        default=DEFAULT_POLICY, description="Policy name, or module:Class of your own."
+        default=DEFAULT_POLICY,
+        description="Who selects: a name from `tandemkv policies`, or module:Class of your own.",
     )
     declared: DeclaredPolicy = Field(
         default_factory=DeclaredPolicy, description="What the policy's class declares."
     )
+    options: OptionValues = Field(
+        default_factory=dict,
+        description="The policy's own options, those that differ from their defaults.",
+    )
     budget_tokens: int = Field(
-        default=1024, ge=0, le=65536, description="K, tokens selected per KV head in one selection."
+        default=1024, ge=0, le=65536, description="K: tokens selected per KV head."
     )
     resident_factor: float = Field(
-        default=2.0, ge=1.0, le=16.0, description="c: the resident set holds num_sink + c*K tokens."
+        default=2.0,
+        ge=1.0,
+        le=16.0,
+        description="c: the resident set holds sink + c*K tokens, and all of them are attended to.",
     )
     num_sink_tokens: int = Field(
         default=4, ge=0, le=1024, description="First tokens, always resident."
@@ -77,19 +91,13 @@ class SelectionSettings(Strict):
     )
     index_dtype: Literal["native", "int8", "int4"] = Field(
         default="native",
-        description="Precision of the keys that are scanned; attention is never quantised. With "
-        "serve int4 where a GPU is its own cache rank, and 128 recent tokens with it.",
+        description="Precision of the keys that are searched; attention is never quantised. "
+        "`serve` takes int4 on GPUs unless told otherwise.",
     )
     exact_layers: tuple[int, ...] | None = Field(
         default=None,
         description="Layers that always take the exact step on the cache rank; default none for "
         "look_ahead and oracle with 128 samples or more, else 0,1, where attention is flat.",
-    )
-    look_ahead_layers: int = Field(
-        default=1,
-        ge=0,
-        le=8,
-        description="Layers between the hidden state and the query it predicts.",
     )
     late_layers: int | None = Field(
         default=None,
@@ -144,43 +152,6 @@ class SelectionSettings(Strict):
     pool_after: int = Field(
         default=0, ge=0, le=31, description="And of as many tokens after it; SnapKV: 3 and 3."
     )
-    quest_page_tokens: int = Field(
-        default=16, ge=1, le=1024, description="quest: tokens of a page, which is taken whole."
-    )
-    lfps_rows: int = Field(
-        default=32,
-        ge=1,
-        le=1024,
-        description="lfps: s, prompt queries that fill the tables, Eq. 4.",
-    )
-    lfps_decay: float = Field(
-        default=0.95, ge=0.0, lt=1.0, description="lfps: r, decay of the tables, Eq. 10."
-    )
-    lfps_sparsity: float = Field(
-        default=0.85, gt=0.0, le=1.0, description="lfps: epsilon, sink share of a bypassed head."
-    )
-    lfps_threshold: float = Field(
-        default=0.2, gt=0.0, le=64.0, description="lfps: a of the candidates' threshold, Eq. 8."
-    )
-    lfps_bypass: Literal["sink_and_mean", "sink", "mean"] = Field(
-        default="sink_and_mean", description="lfps: what a bypassed head returns."
-    )
-    ridge_window: int = Field(
-        default=16, ge=1, le=64, description="async_spade: W, queries regressed on."
-    )
-    ridge_eps: float = Field(
-        default=1e-2, ge=0.0, description="async_spade: relative ridge regulariser."
-    )
-    ridge_sign: Annotated[Literal[1, -1], BeforeValidator(_sign)] = Field(
-        default=1, description="async_spade: sign in the softmax of Eq. 3."
-    )
-    ridge_normalise: Literal["softmax", "none"] = Field(
-        default="softmax", description="async_spade: normalisation of the regression weights."
-    )
-    ridge_unrotate: bool = Field(
-        default=True,
-        description="async_spade: regress on queries without RoPE, rotate the prediction.",
-    )
     calibration: str | None = Field(
         default=None,
         min_length=1,
@@ -192,60 +163,6 @@ class SelectionSettings(Strict):
     share_layers: bool = Field(
         default=False,
         description="Any policy: select in kascade's anchor layers only, the others follow.",
-    )
-    kascade_fraction: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="kascade: select max(fraction * context, 128), at most K; 0: always K.",
-    )
-    sfi_max_interval: int = Field(
-        default=64, ge=1, le=65536, description="sfi: T_max, steps without a slow one at most."
-    )
-    sfi_triggers: str = Field(
-        default=".?!;\n", description="sfi: a token that ends in one of these makes a slow step."
-    )
-    sfi_window: int = Field(
-        default=16, ge=1, le=1024, description="sfi: W, prompt queries that are evidence."
-    )
-    sfi_alpha: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="sfi: exponent of the power mean, Eq. 7."
-    )
-    sfi_norm_exponent: float = Field(
-        default=1.0, ge=0.0, le=16.0, description="sfi: gamma of the key-norm prior, Eq. 9."
-    )
-    sfi_decay: float = Field(
-        default=1.0, ge=0.0, le=64.0, description="sfi: beta of the position prior, Eq. 11."
-    )
-    sfi_decay_power: float = Field(
-        default=2.0, ge=1.0, le=16.0, description="sfi: p of the position prior, Eq. 11."
-    )
-    sfi_tail_brake: float = Field(
-        default=1.0, ge=0.0, le=16.0, description="sfi: eta of the position prior, Eq. 11."
-    )
-    sfi_lambda_clip: float = Field(
-        default=0.02, ge=0.0, le=1.0, description="sfi: most weight of the prior, Eq. 18."
-    )
-    sfi_nms: float = Field(
-        default=0.5, ge=0.0, le=16.0, description="sfi: alpha_soft of Soft-NMS, Eq. 21."
-    )
-    sfi_nms_radius: int = Field(
-        default=1, ge=0, le=64, description="sfi: neighbours on each side in Soft-NMS, Eq. 20."
-    )
-    sfi_cross: float = Field(
-        default=0.35, ge=0.0, le=16.0, description="sfi: alpha_cross between heads, Eq. 23."
-    )
-    sfi_temperature: float = Field(
-        default=1.0, gt=0.0, le=64.0, description="sfi: T of the competition of heads, Eq. 22."
-    )
-    sync_stride: int = Field(
-        default=5, ge=1, le=65536, description="sync_kv: m, steps between two anticipations."
-    )
-    sync_static: float = Field(
-        default=0.5, ge=0.0, le=1.0, description="sync_kv: rho, part of K that is kept for good."
-    )
-    sync_union: bool = Field(
-        default=False, description="sync_kv: every head takes the sets of all clusters in turn."
     )
 
     @property
@@ -296,7 +213,7 @@ class SelectionSettings(Strict):
         All must have attended where the last layer that is selected for has its selection begun.
         """
         selecting = set(range(num_layers)) - set(self.exact_layer_ids)
-        return max(0, max(selecting, default=0) - self.look_ahead_layers)
+        return max(0, max(selecting, default=0) - self.declared.layers_ahead)
 
     def predictor_dtype_of(self, *, is_far: bool) -> str:
         """Return `predictor_dtype`, or what it is on another GPU or the model's if left open."""
@@ -402,9 +319,13 @@ class RankSettings(Strict):
     def flat(self) -> dict[str, str]:
         """Dotted name to JSON-like text, for the field-by-field comparison."""
         flat: dict[str, str] = {}
-        for group, value in self.model_dump(mode="json").items():
+
+        def enter(prefix: str, value: Any) -> None:
             if isinstance(value, dict):
-                flat.update({f"{group}.{key}": str(item) for key, item in value.items()})
+                for key, item in value.items():
+                    enter(f"{prefix}.{key}" if prefix else key, item)
             else:
-                flat[group] = str(value)
+                flat[prefix] = str(value)
+
+        enter("", self.model_dump(mode="json"))
         return flat

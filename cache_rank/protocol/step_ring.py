@@ -15,6 +15,7 @@ from enum import IntEnum
 import torch
 
 from .errors import CacheRankLostError, ProtocolError
+from .fault_points import reach
 from .step_flags import StepFlags
 
 NUM_ENTRIES = 64
@@ -98,6 +99,18 @@ class StepEntry:
     rows: tuple[StepRow, ...] = ()
 
 
+_KINDS = frozenset(EntryKind)
+
+
+def _is_sound(row: StepRow) -> bool:
+    """Whether a row names no place before the beginning of a table."""
+    return (
+        min(row.row, row.generation, row.window) >= 0
+        and 0 <= row.prefix_len <= row.length
+        and row.flags & ~(GROWN | SLOW) == 0
+    )
+
+
 def ring_shape(max_rows: int) -> tuple[int, int]:
     """Shape of the int64 tensor of a ring whose entries have up to `max_rows` requests."""
     return NUM_ENTRIES, _HEADER + max_rows * ROW_WORDS
@@ -145,7 +158,8 @@ class StepRing:
             record += (row.row, row.generation, row.length, row.prefix_len, row.window, row.flags)
         self._words[number % NUM_ENTRIES, : len(record)] = record
         self._num = number
-        self._flags.raise_to(self._announced, number)
+        if not reach("ring.write"):
+            self._flags.raise_to(self._announced, number)
 
     def read(self, *, timeout_s: float, is_over: Callable[[], bool]) -> StepEntry | None:
         """Return the next entry, or None if there is none within `timeout_s`.
@@ -160,14 +174,17 @@ class StepRing:
             return None
         record = self._words[number % NUM_ENTRIES].tolist()
         kind, step, variant, num_cold, count, _ = record[:_HEADER]
-        if not 0 <= count <= self._max_rows or kind not in set(EntryKind):
+        if not 0 <= count <= self._max_rows or kind not in _KINDS or min(step, variant) < 0:
             raise ProtocolError(f"announcement {number}: kind={kind}, {count} requests")
         words = record[_HEADER : _HEADER + count * ROW_WORDS]
         rows = tuple(
             StepRow(**dict(zip(_FIELDS, words[i : i + ROW_WORDS], strict=True)))
             for i in range(0, len(words), ROW_WORDS)
         )
+        if not all(map(_is_sound, rows)):
+            raise ProtocolError(f"announcement {number}: a request is out of bounds")
         self._num = number
+        reach("ring.read")
         self._flags.raise_to(self._consumed, number)
         return StepEntry(
             kind=EntryKind(kind), step=step, variant=variant, num_cold=num_cold, rows=rows

@@ -20,7 +20,7 @@ from tandemkv.cache_rank.protocol.step_ring import (
     StepEntry,
     StepRow,
 )
-from tandemkv.kernels.placing import place
+from tandemkv.kernels.to_device import to_device
 
 from .row_versions import RowVersions
 from .signals import EngineSignals, StepAbortedError
@@ -169,7 +169,7 @@ class EntryRunner:
         self._signals.await_begin()
         grown = [row.row for row in entry.rows if row.flags & GROWN]
         if grown:
-            index = place(grown, self._device)
+            index = to_device(grown, self._device)
             engine.seed_identity(index, self._table[index, : self._num_resident])
         engine.begin_step()
         rows, lengths = self._signals.requests_of(entry)

@@ -9,7 +9,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.local import Allocate
 from tandemkv.cache_rank.protocol.shared_region import STAMPS
-from tandemkv.kernels.placing import place
+from tandemkv.kernels.to_device import to_device
 
 _NO_STEP = 0
 
@@ -58,12 +58,12 @@ class RowVersions:
             chosen = [i for i, row in enumerate(rows) if self._newest[row] != side]
             if not chosen:
                 continue
-            index = place([rows[i] for i in chosen], device)
+            index = to_device([rows[i] for i in chosen], device)
             self.stamps[side, index] = _NO_STEP  # half a copy is none
             for name, book in self._books.items():
                 self._copies[name][side][:, index] = book[:, index]
             stamps = [x for i in chosen for x in (epoch, generations[i], step)]
-            self.stamps[side, index] = place(stamps, device).view(-1, 3)
+            self.stamps[side, index] = to_device(stamps, device).view(-1, 3)
         for row in rows:
             self._newest[row] = 1 - self._newest[row]
 

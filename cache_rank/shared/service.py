@@ -21,6 +21,7 @@ from tandemkv.cache_rank.policies.base import Policy
 from tandemkv.cache_rank.protocol.control import ControlServer
 from tandemkv.cache_rank.protocol.descriptor_socket import DescriptorListener, send_tensors
 from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.handshake import check_hello
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes
@@ -170,6 +171,7 @@ class SharedEngineService:
     def _handle(self, peer: bytes, message: Message) -> None:
         match message:
             case Hello():
+                reach("cache_rank.hello")
                 self._open_epoch(peer, message)
             case StatusRequest():
                 self._control.send(peer, self.status())

@@ -17,6 +17,7 @@ from tandemkv.cache_rank.in_process.factory import create
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.descriptor_socket import wait_for_hang_up
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.local import LocalCacheRank, PredictQuery, measure_selection
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import Timing
@@ -155,6 +156,7 @@ class SharedSession:
         # Nobody waits for a rehearsal, which may have to compile, as for a step.
         is_step = entry.kind in (EntryKind.EXTEND, EntryKind.DECODE)
         with self._clock.working() if is_step else nullcontext(), torch.cuda.stream(self._stream):
+            reach("cache_rank.step")
             try:
                 self._runner.run(entry)
             except StepAbortedError:

@@ -10,6 +10,7 @@ import torch
 
 from tandemkv.cache_rank.counters import BusyClock
 from tandemkv.cache_rank.protocol.errors import CacheRankError
+from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
@@ -115,6 +116,7 @@ class HostSignals:
 
     def raise_ready(self, layer: int) -> None:
         """See `EngineSignals.raise_ready`."""
+        reach("cache_rank.layer")
         self._progress += 1
         self._flags.raise_to(self._at.PROGRESS, self._progress)
         self._flags.raise_to(self._at.ready(layer), self._step)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import tokenizing
+from . import logprobs, tokenizing
 from .install import decide_request_auth
 
 _OPENAI = "sglang.srt.entrypoints.openai"
@@ -15,6 +15,9 @@ AROUND: dict[str, Callable[..., Any]] = {
     "sglang.srt.utils.auth.decide_request_auth": decide_request_auth,
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts": (
         tokenizing.tokenize_texts
+    ),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style": (
+        logprobs.convert_logprob_style
     ),
     f"{_OPENAI}.serving_base.OpenAIServingBase.handle_request": tokenizing.handle_request,
     f"{_OPENAI}.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": (

@@ -27,8 +27,8 @@ class EdgeSettings(Strict):
 
     api_key_file: Path | None = Field(
         default=None,
-        description="File of mode 0600 that holds the key which requests must send as bearer "
-        "token; default: no key is asked for.",
+        description="File (mode 0600) with the key that requests must send. Default: no key is "
+        "asked for.",
     )
     admin_key_file: Path | None = Field(
         default=None,

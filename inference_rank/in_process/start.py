@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import torch
 
-from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.local import (
     DenseLengths,
@@ -137,7 +136,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         resident_bytes=home.nbytes,
         occupancy=Occupancy(runner),
         measurement=measurement,
-        refresh=refresh_for(runner, rank.program, selection),
+        refresh=refresh_for(runner, selection),
     )
     runtime_module.set_current(local)
     link = LocalLink(
@@ -179,9 +178,7 @@ def attention_probe(
     )
 
 
-def refresh_for(
-    runner: Any, program: EngineProgram, selection: SelectionSettings
-) -> RefreshSchedule:
+def refresh_for(runner: Any, selection: SelectionSettings) -> RefreshSchedule:
     """Return which steps of a sparse request are slow.
 
     Raises
@@ -194,7 +191,7 @@ def refresh_for(
         path = runner.server_args.tokenizer_path or str(runner.model_config.model_path)
         return runtime_module.tokenizer_of(path)
 
-    return schedule_for(program.slow_steps, selection, load)
+    return schedule_for(selection, load)
 
 
 def dense_steps(selection: SelectionSettings) -> DenseSteps:

@@ -215,7 +215,7 @@ def exposed_us(
     look-ahead of several layers hides no more than one of them: each layer brings a selection.
     """
     waits = timing is Timing.SAME_STEP_QUERY or (
-        timing is Timing.SAME_STEP_HIDDEN and not settings.look_ahead_layers
+        timing is Timing.SAME_STEP_HIDDEN and not settings.declared.layers_ahead
     )
     if not has_own_gpu or waits:
         return selection

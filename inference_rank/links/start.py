@@ -132,7 +132,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> InProcessBacke
         mapped_bytes=pool.mapped.nbytes,
         occupancy=Occupancy(runner),
         req_to_token_pool=runner.req_to_token_pool,
-        refresh=refresh_for(runner, connection.program, settings.selection),
+        refresh=refresh_for(runner, settings.selection),
     )
     selection = settings.selection
     limit = limit_s(settings.exchange)

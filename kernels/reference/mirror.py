@@ -137,9 +137,8 @@ def _diff(
     num_reqs, num_kv_heads, num_slots = resident_pos.shape
     shape = (num_reqs, num_kv_heads, min(fetch_cap, num_slots))
     found, missing = _find(selected, resident_pos)
-    touched = torch.zeros(
-        (num_reqs, num_kv_heads, num_slots + 1), dtype=torch.bool, device=selected.device
-    ).scatter_(-1, torch.where(found >= 0, found, num_slots), value=True)
+    touched = selected.new_zeros((num_reqs, num_kv_heads, num_slots + 1), dtype=torch.bool)
+    touched.scatter_(-1, torch.where(found >= 0, found, num_slots), value=True)
     last_used.copy_(torch.where(touched[..., :num_slots], now, last_used))
 
     slot_order, may_fill, num_open = _free_slots(
@@ -152,9 +151,7 @@ def _diff(
     column = torch.arange(shape[-1], device=selected.device)
     fetch_pos.masked_fill_(column >= num_taken, -1)
     if is_sorted:
-        last = torch.iinfo(fetch_pos.dtype).max
-        fetch_pos = torch.where(fetch_pos < 0, last, fetch_pos).sort(dim=-1).values
-        fetch_pos.masked_fill_(column >= num_taken, -1)
+        fetch_pos = _ascending(fetch_pos)
     num_fill = torch.minimum(may_fill.sum(-1, keepdim=True), num_open) - num_taken
     if bool((num_fill > 0).any()):
         # The new ones are resident already; nothing is evicted where there is room.
@@ -174,6 +171,13 @@ def _diff(
     _write(last_used, slot_order, now.expand(shape), is_fetched)
     room = (0, max(0, fetch_cap - num_slots))
     return pad(fetch_pos, room, value=-1), pad(fetch_slot, room, value=-1)
+
+
+def _ascending(positions: torch.Tensor) -> torch.Tensor:
+    """Sort positions, padding of -1 last."""
+    last = torch.iinfo(positions.dtype).max
+    found = torch.where(positions < 0, last, positions).sort(dim=-1).values
+    return found.masked_fill_(found == last, -1)
 
 
 def _free_slots(

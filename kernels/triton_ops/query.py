@@ -150,16 +150,11 @@ def predict_query(
     num_tokens, hidden_size = hidden.shape
     width, head_dim = len(weights.weight), cos_sin.shape[1]
     num_heads = width // head_dim
-    shape = (num_tokens, num_heads, head_dim)
-    out = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+    out = hidden.new_empty((num_tokens, num_heads, head_dim))
     if not out.numel():
         return out
     scale = weights.weight_scale
-    vectors = (weights.norm, scale, weights.bias, weights.query_norm, positions)
-    dense = (hidden, weights.weight, cos_sin, *vectors)
-    if any(tensor is not None and tensor.stride(-1) != 1 for tensor in dense):
-        message = "hidden, weights, cos_sin and positions must be dense in their last dimension"
-        raise ValueError(message)
+    _check_dense(hidden, positions, weights, cos_sin)
     block_t = min(64, max(8, triton.next_power_of_2(num_tokens)))
     tiles = TILES["native" if scale is None else "int8"]
     blocks = triton.cdiv(width, tiles.block_out)
@@ -195,3 +190,13 @@ def predict_query(
         CHAINED=chained, launch_pdl=chained, num_warps=1,
     )  # fmt: skip
     return out
+
+
+def _check_dense(
+    hidden: torch.Tensor, positions: torch.Tensor, weights: QueryWeights, cos_sin: torch.Tensor
+) -> None:
+    vectors = (weights.norm, weights.weight_scale, weights.bias, weights.query_norm, positions)
+    dense = (hidden, weights.weight, cos_sin, *vectors)
+    if any(tensor is not None and tensor.stride(-1) != 1 for tensor in dense):
+        message = "hidden, weights, cos_sin and positions must be dense in their last dimension"
+        raise ValueError(message)

@@ -22,6 +22,7 @@ scores stand in the scratch where logits would.
 import torch
 import triton
 
+from tandemkv.kernels.check import fail
 from tandemkv.kernels.score import padded_group
 from tandemkv.kernels.select import SelectScratch, make_select_scratch
 from tandemkv.kernels.triton_ops import topk
@@ -70,14 +71,10 @@ def score_topk(
     pooled_positions: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose positions; see `tandemkv.kernels.select.score_topk`."""
-    num_reqs, num_qo_heads = q.shape[:2]
-    heads = k_pool.shape[1]
-    group = num_qo_heads // heads
+    (num_reqs, num_qo_heads), heads = q.shape[:2], k_pool.shape[1]
     out = torch.empty((num_reqs, heads, k), dtype=torch.int32, device=q.device)
     out_scores = torch.empty(out.shape, dtype=torch.float32, device=q.device)
-    if not out.numel():
-        return out, out_scores
-    if not width:
+    if not (out.numel() and width):
         return out.fill_(-1), out_scores.fill_(float("-inf"))
     if scratch is None:
         scratch = make_select_scratch(num_reqs, num_qo_heads, heads, width, k, q.device)
@@ -90,11 +87,8 @@ def score_topk(
         pooled = pool_positions(own, *pooled_positions)
         return _best_of(pooled, k, lo, hi, active, scratch.lists, out_scores)
     buffers, lists = scratch.score, scratch.lists
-    capacity = topk.capacity_of(k)
-    if lists.shape[1] < 2 + 2 * capacity:
-        have = tuple(lists.shape)
-        message = f"scratch.lists.shape={have}: too small for k={k}; use make_select_scratch"
-        raise ValueError(message)
+    if lists.shape[1] < 2 + 2 * topk.capacity_of(k):
+        fail("scratch.lists.shape", tuple(lists.shape), f"made by make_select_scratch for k={k}")
     # Other poolings' scores lie densely where the logits would.
     scores = buffers.logits.view(torch.float32).view(*buffers.logits.shape[:2], -1)[:num_reqs]
     with on_stream(scan_stream):
@@ -105,7 +99,7 @@ def score_topk(
         )  # fmt: skip
     if pooling != "softmax_mean":
         return _best_of(scores[..., :width], k, lo, hi, active, lists, out_scores)
-    _choose(scanned, scratch, lo, hi, active, out, out_scores, width=width, group=group)
+    _choose(scanned, scratch, lo, hi, active, out, out_scores, width, num_qo_heads)
     return out, out_scores
 
 
@@ -117,13 +111,13 @@ def _choose(
     active: torch.Tensor | None,
     out: torch.Tensor,
     out_scores: torch.Tensor,
-    *,
     width: int,
-    group: int,
+    num_qo_heads: int,
 ) -> None:
     """Choose from what a scan has left: bound, filter and choice, a launch each."""
     (num_reqs, heads, k), buffers, lists = out.shape, scratch.score, scratch.lists
-    pad_g, capacity = padded_group(group), topk.capacity_of(k)
+    group, capacity = num_qo_heads // heads, topk.capacity_of(k)
+    pad_g = padded_group(group)
     num_rows = num_reqs * heads
     ranges = (lo, hi, lo if active is None else active.view(torch.int8))
     sizes = (heads, buffers.logits.shape[2], buffers.tile_max.shape[2])

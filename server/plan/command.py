@@ -15,7 +15,7 @@ from rich.text import Text
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
-from tandemkv.server.options import RANK_FLAGS, with_flags
+from tandemkv.server.options import OPERATION, RANK_FLAGS, SELECTION, SWITCH, with_flags
 from tandemkv.server.pages import with_int4_index
 from tandemkv.server.preflight import check_policy, check_runs_on, resolve_model
 from tandemkv.server.settings import EMBEDDED_MODEL
@@ -31,7 +31,7 @@ from .workload import INDEX_DTYPES, Workload
 _MOST_TOKENS = 1 << 30
 _KEYS = (
     "policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens",
-    "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers", "kascade_fraction",
+    "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers",
 )  # fmt: skip
 NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_SHAPES))
 PLAN_FLAGS = tuple(flag for flag in RANK_FLAGS if flag.key in {f"selection.{key}" for key in _KEYS})
@@ -48,33 +48,47 @@ def _token_count(text: str | int) -> int:
 
 
 _TOKENS = {"parser": _token_count, "metavar": "TOKENS"}
+_NUMBER = {"metavar": "INTEGER"}
 
 
 @with_flags(PLAN_FLAGS)
 def plan(
     flags: dict[str, Sourced],
     model: Annotated[str, option(f"Model directory, or one of {NAMES}.")],
-    gpus: Annotated[int, option("GPUs of one host.", min=1, max=64)] = 1,
+    gpus: Annotated[int, option("GPUs of one host.", min=1, max=64, **_NUMBER)] = 1,
     gpu_memory: Annotated[
-        float, option("GiB of each GPU, as programs see it.", min=1, max=4096)
+        float, option("Memory of each GPU, as programs see it.", min=1, max=4096, metavar="GIB")
     ] = 139.0,
     context: Annotated[int, option("Of one request, e.g. 64k.", **_TOKENS)] = 65536,
-    concurrency: Annotated[int, option("Requests that decode together.", min=1, max=4096)] = 8,
+    concurrency: Annotated[
+        int, option("Requests that decode together.", min=1, max=4096, **_NUMBER)
+    ] = 8,
     cache_tokens: Annotated[
         int | None, option("KV capacity; default context x concurrency.", **_TOKENS)
     ] = None,
-    chunked_prefill_size: Annotated[int, option("Prompt tokens per forward pass.", min=16)] = 8192,
+    chunked_prefill_size: Annotated[
+        int,
+        option(
+            "Prompt tokens per forward pass.",
+            min=16,
+            rich_help_panel=OPERATION,
+            hidden=True,
+            **_NUMBER,
+        ),
+    ] = 8192,
     index_dtype: Annotated[
         str | None,
         option(
-            "Precision of scans; default what serve takes on GPUs, int4 for most policies.",
-            metavar="|".join(INDEX_DTYPES),
+            "Precision of scans. Default: what serve takes on GPUs, int4 for most policies. "
+            rf"\[{', '.join(INDEX_DTYPES[:-1])} or {INDEX_DTYPES[-1]}]",
+            metavar="CHOICE",
+            rich_help_panel=SELECTION,
         ),
     ] = None,
-    dtype: Annotated[str, option("Weights and KV.", metavar="bfloat16|float16|float32")] = (
-        "bfloat16"
-    ),
-    as_json: Annotated[bool, option("Print the plan as JSON.", "--json")] = False,
+    dtype: Annotated[
+        str, option(r"Weights and K/V. \[bfloat16, float16 or float32]", metavar="CHOICE")
+    ] = ("bfloat16"),
+    as_json: Annotated[bool, option("Print the plan as JSON.", "--json", metavar=SWITCH)] = False,
 ) -> None:
     """Say what fits on which GPUs, the predicted time per token, and what to choose.
 
@@ -129,5 +143,8 @@ def _command(
     words += ["--cache-tokens", str(load.total_tokens)]
     for value, name in (flags[flag.key] for flag in PLAN_FLAGS if flag.key in flags):
         words += [name] if isinstance(value, bool) else [name, str(value)]
+    for value, source in flags.values():
+        if source.startswith("--set "):
+            words += ["--set", f"{source.removeprefix('--set ')}={value}"]
     words += [] if index_dtype is None else ["--index-dtype", index_dtype]
     return shlex.join(words)

@@ -256,7 +256,7 @@ def selection_us(
 
     `predictor_dtype` is that of the W_q that is read, a copy unless ``native``.
     """
-    size = shape.far_predictor_bytes(predictor_dtype)
+    size = shape.predictor_copy_bytes(predictor_dtype)
     predictor = size / shape.num_layers / num_shards / cost.weight_bandwidth
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
     scan = scan_us(shape, load, num_shards, cost)

@@ -91,7 +91,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
     if placement.kind is PlacementKind.IN_PROCESS:
         if load.own_predictor_dtype != "native":
-            copy = shape.far_predictor_bytes(load.own_predictor_dtype)
+            copy = shape.predictor_copy_bytes(load.own_predictor_dtype)
             model["weights"] += _shard(copy, tp_size)
         return PlacementMemory(
             inference=Footprint(
@@ -108,7 +108,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     return PlacementMemory(
         inference=Footprint(resident_set=resident, staging=_shard(staging, tp_size), **model),
         cache=Footprint(
-            weights=_shard(shape.far_predictor_bytes(dtype), caches),
+            weights=_shard(shape.predictor_copy_bytes(dtype), caches),
             kv=_shard(kv, caches),
             key_index=_shard(index, caches),
             selection_scratch=_shard(scratch, caches),

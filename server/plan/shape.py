@@ -58,7 +58,7 @@ class ModelShape:
         width = self.num_qo_heads * self.head_dim + 1
         return self.num_layers * self.hidden_size * width * self.item_bytes
 
-    def far_predictor_bytes(self, dtype: str) -> int:
+    def predictor_copy_bytes(self, dtype: str) -> int:
         """Return what a cache GPU keeps of that: a copy, or W_q in int8 with scales per row."""
         if dtype == "native":
             return self.predictor_bytes

@@ -83,7 +83,7 @@ class Workload:
         is_shared = capabilities.calibration == "kascade" or selection.share_layers
         timing = capabilities.timing
         is_own = timing is Timing.SAME_STEP_QUERY or (
-            timing is Timing.SAME_STEP_HIDDEN and not selection.look_ahead_layers
+            timing is Timing.SAME_STEP_HIDDEN and not selection.declared.layers_ahead
         )
         return cls(
             context_tokens=context_tokens,

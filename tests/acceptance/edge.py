@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Item *edge*: bad requests are refused at once, no request gives a 5xx, no answer is another's.
 
-``TANDEMKV_CANARIES`` is the number of requests with a canary (10000), ``TANDEMKV_CANARIES_S`` the
-longest time for them, ``TANDEMKV_FUZZ_EXAMPLES`` the examples of Schemathesis per route (200),
+``TANDEMKV_FUZZ_EXAMPLES`` the examples of Schemathesis per route (200),
 ``TANDEMKV_FUZZ_S`` its longest time.
 """
 
@@ -10,8 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import canaries
 import edge_schema
 from rank_servers import Server, ours
 from workbench import SMALL, Bench, Checks
@@ -27,7 +26,6 @@ from workbench import SMALL, Bench, Checks
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 AT_ONCE_S = 1.0
-CALLERS = 12
 ATTACKS: dict[str, tuple[str, dict[str, Any], int]] = {
     "chat with top_logprobs 100000": (
         CHAT,
@@ -44,38 +42,45 @@ ATTACKS: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-def run(_bench: Bench) -> dict[str, Any]:
-    """Attacks and canaries, then Schemathesis, on two servers."""
-    checks = Checks()
+def run(bench: Bench) -> dict[str, Any]:
+    """Attacks, canaries, Schemathesis: each on a server of its own."""
+    found = bench.run(
+        "edge", {"attacks": on_attacks, "canaries": canaries.run, "schemathesis": on_schemathesis}
+    )
+    checks, attacked, fuzzed = Checks(), found["attacks"], found["schemathesis"]
+    for name, row in attacked["attacks"].items():
+        required = f"HTTP {ATTACKS[name][2]} within {AT_ONCE_S:g} s, then ready, RSS within 20 %"
+        checks.add(name, row, required, row["pass"])
+    pause, worst = attacked["paused"], attacked["worst_readiness_s"]
+    checks.add("paused by an administrator", pause, "[403, 503, 503, 200]", pause == PAUSED)
+    checks.add("readiness while long prompts are tokenised, s", worst, "below 1", worst < 1.0)
+    told = found["canaries"]
+    checks.add(
+        "requests with a canary", told["sent"], told["asked_for"], canaries.is_all_sent(told)
+    )
+    checks.add("answers that hold another's canary", told["foreign"], "0", not told["foreign"])
+    checks.add("requests that failed", told["failed"], "0", not told["failed"])
+    checks.add("ready at the end", told["ready"], "HTTP 200", told["ready"] == 200)
+    penalty, fuzz = fuzzed["first_penalty_s"], fuzzed["schemathesis"]
+    checks.add("first request with a penalty, s", penalty, "below 5", penalty < 5.0)
+    checks.add("Schemathesis", fuzz["summary"], "no 5xx, ready after it", fuzz["pass"])
+    return checks.result(attacks=attacked["attacks"], schemathesis=fuzz, canaries=told)
+
+
+def on_attacks() -> dict[str, Any]:
+    """Attacks, one after the other."""
     with ours({"selection": SMALL}) as server:
-        attacks = {name: attack(server, *given) for name, given in ATTACKS.items()}
-        for name, row in attacks.items():
-            required = (
-                f"HTTP {ATTACKS[name][2]} within {AT_ONCE_S:g} s, then ready, RSS within 20 %"
-            )
-            checks.add(name, row, required, row["pass"])
-        pause = paused(server)
-        checks.add("paused by an administrator", pause, "[403, 503, 503, 200]", pause == PAUSED)
-        worst = worst_readiness(server)
-        checks.add("readiness while long prompts are tokenised, s", worst, "below 1", worst < 1.0)
-        found = canaries(
-            server,
-            int(os.environ.get("TANDEMKV_CANARIES", "10000")),
-            float(os.environ.get("TANDEMKV_CANARIES_S", "86400")),
-        )
-        checks.add(
-            "answers that hold another's canary", found["foreign"], "0", not found["foreign"]
-        )
-        checks.add("requests that failed", found["failed"], "0", not found["failed"])
-        code = server.get("/tandemkv/ready")[0]
-        checks.add("ready at the end", code, "HTTP 200", code == 200)
-    # Without max_tokens an answer may fill the context: a short one ends in time on a CPU.
+        return {
+            "attacks": {name: attack(server, *given) for name, given in ATTACKS.items()},
+            "paused": paused(server),
+            "worst_readiness_s": worst_readiness(server),
+        }
+
+
+def on_schemathesis() -> dict[str, Any]:
+    """Schemathesis, where an answer without max_tokens ends in time on a CPU."""
     with ours({"selection": SMALL, "max_context": 512}) as server:
-        penalty = first_penalty(server)
-        checks.add("first request with a penalty, s", penalty, "below 5", penalty < 5.0)
-        fuzz = schemathesis(server)
-        checks.add("Schemathesis", fuzz["summary"], "no 5xx, ready after it", fuzz["pass"])
-    return checks.result(attacks=attacks, schemathesis=fuzz, canaries=found)
+        return {"first_penalty_s": first_penalty(server), "schemathesis": schemathesis(server)}
 
 
 PAUSED = [403, 503, 503, 200]
@@ -134,6 +139,15 @@ def first_penalty(server: Server) -> float:
     return round(time.monotonic() - start, 2)
 
 
+def schemathesis_program() -> str:
+    """Return the program of this environment, or the one in PATH."""
+    here = str(Path(sys.executable).parent)
+    found = shutil.which("schemathesis", path=f"{here}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        raise RuntimeError("no schemathesis: pip install 'schemathesis>=4'")
+    return found
+
+
 def schemathesis(server: Server) -> dict[str, Any]:
     """Run Schemathesis over the routes that are served, by SGLang's models of their bodies."""
     schema = edge_schema.schema()
@@ -143,7 +157,7 @@ def schemathesis(server: Server) -> dict[str, Any]:
         file.write_text(json.dumps(schema))
         done = subprocess.run(
             [
-                *(str(Path(sys.executable).with_name("schemathesis")), "run", str(file)),
+                *(schemathesis_program(), "run", str(file)),
                 *("--url", server.url, "--checks", "not_a_server_error", "--seed", "1"),
                 *("--max-examples", examples, "--mode", "all", "--request-timeout", "60"),
                 *("--phases", "examples,coverage,fuzzing", "--no-color"),
@@ -165,47 +179,3 @@ def schemathesis(server: Server) -> dict[str, Any]:
         "failures": lines[-60:] if done.returncode else [],
         "pass": done.returncode == 0 and server.get("/tandemkv/ready")[0] == 200,
     }
-
-
-def canaries(server: Server, number: int, longest_s: float) -> dict[str, Any]:
-    """Send requests that each hold a word of their own; look for it in every other answer."""
-    end = time.monotonic() + longest_s
-    start = time.monotonic()
-
-    def one(index: int) -> tuple[int, int, str] | None:
-        if time.monotonic() > end:
-            return None
-        rng = random.Random(index)
-        word = canary(index)
-        filler = "The quick brown fox jumps over the lazy dog. " * rng.randrange(1, 12)
-        prompt = (
-            f"{filler}The password is {word}. Repeat it: the password is {word}. The password is"
-        )
-        body = {"prompt": prompt, "max_tokens": rng.randrange(8, 20), "temperature": 0}
-        code, found = server.post(COMPLETIONS, body, 300.0)
-        return index, code, found["choices"][0]["text"] if code == 200 else str(found)[:200]
-
-    with ThreadPoolExecutor(CALLERS) as pool:
-        rows = [row for row in pool.map(one, range(number)) if row is not None]
-    good = [(index, text) for index, code, text in rows if code == 200]
-    # What an answer says beside its own word must be nobody's word.
-    words = {canary(index) for index, _, _ in rows}
-    foreign = [
-        index
-        for index, text in good
-        if (set(re.findall(r"zq[a-f0-9]{12}", text)) - {canary(index)}) & words
-    ]
-    return {
-        "asked_for": number,
-        "sent": len(rows),
-        "at_once": CALLERS,
-        "seconds": round(time.monotonic() - start, 1),
-        "answers_with_their_own": sum(canary(index) in text for index, text in good),
-        "foreign": len(foreign),
-        "failed": len(rows) - len(good),
-    }
-
-
-def canary(index: int) -> str:
-    """Return the word of one request."""
-    return f"zq{random.Random(f'canary-{index}').getrandbits(48):012x}"

@@ -9,6 +9,7 @@ from typing import Any
 import bad_input
 import edge
 import exact
+import frames
 import life
 import mass
 import needle
@@ -29,4 +30,5 @@ ITEMS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "speed": speed.run,
     "outside": outside.run,
     "edge": edge.run,
+    "frames": frames.run,
 }

@@ -68,14 +68,14 @@ def storm(
     return results
 
 
-def read_some(server: Server, body: dict[str, Any], *, lines: int) -> None:
+def read_some(server: Server, body: dict[str, Any], *, lines: int, path: str = "/generate") -> None:
     """Stream a request and close the connection after some events, even before the first."""
     address = urllib.parse.urlsplit(server.url)
     assert address.hostname is not None
     connection = http.client.HTTPConnection(address.hostname, address.port, timeout=300)
     connection.request(
         "POST",
-        "/generate",
+        path,
         json.dumps(body | {"stream": True}),
         {"content-type": "application/json"},
     )

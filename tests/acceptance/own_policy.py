@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import torch
+from pydantic import Field
 
 from tandemkv.cache_rank.policies.base import (
     Owner,
     PolicyCapabilities,
+    PolicyOptions,
     ScoringPolicy,
     SeedInput,
     Selection,
@@ -32,8 +35,17 @@ def _note(name: str) -> None:
             file.write(f"{name}\n")
 
 
+class NewestOptions(PolicyOptions):
+    """Which candidates count as the newest."""
+
+    skip: int = Field(default=0, ge=0, le=64, description="Newest candidates that are left out.")
+
+
 class NewestFirst(ScoringPolicy):
     """Begin with a prompt's first tokens, then take the newest candidates, whatever they score."""
+
+    options_model: ClassVar[type[PolicyOptions]] = NewestOptions
+    options: NewestOptions
 
     capabilities = PolicyCapabilities(timing=Timing.SAME_STEP_QUERY)
 
@@ -45,7 +57,7 @@ class NewestFirst(ScoringPolicy):
 
     def select(self, request: SelectionInput) -> Selection:
         _note("select")
-        newest = request.hi[:, None] - 1 - torch.arange(request.budget)
+        newest = request.hi[:, None] - 1 - self.options.skip - torch.arange(request.budget)
         newest = newest.where(newest >= request.lo[:, None], -1).int()
         heads = self.context.model.num_kv_heads
         return Selection(newest[:, None].expand(-1, heads, -1).contiguous())

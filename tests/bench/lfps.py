@@ -210,7 +210,7 @@ def measure(n: int, group: int, args: argparse.Namespace) -> dict[str, Any]:
     budget = int(args.budget * n)
     selection = SelectionSettings(
         policy="lfps", budget_tokens=budget, num_sink_tokens=SINK, num_recent_tokens=RECENT,
-        lfps_threshold=args.threshold,
+        options={"threshold": args.threshold},
     )  # fmt: skip
     model = ModelSpec(
         architecture="LlamaForCausalLM", num_layers=1, num_qo_heads=HEADS * group,
@@ -221,7 +221,7 @@ def measure(n: int, group: int, args: argparse.Namespace) -> dict[str, Any]:
     k, v = torch.from_numpy(data.keys), torch.from_numpy(data.values)
     slots = torch.arange(data.length, dtype=torch.int32)[None]
     prompt = SINK + n + RECENT - 1
-    queries = np.stack([data.query(p) for p in range(prompt - selection.lfps_rows, prompt)])
+    queries = np.stack([data.query(p) for p in range(prompt - policy.options.rows, prompt)])
     seed = SeedInput(
         layer=0, owner=(1, 1), queries=torch.from_numpy(queries),
         positions=torch.arange(prompt - len(queries), prompt), score=None, lo=SINK, hi=SINK + n,

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -61,7 +62,9 @@ def shared_memory(server: Server) -> set[str]:
     return {path for path in found if path.startswith("/dev/shm/")}
 
 
-def post(server: Server, *, new_tokens: int, stream: bool) -> tuple[int, dict[str, str], str]:
+def post(
+    server: Server, *, new_tokens: int, stream: bool, has_begun: threading.Event | None = None
+) -> tuple[int, dict[str, str], str]:
     """Return status, headers and body; the body of a stream as far as it came."""
     body = {
         "prompt": "Count: one, two, three",
@@ -78,6 +81,8 @@ def post(server: Server, *, new_tokens: int, stream: bool) -> tuple[int, dict[st
     )
     try:
         with urllib.request.urlopen(request, timeout=120) as reply:
+            if has_begun is not None:  # the headers of a stream come with its first event
+                has_begun.set()
             return reply.status, dict(reply.headers), reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, dict(error.headers), error.read().decode()
@@ -112,9 +117,11 @@ def inference_rank(server: Server) -> dict[str, Any]:
 
 
 def begin(pool: ThreadPoolExecutor, server: Server, **kwargs: Any) -> Future[Any]:
-    before = running(server)
-    future = pool.submit(post, server, **kwargs)
+    before, has_begun = running(server), threading.Event()
+    future = pool.submit(post, server, has_begun=has_begun, **kwargs)
     eventually(lambda: running(server) > before, 20.0, "the request does not start")
+    if kwargs["stream"]:
+        assert has_begun.wait(20.0), "the stream does not begin"
     return future
 
 

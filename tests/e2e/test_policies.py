@@ -15,9 +15,10 @@ from tandemkv.cache_rank.policies.registry import POLICIES
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 _SMALL = {"budget_tokens": 96, "resident_factor": 1.0, "num_recent_tokens": 16}
 _MORE: dict[str, dict[str, Any]] = {
-    "kascade": {"anchors": [0, 10, 20], "kascade_fraction": 0.1},
+    "kascade": {"anchors": [0, 10, 20]},
     "streaming": {"sample_tokens": 0},
 }
+_OPTIONS = {"kascade": {"fraction": 0.1}}
 _NUM_NEW = 24
 _NEWEST_FIRST = "own_policy:NewestFirst"
 
@@ -46,7 +47,11 @@ def test_a_policy_outside_of_the_package(
     cache_ranks: int, token_ids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(own_policy.__file__).parent))
-    tree = {"cache_ranks": cache_ranks, "selection": {"policy": _NEWEST_FIRST, **_SMALL}}
+    tree = {
+        "cache_ranks": cache_ranks,
+        "selection": {"policy": _NEWEST_FIRST, **_SMALL},
+        "policy_options": {_NEWEST_FIRST: {"skip": 3}},
+    }
     with ours(tree, environ=environment_of(tmp_path)) as server:
         generate(server, token_ids)
         inference, _ = server.values()
@@ -59,8 +64,8 @@ def test_a_policy_outside_of_the_package(
 
 def test_slow_steps_attend_to_everything(token_ids: list[int]) -> None:
     """Of a period of four: every fourth step, and the first."""
-    selection = {"policy": "sync_kv", "sync_stride": 4, **_SMALL}
-    with ours({"cache_ranks": 0, "selection": selection}) as server:
+    selection, options = {"policy": "sync_kv", **_SMALL}, {"sync_kv": {"stride": 4}}
+    with ours({"cache_ranks": 0, "selection": selection, "policy_options": options}) as server:
         generate(server, token_ids)
         values, _ = server.values()
     slow = [step for step in range(_NUM_NEW - 1) if step % 4 == 0]
@@ -77,7 +82,8 @@ def test_links_give_the_same_answers(policy: str, token_ids: list[int]) -> None:
     texts = []
     for cache_ranks in (0, 1):
         selection = {"policy": policy, **_SMALL, **_MORE.get(policy, {})}
-        with ours({"cache_ranks": cache_ranks, "selection": selection}) as server:
+        tree = {"cache_ranks": cache_ranks, "selection": selection, "policy_options": _OPTIONS}
+        with ours(tree) as server:
             texts.append(generate(server, token_ids))
             inference, cache = server.values()
         values = cache | inference

@@ -99,7 +99,7 @@ class Bench:
                 self.slots,
                 torch.full_like(hi, selection.num_sink_tokens),
                 hi,
-                page_tokens=selection.quest_page_tokens,
+                page_tokens=self.policy.page_tokens,
             ),
         )
 
@@ -120,7 +120,7 @@ class Bench:
 def make_bench():
     def make(name: str, *, lengths: tuple[int, ...] = (70, 100), **changes: Any) -> Bench:
         generator = torch.Generator().manual_seed(3)
-        context = make_context(**changes)
+        context = make_context(policy=name, **changes)
         k = torch.randn(256, 2, 8, generator=generator)
         slots = torch.stack(
             [torch.randperm(256, generator=generator)[: max(lengths)] for _ in lengths]

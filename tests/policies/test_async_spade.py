@@ -9,7 +9,7 @@ from tandemkv.kernels.rope import apply_rope
 
 
 def test_unrotated_window_and_rotated_prediction(make_bench, queries):
-    bench = make_bench("async_spade", ridge_window=4)
+    bench = make_bench("async_spade", options={"window": 4})
     inv_freq = bench.context.rotary.inv_freq
     lengths = torch.tensor(bench.lengths)
     plain = queries[:7]
@@ -23,8 +23,8 @@ def test_unrotated_window_and_rotated_prediction(make_bench, queries):
 
 
 def test_prompt_queries_fill_the_window(make_bench, queries):
-    seeded = make_bench("async_spade", ridge_window=4, ridge_unrotate=False)
-    stepped = make_bench("async_spade", ridge_window=4, ridge_unrotate=False)
+    seeded = make_bench("async_spade", options={"window": 4, "unrotate": False})
+    stepped = make_bench("async_spade", options={"window": 4, "unrotate": False})
     for row in range(2):
         prompt = torch.stack([query[row] for query in queries[:8]])
         seeded.policy.observe_prompt(1, (row + 1, 1), prompt, torch.arange(8))

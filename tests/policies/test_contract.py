@@ -22,6 +22,7 @@ from tandemkv.cache_rank.policies.registry import (
     make_policy,
     resolve_selection,
 )
+from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.seeding import fill_set, make_seed_input
@@ -113,11 +114,13 @@ def test_release_forgets(make_bench, queries, case):
 def test_agrees_with_the_oracle_when_the_query_does_not_change(make_bench, queries, case):
     name, changes = case
     refines = name in ("look_ahead", "quest", "sfi") or "pool_before" in changes
-    if refines or changes.get("ridge_normalise") == "none":
+    options = changes.get("options", {})
+    if refines or options.get("normalise") == "none":
         pytest.skip(
             "its query is scaled, or predicted outside; or it takes whole pages, or refines scores"
         )
-    bench = make_bench(name, **(changes | {"ridge_unrotate": False}))
+    plain = {"unrotate": False} if issubclass(find_policy(name), WindowedPolicy) else {}
+    bench = make_bench(name, **(changes | {"options": options | plain}))
     same = bench.select([queries[0]] * 20)
     oracle = make_bench("oracle").select([queries[0]])
     for ours, theirs in zip(same.flatten(0, 1), oracle.flatten(0, 1), strict=True):
@@ -125,7 +128,11 @@ def test_agrees_with_the_oracle_when_the_query_does_not_change(make_bench, queri
 
 
 def test_the_best_token_brings_its_neighbours(make_bench, queries):
-    for name, more in (("async_spade", {}), ("oracle", {}), ("sync_kv", {"sync_static": 0.0})):
+    for name, more in (
+        ("async_spade", {}),
+        ("oracle", {}),
+        ("sync_kv", {"options": {"static": 0.0}}),
+    ):
         own = make_bench(name, **more).select(queries)
         pooled = make_bench(name, pool_before=1, pool_after=2, **more).select(queries)
         for best, found, length in zip(own[..., 0], pooled, (70, 100), strict=True):

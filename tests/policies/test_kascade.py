@@ -13,7 +13,7 @@ from tandemkv.cache_rank.policies.kascade import KascadePolicy
 
 
 def make(make_bench, **changes):
-    bench = make_bench("oracle", **changes)
+    bench = make_bench("kascade", anchors=(0, 1), **changes)
     share = share_of((0, 1), ((0, 1),) * 3)
     bench.policy = KascadePolicy(replace(bench.context, share=share))
     return bench
@@ -52,7 +52,7 @@ def test_the_anchors_selection_is_the_oracles(make_bench, queries):
 )
 def test_budget_by_context(make_bench, queries, length, fraction, want):
     """K = min(max(fraction L, 128), L), at most the budget of 160; 88 candidates at 100."""
-    bench = make(make_bench, lengths=(length,), budget_tokens=160, kascade_fraction=fraction)
+    bench = make(make_bench, lengths=(length,), budget_tokens=160, options={"fraction": fraction})
     chosen = bench.select([query[:1] for query in queries])
     assert (chosen >= 0).sum(-1).tolist() == [[want, want]]
     assert (chosen[..., :want] >= 0).all(), "padding comes last"

@@ -36,13 +36,15 @@ _SPEC.loader.exec_module(reference)
 class Bench:
     """One request in one layer: K, V, queries and the policy."""
 
-    def __init__(self, *, heads=2, group=2, dim=16, positions=400, seed=0, **selection):
+    def __init__(
+        self, *, heads=2, group=2, dim=16, positions=400, seed=0, options=None, **selection
+    ):
         values = {
             "policy": "lfps",
             "budget_tokens": 24,
             "num_sink_tokens": 2,
             "num_recent_tokens": 8,
-            "lfps_rows": 4,
+            "options": {"rows": 4} | (options or {}),
         } | selection
         dtype = values.pop("dtype", "float32")
         self.selection = resolve_selection(values)
@@ -58,6 +60,7 @@ class Bench:
             model_hash="tiny",
         )
         self.policy = make_policy("lfps", PolicyContext(model=self.model, selection=self.selection))
+        self.options = self.policy.options
         generator = torch.Generator().manual_seed(seed)
         self.k = torch.randn(positions, heads, dim, generator=generator)
         self.v = torch.randn(positions, heads, dim, generator=generator)
@@ -76,7 +79,7 @@ class Bench:
         return StoredKV(*pools, self.slots[None])
 
     def start(self, length, window=None):
-        window = window or self.selection.lfps_rows
+        window = window or self.options.rows
         positions = torch.arange(length - window, length)
         self.policy.observe_stored(
             SeedInput(
@@ -122,9 +125,9 @@ class Bench:
                 lo=selection.num_sink_tokens,
                 num_recent=selection.num_recent_tokens,
                 budget=selection.budget_tokens,
-                a=selection.lfps_threshold,
-                decay=selection.lfps_decay,
-                epsilon=selection.lfps_sparsity,
+                a=self.options.threshold,
+                decay=self.options.decay,
+                epsilon=self.options.sparsity,
             )
             for head in range(self.model.num_kv_heads)
         ]
@@ -148,7 +151,9 @@ def tables_of(vertical, slash):
 
 def test_eq4_by_hand():
     """Weights 1:2:3 and 1:2, worked on paper; c = 1 / (2 * 2 * 0.05) = 5."""
-    bench = Bench(heads=1, group=1, dim=4, lfps_rows=2, num_sink_tokens=1, num_recent_tokens=2)
+    bench = Bench(
+        heads=1, group=1, dim=4, options={"rows": 2}, num_sink_tokens=1, num_recent_tokens=2
+    )
     bench.q[:] = torch.tensor([2.0, 0, 0, 0])  # the scale is 1/2: a logit is the key's first entry
     bench.k[:, 0] = 0.0
     bench.k[:6, 0, 0] = torch.tensor([9.0, 1, 2, 3, 7, 7]).log()
@@ -231,10 +236,10 @@ def test_sums_and_peaks_stay_true(decay):
     assert applied >= 1
 
 
-@pytest.mark.parametrize("changes", [{}, {"lfps_threshold": 0.05}, {"lfps_sparsity": 0.02}])
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.05}, {"sparsity": 0.02}])
 @pytest.mark.parametrize("group", [1, 3])
-def test_a_run_against_the_printed_equations(group, changes):
-    bench = Bench(group=group, **changes)
+def test_a_run_against_the_printed_equations(group, options):
+    bench = Bench(group=group, options=options)
     references = bench.references()
     bench.start(200)
     for head, each in enumerate(references):
@@ -260,12 +265,12 @@ def test_a_run_against_the_printed_equations(group, changes):
         assert found.num_scored == want_scored
         scored += want_scored
     assert scored > 0
-    assert any(each.num_bypassed for each in references) == ("lfps_sparsity" in changes)
+    assert any(each.num_bypassed for each in references) == ("sparsity" in options)
 
 
 def test_reads_nothing_but_candidates_sink_and_local_rows():
     """Every other key and value is NaN."""
-    bench = Bench(heads=1, group=2, lfps_sparsity=1.0)
+    bench = Bench(heads=1, group=2, options={"sparsity": 1.0})
     (each,) = bench.references()
     bench.start(300)
     each.start(np.stack([bench.group(0, p) for p in range(296, 300)]), list(range(296, 300)))
@@ -313,7 +318,7 @@ def test_bypass_returns_the_mean_with_the_weight_of_the_rest():
 
 @pytest.mark.parametrize(("bypass", "weight_of_rest"), [("sink", 0.0), ("mean", 1.0)])
 def test_other_bypasses(bypass, weight_of_rest):
-    bench = bypassing_bench(lfps_bypass=bypass)
+    bench = bypassing_bench(options={"bypass": bypass})
     bench.start(200)
     merged = bench.step(200).merged[0]
     local_lse = torch.zeros(2)  # of the inference rank's part
@@ -325,7 +330,7 @@ def test_other_bypasses(bypass, weight_of_rest):
 
 @pytest.mark.parametrize("prompt", [12, 200])
 def test_a_covering_budget_is_attention_over_every_candidate(prompt):
-    bench = Bench(budget_tokens=400, lfps_sparsity=0.01)
+    bench = Bench(budget_tokens=400, options={"sparsity": 0.01})
     bench.start(prompt)
     for position in range(prompt, prompt + 30):
         merged = bench.step(position).merged[0].double()

@@ -10,7 +10,7 @@ def test_bounds_and_choice_by_hand(make_bench):
     bench = make_bench(
         "quest",
         lengths=(16,),
-        quest_page_tokens=2,
+        options={"page_tokens": 2},
         budget_tokens=12,
         num_sink_tokens=0,
         pooling="max_logit",
@@ -46,7 +46,7 @@ def test_the_last_page_is_cut_at_the_budget(make_bench):
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_every_bound_is_one_and_is_reached_in_pages_of_one(make_bench, queries, size):
-    bench = make_bench("quest", quest_page_tokens=size, pooling="max_logit")
+    bench = make_bench("quest", options={"page_tokens": size}, pooling="max_logit")
     request = bench.request(queries[0])
     model = bench.context.model
     for row, hi in enumerate(request.hi.tolist()):

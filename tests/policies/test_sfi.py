@@ -135,14 +135,14 @@ def test_selects_by_the_whole_chain(make_bench, queries):
 
 
 def test_neutral_settings_leave_the_oracle(make_bench, queries):
-    neutral = {"sfi_lambda_clip": 0.0, "sfi_nms": 0.0, "sfi_cross": 0.0}
+    neutral = {"options": {"lambda_clip": 0.0, "nms": 0.0, "cross": 0.0}}
     ours, oracle = make_bench("sfi", **neutral), make_bench("oracle")
     assert torch.equal(ours.select(queries), oracle.select(queries))
 
 
 def test_the_prefill_tail_is_a_window(make_bench, queries):
     """The seed's evidence is the power mean of the last W = 2 queries, each causal."""
-    neutral = {"sfi_lambda_clip": 0.0, "sfi_nms": 0.0, "sfi_cross": 0.0, "sfi_window": 2}
+    neutral = {"options": {"lambda_clip": 0.0, "nms": 0.0, "cross": 0.0, "window": 2}}
     bench = make_bench("sfi", **neutral)
     prompt = torch.stack([query[0] for query in queries[:5]])
     positions = torch.arange(65, 70)
@@ -174,6 +174,6 @@ def test_the_prefill_tail_is_a_window(make_bench, queries):
 def test_what_it_declares(make_bench):
     policy = make_bench("sfi").policy
     assert policy.capabilities.timing is Timing.EXACT_STEP
-    assert policy.traits.refresh == RefreshRule.BOUNDARY
+    assert policy.options.declare(policy.capabilities).refresh is RefreshRule.BOUNDARY
     with pytest.raises(PolicyError, match="softmax_mean"):
         make_bench("sfi", pooling="max_logit")

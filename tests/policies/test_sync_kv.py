@@ -25,7 +25,7 @@ NINF = float("-inf")
 @pytest.fixture
 def make(make_bench):
     def make_policy(clusters=CLUSTERS, **changes):
-        context = make_bench("oracle", num_sink_tokens=0, **changes).context
+        context = make_bench("sync_kv", num_sink_tokens=0, **changes).context
         model = msgspec.structs.replace(context.model, num_kv_heads=3, num_layers=1)
         return SyncKVPolicy(replace(context, model=model, clusters=clusters))
 
@@ -60,7 +60,7 @@ LATER = [[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]]
 def test_followers_take_the_set_of_their_representative(make):
     policy = make()
     assert policy.traits.slow_heads == ((1, 2),)
-    assert policy.traits.refresh == RefreshRule.PERIOD
+    assert policy.options.declare(policy.capabilities).refresh is RefreshRule.PERIOD
     # Half of K = 4 static, then the dynamic best of the rest; head 0 follows head 2.
     assert ask(policy, FIRST) == [[5, 4, 3, 2], [0, 1, 2, 3], [5, 4, 3, 2]]
 
@@ -76,7 +76,7 @@ def test_the_static_half_stays_and_the_dynamic_half_moves(make):
 
 @pytest.mark.parametrize(("static", "want"), [(0.0, [0, 1, 2, 3]), (1.0, [5, 4, 3, 2])])
 def test_all_dynamic_or_all_static(make, static, want):
-    policy = make(sync_static=static)
+    policy = make(options={"static": static})
     ask(policy, FIRST)
     assert ask(policy, LATER)[0] == want
 
@@ -90,7 +90,7 @@ def test_the_dynamic_part_is_rounded_down(make):
 
 def test_the_union_gives_every_head_all_sets(make):
     """K = 4 and two clusters: two positions each, one static; static first, in turn."""
-    policy = make(sync_union=True)
+    policy = make(options={"union": True})
     assert ask(policy, FIRST) == [[0, 5, 1, 4]] * 3
     assert ask(policy, LATER) == [[0, 5, -1, -1]] * 3, "their dynamics are the other's static"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
@@ -20,9 +21,10 @@ from tandemkv.server.devices import resolve_device
 from tandemkv.server.evaluation.corpus import built_in_corpus, read_corpus
 from tandemkv.server.evaluation.provenance import installed_versions, own_command
 from tandemkv.server.evaluation.tokenizing import Tokenizer, load_tokenizer
+from tandemkv.server.policy_options import split_option
 from tandemkv.server.preflight import resolve_dtype, resolve_model
 from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import Sourced, load_settings, require_known
+from tandemkv.server.settings_sources import Sourced, load_settings, read_assignments
 
 from .configurations import Configuration, parse_budgets, plan
 from .prompts import Prompts
@@ -74,8 +76,8 @@ class Campaign:
 
     def settings_of(self, configuration: Configuration) -> ServeSettings:
         """Return the whole tree for one server."""
-        selection = self.base.selection.model_validate(
-            {**self.base.selection.model_dump(), **configuration.selection}
+        selection = resolve_selection(
+            self.base.selection.model_dump(exclude={"options"}) | configuration.selection
         )
         return self.base.model_copy(update={"selection": selection})
 
@@ -173,9 +175,19 @@ def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[s
             raise SettingsError(f"--set {text}: KEY=VALUE is required, e.g. selection.fetch_cap=64")
         if key in (*flags, "port", "host", "run_dir", "selection.policy"):
             raise SettingsError(f"--set {text}: tandemkv quality sets {key} itself")
-        require_known(key, f"--set {text}")
-        flags[key] = Sourced(value, f"--set {key}")
+        option = split_option(key)
+        if option is not None:
+            raise SettingsError(
+                f"--set {text}: an option of a policy follows its name: --policies "
+                f"{option.policy}+{option.option}={value}"
+            )
+        flags |= read_assignments([text])
     draft = load_settings(flags, {}, request.config)
+    if draft.selection.options:
+        raise SettingsError(
+            f"--config {request.config}: tandemkv quality measures several policies, and an option "
+            "of one follows its name: --policies look_ahead+distance=2"
+        )
     if device == "cuda" and draft.selection.dense_tokens is None:
         # What serve would fill in is often longer than the prompts: dense against dense.
         flags[_DENSE_TOKENS] = Sourced(0, "tandemkv quality")
@@ -192,7 +204,9 @@ def _configurations(
         device=device,
         # In one process the cache rank is where the model is.
         cache_device=device if base.rank_settings.exchange.is_in_process else base.cache_device,
-        base=base.selection.model_dump(exclude_defaults=True, exclude={"policy"}),
+        base=base.selection.model_dump(
+            exclude_defaults=True, exclude={"policy", "declared", "options"}
+        ),
         with_dense=not request.no_dense,
     )
     if not found:

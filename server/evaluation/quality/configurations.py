@@ -12,15 +12,19 @@ import msgspec
 from pydantic import ValidationError
 
 from tandemkv.cache_rank.policies.base import PolicyCapabilities, PolicyError
+from tandemkv.cache_rank.policies.options import parse_option
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.devices import choose_cache_device
+from tandemkv.server.policy_options import MOVED
 from tandemkv.server.settings_sources import removed
 
 DENSE = "dense"
 System = Literal["tandemkv", "sglang", "kvpress"]
+Scalar = str | int | float | bool | None
+Setting = str | int | float | bool | list[int] | dict[str, Scalar | list[Scalar]] | None
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +60,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_layers: int
     remote_tokens: int = 0
     exact_layers: list[int] = []
-    selection: dict[str, str | int | float | bool | list[int] | None] = {}
+    selection: dict[str, Setting] = {}
     sees_question: str = ""
     variant: str = ""
 
@@ -127,8 +131,9 @@ def plan(
     Parameters
     ----------
     policies : sequence of str
-        Names in the registry, or ``module:Class``; with settings of the group ``selection`` for
-        this one alone after a plus sign each: ``look_ahead+fetch_cap=64+resident_factor=1``.
+        Names in the registry, or ``module:Class``; with settings of the group ``selection``, and
+        options of the policy, for this one alone after a plus sign each:
+        ``look_ahead+fetch_cap=64+distance=2``.
     budgets : sequence of Budget
         Tokens attended to.
     num_layers : int
@@ -152,7 +157,9 @@ def plan(
         if text != DENSE:
             policy, own = _split(text)
             capabilities = _capabilities(policy, device, cache_device)
-            added = _of_policy(policy, capabilities, budgets, num_layers, {**base, **own})
+            added = _of_policy(
+                policy, capabilities, budgets, num_layers, {**base, **_with_options(policy, own)}
+            )
             variant = ", ".join(f"{key}={value}" for key, value in own.items())
             found += [msgspec.structs.replace(item, variant=variant) for item in added]
     slugs = [item.slug for item in found]
@@ -170,11 +177,27 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
         key, separator, value = (piece.strip() for piece in part.partition("="))
         if not separator or key in ("policy", "budget_tokens", "exact_layers"):
             raise SettingsError(
-                f"policies={text}: after a plus sign, a setting of the group selection is required "
-                "(look_ahead+fetch_cap=64); not policy, budget_tokens or exact_layers"
+                f"policies={text}: after a plus sign, a setting of the group selection or an "
+                "option of the policy is required (look_ahead+fetch_cap=64); not policy, "
+                "budget_tokens or exact_layers"
             )
         own[key] = value
     return policy.strip(), own
+
+
+def _with_options(policy: str, own: Mapping[str, str]) -> dict[str, object]:
+    """Return settings of one configuration, with the policy's options as their own mapping."""
+    try:
+        model = find_policy(policy).options_model
+        options = {
+            name: parse_option(model, policy, name, text)
+            for name, text in own.items()
+            if name in model.model_fields and name not in SelectionSettings.model_fields
+        }
+    except PolicyError as error:
+        raise SettingsError(str(error)) from error
+    settings: dict[str, object] = {k: text for k, text in own.items() if k not in options}
+    return settings | ({"options": options} if options else {})
 
 
 def _capabilities(policy: str, device: str, cache_device: str) -> PolicyCapabilities:
@@ -223,12 +246,16 @@ def _attends_to_all(system: System, policy: str, num_layers: int) -> Configurati
 def _check_names(policy: str, base: Mapping[str, object]) -> None:
     """Refuse what is no setting of the group ``selection``."""
     for name in sorted(base.keys() - SelectionSettings.model_fields.keys()):
+        if name in MOVED:
+            new = MOVED[name].replace(".", "+")
+            raise SettingsError(f"policy={policy}: {name} is now an option: {new}={base[name]}")
         reason = removed(f"selection.{name}")
         if reason is not None:
             raise SettingsError(f"policy={policy}: {name} {reason}")
-        near = difflib.get_close_matches(name, SelectionSettings.model_fields, n=1, cutoff=0.5)
+        names = [*SelectionSettings.model_fields, *find_policy(policy).options_model.model_fields]
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         raise SettingsError(
-            f"policy={policy}: no setting {name} of selection; "
+            f"policy={policy}: no setting {name} of selection, and no such option of this policy; "
             + (f"did you mean {near[0]}?" if near else "`tandemkv serve --print-settings` has all")
         )
 
@@ -308,6 +335,8 @@ def _divide(
 def _settings(policy: str, values: Mapping[str, object]) -> SelectionSettings:
     try:
         return resolve_selection({**values, "policy": policy})
+    except PolicyError as error:
+        raise SettingsError(str(error)) from error
     except ValidationError as error:
         raise SettingsError(
             "; ".join(
@@ -320,7 +349,7 @@ def _settings(policy: str, values: Mapping[str, object]) -> SelectionSettings:
 
 def _given(
     settings: SelectionSettings,
-) -> dict[str, str | int | float | bool | list[int] | None]:
+) -> dict[str, Setting]:
     """Return what differs from the defaults, and what the report names."""
     named = {"policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens"}
     defaults = SelectionSettings()

@@ -26,8 +26,8 @@ class Request:
     policies: Annotated[
         str,
         option(
-            "Policies, separated by commas; dense is added. Settings of one alone follow it: "
-            "look_ahead+fetch_cap=64+resident_factor=1."
+            "Policies, separated by commas; dense is added. Settings and options of one follow it: "
+            "look_ahead+fetch_cap=64+distance=2."
         ),
     ] = "look_ahead,streaming"
     budgets: Annotated[

@@ -127,7 +127,9 @@ def share(world: World, rows: list[int], lengths: list[int]) -> dict[int, torch.
 def test_layers_take_the_positions_of_their_anchor(policy: str) -> None:
     """Only anchors are indexed and scanned; a follower's heads take those they are mapped to."""
     # Others than kascade need anchors that are not exact; nobody follows its layer 0 here.
-    more = {} if policy == "kascade" else {"anchors": (1, 3), "ridge_unrotate": False}
+    more: dict[str, object] = {} if policy == "kascade" else {"anchors": (1, 3)}
+    if policy == "async_spade":
+        more["options"] = {"unrotate": False}
     world = World(policy=policy, share_layers=policy != "kascade", **SHARING | more)
     rank = world.rank
     assert tuple(x for x in range(LAYERS) if rank.program.is_source(x)) == (1, 3)

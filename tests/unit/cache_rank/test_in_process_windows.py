@@ -177,10 +177,10 @@ class Twins:
     [
         {"policy": "async_spade"},
         {"policy": "async_spade", "pool_before": 1},
-        {"policy": "async_spade", "ridge_window": 5},
-        {"policy": "async_spade", "ridge_unrotate": False, "ridge_sign": -1},
-        {"policy": "async_spade", "ridge_normalise": "none", "ridge_window": 3},
-        {"policy": "mean_query", "ridge_window": 20},
+        {"policy": "async_spade", "options": {"window": 5}},
+        {"policy": "async_spade", "options": {"unrotate": False, "sign": -1}},
+        {"policy": "async_spade", "options": {"normalise": "none", "window": 3}},
+        {"policy": "mean_query", "options": {"window": 20}},
         {"policy": f"{__name__}:Turned"},
         {"policy": "last_query"},
     ],
@@ -225,14 +225,14 @@ def test_a_row_gets_a_new_window_with_each_prompt(model_dir: Path, beside: bool)
 
 
 def test_windows_count_as_memory(model_dir: Path) -> None:
-    with_windows = Twins(model_dir, policy="mean_query", ridge_window=7).rank.nbytes
+    with_windows = Twins(model_dir, policy="mean_query", options={"window": 7}).rank.nbytes
     without = Twins(model_dir, policy="last_query").rank.nbytes
     assert with_windows - without == ROWS1 * 8 * QUERY_HEADS * DIM * 4
 
 
 def test_windows_that_are_too_long(model_dir: Path) -> None:
-    with pytest.raises(PolicyError, match=r"ridge_window=17.*--cache-ranks 1"):
-        Twins(model_dir, policy="async_spade", ridge_window=17)
+    with pytest.raises(PolicyError, match=r"window=17.*--cache-ranks 1"):
+        Twins(model_dir, policy="async_spade", options={"window": 17})
 
 
 def test_unrotation_needs_the_model_directory() -> None:

@@ -24,7 +24,12 @@ from tandemkv.cache_rank.policies.base import (
     StoredKV,
 )
 from tandemkv.cache_rank.policies.composition import Composition, check_device
-from tandemkv.cache_rank.policies.registry import POLICIES, find_policy, make_policy
+from tandemkv.cache_rank.policies.registry import (
+    POLICIES,
+    find_policy,
+    make_policy,
+    resolve_selection,
+)
 from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.attention import attend_paged
@@ -80,19 +85,23 @@ def request_of(world: World, layer: int, row: int, hi: int, query: torch.Tensor)
         lo=lo,
         hi=ends,
         stored=StoredKV(keys, world.pools.v[layer], slots),
-        pages=page_bounds(keys, slots, lo, ends, page_tokens=selection.quest_page_tokens),
+        pages=page_bounds(
+            keys, slots, lo, ends, page_tokens=int(str(selection.options.get("page_tokens", 16)))
+        ),
     )
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_users_seeding_and_ranking_decide(page_size: int) -> None:
+@pytest.mark.parametrize(("page_size", "skip"), [(1, 0), (16, 0), (16, 5)])
+def test_a_users_seeding_and_ranking_decide(page_size: int, skip: int) -> None:
     own_policy.CALLS.clear()
-    world = World(policy="own_policy:NewestFirst", fetch_cap=32, page_size=page_size)
+    world = World(
+        policy="own_policy:NewestFirst", fetch_cap=32, page_size=page_size, options={"skip": skip}
+    )
     world.prefill(1, 200)
     for layer in SPARSE:
         assert world.resident(layer, 1)[1].tolist() == [list(range(world.width))] * HEADS
     step(world, [0, 1, 2], [1, 201, 30])
-    newest = set(range(201 - RECENT - 32, 201 - RECENT))
+    newest = set(range(201 - RECENT - 32 - skip, 201 - RECENT - skip))
     for layer in SPARSE:
         world.check_books(layer, 1, 201)
         for head in world.resident(layer, 1)[1].tolist():
@@ -149,7 +158,8 @@ def test_a_gpu_refuses_what_it_cannot_capture() -> None:
 
 
 def test_settings_are_those_of_the_class() -> None:
-    assert DeclaredPolicy() == find_policy(SelectionSettings().policy).capabilities.declared
+    assert DeclaredPolicy() == resolve_selection({}).declared
+    assert SelectionSettings() == resolve_selection({})
     world = World(policy="streaming")
     selection = world.settings.selection.model_copy(update={"declared": DeclaredPolicy()})
     world.settings = world.settings.model_copy(update={"selection": selection})
@@ -159,7 +169,7 @@ def test_settings_are_those_of_the_class() -> None:
 
 def test_a_share_of_the_context_is_taken() -> None:
     sharing = {"anchors": (0, 1, 3), "exact_layers": (0,)}
-    world = World(policy="kascade", kascade_fraction=0.7, budget_tokens=160, fetch_cap=160,
+    world = World(policy="kascade", options={"fraction": 0.7}, budget_tokens=160, fetch_cap=160,
                   resident_factor=1.0, **sharing)  # fmt: skip
     world.prefill(1, 200)
     before = world.rank.counters()
@@ -176,7 +186,7 @@ def test_a_share_of_the_context_is_taken() -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_quest_ranks_by_bounds_that_steps_keep(page_size: int) -> None:
     """The index that grew step by step is the one made at once, and selects the same."""
-    world = World(policy="quest", fetch_cap=32, page_size=page_size, quest_page_tokens=7)
+    world = World(policy="quest", fetch_cap=32, page_size=page_size, options={"page_tokens": 7})
     world.prefill(1, 150)
     world.prefill(2, 60)
     for grown in range(1, 20):
@@ -232,7 +242,7 @@ def test_slow_rows_alone_are_selected_for(policy: str, monkeypatch: pytest.Monke
 def test_a_representative_head_chooses_for_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     one = HeadClusters(((0, 0),) * LAYERS, ((1,),) * LAYERS)
     monkeypatch.setattr(factory, "resolve_calibration", lambda *_: Resolved(clusters=one))
-    world = World(policy="sync_kv", fetch_cap=32, resident_factor=1.0, sync_static=0.0)
+    world = World(policy="sync_kv", fetch_cap=32, resident_factor=1.0, options={"static": 0.0})
     world.prefill(1, 200)
     queries = step(world, [1], [201], [True])
     for layer in SPARSE:

@@ -3,9 +3,9 @@
 
 import pytest
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import RefreshRule
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.inference_rank.refresh import RefreshSchedule, schedule_for, trigger_token_ids
 
 WORDS = ["a", ".", " end.", "e.g", "?", "!\n", ";", "\n\n", "1.5", "..", " ", ".)", "\n  ", ". "]
@@ -22,7 +22,7 @@ class Words:
 
 
 def texts(endings):
-    return [WORDS[number] for number in sorted(trigger_token_ids(Words(), endings))]
+    return [WORDS[number] for number in sorted(trigger_token_ids(Words(), endings, "sfi"))]
 
 
 def test_triggers_are_found_by_the_end_of_their_text():
@@ -31,8 +31,8 @@ def test_triggers_are_found_by_the_end_of_their_text():
 
 
 def test_triggers_that_cannot_fire_are_refused():
-    with pytest.raises(SettingsError, match="--sfi-triggers"):
-        trigger_token_ids(Words(), "%")
+    with pytest.raises(SettingsError, match=r"policy=sfi: no token.*tandemkv policies sfi"):
+        trigger_token_ids(Words(), "%", "sfi")
 
 
 def slow_steps(schedule, tokens, *, row=1, generation=1):
@@ -66,27 +66,28 @@ def test_never_and_padding():
     assert slow_steps(RefreshSchedule(RefreshRule.PERIOD, 1), [None] * 3, row=0) == []
 
 
-def test_the_policy_decides_which_schedule_there_is():
-    sfi = SelectionSettings(policy="sfi", sfi_triggers="?", sfi_max_interval=9)
-    schedule = schedule_for(RefreshRule.BOUNDARY, sfi, Words)
-    assert (schedule.period, schedule.triggers) == (9, {WORDS.index("?")})
-    sync = SelectionSettings(policy="sync_kv", sync_stride=3)
-    sync = schedule_for(RefreshRule.PERIOD, sync, Words)
+def schedule(load_tokenizer=Words, *, triggers=frozenset(), **selection):
+    return schedule_for(resolve_selection(selection), load_tokenizer, triggers=triggers)
+
+
+def test_the_policy_declares_which_schedule_there_is():
+    sfi = schedule(policy="sfi", options={"triggers": "?", "max_interval": 9})
+    assert (sfi.period, sfi.triggers) == (9, {WORDS.index("?")})
+    sync = schedule(policy="sync_kv", options={"stride": 3})
     assert (sync.rule, sync.period, sync.triggers) == (RefreshRule.PERIOD, 3, frozenset())
-    never = schedule_for(RefreshRule.NEVER, SelectionSettings(), Words)
-    assert never.rule is RefreshRule.NEVER
+    assert schedule().rule is RefreshRule.NEVER
 
 
 def test_the_vocabulary_is_read_once():
-    reads, sfi = [], SelectionSettings(policy="sfi")
+    reads = []
 
     def load():
         reads.append(1)
         return Words()
 
-    first = schedule_for(RefreshRule.BOUNDARY, sfi, load)
-    again = schedule_for(RefreshRule.BOUNDARY, sfi, load, triggers=first.triggers)
+    first = schedule(load, policy="sfi")
+    again = schedule(load, policy="sfi", triggers=first.triggers)
     assert again.triggers == first.triggers
     assert reads == [1]
     with pytest.raises(SettingsError, match="tokenizer"):
-        schedule_for(RefreshRule.BOUNDARY, sfi, None)
+        schedule(None, policy="sfi")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.local import SelectionTime
 from tandemkv.cache_rank.protocol.messages import Timing
@@ -95,9 +96,9 @@ def test_what_is_asked_for_stays() -> None:
 @pytest.mark.parametrize(
     ("timing", "options", "exposed"),
     [
-        (Timing.SAME_STEP_HIDDEN, {"look_ahead_layers": 1}, 50.0),
-        (Timing.SAME_STEP_HIDDEN, {"look_ahead_layers": 3}, 50.0),
-        (Timing.SAME_STEP_HIDDEN, {"look_ahead_layers": 0}, 250.0),
+        (Timing.SAME_STEP_HIDDEN, {"declared": DeclaredPolicy(layers_ahead=1)}, 50.0),
+        (Timing.SAME_STEP_HIDDEN, {"declared": DeclaredPolicy(layers_ahead=3)}, 50.0),
+        (Timing.SAME_STEP_HIDDEN, {"declared": DeclaredPolicy(layers_ahead=0)}, 250.0),
         (Timing.SAME_STEP_QUERY, {}, 250.0),
         (Timing.SAME_STEP_HIDDEN, {"has_own_gpu": False}, 250.0),
     ],

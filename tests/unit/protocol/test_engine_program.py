@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
@@ -38,18 +39,18 @@ def program_of(
         dtype="bfloat16",
         model_hash="0",
     )
+    rule = RefreshRule.PERIOD if timing is Timing.EXACT_STEP else RefreshRule.NEVER
     selection = SelectionSettings(
         budget_tokens=128,
         exact_layers=tuple(x for x in exact_layers if x < num_layers),
-        look_ahead_layers=look_ahead,
+        declared=DeclaredPolicy(layers_ahead=look_ahead, refresh=rule),
         late_layers=late_layers,
     )
-    rule = RefreshRule.PERIOD if timing is Timing.EXACT_STEP else RefreshRule.NEVER
     return EngineProgram(
         model,
         RankSettings(selection=selection),
         timing=timing,
-        traits=PolicyTraits(layer_sources=sources, slow_heads=slow_heads, refresh=rule),
+        traits=PolicyTraits(layer_sources=sources, slow_heads=slow_heads),
         all_exact=all_exact,
         keeps_queries=keeps_queries,
         index_interval=index_interval,

@@ -55,7 +55,7 @@ MESSAGES: list[Message] = [
         num_slots=65536,
         timing=1,
         all_exact=False,
-        traits=PolicyTraits(layer_sources=(0, 0, 2), slow_heads=((0,), (0, 1), (1,)), refresh=2),
+        traits=PolicyTraits(layer_sources=(0, 0, 2), slow_heads=((0,), (0, 1), (1,))),
     ),
     Refused(field="dtype", message="differs"),
     Goodbye(epoch=9),

@@ -20,6 +20,7 @@ from tandemkv.server.child_process import ChildSpec
 from tandemkv.server.evaluation.quality import runner, servers
 from tandemkv.server.evaluation.quality.servers import MeasurementError, RunningServer, StoppedError
 from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings_sources import load_settings
 
 SERVER = RunningServer("http://127.0.0.1:1", is_stock=True)
 
@@ -41,13 +42,17 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ChildSpec, str]]:
     return found
 
 
-def test_ours_reads_its_settings_from_a_file_and_not_from_here(specs: list[Any]) -> None:
+def test_ours_reads_its_settings_from_a_file_and_not_from_here(
+    specs: list[Any], tmp_path: Path
+) -> None:
     settings = ServeSettings.model_validate({"model": "m", "device": "cpu", "evaluation": True})
     with servers.tandem_server(settings, threading.Event(), probes=True) as server:
         (spec, config), *_ = specs
         tree = yaml.safe_load(config)
         assert server.url.endswith(f":{tree['port']}")
-        assert ServeSettings.model_validate(tree).evaluation
+        file = tmp_path / "settings.yaml"
+        file.write_text(config)
+        assert load_settings({}, {}, file).evaluation
         assert spec.env[servers.PROBE_VARIABLE] == str(server.probe_file)
         assert "TANDEMKV_SERVE_PORT" not in spec.env
         folder = spec.log_path.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,10 +14,11 @@ from typer.testing import CliRunner
 
 from tandemkv.server import doctor
 from tandemkv.server.commands import app
+from tandemkv.server.options import COMMON, SERVE_FLAGS
 
 RANK_OPTIONS = """
     --policy --budget-tokens --resident-factor --recent-tokens --sink-tokens --fetch-cap
-    --index-dtype --look-ahead-layers --refresh-every --exact-layers --cache-tokens
+    --index-dtype --refresh-every --exact-layers --cache-tokens
     --max-running-requests --config
     --cache-device
 """
@@ -71,24 +73,65 @@ def server_url() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("serve", SERVE_OPTIONS),
-        ("cache-rank", f"{RANK_OPTIONS} --run-dir --model"),
-        ("status", "--json --url http://127.0.0.1:30000"),
-        ("model-path", "smollm2"),
-        ("doctor", "--port"),
+        ("serve --help-all", SERVE_OPTIONS),
+        ("cache-rank --help-all", f"{RANK_OPTIONS} --run-dir --model"),
+        ("status --help", "--json --url http://127.0.0.1:30000"),
+        ("model-path --help", "smollm2"),
+        ("doctor --help", "--port"),
     ],
 )
 def test_help_mentions_every_option(runner: CliRunner, command: str, options: str) -> None:
-    result = runner.invoke(app, [command, "--help"])
+    result = runner.invoke(app, command.split())
     assert result.exit_code == 0
     assert [option for option in options.split() if option not in result.output] == []
 
 
+def options_in(text: str) -> list[str]:
+    """Names of the options that a help lists, the switch-off of a switch not counted."""
+    return re.findall(r"^│[ *]+(--[a-z][a-z0-9-]*)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["serve", "inference-rank", "cache-rank", "inspect", "plan"])
+def test_help_has_what_a_user_needs_and_help_all_the_rest(
+    runner: CliRunner, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    short = runner.invoke(app, [command, "--help"]).output
+    long = runner.invoke(app, [command, "--help-all"]).output
+    assert runner.invoke(app, [command, "--help"]).output == short, "--help-all changes nothing"
+    for text in (short, long):
+        assert max(map(len, text.splitlines())) <= 80
+        assert "…" not in text, "a name or a choice was cut"
+        names = options_in(text)
+        assert len(names) == len(set(names))
+    common, every = options_in(short), options_in(long)
+    assert len(common) <= 25
+    assert set(common) < set(every)
+    assert {"--policy", "--budget-tokens", "--set", "--help-all"} <= set(common)
+    assert "For tuning" not in short
+    assert "For tuning" in long
+
+
+def test_the_whole_help_of_serve_has_every_flag(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = options_in(runner.invoke(app, ["serve", "--help-all"]).output)
+    own = {"--config", "--print-settings", "--verbose", "--set", "--help-all", "--help"}
+    assert set(names) == {flag.name for flag in SERVE_FLAGS} | own
+    assert {flag.panel for flag in SERVE_FLAGS if flag.is_common} == set(COMMON)
+
+
 def test_help_names_the_values_of_a_choice(runner: CliRunner) -> None:
     """Also of one that may be left open."""
-    output = " ".join(runner.invoke(app, ["serve", "--help"]).output.split())
-    for option, values in (("index-dtype", "native|int8|int4"), ("predictor-dtype", "native|int8")):
-        assert f"--{option} {values} " in output, option
+    output = runner.invoke(app, ["serve", "--help-all"]).output
+    output = " ".join(output.replace("│", " ").split())
+    for option, values in (
+        ("index-dtype", "native, int8 or int4; default: native"),
+        ("predictor-dtype", "native or int8"),
+    ):
+        after = output.partition(f"--{option} ")[2]
+        assert f"[{values}]" in after.partition(" --")[0], option
 
 
 def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:

@@ -194,7 +194,7 @@ def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
 
 def test_shared_selections_stay_in_process(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
-    fraction = {"policy": "kascade", "kascade_fraction": 0.1}
+    fraction = {"policy": "kascade", "options": {"fraction": 0.1}}
     assert resolve(tmp_path, selection=fraction)[0].cache_ranks == 0
     sparse = {"policy": "look_ahead", "share_layers": True, "exact_layers": ()}
     for shared in ({"policy": "kascade"}, sparse):
@@ -325,11 +325,13 @@ def test_a_model_of_few_layers_has_no_late_ones(
     gpus(2)
     spec = msgspec.structs.replace(SPEC, num_layers=4)
     monkeypatch.setattr(sys.modules[__name__], "SPEC", spec)
-    selection = {"budget_tokens": 2048, "look_ahead_layers": 3}
+    selection = {"budget_tokens": 2048, "options": {"distance": 3}}
     peer: dict[str, Any] = {"cache_ranks": 1, "exchange": {"transport": "peer"}}
     settings, _ = resolve(tmp_path, "cuda", selection=selection, **peer)
     assert settings.selection.late_layers is None
     with pytest.raises(SettingsError, match=r"too many for 4 layers.*use --late-layers 0"):
         resolve(tmp_path, "cuda", selection={**selection, "late_layers": 1}, **peer)
-    enough, _ = resolve(tmp_path, "cuda", selection={**selection, "look_ahead_layers": 2}, **peer)
+    enough, _ = resolve(
+        tmp_path, "cuda", selection={**selection, "options": {"distance": 2}}, **peer
+    )
     assert enough.selection.late_layers == 1

@@ -110,7 +110,7 @@ def test_refuses_what_has_no_calibration(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match=r"calibration=nothing\.json: cannot be read"):
         resolve(model_dir, selection={"policy": "kascade", "calibration": "nothing.json"})
     resolve(model_dir, selection={"policy": "kascade", "anchors": (0, 2)})
-    fraction = {"policy": "kascade", "anchors": (0, 2), "kascade_fraction": 0.1}
+    fraction = {"policy": "kascade", "anchors": (0, 2), "options": {"fraction": 0.1}}
     resolve(model_dir, cache_ranks=0, selection=fraction)
     with pytest.raises(SettingsError, match=r"pool_before=1, .*policy=quest .* last_query"):
         resolve(model_dir, selection={"policy": "quest", "pool_before": 1})

@@ -155,8 +155,8 @@ def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -
         (
             "",
             {},
-            {"selection__look_ahead_layers": "99"},
-            ["look_ahead_layers=99", "--selection__", "8"],
+            {"selection__late_layers": "99"},
+            ["late_layers=99", "--selection__", "8"],
         ),
         ("", {}, {"selection__exact_layers": "0,a"}, ["selection.exact_layers=0,a", "integer"]),
         ("", {}, {"selection__budget_tokens": "10"}, ["budget_tokens=10", "= 68", "--selection_"]),
@@ -239,8 +239,8 @@ def test_every_default_can_be_given_as_text() -> None:
         for name in key.split("."):
             found = getattr(found, name)
         assert found == value, key
-    found = load_settings(flags(selection__ridge_sign="-1", selection__anchors="2, 8"), {})
-    assert (found.selection.ridge_sign, found.selection.anchors) == (-1, (2, 8))
+    found = load_settings(flags(selection__anchors="2, 8"), {})
+    assert found.selection.anchors == (2, 8)
 
 
 def test_cuda_is_refused_in_this_version() -> None:

@@ -48,8 +48,8 @@ def test_tiny_model_by_hand() -> None:
     assert replace(TINY, tied_embeddings=True).weight_bytes == 2 * (2 * 784 + 80 + 8)
     assert TINY.step_weight_bytes == 2 * (2 * 784 + 80)
     assert TINY.predictor_bytes == 2 * (2 * 8 * 17)
-    assert TINY.far_predictor_bytes("native") == TINY.predictor_bytes
-    assert TINY.far_predictor_bytes("int8") == 2 * (16 * (8 + 4) + 2 * 8)
+    assert TINY.predictor_copy_bytes("native") == TINY.predictor_bytes
+    assert TINY.predictor_copy_bytes("int8") == 2 * (16 * (8 + 4) + 2 * 8)
     assert TINY.kv_token_bytes == 2 * 2 * 2 * 4 * 2  # layers x (K, V) x heads x dim x bf16
 
 
@@ -75,7 +75,7 @@ def test_separate_ranks_by_hand() -> None:
     assert memory.cache.weights == TINY.predictor_bytes // 2  # processes of their own
     one = memory_of(replace(placement, num_cache_gpus=1), TINY, LOAD).cache
     assert one is not None
-    assert one.weights == TINY.far_predictor_bytes("int8")
+    assert one.weights == TINY.predictor_copy_bytes("int8")
     assert memory.cache.staging == mailboxes // 2
 
 
@@ -93,7 +93,7 @@ def test_in_process_keeps_everything_on_the_inference_gpus() -> None:
         replace(LOAD, own_predictor_dtype="int8"),
     )
     more = copied.inference.weights - memory.inference.weights
-    assert more == TINY.far_predictor_bytes("int8") // 2
+    assert more == TINY.predictor_copy_bytes("int8") // 2
     idle = memory_of(
         Placement(kind=PlacementKind.IN_PROCESS, tp_size=2), TINY, replace(LOAD, selects=False)
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 
-def place(
+def to_device(
     values: Sequence[int] | Sequence[bool],
     device: torch.device,
     dtype: torch.dtype = torch.int64,

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandemkv soak``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.command_classes import ServeCommand, passed_through
+
+if TYPE_CHECKING:
+    from .faults import Action
+    from .target import Target
+
+_STARTED, _RUNNING = "kill,stop,pause,delay,drop", "none"
+
+
+def soak(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Model to start a server with; what follows -- goes to `serve`."),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Use the server that runs there instead.")
+    ] = None,
+    duration: Annotated[
+        float, typer.Option("--duration", min=10, max=7 * 86400, help="Seconds of load.")
+    ] = 180.0,
+    seed: Annotated[int, typer.Option("--seed", help="Decides requests and faults.")] = 1,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, max=1024, help="Requests at once.")
+    ] = 4,
+    faults: Annotated[
+        str | None,
+        typer.Option(
+            "--faults",
+            help="kill, stop and pause ranks; delay and drop at fault points; or none. A list "
+            f"with commas; default {_STARTED} for a server that is started, {_RUNNING} for --url.",
+        ),
+    ] = None,
+    calm: Annotated[
+        float, typer.Option("--calm", min=1, help="Mean seconds between two kills or stops.")
+    ] = 45.0,
+    longest: Annotated[
+        int, typer.Option("--longest-prompt", min=64, help="About how many tokens it has.")
+    ] = 600,
+    ready_within: Annotated[
+        float, typer.Option("--ready-within", min=1, help="Longest seconds from crash to ready.")
+    ] = 60.0,
+    expect_no_loss: Annotated[
+        bool,
+        typer.Option(
+            "--expect-no-loss", help="Fail if the loss of a cache rank ends a single request."
+        ),
+    ] = False,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="Key of the server at --url.")
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option("--admin-key-file", help="Its admin key, to empty the prefix cache."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")
+    ] = None,
+) -> None:
+    """Load a server, kill and stop its ranks, and judge what it was left as.
+
+    Mixed requests, some of them bad or given up in mid-stream. Judged are lost and wrong answers,
+    answers that differ from those of the same prompt alone, time to ready again, what leaks, and
+    whether latency grows. Exit code 1 if anything fails.
+    """
+    from .faults import parse_actions
+    from .run import SoakSettings
+
+    if (model is None) == (url is None):
+        raise SettingsError("give either a MODEL to start a server with, or --url of one that runs")
+    actions = parse_actions(faults if faults is not None else _STARTED if url is None else _RUNNING)
+    settings = SoakSettings(
+        duration_s=duration,
+        seed=seed,
+        concurrency=concurrency,
+        actions=actions,
+        calm_s=calm,
+        longest_tokens=longest,
+    )
+    console = Console(stderr=True, highlight=False)
+
+    @contextlib.contextmanager
+    def target() -> Iterator[Target]:
+        from .faults import points_text
+        from .target import running_target, started_target
+
+        if url is not None:
+            _check_actions(actions)
+            yield running_target(url, api_key_file=api_key_file, admin_key_file=admin_key_file)
+            return
+        assert model is not None
+        console.print(f"starting a server: tandemkv serve {model}")
+        with started_target(
+            model, passed_through(ctx), faults=points_text(seed, actions)
+        ) as started:
+            yield started
+
+    # As Ctrl-C: the server that was started is ended, and its files go.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if not _run(target, settings, ready_within, expect_no_loss, out, console):
+        raise typer.Exit(1)
+
+
+def _check_actions(actions: tuple[Action, ...]) -> None:
+    points = [name for name in actions if name in ("delay", "drop")]
+    if points:
+        raise SettingsError(
+            f"--faults {','.join(points)}: fault points are switched on when a server is started; "
+            "leave --url out, or use kill, stop and pause"
+        )
+
+
+def _run(
+    target: Callable[[], contextlib.AbstractContextManager[Target]],
+    settings: object,
+    ready_within_s: float,
+    expect_no_loss: bool,
+    out: Path | None,
+    console: Console,
+) -> bool:
+    from .judge import Rules, judge
+    from .report import as_json, as_tables
+    from .run import SoakSettings
+    from .run import soak as run_soak
+
+    assert isinstance(settings, SoakSettings)
+    rules = Rules(ready_within_s=ready_within_s, expect_no_loss=expect_no_loss)
+    with target() as server:
+        if server.processes is None:
+            console.print("the server is on another host: no faults, and no processes to look at")
+        found = run_soak(server, settings, console.print)
+    verdict = judge(found, server, rules)
+    report = as_json(
+        found, verdict, rules, "started for the soak" if server.is_ours else server.url
+    )
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    Console(highlight=False).print(as_tables(report))
+    return verdict.passed
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command(cls=ServeCommand, epilog="What follows -- goes to `tandemkv serve` unchanged.")(
+        soak
+    )

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One soak from its first request to its verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandemkv.server.probes import StatusUnavailableError, fetch_status
+
+from .canaries import SoakError, Solo, record_solo
+from .client import Outcome
+from .faults import Action, Chaos
+from .processes import Held
+from .requests import Load, Request
+from .target import Target
+from .watch import Watch
+
+_CANARIES = 9
+_LONGEST_TOKENS = 600
+_PROBE_EVERY_S = 2.0
+_QUIET_TIMEOUT_S = 150.0
+_UNREACHABLE_PAUSE_S = 1.0
+_MOST_QUIET = 6
+_METRICS = re.compile(r"^sglang:(num_used_tokens)\{[^}]*\} (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakSettings:
+    """What is done.
+
+    Attributes
+    ----------
+    duration_s : float
+        Of the load; start and end of a server come on top.
+    seed : int
+        Decides requests and faults.
+    concurrency : int
+        Requests at once.
+    actions : tuple of str
+        Faults; see `faults.ACTIONS`.
+    calm_s : float
+        Mean time between two faults.
+    longest_tokens : int
+        About how long the longest prompts are.
+    """
+
+    duration_s: float
+    seed: int
+    concurrency: int
+    actions: tuple[Action, ...]
+    calm_s: float
+    longest_tokens: int = _LONGEST_TOKENS
+
+
+@dataclass(slots=True, kw_only=True)
+class QuietPoint:
+    """What the server holds while nobody asks for anything.
+
+    `books` are its own counts: rows and slots of requests, mapped bytes, SGLang's tokens.
+    """
+
+    held: Held | None
+    books: dict[str, float]
+    is_flushed: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for the report."""
+        return {
+            "books": self.books,
+            "flushed": self.is_flushed,
+            "held": None if self.held is None else self.held.as_json(),
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """All that a soak saw; `judge` makes a verdict of it."""
+
+    settings: SoakSettings
+    began: float
+    ended: float = 0.0
+    solos: list[Solo]
+    solos_after: list[Solo] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    quiet: list[QuietPoint] = field(default_factory=list)
+    chaos: Chaos | None = None
+    watch: Watch
+    point_faults: list[dict[str, float | int | str]] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+
+
+def soak(target: Target, settings: SoakSettings, tell: Callable[[str], None]) -> Findings:
+    """Load `target`, do faults, and return what was seen.
+
+    Parameters
+    ----------
+    target : Target
+        A server that is ready.
+    settings : SoakSettings
+        What to do.
+    tell : callable
+        Told what is going on.
+
+    Raises
+    ------
+    SoakError
+        If the server does not answer before anything was done to it.
+    """
+    load = Load(settings.seed, canaries=_CANARIES, longest_tokens=settings.longest_tokens)
+    tell("recording what each canary is answered alone")
+    is_dense = dense_rule(fetch_status(target.url))
+    solos = record_solo(target.client, load, _CANARIES, is_dense)
+    watch = Watch(target.url, target.processes)
+    found = Findings(settings=settings, began=time.time(), solos=solos, watch=watch)
+    watch.start()
+    run = _Run(target, load, found, tell)
+    try:
+        run.warm_up()
+        run.go()
+        tell("recording the canaries alone once more")
+        with contextlib.suppress(SoakError):
+            found.solos_after = record_solo(target.client, load, _CANARIES, is_dense)
+        found.status = fetch_status(target.url)
+    finally:
+        run.close()
+        watch.stop()
+    found.point_faults = target.point_faults()
+    return found
+
+
+def dense_rule(status: dict[str, Any]) -> Callable[[int], bool]:
+    """Return whether a request of so many tokens attends to everything on this server."""
+    rank = status["inference_rank"]
+    longest = float(rank.get("values", {}).get("plan_dense_tokens", 0.0))
+    is_exact = rank.get("info", {}).get("policy") == "exact"
+    return lambda tokens: is_exact or tokens <= longest
+
+
+def held_by_requests(is_flushed: bool) -> tuple[str, ...]:
+    """Return which of the books have to be 0 while nobody asks for anything.
+
+    The prefix cache keeps slots of requests that have ended, until it is emptied.
+    """
+    return ("request_rows", "slots_used", "sglang_tokens") if is_flushed else ("request_rows",)
+
+
+class _Run:
+    """Threads that send requests, and the pauses between them."""
+
+    def __init__(
+        self, target: Target, load: Load, found: Findings, tell: Callable[[str], None]
+    ) -> None:
+        self._target, self._load, self._found, self._tell = target, load, found, tell
+        self._settings = found.settings
+        self._lock = threading.Lock()
+        self._number = self._probes = 0
+        self._stopping, self._open = threading.Event(), threading.Event()
+        self._busy = 0
+        self._threads = [
+            threading.Thread(target=self._send_load, name=f"load-{i}", daemon=True)
+            for i in range(self._settings.concurrency)
+        ]
+        self._threads.append(threading.Thread(target=self._send_probes, name="probe", daemon=True))
+
+    def warm_up(self) -> None:
+        """Open what stays open: thread pools, connections between the ranks, logs."""
+        for thread in self._threads:
+            thread.start()
+        self._tell("warming up")
+        self._open.set()
+        time.sleep(min(20.0, self._settings.duration_s / 6))
+        self._quiet()
+
+    def go(self) -> None:
+        """Load and faults, with quiet points on the way and at the end."""
+        settings, found = self._settings, self._found
+        if self._target.processes is not None:
+            watch = found.watch
+            found.chaos = Chaos(
+                seed=settings.seed,
+                actions=settings.actions,
+                processes=self._target.processes,
+                is_ready=lambda: watch.is_ready,
+                calm_s=settings.calm_s,
+            )
+            found.chaos.start()
+        end = time.monotonic() + settings.duration_s
+        parts = max(1, min(_MOST_QUIET, int(settings.duration_s // 60)))
+        for part in range(parts):
+            self._tell(f"load and faults, part {part + 1} of {parts}")
+            self._open.set()
+            rest = (end - time.monotonic()) / (parts - part)
+            self._stopping.wait(max(1.0, rest))
+            is_last = part == parts - 1
+            if is_last and found.chaos is not None:
+                found.chaos.stop()
+            with found.chaos.hold() if found.chaos is not None else contextlib.nullcontext():
+                self._quiet()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._stopping.set()
+        self._open.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(200.0)
+        self._found.ended = time.time()
+
+    def _quiet(self) -> None:
+        """Let everything finish, empty the prefix cache, and look at what is held."""
+        self._open.clear()
+        time.sleep(0.2)  # for who has drawn a request and not begun to send it
+        deadline = time.monotonic() + _QUIET_TIMEOUT_S
+        while (self._busy or not self._found.watch.is_ready) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        is_flushed = self._flush(deadline)
+        books: dict[str, float] = {}
+        while time.monotonic() < deadline:  # SGLang's gauges lag behind an idle server
+            with contextlib.suppress(OSError, ValueError, StatusUnavailableError, KeyError):
+                books = self._books()
+                if not any(books.get(name) for name in held_by_requests(is_flushed)):
+                    break
+            time.sleep(1.0)
+        processes = self._target.processes
+        held = None if processes is None else processes.held()
+        if held is not None:
+            self._target.segments.update(held.shared_memory)
+        self._found.quiet.append(QuietPoint(held=held, books=books, is_flushed=is_flushed))
+
+    def _flush(self, deadline: float) -> bool:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                code, _ = self._target.client.post("/flush_cache")
+                if code in (200, 401, 403):
+                    return code == 200
+            time.sleep(0.5)
+        return False
+
+    def _books(self) -> dict[str, float]:
+        """Return what requests hold, by the inference rank's own count and by SGLang's."""
+        values = fetch_status(self._target.url)["inference_rank"]["values"]
+        names = ("request_rows", "slots_used", "mapped_bytes")
+        found = {name: float(values[name]) for name in names if name in values}
+        code, text = self._target.client.get("/v1/loads", is_admin=True)
+        if code == 200:
+            loads = json.loads(text)["loads"]
+            return found | {"sglang_tokens": sum(float(each["num_used_tokens"]) for each in loads)}
+        _, text = self._target.client.get("/metrics")
+        return found | {
+            "sglang_tokens": float(dict(_METRICS.findall(text.decode()))["num_used_tokens"])
+        }
+
+    def _send_load(self) -> None:
+        for request in self._requests():
+            outcome = self._send(request)
+            if outcome.ending == "unreachable" or outcome.status in (429, 503):
+                self._stopping.wait(_UNREACHABLE_PAUSE_S)
+
+    def _requests(self) -> Iterator[Request]:
+        while self._await_open():
+            with self._lock:
+                number, self._number = self._number, self._number + 1
+            yield self._load.draw(number)
+
+    def _send_probes(self) -> None:
+        while self._await_open():
+            begun = time.monotonic()
+            self._probes += 1
+            self._send(self._load.probe(self._probes))
+            self._stopping.wait(max(0.0, begun + _PROBE_EVERY_S - time.monotonic()))
+
+    def _await_open(self) -> bool:
+        self._open.wait()
+        return not self._stopping.is_set()
+
+    def _send(self, request: Request) -> Outcome:
+        with self._lock:
+            self._busy += 1
+        try:
+            outcome = self._target.client.send(request)
+        finally:
+            with self._lock:
+                self._busy -= 1
+        outcome.body = None  # an hour of them would be a leak of our own
+        with self._lock:
+            self._found.outcomes.append(outcome)
+        return outcome

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server under load: one that is started for it, or one that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandemkv.cache_rank.protocol.fault_points import FAULTS_FILE, FAULTS_VARIABLE, read_faults
+from tandemkv.inference_rank.edge.keys import read_key
+from tandemkv.server.child_process import ChildProcess, ChildSpec
+from tandemkv.server.ports import choose_port
+from tandemkv.server.probes import server_state
+
+from .canaries import SoakError
+from .client import Client
+from .processes import ServerProcesses, files_below
+
+_START_TIMEOUT_S = 900.0
+_MOST_RESTARTS = "1000"
+_END_TIMEOUT_S = 90.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Target:
+    """A server, and what is known of it.
+
+    Attributes
+    ----------
+    left : list of str or None
+        Once it was ended: what it left behind. None if it was not ours to end.
+    exit_status : str or None
+        How it ended.
+    """
+
+    url: str
+    client: Client
+    processes: ServerProcesses | None
+    is_ours: bool
+    log: Path | None = None
+    left: list[str] | None = None
+    exit_status: str | None = None
+    segments: set[str] = field(default_factory=set)
+
+    def point_faults(self) -> list[dict[str, float | int | str]]:
+        """Return what fault points did in the server's processes."""
+        run_dir = None if self.processes is None else self.processes.run_dir
+        return [] if run_dir is None else read_faults(run_dir / FAULTS_FILE)
+
+
+def running_target(url: str, *, api_key_file: Path | None, admin_key_file: Path | None) -> Target:
+    """Return the server that runs at `url`.
+
+    Raises
+    ------
+    SettingsError
+        If a key file cannot be used, or nobody listens there.
+    SoakError
+        If it is not ready.
+    """
+    client = Client(
+        url,
+        api_key=read_key(api_key_file, "--api-key-file") if api_key_file else None,
+        admin_key=read_key(admin_key_file, "--admin-key-file") if admin_key_file else None,
+    )
+    state = server_state(url, 5.0)
+    if not state.ready:
+        raise SoakError(f"{url} is not ready: {state.detail}")
+    return Target(
+        url=url, client=client, processes=ServerProcesses.listening_at(url), is_ours=False
+    )
+
+
+@contextlib.contextmanager
+def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iterator[Target]:
+    """Run ``tandemkv serve MODEL`` with more arguments, and fault points, while this lasts.
+
+    Raises
+    ------
+    SoakError
+        If it does not become ready.
+    """
+    work = Path(tempfile.mkdtemp(prefix="tkv-soak-"))
+    try:
+        temporary = work / "t"
+        temporary.mkdir()
+        admin_key, port = secrets.token_hex(16), choose_port("127.0.0.1", 0)
+        key_file = work / "admin.key"
+        key_file.touch(mode=0o600)
+        key_file.write_text(admin_key, encoding="utf-8")
+        argv = (
+            *(_python(), "-P", "-m", "tandemkv.server", "serve", model, *arguments),
+            *("--port", str(port), "--run-dir", str(work / "run")),
+            *("--admin-key-file", str(key_file), "--max-restarts", _MOST_RESTARTS),
+        )
+        env = dict(os.environ) | {"TMPDIR": str(temporary), "PYTHONSAFEPATH": "1"}
+        if faults:
+            env[FAULTS_VARIABLE] = faults
+        child = ChildProcess(
+            ChildSpec(name="tandemkv serve", argv=argv, env=env, log_path=work / "serve.log")
+        )
+        child.start()
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _await_ready(child, url)
+            target = Target(
+                url=url,
+                client=Client(url, admin_key=admin_key),
+                processes=ServerProcesses(child.pid, work / "run"),
+                is_ours=True,
+                log=work / "serve.log",
+            )
+            yield target
+            _end(child, target, temporary)
+        finally:
+            child.stop(_END_TIMEOUT_S, hurry=lambda: False)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _python() -> str:
+    import sys
+
+    return sys.executable
+
+
+def _await_ready(child: ChildProcess, url: str) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not (state := server_state(url)).ready:
+        status = child.exit_status()
+        if status is not None or time.monotonic() > deadline:
+            raise SoakError(
+                f"tandemkv serve {f'ended: {status}' if status else 'is not ready'}: "
+                f"{state.detail}\n{child.log_tail()}"
+            )
+        time.sleep(0.25)
+    while "Ctrl-C stops" not in child.log_tail(40):  # from then on it looks after its ranks
+        time.sleep(0.1)
+
+
+def _end(child: ChildProcess, target: Target, temporary: Path) -> None:
+    """End the server as Ctrl-C does, and see what is left."""
+    assert target.processes is not None
+    before = [process for some in target.processes.by_role().values() for process in some]
+    child.stop(_END_TIMEOUT_S, hurry=lambda: False)
+    target.exit_status = child.exit_status()
+    time.sleep(0.5)
+    left = [f"process {process.pid}" for process in before if process.is_running()]
+    left += [f"TMPDIR/{name}" for name in files_below(temporary)]
+    run_dir = files_below(target.processes.run_dir)
+    left += [f"run directory/{name}" for name in run_dir if ".log" not in name]
+    left += [path for path in sorted(target.segments) if Path(path).exists()]
+    target.left = left
