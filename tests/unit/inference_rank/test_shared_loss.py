@@ -74,16 +74,16 @@ class Engines:
         )
 
     def kill(self, number: signal.Signals) -> None:
-        """Signal the one that serves, and start another."""
-        serving = server_pid(self._run_dir.control_socket)
-        for i, process in enumerate(list(self._running)):  # what is stopped is appended
-            if process.pid == serving:
-                process.send_signal(number)
-                self._running[i] = self._start()
-                if number == signal.SIGKILL:
-                    process.wait()
-                else:
-                    self._running.append(process)
+        """Signal the one that serves, once one does, and start another."""
+        deadline = time.monotonic() + 60
+        while not (found := [p for p in self._running if p.pid == self._serving()]):
+            assert time.monotonic() < deadline, "none serves"
+            time.sleep(0.01)
+        found[0].send_signal(number)
+        self._running.append(self._start())
+
+    def _serving(self) -> int | None:
+        return server_pid(self._run_dir.heartbeat_socket)
 
     def close(self) -> None:
         for process in self._running:
@@ -262,24 +262,19 @@ def test_what_is_attended_to_is_that_of_an_undisturbed_run(
 ) -> None:
     played, engines = forward
     want = played.run()
-    rng, ended = random.Random(2), threading.Event()
+    rng, signals = random.Random(2), (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL)
 
-    def kill() -> None:
-        for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
-            time.sleep(0.2 + rng.random())
-            if ended.is_set():
-                return
-            engines.kill(number)
-            time.sleep(6.0)  # until the next one waits
+    def kill(number: signal.Signals) -> None:
+        time.sleep(0.1 + rng.random())
+        engines.kill(number)
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        while killer.is_alive():
+    for number in signals:
+        killer = threading.Thread(target=kill, args=(number,))
+        killer.start()
+        losses = played.num_lost
+        while killer.is_alive() or played.num_lost == losses:
             found = played.run()
             for mine, theirs in zip(found, want, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    finally:
-        ended.set()
         killer.join()
-    assert played.num_lost >= 3
+    assert played.num_lost == len(signals)
