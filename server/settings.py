@@ -38,8 +38,7 @@ class ServeSettings(BaseModel):
     )
     cache_device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Device that holds all K/V. auto: that of the model. cpu beside a GPU keeps "
-        "K/V in host memory.",
+        description="Device that holds all K/V. auto: that of the model.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and K/V. auto: float32 on a CPU, the model's own on a GPU."

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,40 +43,22 @@ from .samples import OwnSamples, PoolSamples
 from .start_measurement import StartMeasurement, agree_over_ranks
 
 
-@dataclass(slots=True)
-class LocalRuntime:
-    """What the plugin's hooks find in a process that has its own cache rank.
+@dataclass(slots=True, kw_only=True)
+class LocalRuntime(runtime_module.Runtime):
+    """What the plugin's hooks find in a process that has its own engine.
 
     `client` is None: there is no connection that could be lost.
     """
 
-    settings: RankSettings
-    model: ModelSpec
     rank: LocalCacheRank
-    counters: Counters
-    resident_bytes: int
-    occupancy: Occupancy
     measurement: StartMeasurement
-    middle_chunk_row: int | None = None
-    rows_on_host: list[int] | None = None
-    """Rows of the pass that is being made; None if it is not SGLang's scheduler that makes it."""
-    running_reqs: list[Any] = field(default_factory=list)
-    running_lengths: list[int] = field(default_factory=list)
-    scheduler: Any = None
-    refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
     client: None = None
 
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
-        selection = self.settings.selection
-        values = self.counters.as_values()
-        values |= {
+        own = {
             "cache_rank_up": 1.0,
-            "resident_bytes": float(self.resident_bytes),
-            "resident_slots": float(selection.num_resident),
-            "ring_slots": float(selection.num_recent_tokens),
             "index_bytes": float(self.rank.nbytes),
-            **self.occupancy.values(),
             **self.rank.last_counters(),
             **self.measurement.plan.values(),
         }
@@ -85,20 +66,8 @@ class LocalRuntime:
             role="inference_rank",
             epoch=1,
             ready=True,
-            values=values,
-            info={
-                "policy": selection.policy,
-                "budget_tokens": str(selection.budget_tokens),
-                "sample_tokens": str(selection.num_samples),
-                "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
-                "late_layers": str(selection.num_late),
-                **self.settings.placement.info(),
-                "index_dtype": selection.index_dtype,
-                "model": self.model.architecture,
-                "pid": str(os.getpid()),
-                "lost_reason": "",
-                **self.measurement.plan.info(),
-            },
+            values=self.values() | own,
+            info=self.info() | {"lost_reason": "", **self.measurement.plan.info()},
         )
 
 

