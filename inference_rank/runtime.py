@@ -73,7 +73,7 @@ class Runtime:
             "sample_tokens": str(selection.num_samples),
             "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
             "late_layers": str(selection.num_late),
-            "transport": self.settings.exchange.transport,
+            **self.settings.placement.info(),
             "index_dtype": selection.index_dtype,
             "model": self.model.architecture,
             "pid": str(os.getpid()),

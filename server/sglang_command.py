@@ -112,7 +112,7 @@ def sglang_env(
         if not any(argument.startswith("--enable-torch") for argument in settings.sglang_args):
             # The first request with a penalty would wait a minute for a compiler, and all others.
             env.setdefault("TORCHDYNAMO_DISABLE", "1")
-    if device == "cuda" and settings.rank_settings.exchange.is_shared:
+    if device == "cuda" and settings.rank_settings.placement.maps_memory:
         env = _SHARED_GPU_ENV | env
     return env
 

@@ -81,7 +81,7 @@ def create_backend(runner: Any) -> InProcessBackend:
     """
     settings = runtime_module.settings_from_environment()
     check_sizes(runner, settings)
-    if settings.exchange.is_shared:
+    if settings.placement.maps_memory:
         from tandemkv.inference_rank.links.start import create_shared_backend
 
         return create_shared_backend(runner, settings)
@@ -94,7 +94,7 @@ def create_backend(runner: Any) -> InProcessBackend:
     keys, values = getattr(pool, "cache_k", pool.k_buffer), getattr(pool, "cache_v", pool.v_buffer)
     sets = home.sets
     log_weight = None if home.samples is None else home.samples.log_weight
-    is_far = settings.exchange.is_peer
+    is_far = settings.placement.has_peer_gpu
     if log_weight is not None:
         log_weight = seen_from(cache_device, log_weight)
     sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
@@ -104,7 +104,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         head_dim=model.head_dim,
         device=cache_device,
         is_far=is_far,
-        is_int8=settings.selection.predictor_dtype_of(is_far=is_far) == "int8",
+        is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=is_far) == "int8",
     )
     rank = create_local_cache_rank(
         model=model,
@@ -212,7 +212,7 @@ def cache_device_of(runner: Any, settings: RankSettings) -> torch.device:
         With ``peer``, if the model is on no GPU.
     """
     own = with_index(torch.device(runner.device))
-    if not settings.exchange.is_peer or is_peer_on_one_device():
+    if not settings.placement.has_peer_gpu or is_peer_on_one_device():
         return own
     if own.type != "cuda":
         raise SettingsError(
@@ -240,7 +240,7 @@ def make_home(
     num_dense = dense_steps(selection).num_dense
     sizes |= {"num_resident": width, "num_dense": num_dense, "device": device}
     longest = model.max_context if selection.declared.has_slow_steps else 0
-    if settings.exchange.is_peer:
+    if settings.placement.has_peer_gpu:
         resident = ResidentSet(model, selection, rows1 - 1, device)
         own = None
         if resident.samples is not None:
@@ -316,12 +316,12 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
             f"{runner.max_total_num_tokens}; lower --cache-tokens, or pass a higher "
             "--mem-fraction-static to SGLang"
         )
-    check_dense(selection, settings.exchange.transport)
+    check_dense(selection, settings.placement)
     declared = selection.declared
-    if settings.exchange.is_peer and (declared.has_slow_steps or declared.attends):
+    if settings.placement.has_peer_gpu and (declared.has_slow_steps or declared.attends):
         raise SettingsError(
             f"policy={selection.policy} attends to tokens that are not resident, and with "
-            f"transport={settings.exchange.transport} these are not where the model is; use "
+            f"transport={settings.placement.link} these are not where the model is; use "
             "--cache-ranks 0 or 1, and not --transport peer"
         )
     if selection.index_dtype == "int4" and selection.num_recent_tokens < page_size:

@@ -176,7 +176,7 @@ def _put_predictor(
         num_qo_heads=model.num_qo_heads,
         head_dim=model.head_dim,
         device=torch.device(runner.device),
-        is_int8=settings.selection.predictor_dtype_of(is_far=False) == "int8",
+        is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=False) == "int8",
     )
     predictor.load()
     put_weights(mapped, *predictor.weights())

@@ -29,7 +29,7 @@ FD_SLACK = 8
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with ours({"exchange": {"transport": "shared"}}) as started:
+    with ours({"transport": "shared"}) as started:
         while "Ctrl-C stops" not in started.log.read_text():  # from then on it supervises
             time.sleep(0.1)
         yield started

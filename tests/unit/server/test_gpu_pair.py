@@ -17,9 +17,11 @@ from tandemkv.server.devices import (
     as_pair,
     cache_rank_device,
     choose_cache_device,
+    placed_alone,
     resolve_cache_device,
     resolve_device,
 )
+from tandemkv.server.placement_choice import placement_of
 from tandemkv.server.preflight import resolve_launch
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
@@ -53,7 +55,7 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
     gpus: pytest.MonkeyPatch, model_dir: Path
 ) -> None:
     given: dict[str, Any] = {"model": str(model_dir), "cache_ranks": 1, "port": 0}
-    peer = ServeSettings.model_validate(given | {"exchange": {"transport": "peer"}})
+    peer = ServeSettings.model_validate(given | {"transport": "peer"})
     pair = ServeSettings.model_validate(given)
     said: list[str] = []
     memory = SimpleNamespace(total_memory=139 << 30)
@@ -66,19 +68,25 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
     gpus.setenv(ONE_DEVICE_VARIABLE, "1")
     for device in ("cuda", "auto"):
         launch = resolve_launch(peer.model_copy(update={"device": device}), said.append)
-        assert (launch.device, launch.settings.transport) == ("cuda", "peer")
+        assert (launch.device, launch.settings.rank_settings.placement.link) == ("cuda", "peer")
         environ = {ONE_DEVICE_VARIABLE: "1"}
         env = sglang_env(launch.settings, environ, run_dir=model_dir, device=launch.device)
         assert env[ONE_DEVICE_VARIABLE] == "1"
         launch = resolve_launch(pair.model_copy(update={"device": device}), said.append)
-        assert (launch.device, launch.settings.transport) == ("cuda", "shared")
+        assert (launch.device, launch.settings.rank_settings.placement.link) == ("cuda", "shared")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_processes_map_the_same_memory(device: str) -> None:
     pair = as_pair(ServeSettings(model="m"))
-    assert resolve_cache_device(pair, device).transport == "shared"
-    assert ServeSettings(model="m", cache_ranks=0).transport == "local"
+    placement = placement_of(resolve_cache_device(pair, device), device, "a test says so")
+    assert (placement.link, placement.engine_device, placement.reason) == (
+        "shared", device, "a test says so",
+    )  # fmt: skip
+    alone = placed_alone(ServeSettings(model="m"), device).rank_settings.placement
+    assert (alone.link, alone.model_device, alone.engine_device) == ("shared", device, device)
+    assert alone.reason == "the cache rank was started by itself"
+    assert ServeSettings(model="m", cache_ranks=0).wished_link == "local"
 
 
 @pytest.mark.parametrize(
