@@ -93,7 +93,7 @@ class AttentionProbe:
         path = cls.asked_for(settings)
         if path is None:
             return None
-        if has_graphs or settings.exchange.is_peer:
+        if has_graphs or settings.placement.has_peer_gpu:
             raise SettingsError(
                 f"{PROBE_VARIABLE}: decode steps in CUDA graphs cannot be looked into; add -- "
                 "--disable-cuda-graph, and leave out --transport peer"

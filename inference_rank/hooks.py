@@ -69,7 +69,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
     settings = runtime_module.settings_from_environment()
     elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]
     return [
-        *(elsewhere if settings.exchange.is_peer else []),
+        *(elsewhere if settings.placement.has_peer_gpu else []),
         (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
         (f"{_SCHEDULER}.on_idle", progress.around_idle, HookType.AROUND),
         (f"{_ATTENTION}.forward", progress.on_layer, HookType.BEFORE),
@@ -81,7 +81,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),
         (_BUILD_POOL, _build_pool, HookType.AROUND),
         (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
-        *(resume_hooks.hooks() if settings.exchange.is_shared else []),
+        *(resume_hooks.hooks() if settings.placement.maps_memory else []),
         *_group_hooks(),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
     ]
@@ -132,12 +132,12 @@ def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
 
     settings = runtime_module.settings_from_environment()
     selection, base = settings.selection, kwargs["mha_pool_class"]
-    if settings.exchange.is_peer:
+    if settings.placement.has_peer_gpu:
         from .in_process.start import cache_device_of
 
         kwargs["mha_pool_class"] = make_peer_pool_class(base, cache_device_of(self, settings))
         return original(self, **kwargs)
-    if settings.exchange.is_shared:
+    if settings.placement.maps_memory:
         from .links.pool import make_shared_pool_class
 
         kwargs["mha_pool_class"] = make_shared_pool_class(base, self, _req_to_token_pool)

@@ -121,7 +121,7 @@ async def collect_status(run_dir: RunDir, *, not_ready: str | None) -> dict[str,
 
 async def _collect_ranks(run_dir: RunDir) -> dict[str, Any]:
     settings = runtime_module.settings_from_environment()
-    if settings.exchange.is_in_process:
+    if settings.placement.num_cache_ranks == 0:
         inference = await asyncio.to_thread(_ask, run_dir.inference_socket)
         return {
             "ready": bool(inference.get("ready")),
@@ -133,7 +133,7 @@ async def _collect_ranks(run_dir: RunDir) -> dict[str, Any]:
         asyncio.to_thread(_ask, run_dir.heartbeat_socket),
     )
     ready = bool(inference.get("ready") and cache.get("ready"))
-    if settings.exchange.is_shared:  # requests wait while a lost cache rank comes back
+    if settings.placement.maps_memory:  # requests wait while a lost cache rank comes back
         ready = bool(inference.get("ready"))
     return {
         "ready": ready,

@@ -33,7 +33,7 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
     """
     global _server
     check_hooks_applied(hook_targets)
-    is_local = runtime_module.settings_from_environment().exchange.is_in_process
+    is_local = runtime_module.settings_from_environment().placement.num_cache_ranks == 0
     check_server_args(runner.server_args, is_local=is_local)
     if runner.ps.tp_rank:
         return  # one rank answers for all of a tensor-parallel group

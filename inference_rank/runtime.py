@@ -8,10 +8,12 @@ that, or in processes without a model (HTTP server), see None and do nothing.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import (
     RUN_DIR_VARIABLE,
@@ -19,7 +21,64 @@ from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
 )
 
-from .refresh import Vocabulary
+from .counters import Counters
+from .occupancy import Occupancy
+from .refresh import RefreshSchedule, Vocabulary
+
+
+@dataclass(slots=True, kw_only=True)
+class Runtime:
+    """What hooks find of an inference rank, wherever its engine is.
+
+    Attributes
+    ----------
+    settings, model, counters, occupancy
+        Of this rank.
+    resident_bytes : int
+        Of its resident sets.
+    middle_chunk_row : int or None
+        Row of the request in the present pass whose prompt does not end in it.
+    rows_on_host : list of int or None
+        Rows of the pass that is being made; None if it is not SGLang's scheduler that makes it.
+    """
+
+    settings: RankSettings
+    model: ModelSpec
+    counters: Counters
+    resident_bytes: int
+    occupancy: Occupancy
+    middle_chunk_row: int | None = None
+    rows_on_host: list[int] | None = None
+    running_reqs: list[Any] = field(default_factory=list)
+    running_lengths: list[int] = field(default_factory=list)
+    scheduler: Any = None
+    refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
+
+    def values(self) -> dict[str, float]:
+        """Return counters and gauges that every inference rank has."""
+        selection = self.settings.selection
+        return self.counters.as_values() | {
+            "resident_bytes": float(self.resident_bytes),
+            "resident_slots": float(selection.num_resident),
+            "ring_slots": float(selection.num_recent_tokens),
+            **self.occupancy.values(),
+        }
+
+    def info(self) -> dict[str, str]:
+        """Return what every inference rank says of itself."""
+        selection = self.settings.selection
+        return {
+            "policy": selection.policy,
+            "budget_tokens": str(selection.budget_tokens),
+            "sample_tokens": str(selection.num_samples),
+            "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
+            "late_layers": str(selection.num_late),
+            **self.settings.placement.info(),
+            "index_dtype": selection.index_dtype,
+            "model": self.model.architecture,
+            "pid": str(os.getpid()),
+        }
+
 
 _current: Any = None
 

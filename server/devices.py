@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.placement import Placement
 
 from .settings import ServeSettings
 
@@ -119,6 +120,25 @@ def cache_rank_device(settings: ServeSettings) -> str:
         settings.cache_device, settings.device, policy_devices(settings.selection.policy)
     )
     return resolve_device(found, num_ranks_here=1)
+
+
+def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
+    """Return the settings of a cache rank on `device`, with its placement.
+
+    `serve` hands it over; a cache rank that was started by itself is one of two processes.
+    """
+    settings = as_pair(settings.model_copy(update={"cache_device": device}))
+    if settings.placement is not None:
+        return settings
+    placement = Placement.model_validate(
+        {
+            "link": settings.wished_link or "shared",
+            "model_device": settings.device_or(device),
+            "engine_device": device,
+            "reason": "the cache rank was started by itself",
+        }
+    )
+    return settings.model_copy(update={"placement": placement})
 
 
 def as_pair(settings: ServeSettings) -> ServeSettings:

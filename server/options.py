@@ -66,6 +66,7 @@ def _flags(panel: str, group: str, names: str) -> tuple[Flag, ...]:
 
 ROW_FLAGS: tuple[Flag, ...] = (
     *_flags(PLACEMENT, "", "cache-device dtype"),
+    *_flags(LINK, "", "transport"),
     *_flags(CAPACITY, "", "max-context max-running-requests"),
 )
 RANK_FLAGS: tuple[Flag, ...] = (
@@ -80,7 +81,7 @@ RANK_FLAGS: tuple[Flag, ...] = (
     *_flags(SHARING, "selection", "share-layers anchors calibration"),
     *_flags(
         LINK, "exchange",
-        "transport transfer-timeout-s heartbeat-interval-s heartbeat-misses "
+        "transfer-timeout-s heartbeat-interval-s heartbeat-misses "
         "recovery-timeout-s",
     ),
     *_flags(TESTS, "", "evaluation stress-selection"),

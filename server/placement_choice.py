@@ -13,6 +13,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.local import check_dense
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 from .pages import with_int4_index
@@ -22,7 +23,8 @@ from .plan.choose import (
     check_fits,
     choose_placement,
 )
-from .plan.placement import Placement, PlacementKind, possible_placements
+from .plan.placement import Placement as GpuPlacement
+from .plan.placement import PlacementKind, possible_placements
 from .plan.shape import shape_of_config
 from .plan.workload import Workload
 from .settings import ServeSettings
@@ -39,10 +41,11 @@ def resolve_placement(
     device: str,
     progress: Callable[[str], None],
 ) -> ServeSettings:
-    """Fill in what the user left open, with the reason told to `progress`.
+    """Decide the placement and what follows from it, with the reason told to `progress`.
 
-    `cache_ranks` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what `tandemkv
-    plan` predicts to be fastest for `max_running_requests` requests that share the cache.
+    `placement`: the one value that says where the cache rank works, and why.
+    `cache_ranks`, `transport` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what
+    `tandemkv plan` predicts to be fastest for `max_running_requests` requests that share the cache.
     `dense_tokens`, `dense_batch_tokens`, in-process on a GPU: the context of each request, and the
     tokens of a whole step, from which selecting is predicted to pay.
     `anchors`: those of a calibration that maps every head to itself, which tensor-parallel ranks
@@ -59,37 +62,64 @@ def resolve_placement(
     settings = _with_index(_with_anchors(settings, spec), device)
     if device == "cpu":
         _check_without_gpus(settings)
-    if settings.cache_ranks is None:
-        settings = _choose(settings, spec, model_dir, device=device, progress=progress)
-    in_process = settings.rank_settings.exchange.is_in_process
-    if settings.rank_settings.exchange.is_peer and is_peer_on_one_device():
+    settings, reason = _choose(settings, spec, model_dir, device=device)
+    placement = placement_of(settings, device, reason)
+    settings = settings.model_copy(
+        update={"placement": placement, "cache_ranks": 0 if placement.link == "local" else 1}
+    )
+    progress(f"placement: {placement.describe()}")
+    if placement.has_peer_gpu and is_peer_on_one_device():
         progress(
             f"{ONE_DEVICE_VARIABLE}=1: the model's own device stands for the second GPU; that is "
             "for tests, and slow"
         )
-    _check_contradictions(settings, spec)
-    before, settings = settings, with_late_layers(settings, spec.num_layers)
-    if settings is not before:
-        progress(
-            "the first layer is selected for a step ahead, for nothing hides its selection: "
-            "--late-layers 0 turns that off"
-        )
-    if device == "cuda" and in_process:
-        _check_gpus(settings, spec, model_dir)
-    if device == "cpu" or settings.transport not in ("local", "shared"):
+    _check_contradictions(settings, spec, placement)
+    settings = _told_of_late_layers(settings, spec, progress)
+    if device == "cuda" and not placement.num_cache_ranks:
+        _check_gpus(settings, spec, model_dir, placement)
+    if device == "cpu" or not placement.attends_to_pool:
         return settings
     return _with_dense_tokens(settings, spec, model_dir, progress)
 
 
-def _check_contradictions(settings: ServeSettings, spec: ModelSpec) -> None:
+def _told_of_late_layers(
+    settings: ServeSettings, spec: ModelSpec, progress: Callable[[str], None]
+) -> ServeSettings:
+    found = with_late_layers(settings, spec.num_layers)
+    if found is not settings:
+        progress(
+            "the first layer is selected for a step ahead, for nothing hides its selection: "
+            "--late-layers 0 turns that off"
+        )
+    return found
+
+
+def placement_of(settings: ServeSettings, device: str, reason: str) -> Placement:
+    """Return the placement that settings of which nothing is open lead to."""
+    return Placement.model_validate(
+        {
+            "link": settings.wished_link or "shared",
+            "model_device": device,
+            "engine_device": device,
+            "tp_size": settings.tensor_parallel,
+            "reason": reason,
+        }
+    )
+
+
+def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
     """Refuse options that the placement, or the model, has no use for."""
-    exchange = settings.rank_settings.exchange
-    if settings.tensor_parallel > 1 and not exchange.is_in_process:
+    if placement.tp_size > 1 and placement.num_cache_ranks:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel} needs --cache-ranks 0 or --transport peer "
             "in this version; add one of them, or use --tp 1"
         )
-    check_dense(settings.selection, settings.transport)
+    if settings.standby and not placement.num_cache_ranks:
+        raise SettingsError(
+            f"standby needs a cache rank in a process of its own, and link {placement.link} has "
+            "none; leave --standby out, or use --transport shared"
+        )
+    check_dense(settings.selection, placement)
     if settings.selection.num_late > settings.selection.most_late(spec.num_layers):
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: too many for {spec.num_layers} layers: "
@@ -105,9 +135,9 @@ def _check_without_gpus(settings: ServeSettings) -> None:
             f"tensor_parallel={settings.tensor_parallel} splits a model over GPUs, and this one is "
             "on cpu; use --tp 1, or --device cuda on a machine with GPUs"
         )
-    if settings.rank_settings.exchange.is_peer and not is_peer_on_one_device():
+    if settings.wished_link == "peer" and not is_peer_on_one_device():
         raise SettingsError(
-            "exchange.transport=peer drives two GPUs from one process, and the model is on cpu; "
+            "transport=peer drives two GPUs from one process, and the model is on cpu; "
             "leave --transport out, or use --device cuda on a machine with two GPUs"
         )
     if settings.selection.index_dtype == "int4":
@@ -160,8 +190,8 @@ def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> 
 
     A model of too few layers has none; without `num_layers` it is one that has enough.
     """
-    selection, is_peer = settings.selection, settings.rank_settings.exchange.is_peer
-    if not is_peer or selection.late_between_gpus == selection.num_late:
+    selection, placement = settings.selection, settings.rank_settings.placement
+    if not placement.has_peer_gpu or selection.late_between_gpus == selection.num_late:
         return settings
     if num_layers is not None and selection.late_between_gpus > selection.most_late(num_layers):
         return settings
@@ -169,25 +199,27 @@ def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> 
     return settings.model_copy(update={"selection": changed})
 
 
-def _check_gpus(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> None:
+def _check_gpus(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, placement: Placement
+) -> None:
     """Refuse what these GPUs cannot hold, before SGLang loads the weights."""
-    tp_size, is_peer = settings.tensor_parallel, settings.rank_settings.exchange.is_peer
+    tp_size, is_peer = placement.tp_size, placement.has_peer_gpu
     has_cache_gpus = is_peer and not is_peer_on_one_device()
     num_needed, num_gpus = tp_size * (2 if has_cache_gpus else 1), torch.cuda.device_count()
     if num_gpus < num_needed:
         raise SettingsError(
-            f"tensor_parallel={tp_size} with transport={settings.transport} needs {num_needed} "
+            f"tensor_parallel={tp_size} with transport={placement.link} needs {num_needed} "
             f"GPUs, {num_gpus} seen (CUDA_VISIBLE_DEVICES counts); lower --tp"
             + (", or use --cache-ranks 0" if is_peer else "")
         )
-    placement = Placement(
+    planned = GpuPlacement(
         kind=PlacementKind.SEPARATE if has_cache_gpus else PlacementKind.IN_PROCESS,
         tp_size=tp_size,
         num_cache_gpus=tp_size if has_cache_gpus else 0,
     )
     shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
     gpu_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus))
-    check_fits(placement, shape, _load(settings, spec), gpu_bytes=gpu_bytes)
+    check_fits(planned, shape, _load(settings, spec), gpu_bytes=gpu_bytes)
 
 
 def _load(settings: ServeSettings, spec: ModelSpec) -> Workload:
@@ -225,26 +257,35 @@ def _with_dense_tokens(
 
 
 def _choose(
-    settings: ServeSettings,
-    spec: ModelSpec,
-    model_dir: Path,
-    *,
-    device: str,
-    progress: Callable[[str], None],
-) -> ServeSettings:
-    if device == "cpu" or "transport" in settings.exchange.model_fields_set:
-        is_local = settings.exchange.transport == "local"
-        return settings.model_copy(update={"cache_ranks": 0 if is_local else 1})
-    selection, num_gpus = settings.selection, torch.cuda.device_count()
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
+) -> tuple[ServeSettings, str]:
+    """Decide what is open of `cache_ranks`, `transport` and `tensor_parallel`, and say why."""
+    if settings.cache_ranks == 0:
+        return settings, "--cache-ranks 0 was given"
+    if settings.transport is not None:
+        return settings, f"--transport {settings.transport} was given"
+    if settings.cache_ranks is not None:
+        return settings, f"--cache-ranks {settings.cache_ranks} was given"
+    if device == "cpu":
+        return settings, "on a CPU both processes can map the same memory"
     if settings.tensor_parallel > 1:
-        progress(f"placement in-process-tp{settings.tensor_parallel}: as --tp says")
-        return settings.model_copy(update={"cache_ranks": 0})
+        reason = f"--tp {settings.tensor_parallel} splits the cache as well"
+        return settings.model_copy(update={"cache_ranks": 0}), reason
+    return _predicted_fastest(settings, spec, model_dir)
+
+
+def _predicted_fastest(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path
+) -> tuple[ServeSettings, str]:
+    """Take what `tandemkv plan` predicts to be fastest on these GPUs."""
+    num_gpus = torch.cuda.device_count()
     shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
-    crosses = _crosses_heads(find_share(selection, spec))  # no head follows one of another GPU
+    # No head follows one of another GPU.
+    crosses = _crosses_heads(find_share(settings.selection, spec))
     available = {
-        placement.name
-        for placement in possible_placements(shape, num_gpus)
-        if placement.kind is PlacementKind.IN_PROCESS and (placement.tp_size == 1 or not crosses)
+        planned.name
+        for planned in possible_placements(shape, num_gpus)
+        if planned.kind is PlacementKind.IN_PROCESS and (planned.tp_size == 1 or not crosses)
     } | {"1+1"}
     choice = choose_placement(
         shape,
@@ -255,12 +296,10 @@ def _choose(
     )
     if choice.chosen is None:
         raise SettingsError(f"{choice.reason}; `tandemkv plan` shows every placement")
-    placement = choice.chosen.placement
-    progress(f"placement {placement.name}: {choice.reason}")
-    update: dict[str, object] = {"tensor_parallel": placement.tp_size}
-    if placement.kind is PlacementKind.IN_PROCESS:
+    chosen = choice.chosen.placement
+    update: dict[str, object] = {"tensor_parallel": chosen.tp_size}
+    if chosen.kind is PlacementKind.IN_PROCESS:
         update["cache_ranks"] = 0
     else:
-        exchange = settings.exchange.model_copy(update={"transport": "peer"})
-        update |= {"cache_ranks": 1, "exchange": exchange}
-    return settings.model_copy(update=update)
+        update |= {"cache_ranks": 1, "transport": "peer"}
+    return settings.model_copy(update=update), f"{chosen.name}: {choice.reason}"

@@ -11,6 +11,7 @@ from tandemkv.cache_rank.protocol.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
 from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.inference_rank.edge.keys import Keys
 
@@ -39,6 +40,11 @@ class ResolvedLaunch:
     device: str
     port: int
 
+    @property
+    def placement(self) -> Placement:
+        """Where the cache rank works, and why."""
+        return self.settings.rank_settings.placement
+
 
 def resolve_launch(
     settings: ServeSettings, progress: Callable[[str], None], *, num_ranks_here: int = 2
@@ -62,7 +68,7 @@ def resolve_launch(
         If a file of the model is missing, damaged, or does not fit the others.
     """
     check_policy(settings.selection.policy)
-    on_one_device = settings.transport != "local" and is_peer_on_one_device()
+    on_one_device = settings.wished_link != "local" and is_peer_on_one_device()
     device = resolve_device(
         settings.device,
         cache_ranks=settings.cache_ranks,
@@ -74,7 +80,6 @@ def resolve_launch(
     check_sglang_args(settings.sglang_args, device=device)
     Keys.read(settings.edge)  # SGLang's process would fail at them half a minute later
     settings = resolve_cache_device(settings, device)
-    check_shared_gpus(settings, device)
     port = choose_port(settings.host, settings.port)
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)
@@ -83,6 +88,7 @@ def resolve_launch(
     check_model(settings, spec, config)
     check_model_files(model_dir, config, settings.sglang_args)
     settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
+    check_shared_gpus(settings.rank_settings.placement)
     check_selection(settings, spec, device)
     check_memory(settings, spec, model_dir, device=device)
     return ResolvedLaunch(

@@ -21,7 +21,7 @@ from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .child_process import ChildSpec
-from .devices import as_pair, cache_rank_device
+from .devices import cache_rank_device, placed_alone
 from .embedded_model import cache_root
 from .launch import Launcher, LaunchPlan
 from .liveness import Pulse
@@ -154,36 +154,12 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
     config.write_text(to_yaml(child_settings), encoding="utf-8")
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
-    cache_ranks: list[ChildSpec] = []
-    if not settings.rank_settings.exchange.is_in_process:
-        names = ("cache rank", "standby cache rank") if settings.standby else ("cache rank",)
-        cache_ranks = [
-            ChildSpec(
-                name=name,
-                argv=cache_rank_argv(run_dir=run_dir.path, config=config),
-                env=cache_rank_env(os.environ, device=settings.cache_device),
-                log_path=run_dir.path / log,
-                stop_signal=signal.SIGINT,  # at once: SGLang ended before
-            )
-            for name, log in zip(names, _CACHE_RANK_LOGS, strict=False)
-        ]
+    cache_ranks = _cache_rank_specs(launch, run_dir, config)
     return LaunchPlan(
         cache_rank=cache_ranks[0] if cache_ranks else None,
         standby=cache_ranks[1] if len(cache_ranks) > 1 else None,
         meanwhile=_MEANWHILE,
-        sglang=ChildSpec(
-            name="SGLang",
-            argv=sglang_argv(
-                settings,
-                model_dir=launch.model_dir,
-                device=device,
-                dtype=launch.spec.dtype,
-                port=launch.port,
-            ),
-            env=sglang_env(settings, os.environ, run_dir=run_dir.path, device=device)
-            | sglang_folders(run_dir),
-            log_path=run_dir.path / _SGLANG_LOG,
-        ),
+        sglang=_sglang_spec(launch, run_dir),
         cache_rank_detail=lambda: cache_rank_detail(run_dir),
         server_state=lambda: server_state(url, instance=run_dir.instance),
         banner=banner(settings, url, run_dir.path),
@@ -197,13 +173,52 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
         before_sglang=lambda: prepare_sglang(run_dir),
         make_holder=lambda: (
             DescriptorHolder(run_dir.holder_socket, run_dir.token)
-            if settings.transport == "shared"
+            if launch.placement.maps_memory
             else None
         ),
         guarded=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
         cache_rank_pulse=lambda pid: cache_rank_pulse(run_dir, pid),
         sglang_pulse=lambda: sglang_pulse(run_dir, url),
+    )
+
+
+def _cache_rank_specs(launch: ResolvedLaunch, run_dir: RunDir, config: Path) -> list[ChildSpec]:
+    """Return the cache rank and, with ``--standby``, the one that takes its place; none if local.
+
+    `config` holds the settings that they read.
+    """
+    settings = launch.settings
+    if not launch.placement.num_cache_ranks:
+        return []
+    names = ("cache rank", "standby cache rank") if settings.standby else ("cache rank",)
+    return [
+        ChildSpec(
+            name=name,
+            argv=cache_rank_argv(run_dir=run_dir.path, config=config),
+            env=cache_rank_env(os.environ, device=settings.cache_device),
+            log_path=run_dir.path / log,
+            stop_signal=signal.SIGINT,  # at once: SGLang ended before
+        )
+        for name, log in zip(names, _CACHE_RANK_LOGS, strict=False)
+    ]
+
+
+def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
+    settings, device = launch.settings, launch.device
+    argv = sglang_argv(
+        settings,
+        model_dir=launch.model_dir,
+        device=device,
+        dtype=launch.spec.dtype,
+        port=launch.port,
+    )
+    env = sglang_env(settings, os.environ, run_dir=run_dir.path, device=device)
+    return ChildSpec(
+        name="SGLang",
+        argv=argv,
+        env=env | sglang_folders(run_dir),
+        log_path=run_dir.path / _SGLANG_LOG,
     )
 
 
@@ -282,6 +297,7 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     text = escape(json.dumps(body))
     return (
         f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, logs in {run_dir})\n"
+        f"{escape(settings.rank_settings.placement.describe())}\n"
         f"policy [bold]{escape(selection.policy)}[/], K = {selection.budget_tokens} tokens per KV "
         f"head, exact layers {exact}, cache for {settings.cache.capacity_tokens} tokens\n\n"
         f"  curl {escape(url)}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
@@ -310,11 +326,10 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
     run_dir = RunDir.create(path)
     check_policy(settings.selection.policy)
     device = cache_rank_device(settings)
-    pair = as_pair(settings.model_copy(update={"cache_device": device}))
     run_cache_rank(
         run_dir=run_dir.path,
         model_dir=resolve_model(settings.model, logger.info),
-        settings=pair.rank_settings,
+        settings=placed_alone(settings, device).rank_settings,
         max_rows=settings.max_running_requests,
         device=device,
         drain_timeout_s=settings.drain_timeout_s + _INFERENCE_RANK_EXIT_S,

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
+from tandemkv.cache_rank.protocol.placement import Link, Placement
 from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
     SelectionSettings,
@@ -37,8 +38,7 @@ class ServeSettings(BaseModel):
     )
     cache_device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Device that holds all K/V. auto: that of the model. cpu beside a GPU keeps "
-        "K/V in host memory.",
+        description="Device that holds all K/V. auto: that of the model.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and K/V. auto: float32 on a CPU, the model's own on a GPU."
@@ -53,6 +53,15 @@ class ServeSettings(BaseModel):
         None,
         description="1: a cache rank beside SGLang; 0: inside SGLang's process. Default: what "
         "is predicted to be faster, see `tandemkv plan`.",
+    )
+    transport: Link | None = Field(
+        None,
+        description="How the ranks meet. shared: the cache rank is a process of its own, and both "
+        "map the same memory; peer: one process drives both GPUs; local: on the model's own "
+        "device. Default: what fits.",
+    )
+    placement: Placement | None = Field(
+        None, description="Where the cache rank works; entered by `serve`, which decides it."
     )
     tensor_parallel: int = Field(
         1,
@@ -124,16 +133,34 @@ class ServeSettings(BaseModel):
         """The part that both ranks share."""
         return RankSettings(
             selection=self.selection,
-            exchange=self.exchange.model_copy(update={"transport": self.transport}),
+            placement=self.placement or self._unplaced,
+            exchange=self.exchange,
             cache=self.cache,
             evaluation=self.evaluation,
             stress_selection=self.stress_selection,
         )
 
+    def device_or(self, other: str) -> str:
+        """Return the inference rank's device, or `other` if it is left open."""
+        return other if self.device == "auto" else self.device
+
     @property
-    def transport(self) -> str:
-        """Data plane of the launch; `cache_ranks` alone decides whether it is ``local``."""
-        return "local" if self.cache_ranks == 0 else self.exchange.transport
+    def wished_link(self) -> Link | None:
+        """The link that was asked for, if any; `cache_ranks` alone decides whether it is local."""
+        return "local" if self.cache_ranks == 0 else self.transport
+
+    @property
+    def _unplaced(self) -> Placement:
+        """What is known of the placement before it is decided."""
+        device = self.device_or("cpu")
+        return Placement.model_validate(
+            {
+                "link": self.wished_link or "shared",
+                "model_device": device,
+                "engine_device": device if self.cache_device == "auto" else self.cache_device,
+                "tp_size": self.tensor_parallel,
+            }
+        )
 
     @field_validator("selection", mode="before")
     @classmethod
@@ -172,22 +199,22 @@ class ServeSettings(BaseModel):
                 "cache_device=cuda needs a model on a GPU too, and device=cpu; use --cache-device "
                 "cpu, or --device cuda"
             )
-        if self.cache_ranks and self.exchange.transport == "local":
+        if self.cache_ranks and self.transport == "local":
             raise ValueError(
                 f"transport=local and cache_ranks={self.cache_ranks} contradict each other; use "
                 "--cache-ranks 0"
             )
         if self.tensor_parallel > 1 and not (
-            self.cache_ranks is None or self.rank_settings.exchange.is_in_process
+            self.cache_ranks is None or self.wished_link in ("local", "peer")
         ):
             raise ValueError(
                 f"tensor_parallel={self.tensor_parallel} needs --cache-ranks 0 or --transport peer "
                 "in this version"
             )
-        if self.standby and self.transport != "shared":
+        if self.standby and self.wished_link in ("local", "peer"):
             raise ValueError(
-                f"standby needs transport=shared, and transport={self.transport}; leave --standby "
-                "out, or use --transport shared"
+                f"standby needs transport=shared, and transport={self.wished_link}; leave "
+                "--standby out, or use --transport shared"
             )
         if self.max_context is not None and self.cache.capacity_tokens < self.max_context:
             raise ValueError(

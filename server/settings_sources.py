@@ -28,8 +28,9 @@ from .settings import ServeSettings
 
 _LAYER_LISTS = ("selection.exact_layers", "selection.anchors")
 
-_ENTERED = ("selection.declared", "selection.options")
-"""What a policy's class says, and its options, which have names of their own."""
+_DECIDED = "placement"
+_ENTERED = ("selection.declared", "selection.options", _DECIDED)
+"""What a policy's class says, its options, which have names of their own, and what is decided."""
 
 ENVIRONMENT_PREFIX = "TANDEMKV_SERVE_"
 
@@ -100,16 +101,17 @@ def load_settings(
         raise SettingsError(_explain(error, merged)) from None
 
 
-_OPEN_UNLESS_SET = (("exchange", "transport"), ("selection", "index_dtype"))
-"""What the devices decide where nobody has set it."""
+_OPEN_UNLESS_SET = (("selection", "index_dtype"),)
+"""What the devices decide where nobody has set it; its default is that of a CPU."""
 
 
 def to_yaml(settings: ServeSettings) -> str:
     """Return the settings as YAML that ``--config`` reads back; what is open stays open."""
     tree = settings.model_dump(mode="json")
-    for key in _ENTERED:
-        group, _, name = key.partition(".")
-        del tree[group][name]
+    for name in ("declared", "options"):
+        del tree["selection"][name]
+    if settings.placement is None:
+        del tree[_DECIDED]
     for group, name in _OPEN_UNLESS_SET:
         if name not in getattr(settings, group).model_fields_set:
             del tree[group][name]
@@ -140,6 +142,8 @@ def _flatten(tree: Mapping[Any, Any], prefix: str, source: str, out: dict[str, S
         key = f"{prefix}{name}"
         if key == GROUP:
             out.update({x: Sourced(item, source) for x, item in options_in(value, source).items()})
+        elif key == _DECIDED:  # in the file that `serve` writes for the cache rank
+            out[key] = Sourced(value, source)
         elif key in groups:
             if not isinstance(value, dict):
                 raise SettingsError(f"{key} (from {source}): a group of settings is required")
@@ -174,6 +178,8 @@ def removed(name: str) -> str | None:
     for key, reason in REMOVED.items():
         if name == key or (name.startswith("--") and field == key.rpartition(".")[2]):
             return f"is gone: {reason}"
+    if name == "exchange.transport":
+        return "is now transport, in no group"
     return moved(name)
 
 

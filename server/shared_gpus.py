@@ -9,23 +9,18 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
-
-from .settings import ServeSettings
+from tandemkv.cache_rank.protocol.placement import Placement
 
 _PIPE_VARIABLE, _PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # CUDA's default
 
 
-def check_shared_gpus(
-    settings: ServeSettings, device: str, environ: Mapping[str, str] = os.environ
-) -> None:
+def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.environ) -> None:
     """Refuse two processes on GPUs where they would not run, or not beside each other.
 
     Parameters
     ----------
-    settings : ServeSettings
-        With the placement decided.
-    device : {"cpu", "cuda"}
-        Of both ranks.
+    placement : Placement
+        As it was decided.
     environ : Mapping[str, str]
         Of this process.
 
@@ -34,11 +29,7 @@ def check_shared_gpus(
     SettingsError
         With what to use instead.
     """
-    if (
-        device != "cuda"
-        or not settings.cache_ranks
-        or not settings.rank_settings.exchange.is_shared
-    ):
+    if placement.model_device != "cuda" or not placement.maps_memory:
         return
     if not is_peer_on_one_device():
         raise SettingsError(

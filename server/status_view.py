@@ -17,8 +17,9 @@ _WARN_WORDS = frozenset(
     }
 )  # fmt: skip
 _FIRST = (
-    "role", "error", "policy", "model", "budget", "epoch", "hits", "misses", "bytes_sent",
-    "bytes_received", "slots", "exact_rows", "exact", "steps", "fallback", "late", "lost",
+    "role", "error", "placement", "policy", "model", "budget", "epoch", "hits", "misses",
+    "bytes_sent", "bytes_received", "slots", "exact_rows", "exact", "steps", "fallback", "late",
+    "lost",
 )  # fmt: skip
 
 
@@ -41,12 +42,17 @@ def status_table(status: Mapping[str, Any], url: str) -> Table:
     cache_ranks = cache_ranks if isinstance(cache_ranks, list) else []
     sections += [(f"cache rank {index}", rank) for index, rank in enumerate(cache_ranks)]
     inference = status.get("inference_rank")
-    is_local = isinstance(inference, Mapping) and "local" in str(inference.get("info"))
-    if not cache_ranks and not is_local:
+    if not cache_ranks and not _is_alone(inference):
         sections.append(("cache rank", None))
     for name, values in sections:
         _add_section(table, name, values)
     return table
+
+
+def _is_alone(inference: Any) -> bool:
+    """Whether an inference rank says that there is no other process to report."""
+    info = inference.get("info") if isinstance(inference, Mapping) else None
+    return isinstance(info, Mapping) and info.get("cache_ranks") == "0"
 
 
 def _add_section(table: Table, name: str, values: Any) -> None:

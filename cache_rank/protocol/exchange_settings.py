@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from .strict import Strict
@@ -33,29 +31,6 @@ class ExchangeSettings(Strict):
         le=3600,
         description="Longest pause without a cache rank; then requests end with HTTP 503.",
     )
-    transport: Literal["shared", "peer", "local"] = Field(
-        default="shared",
-        description="How the ranks meet: shared, the cache rank is a process of its own, and both "
-        "map the same memory; peer: one process drives both GPUs; local: and on the same device.",
-    )
-
-    @property
-    def is_in_process(self) -> bool:
-        """Whether the inference rank's process drives the cache rank, on its GPU or another."""
-        return self.transport in ("local", "peer")
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the cache rank is another process that maps the inference rank's memory."""
-        return self.transport == "shared"
-
-    @property
-    def is_peer(self) -> bool:
-        """Whether that is another GPU: K/V lie there, and what is attended to lies here.
-
-        In tests both may be one device (`one_device`), and all is done as if they were two.
-        """
-        return self.transport == "peer"
 
 
 class CacheSettings(Strict):

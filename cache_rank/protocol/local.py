@@ -18,6 +18,7 @@ import torch
 from .engine_program import EngineProgram
 from .errors import SettingsError
 from .model_spec import ModelSpec
+from .placement import Placement
 from .settings import RankSettings, SelectionSettings
 
 _FACTORY = "tandemkv.cache_rank.in_process.factory:create"
@@ -68,7 +69,7 @@ class DenseLengths:
         return cls(num_dense=num_dense, num_cold=max(fitting, num_dense - WARM_UP_STEPS))
 
 
-def check_dense(selection: SelectionSettings, transport: str) -> None:
+def check_dense(selection: SelectionSettings, placement: Placement) -> None:
     """Refuse to attend as a whole to more than is at hand.
 
     Raises
@@ -76,16 +77,16 @@ def check_dense(selection: SelectionSettings, transport: str) -> None:
     SettingsError
         With what to do.
     """
-    if transport in ("local", "shared"):  # all of it is
+    if placement.attends_to_pool:  # all of it is
         return
     fitting = selection.num_resident + selection.num_recent_tokens
     for name, most in (("dense_tokens", fitting), ("dense_batch_tokens", 0)):
         asked = getattr(selection, name) or 0
         if asked > most:
             raise SettingsError(
-                f"{name}={asked}: with transport={transport} requests of more than the {fitting} "
-                "tokens that can be resident are not attended to as a whole; add --cache-ranks 0, "
-                f"or leave --{name.replace('_', '-')} out"
+                f"{name}={asked}: with transport={placement.link} requests of more than the "
+                f"{fitting} tokens that can be resident are not attended to as a whole; add "
+                f"--cache-ranks 0, or leave --{name.replace('_', '-')} out"
             )
 
 

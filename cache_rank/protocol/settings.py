@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from .declared import DeclaredPolicy
 from .exchange_settings import CacheSettings, ExchangeSettings
+from .placement import Placement
 from .strict import Strict
 from .token_count import TokenCount
 
@@ -215,9 +216,9 @@ class SelectionSettings(Strict):
         selecting = set(range(num_layers)) - set(self.exact_layer_ids)
         return max(0, max(selecting, default=0) - self.declared.layers_ahead)
 
-    def predictor_dtype_of(self, *, is_far: bool) -> str:
+    def predictor_dtype_of(self, *, on_peer_gpu: bool) -> str:
         """Return `predictor_dtype`, or what it is on another GPU or the model's if left open."""
-        is_int8 = is_far and self.index_dtype == "int4"
+        is_int8 = on_peer_gpu and self.index_dtype == "int4"
         return self.predictor_dtype or ("int8" if is_int8 else "native")
 
     @property
@@ -268,6 +269,17 @@ class SelectionSettings(Strict):
                     f"policy={self.policy}; use --policy look_ahead, "
                     f"or drop --{name.replace('_', '-')}"
                 )
+        if not self.dense_while_fits and self.refresh_steps != 1:
+            raise ValueError("dense_while_fits=false needs refresh_every=1")
+        if not self.dense_while_fits and self.dense_batch_tokens:
+            raise ValueError(
+                f"dense_batch_tokens={self.dense_batch_tokens}: sets would not fill meanwhile, and "
+                "dense_while_fits=false uses them at any length; drop one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
         if self.late_layers and self.share_layers:
             raise ValueError("late_layers does not go with share_layers; drop one of the two")
         if self.num_late and set(self.exact_layer_ids) & set(range(self.num_late)):
@@ -275,13 +287,6 @@ class SelectionSettings(Strict):
                 f"late_layers={self.late_layers}: nothing is selected for exact layers, and "
                 f"exact_layers={','.join(map(str, self.exact_layer_ids))} has some of these; use "
                 "--exact-layers none, or drop --late-layers"
-            )
-        if not self.dense_while_fits and self.refresh_steps != 1:
-            raise ValueError("dense_while_fits=false needs refresh_every=1")
-        if not self.dense_while_fits and self.dense_batch_tokens:
-            raise ValueError(
-                f"dense_batch_tokens={self.dense_batch_tokens}: sets would not fill meanwhile, and "
-                "dense_while_fits=false uses them at any length; drop one of the two"
             )
         if any(layer < 0 for layer in self.anchors) or list(self.anchors) != sorted(
             set(self.anchors)
@@ -306,6 +311,7 @@ class RankSettings(Strict):
     """Everything that both ranks must agree on."""
 
     selection: SelectionSettings = Field(default_factory=SelectionSettings)
+    placement: Placement = Field(default_factory=Placement)
     exchange: ExchangeSettings = Field(default_factory=ExchangeSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
     evaluation: bool = Field(
@@ -317,7 +323,10 @@ class RankSettings(Strict):
     )
 
     def flat(self) -> dict[str, str]:
-        """Dotted name to JSON-like text, for the field-by-field comparison."""
+        """Dotted name to JSON-like text, for the field-by-field comparison.
+
+        Of the placement its link alone: a rank that was started by itself knows its own device.
+        """
         flat: dict[str, str] = {}
 
         def enter(prefix: str, value: Any) -> None:
@@ -327,5 +336,7 @@ class RankSettings(Strict):
             else:
                 flat[prefix] = str(value)
 
-        enter("", self.model_dump(mode="json"))
+        tree = self.model_dump(mode="json")
+        tree["placement"] = {"link": self.placement.link}
+        enter("", tree)
         return flat

@@ -100,6 +100,7 @@ class StepEntry:
 
 
 _KINDS = frozenset(EntryKind)
+_ALL_FLAGS = GROWN | SLOW | RESIDENT
 
 
 def _is_sound(row: StepRow) -> bool:
@@ -107,7 +108,7 @@ def _is_sound(row: StepRow) -> bool:
     return (
         min(row.row, row.generation, row.window) >= 0
         and 0 <= row.prefix_len <= row.length
-        and row.flags & ~(GROWN | SLOW | RESIDENT) == 0
+        and row.flags & ~_ALL_FLAGS == 0
     )
 
 

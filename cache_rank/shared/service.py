@@ -163,7 +163,7 @@ class SharedEngineService:
             info={
                 "policy": selection.policy,
                 "model_hash": self._model.model_hash,
-                "transport": self._settings.exchange.transport,
+                **self._settings.placement.info(),
                 "pid": str(os.getpid()),
             },
         )

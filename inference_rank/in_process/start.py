@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,40 +43,22 @@ from .samples import OwnSamples, PoolSamples
 from .start_measurement import StartMeasurement, agree_over_ranks
 
 
-@dataclass(slots=True)
-class LocalRuntime:
-    """What the plugin's hooks find in a process that has its own cache rank.
+@dataclass(slots=True, kw_only=True)
+class LocalRuntime(runtime_module.Runtime):
+    """What the plugin's hooks find in a process that has its own engine.
 
     `client` is None: there is no connection that could be lost.
     """
 
-    settings: RankSettings
-    model: ModelSpec
     rank: LocalCacheRank
-    counters: Counters
-    resident_bytes: int
-    occupancy: Occupancy
     measurement: StartMeasurement
-    middle_chunk_row: int | None = None
-    rows_on_host: list[int] | None = None
-    """Rows of the pass that is being made; None if it is not SGLang's scheduler that makes it."""
-    running_reqs: list[Any] = field(default_factory=list)
-    running_lengths: list[int] = field(default_factory=list)
-    scheduler: Any = None
-    refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
     client: None = None
 
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
-        selection = self.settings.selection
-        values = self.counters.as_values()
-        values |= {
+        own = {
             "cache_rank_up": 1.0,
-            "resident_bytes": float(self.resident_bytes),
-            "resident_slots": float(selection.num_resident),
-            "ring_slots": float(selection.num_recent_tokens),
             "index_bytes": float(self.rank.nbytes),
-            **self.occupancy.values(),
             **self.rank.last_counters(),
             **self.measurement.plan.values(),
         }
@@ -85,20 +66,8 @@ class LocalRuntime:
             role="inference_rank",
             epoch=1,
             ready=True,
-            values=values,
-            info={
-                "policy": selection.policy,
-                "budget_tokens": str(selection.budget_tokens),
-                "sample_tokens": str(selection.num_samples),
-                "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
-                "late_layers": str(selection.num_late),
-                "transport": self.settings.exchange.transport,
-                "index_dtype": selection.index_dtype,
-                "model": self.model.architecture,
-                "pid": str(os.getpid()),
-                "lost_reason": "",
-                **self.measurement.plan.info(),
-            },
+            values=self.values() | own,
+            info=self.info() | {"lost_reason": "", **self.measurement.plan.info()},
         )
 
 
@@ -112,7 +81,7 @@ def create_backend(runner: Any) -> InProcessBackend:
     """
     settings = runtime_module.settings_from_environment()
     check_sizes(runner, settings)
-    if settings.exchange.is_shared:
+    if settings.placement.maps_memory:
         from tandemkv.inference_rank.links.start import create_shared_backend
 
         return create_shared_backend(runner, settings)
@@ -125,7 +94,7 @@ def create_backend(runner: Any) -> InProcessBackend:
     keys, values = getattr(pool, "cache_k", pool.k_buffer), getattr(pool, "cache_v", pool.v_buffer)
     sets = home.sets
     log_weight = None if home.samples is None else home.samples.log_weight
-    is_far = settings.exchange.is_peer
+    is_far = settings.placement.has_peer_gpu
     if log_weight is not None:
         log_weight = seen_from(cache_device, log_weight)
     sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
@@ -135,7 +104,7 @@ def create_backend(runner: Any) -> InProcessBackend:
         head_dim=model.head_dim,
         device=cache_device,
         is_far=is_far,
-        is_int8=settings.selection.predictor_dtype_of(is_far=is_far) == "int8",
+        is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=is_far) == "int8",
     )
     rank = create_local_cache_rank(
         model=model,
@@ -243,7 +212,7 @@ def cache_device_of(runner: Any, settings: RankSettings) -> torch.device:
         With ``peer``, if the model is on no GPU.
     """
     own = with_index(torch.device(runner.device))
-    if not settings.exchange.is_peer or is_peer_on_one_device():
+    if not settings.placement.has_peer_gpu or is_peer_on_one_device():
         return own
     if own.type != "cuda":
         raise SettingsError(
@@ -271,7 +240,7 @@ def make_home(
     num_dense = dense_steps(selection).num_dense
     sizes |= {"num_resident": width, "num_dense": num_dense, "device": device}
     longest = model.max_context if selection.declared.has_slow_steps else 0
-    if settings.exchange.is_peer:
+    if settings.placement.has_peer_gpu:
         resident = ResidentSet(model, selection, rows1 - 1, device)
         own = None
         if resident.samples is not None:
@@ -347,12 +316,12 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
             f"{runner.max_total_num_tokens}; lower --cache-tokens, or pass a higher "
             "--mem-fraction-static to SGLang"
         )
-    check_dense(selection, settings.exchange.transport)
+    check_dense(selection, settings.placement)
     declared = selection.declared
-    if settings.exchange.is_peer and (declared.has_slow_steps or declared.attends):
+    if settings.placement.has_peer_gpu and (declared.has_slow_steps or declared.attends):
         raise SettingsError(
             f"policy={selection.policy} attends to tokens that are not resident, and with "
-            f"transport={settings.exchange.transport} these are not where the model is; use "
+            f"transport={settings.placement.link} these are not where the model is; use "
             "--cache-ranks 0 or 1, and not --transport peer"
         )
     if selection.index_dtype == "int4" and selection.num_recent_tokens < page_size:

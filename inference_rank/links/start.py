@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,6 @@ from tandemkv.inference_rank.in_process.start import (
     refresh_for,
 )
 from tandemkv.inference_rank.occupancy import Occupancy
-from tandemkv.inference_rank.refresh import RefreshSchedule
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 from tandemkv.inference_rank.resume.recovery import Recovery, State
@@ -38,24 +36,13 @@ from .shared import SharedLink
 from .signals import HostSignals, StreamSignals
 
 
-@dataclass(slots=True)
-class SharedRuntime:
+@dataclass(slots=True, kw_only=True)
+class SharedRuntime(runtime_module.Runtime):
     """What the plugin's hooks find in a process whose engine is another process."""
 
-    settings: RankSettings
-    model: ModelSpec
     client: SharedConnection
-    counters: Counters
-    resident_bytes: int
     mapped_bytes: int
-    occupancy: Occupancy
     req_to_token_pool: Any
-    middle_chunk_row: int | None = None
-    rows_on_host: list[int] | None = None
-    running_reqs: list[Any] = field(default_factory=list)
-    running_lengths: list[int] = field(default_factory=list)
-    scheduler: Any = None
-    refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
     penalties: PenaltyLog = field(default_factory=PenaltyLog)
     passes: PassLog = field(init=False)
     recovery: Recovery = field(init=False)
@@ -86,41 +73,27 @@ class SharedRuntime:
 
     def status(self) -> StatusReply:
         """Answer a `StatusRequest`."""
-        selection, lost = self.settings.selection, self.client.lost_reason
-
-        values = self.counters.as_values()
-        values |= {
+        selection = self.settings.selection
+        dense = DenseLengths.of(selection, selection.num_resident)
+        own = {
             "cache_rank_up": float(self.recovery.state is State.SERVING),
             "pause_s": self.recovery.pause_s,
-            "resident_bytes": float(self.resident_bytes),
             "mapped_bytes": float(self.mapped_bytes + self.client.epoch_bytes),
-            **self.occupancy.values(),
-            "resident_slots": float(selection.num_resident),
-            "ring_slots": float(selection.num_recent_tokens),
             "plan_refresh_steps": float(selection.refresh_steps),
-            "plan_dense_tokens": float(
-                DenseLengths.of(selection, selection.num_resident).num_dense
-            ),
+            "plan_dense_tokens": float(dense.num_dense),
+        }
+        told = {
+            "lost_reason": self.client.lost_reason or "",
+            "state": "no cache rank" if self.recovery.is_down else self.recovery.state.value,
+            "plan_placement": "a process of its own, in shared memory",
+            "plan_note": "not measured in another process; see exchange_wait_us_total",
         }
         return StatusReply(
             role="inference_rank",
             epoch=self.client.epoch,
             ready=not self.recovery.is_down,
-            values=values,
-            info={
-                "policy": selection.policy,
-                "budget_tokens": str(selection.budget_tokens),
-                "sample_tokens": str(selection.num_samples),
-                "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
-                "transport": self.settings.exchange.transport,
-                "index_dtype": selection.index_dtype,
-                "model": self.model.architecture,
-                "pid": str(os.getpid()),
-                "lost_reason": lost or "",
-                "state": "no cache rank" if self.recovery.is_down else self.recovery.state.value,
-                "plan_placement": "a process of its own, in shared memory",
-                "plan_note": "not measured in another process; see exchange_wait_us_total",
-            },
+            values=self.values() | own,
+            info=self.info() | told,
         )
 
 
@@ -203,7 +176,7 @@ def _put_predictor(
         num_qo_heads=model.num_qo_heads,
         head_dim=model.head_dim,
         device=torch.device(runner.device),
-        is_int8=settings.selection.predictor_dtype_of(is_far=False) == "int8",
+        is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=False) == "int8",
     )
     predictor.load()
     put_weights(mapped, *predictor.weights())

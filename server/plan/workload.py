@@ -100,8 +100,8 @@ class Workload:
             exact_layers=selection.exact_layer_ids,
             waits=is_own,
             num_late=selection.late_between_gpus,
-            predictor_dtype=changed.predictor_dtype_of(is_far=True),
-            own_predictor_dtype=changed.predictor_dtype_of(is_far=False),
+            predictor_dtype=changed.predictor_dtype_of(on_peer_gpu=True),
+            own_predictor_dtype=changed.predictor_dtype_of(on_peer_gpu=False),
         )
 
     @property

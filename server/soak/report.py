@@ -18,6 +18,9 @@ from .judge import Rules, Verdict
 from .run import Findings
 from .windows import Windows
 
+_NOT_WELL = ("lost", "wrong status", "HTTP 5xx outside of faults")
+_MOST_SHOWN = 50
+
 
 def as_json(found: Findings, verdict: Verdict, rules: Rules, target: str) -> dict[str, Any]:
     """Return the whole report."""
@@ -26,6 +29,7 @@ def as_json(found: Findings, verdict: Verdict, rules: Rules, target: str) -> dic
     points = Counter(
         f"{line['point']} {line['action']}" for line in found.point_faults if line["point"]
     )
+    not_well = [each for each in found.outcomes if windows.ending_of(each) in _NOT_WELL]
     return {
         "passed": verdict.passed,
         "target": target,
@@ -46,11 +50,10 @@ def as_json(found: Findings, verdict: Verdict, rules: Rules, target: str) -> dic
         "machine": _machine(found),
         "quiet": [point.as_json() for point in found.quiet],
         "status": found.status,
-        "not_well": [
-            _shown(outcome, windows)
-            for outcome in found.outcomes
-            if windows.ending_of(outcome) in ("lost", "wrong status", "HTTP 5xx outside of faults")
-        ][:50],
+        "not_well_by_minute": dict(
+            Counter(f"{int(each.started - found.began) // 60}" for each in not_well)
+        ),
+        "not_well": [_shown(each, windows) for each in not_well[:_MOST_SHOWN]],
     }
 
 

@@ -47,8 +47,8 @@ def run() -> dict[str, Any]:
     """Canaries on a server that recycles slots: it holds some dozens of them at once."""
     settings = {
         "selection": CANARY_SELECTION,
-        "exchange": {"transport": "shared"},
-        "cache": {"capacity_tokens": 6144, "poison_freed_slots": True},
+        "transport": "shared",
+        "cache": {"capacity_tokens": 6144},
         "max_context": 512,
         "max_running_requests": CALLERS,
     }

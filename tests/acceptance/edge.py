@@ -79,7 +79,7 @@ def on_attacks() -> dict[str, Any]:
 
 def on_schemathesis() -> dict[str, Any]:
     """Schemathesis, where an answer without max_tokens ends in time on a CPU."""
-    with ours({"selection": SMALL, "max_context": 512}) as server:
+    with ours({"selection": SMALL, "max_context": 256}) as server:
         return {"first_penalty_s": first_penalty(server), "schemathesis": schemathesis(server)}
 
 
@@ -159,7 +159,7 @@ def schemathesis(server: Server) -> dict[str, Any]:
             [
                 *(schemathesis_program(), "run", str(file)),
                 *("--url", server.url, "--checks", "not_a_server_error", "--seed", "1"),
-                *("--max-examples", examples, "--mode", "all", "--request-timeout", "60"),
+                *("--max-examples", examples, "--mode", "all", "--request-timeout", "180"),
                 *("--phases", "examples,coverage,fuzzing", "--no-color"),
                 *("--suppress-health-check", "all", "--generation-database", "none"),
                 *("--continue-on-failure", "--max-time", os.environ.get("TANDEMKV_FUZZ_S", "1800")),

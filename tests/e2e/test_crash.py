@@ -29,10 +29,15 @@ FD_SLACK = 8
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with ours({"exchange": {"transport": "shared"}}) as started:
+    with ours({"transport": "shared"}) as started:
         while "Ctrl-C stops" not in started.log.read_text():  # from then on it supervises
             time.sleep(0.1)
         yield started
+
+
+def ready_limit_s() -> float:
+    """A minute, where at most two processes a core want to run; as much longer as more do."""
+    return READY_AGAIN_S * max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1)))
 
 
 def complete(server: Server) -> int:
@@ -79,7 +84,7 @@ def test_it_is_ready_again_within_a_minute_of_a_crash(server: Server, role: str)
     while True:
         waited = time.monotonic() - begun
         log = server.log.read_text()
-        assert waited < READY_AGAIN_S, log
+        assert waited < ready_limit_s(), log
         is_another = processes.pids().get(role, killed) != killed
         if is_another and is_ready(server) and complete(server) == 200:
             break

@@ -98,7 +98,7 @@ def test_tokens_are_those_of_stock(
 
 _ON_ONE_AND_TWO = {
     "local": {"cache_ranks": 0},
-    "peer": {"cache_ranks": 1, "exchange": {"transport": "peer"}},
+    "peer": {"cache_ranks": 1, "transport": "peer"},
 }
 _NATIVELY = {"predictor_dtype": "native"}  # as one GPU predicts
 

@@ -26,7 +26,7 @@ pytestmark = [
 _SPARSE = {"budget_tokens": 256, "dense_tokens": 0, "exact_layers": [], "late_layers": 0}
 _PLACEMENTS: dict[str, dict[str, Any]] = {
     "local": {"cache_ranks": 0},
-    "shared": {"cache_ranks": 1, "cache_device": "cuda", "exchange": {"transport": "shared"}},
+    "shared": {"cache_ranks": 1, "cache_device": "cuda", "transport": "shared"},
 }
 
 

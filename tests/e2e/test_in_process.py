@@ -104,7 +104,7 @@ def test_rows_that_are_sent_give_the_same_answers(
     after, _ = small.values()
     peer = {
         "cache_ranks": 1,
-        "exchange": {"transport": "peer"},
+        "transport": "peer",
         "selection": {**_SMALL, "predictor_dtype": "native"},
     }
     with ours(peer, environ={ONE_DEVICE_VARIABLE: "1"}) as server:

@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 _ENVIRON = {ONE_DEVICE_VARIABLE: "1"}
-_PEER = {"cache_ranks": 1, "exchange": {"transport": "peer"}}
+_PEER = {"cache_ranks": 1, "transport": "peer"}
 _COVERING = {
     "policy": "look_ahead",
     "budget_tokens": 600,
@@ -57,7 +57,7 @@ def test_tokens_equal_stock(
     assert min(inference["sparse_rows_total"], inference["seeded_rows_total"]) > 0
     _, status = covering.get("/tandemkv/status")
     info = status["inference_rank"]["info"]
-    assert (info["transport"], info["plan_placement"]) == ("peer", "CPU")
+    assert (info["link"], info["plan_placement"]) == ("peer", "CPU")
     assert covering.run_dir is not None
     logs = [path.read_text() for path in covering.run_dir.rglob("*.log")]
     assert any("30 of 30 layers in one operation, W_q in int8" in log for log in logs)

@@ -32,8 +32,8 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
     SettingsError
         If it ends, or does not answer in time.
     """
-    exchange = settings.rank_settings.exchange
-    if not settings.model_fields_set or not exchange.is_shared:
+    placement = settings.rank_settings.placement
+    if not settings.model_fields_set or not placement.num_cache_ranks:
         yield
         return
     config = run_dir.path / SETTINGS_FILE

@@ -46,7 +46,7 @@ class World:
             **selection,
         }
         self.settings = RankSettings.model_validate(
-            {"selection": selection_values(chosen), "exchange": {"transport": "local"}}
+            {"selection": selection_values(chosen), "placement": {"link": "local"}}
         )
         self.width = self.settings.selection.num_resident
         self.lengths = DenseLengths.of(self.settings.selection, self.width)

@@ -45,7 +45,7 @@ def settings_of(transport: str = "local", **selection: object) -> RankSettings:
         **selection,
     }
     return RankSettings.model_validate(
-        {"selection": selection_values(chosen), "exchange": {"transport": transport}}
+        {"selection": selection_values(chosen), "placement": {"link": transport}}
     )
 
 

@@ -75,7 +75,7 @@ class Twins:
             **selection,
         }
         settings = RankSettings.model_validate(
-            {"selection": selection_values(chosen), "exchange": {"transport": "local"}}
+            {"selection": selection_values(chosen), "placement": {"link": "local"}}
         )
         self.selection = settings.selection
         width = self.selection.num_resident

@@ -129,7 +129,7 @@ class World:
         settings = self.settings = RankSettings.model_validate(
             {
                 "selection": selection_values(chosen),
-                "exchange": {"transport": "local"},
+                "placement": {"link": "local"},
                 "evaluation": evaluation,
             }
         )

@@ -164,7 +164,7 @@ def test_where_the_cache_rank_works(device: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(ONE_DEVICE_VARIABLE, raising=False)
     runner = SimpleNamespace(device=device, ps=SimpleNamespace(tp_size=2))
     peer, local = (
-        RankSettings.model_validate({"exchange": {"transport": name}}) for name in ("peer", "local")
+        RankSettings.model_validate({"placement": {"link": name}}) for name in ("peer", "local")
     )
     assert cache_device_of(runner, local) == torch.device(device)
     if device == "cpu":

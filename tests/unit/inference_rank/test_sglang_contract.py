@@ -46,7 +46,7 @@ def test_every_hook_target_is_in_the_contract(
 ) -> None:
     from tandemkv.inference_rank.hooks import scheduler_hooks
 
-    settings = RankSettings.model_validate({"exchange": {"transport": transport}})
+    settings = RankSettings.model_validate({"placement": {"link": transport}})
     monkeypatch.setenv(SETTINGS_VARIABLE, settings.model_dump_json())
     targets = {target for target, _, _ in scheduler_hooks("tandemkv")}
     assert targets <= set(sglang_contract.SYMBOLS)

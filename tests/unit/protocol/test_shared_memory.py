@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,10 @@ from tandemkv.cache_rank.protocol.errors import (
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, TensorSpec, create_memory
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import (
+    GROWN,
     NUM_ENTRIES,
+    RESIDENT,
+    SLOW,
     EntryKind,
     StepEntry,
     StepRing,
@@ -203,3 +207,21 @@ def test_entries_come_in_order_and_a_full_ring_is_an_error() -> None:
     words[(reader._num + 1) % NUM_ENTRIES, 0] = 99
     with pytest.raises(ProtocolError, match="kind=99"):
         reader.read(timeout_s=1, is_over=never)
+
+
+def test_every_kind_and_flag_of_an_entry_arrives_and_damaged_ones_are_refused() -> None:
+    words = torch.zeros(ring_shape(2), dtype=torch.int64)
+    signals = flags(2)
+    writer, reader = (StepRing(words, signals, announced=0, consumed=1) for _ in range(2))
+    sound = StepRow(row=1, generation=2, length=9, prefix_len=8, window=1)
+    for kind in EntryKind:
+        for flag in (0, GROWN, SLOW, RESIDENT, GROWN | SLOW):
+            entry = StepEntry(kind=kind, step=1, rows=(replace(sound, flags=flag), sound))
+            writer.write(entry, timeout_s=1, is_over=never)
+            assert reader.read(timeout_s=1, is_over=never) == entry
+    for damaged in ({"row": -1}, {"prefix_len": 10}, {"window": -1}, {"flags": 8}):
+        entry = StepEntry(kind=EntryKind.DECODE, step=1, rows=(replace(sound, **damaged),))
+        writer.write(entry, timeout_s=1, is_over=never)
+        with pytest.raises(ProtocolError, match="out of bounds"):
+            reader.read(timeout_s=1, is_over=never)
+        reader._num = writer._num

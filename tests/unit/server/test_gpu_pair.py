@@ -17,9 +17,11 @@ from tandemkv.server.devices import (
     as_pair,
     cache_rank_device,
     choose_cache_device,
+    placed_alone,
     resolve_cache_device,
     resolve_device,
 )
+from tandemkv.server.placement_choice import placement_of
 from tandemkv.server.preflight import resolve_launch
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
@@ -53,7 +55,7 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
     gpus: pytest.MonkeyPatch, model_dir: Path
 ) -> None:
     given: dict[str, Any] = {"model": str(model_dir), "cache_ranks": 1, "port": 0}
-    peer = ServeSettings.model_validate(given | {"exchange": {"transport": "peer"}})
+    peer = ServeSettings.model_validate(given | {"transport": "peer"})
     pair = ServeSettings.model_validate(given)
     said: list[str] = []
     memory = SimpleNamespace(total_memory=139 << 30)
@@ -64,39 +66,39 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
         with pytest.raises(SettingsError, match=r"needs 2 GPUs, 1 seen"):
             resolve_launch(on_gpu, said.append)
     gpus.setenv(ONE_DEVICE_VARIABLE, "1")
+    (model_dir / "control").touch()  # as where CUDA MPS runs
+    gpus.setenv("CUDA_MPS_PIPE_DIRECTORY", str(model_dir))
     for device in ("cuda", "auto"):
         launch = resolve_launch(peer.model_copy(update={"device": device}), said.append)
-        assert (launch.device, launch.settings.transport) == ("cuda", "peer")
+        assert (launch.device, launch.settings.rank_settings.placement.link) == ("cuda", "peer")
         environ = {ONE_DEVICE_VARIABLE: "1"}
         env = sglang_env(launch.settings, environ, run_dir=model_dir, device=launch.device)
         assert env[ONE_DEVICE_VARIABLE] == "1"
         launch = resolve_launch(pair.model_copy(update={"device": device}), said.append)
-        assert (launch.device, launch.settings.transport) == ("cuda", "shared")
+        assert (launch.device, launch.settings.rank_settings.placement.link) == ("cuda", "shared")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_processes_map_the_same_memory(device: str) -> None:
     pair = as_pair(ServeSettings(model="m"))
-    assert resolve_cache_device(pair, device).transport == "shared"
-    assert ServeSettings(model="m", cache_ranks=0).transport == "local"
+    placement = placement_of(resolve_cache_device(pair, device), device, "a test says so")
+    assert (placement.link, placement.engine_device, placement.reason) == (
+        "shared", device, "a test says so",
+    )  # fmt: skip
+    alone = placed_alone(ServeSettings(model="m"), device).rank_settings.placement
+    assert (alone.link, alone.model_device, alone.engine_device) == ("shared", device, device)
+    assert alone.reason == "the cache rank was started by itself"
+    assert ServeSettings(model="m", cache_ranks=0).wished_link == "local"
 
 
-@pytest.mark.parametrize(
-    ("visible", "num_gpus", "seen"),
-    [
-        (None, 2, "1,0"),
-        ("5, 2,7", 3, "2,5"),
-        ("5", 1, "5"),
-        (None, 1, None),
-    ],
-)
-def test_the_cache_rank_sees_its_own_gpu_first_and_then_the_other(
-    visible: str | None, num_gpus: int, seen: str | None
-) -> None:
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    env = cache_rank_env(environ, device="cuda", num_gpus=num_gpus)
-    assert env.get("CUDA_VISIBLE_DEVICES") == seen
-    assert cache_rank_env(environ, device="cpu", num_gpus=2).get("CUDA_VISIBLE_DEVICES") == visible
+def test_both_ranks_see_the_same_gpus_in_the_same_order() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "5,2"}
+    pair = as_pair(ServeSettings(model="m"))
+    theirs = sglang_env(pair, environ, run_dir=Path("/r"), device="cuda")
+    ours = cache_rank_env(environ, device="cuda")
+    assert ours["CUDA_VISIBLE_DEVICES"] == theirs["CUDA_VISIBLE_DEVICES"] == "5,2"
+    assert ours["CUDA_MPS_CLIENT_PRIORITY"] == "1"  # the forward pass goes first
+    assert "CUDA_MPS_CLIENT_PRIORITY" not in cache_rank_env(environ, device="cpu")
 
 
 @pytest.mark.parametrize(

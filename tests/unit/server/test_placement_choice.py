@@ -76,18 +76,27 @@ def resolve(
 
 def test_a_cpu_gets_a_process(tmp_path: Path) -> None:
     settings, said = resolve(tmp_path, device="cpu", selection={"budget_tokens": 2048})
-    assert (settings.cache_ranks, settings.selection.dense_tokens, said) == (1, None, [])
+    assert (settings.cache_ranks, settings.selection.dense_tokens) == (1, None)
+    placement = settings.rank_settings.placement
+    assert (placement.link, placement.num_cache_ranks, placement.tp_size) == ("shared", 1, 1)
+    assert (placement.model_device, placement.engine_device) == ("cpu", "cpu")
+    assert placement.reason == "on a CPU both processes can map the same memory"
+    assert said == [f"placement: {placement.describe()}"]
 
 
 def test_one_gpu_is_its_own_cache_rank(tmp_path: Path, gpus: Any) -> None:
     gpus(1)
     settings, said = resolve(tmp_path)
-    assert (settings.cache_ranks, settings.tensor_parallel, settings.transport) == (0, 1, "local")
+    assert (
+        settings.cache_ranks,
+        settings.tensor_parallel,
+        settings.rank_settings.placement.link,
+    ) == (0, 1, "local")
     assert settings.selection.dense_tokens is not None
     assert 4096 < settings.selection.dense_tokens < 65536
     assert settings.selection.dense_batch_tokens is not None
     assert 16384 < settings.selection.dense_batch_tokens < 65536  # one alone
-    assert said[0].startswith("placement in-process-tp1: ")
+    assert "; in-process-tp1: " in said[0]
     assert "attend to everything" in said[1]
 
 
@@ -109,9 +118,10 @@ def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
     gpus(4)
     settings, said = resolve(tmp_path, tensor_parallel=2)
     assert (settings.cache_ranks, settings.tensor_parallel) == (0, 2)
-    assert said[0] == "placement in-process-tp2: as --tp says"
+    assert said[0].endswith("; --tp 2 splits the cache as well")
+    assert "model on 2 GPUs" in said[0]
     with pytest.raises(SettingsError, match="use --tp 1"):
-        resolve(tmp_path, tensor_parallel=2, exchange={"transport": "shared"})
+        resolve(tmp_path, tensor_parallel=2, transport="shared")
 
 
 @pytest.mark.parametrize(
@@ -119,8 +129,8 @@ def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
     [
         ({"tensor_parallel": 2}, "use --tp 1"),
         ({"tensor_parallel": 2, "cache_ranks": 0}, "use --tp 1"),
-        ({"exchange": {"transport": "peer"}}, "leave --transport out"),
-        ({"exchange": {"transport": "peer"}, "cache_ranks": 1}, "leave --transport out"),
+        ({"transport": "peer"}, "leave --transport out"),
+        ({"transport": "peer", "cache_ranks": 1}, "leave --transport out"),
         ({"cache_ranks": 0}, "use --index-dtype int8"),
     ],
 )
@@ -133,7 +143,7 @@ def test_one_device_stands_for_two_gpus_where_tests_ask_for_it(
     tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All is as between two, but what has to be there; other refusals stay."""
-    peer: dict[str, Any] = {"cache_ranks": 1, "exchange": {"transport": "peer"}}
+    peer: dict[str, Any] = {"cache_ranks": 1, "transport": "peer"}
     predicting = {"selection": {"budget_tokens": 2048, "predictor_dtype": "int8"}}
     gpus(1)
     for value, is_asked in (("0", False), ("", False), ("1", True)):
@@ -144,9 +154,9 @@ def test_one_device_stands_for_two_gpus_where_tests_ask_for_it(
                     resolve(tmp_path, device=device, **peer)
                 continue
             settings, said = resolve(tmp_path, device=device, **peer | predicting)
-            assert (settings.cache_ranks, settings.transport) == (1, "peer")
-            assert (settings.selection.num_late, len(said)) == (1, 2)
-            assert said[0].startswith(f"{ONE_DEVICE_VARIABLE}=1")
+            assert (settings.cache_ranks, settings.rank_settings.placement.link) == (1, "peer")
+            assert (settings.selection.num_late, len(said)) == (1, 3)
+            assert said[1].startswith(f"{ONE_DEVICE_VARIABLE}=1")
             assert settings.selection.dense_tokens is None
     with pytest.raises(SettingsError, match="needs 2 GPUs, 1 seen"):
         resolve(tmp_path, tensor_parallel=2, **peer)
@@ -159,37 +169,38 @@ def test_one_device_stands_for_two_gpus_where_tests_ask_for_it(
         resolve(tmp_path, **peer)
     monkeypatch.delenv(ONE_DEVICE_VARIABLE)
     gpus(2, gib=92)
-    assert resolve(tmp_path, **peer)[0].transport == "peer"
+    assert resolve(tmp_path, **peer)[0].rank_settings.placement.link == "peer"
 
 
 def test_local_is_in_process(tmp_path: Path) -> None:
     settings, _ = resolve(
-        tmp_path, device="cpu", exchange={"transport": "local"}, selection={"budget_tokens": 2048}
+        tmp_path, device="cpu", transport="local", selection={"budget_tokens": 2048}
     )
-    assert (settings.cache_ranks, settings.transport) == (0, "local")
+    assert (settings.cache_ranks, settings.rank_settings.placement.link) == (0, "local")
 
 
 def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
     settings, said = resolve(
-        tmp_path, cache_ranks=1, exchange={"transport": "peer"}, selection={"late_layers": 0}
+        tmp_path, cache_ranks=1, transport="peer", selection={"late_layers": 0}
     )
-    assert (settings.cache_ranks, settings.transport, said) == (1, "peer", [])
+    assert (settings.cache_ranks, settings.rank_settings.placement.link) == (1, "peer")
+    assert [line.rpartition("; ")[2] for line in said] == ["--transport peer was given"]
     settings, said = resolve(
         tmp_path, cache_ranks=0, selection={"budget_tokens": 512, "dense_tokens": 9000}
     )
-    assert (settings.selection.dense_tokens, said) == (9000, [])
+    assert (settings.selection.dense_tokens, len(said)) == (9000, 1)
     assert settings.selection.dense_batch_tokens is None
     both = {"budget_tokens": 512, "dense_batch_tokens": 9000}
     settings, said = resolve(tmp_path, cache_ranks=0, selection=both)
     assert settings.selection.dense_batch_tokens == 9000
-    assert "in all" not in said[0]
+    assert "in all" not in said[1]
     for name in ("dense_tokens", "dense_batch_tokens"):  # all is at hand
         settings, _ = resolve(tmp_path, device="cpu", selection={name: 9000})
         assert getattr(settings.selection, name) == 9000
     gpus(2)
     with pytest.raises(SettingsError, match="dense_batch_tokens=9000: with transport=peer"):
-        resolve(tmp_path, cache_ranks=1, selection=both, exchange={"transport": "peer"})
+        resolve(tmp_path, cache_ranks=1, selection=both, transport="peer")
 
 
 def test_shared_selections_stay_in_process(tmp_path: Path, gpus: Any) -> None:
@@ -225,7 +236,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, gpus: Any
 @pytest.mark.parametrize(
     ("count", "changes", "said"),
     [
-        (1, {"cache_ranks": 1, "exchange": {"transport": "peer"}}, "needs 2 GPUs, 1 seen"),
+        (1, {"cache_ranks": 1, "transport": "peer"}, "needs 2 GPUs, 1 seen"),
         (1, {"cache_ranks": 0, "tensor_parallel": 2}, "needs 2 GPUs, 1 seen"),
         (1, {"cache_ranks": 0, "cache": {"capacity_tokens": 1 << 21}}, "GiB usable"),
     ],
@@ -287,8 +298,8 @@ def test_every_placement_has_late_layers_and_a_w_q_of_its_own(
 ) -> None:
     gpus(2)
     selection = {"budget_tokens": 2048, "late_layers": 2, "predictor_dtype": "int8"}
-    exchange = {"transport": transport}
-    settings, _ = resolve(tmp_path, selection=selection, cache_ranks=1, exchange=exchange)
+    link = {"transport": transport}
+    settings, _ = resolve(tmp_path, selection=selection, cache_ranks=1, **link)
     assert (settings.selection.num_late, settings.selection.predictor_dtype) == (2, "int8")
 
 
@@ -309,7 +320,7 @@ def test_a_first_layer_is_late_between_two_gpus(
     gpus(2)
     settings, said = resolve(
         tmp_path, "cuda", selection={"budget_tokens": 2048, **selection}, cache_ranks=1,
-        exchange={"transport": transport},
+        transport=transport,
     )  # fmt: skip
     assert settings.selection.late_layers == late
     is_told = any("--late-layers 0 turns that off" in line for line in said)
@@ -326,7 +337,7 @@ def test_a_model_of_few_layers_has_no_late_ones(
     spec = msgspec.structs.replace(SPEC, num_layers=4)
     monkeypatch.setattr(sys.modules[__name__], "SPEC", spec)
     selection = {"budget_tokens": 2048, "options": {"distance": 3}}
-    peer: dict[str, Any] = {"cache_ranks": 1, "exchange": {"transport": "peer"}}
+    peer: dict[str, Any] = {"cache_ranks": 1, "transport": "peer"}
     settings, _ = resolve(tmp_path, "cuda", selection=selection, **peer)
     assert settings.selection.late_layers is None
     with pytest.raises(SettingsError, match=r"too many for 4 layers.*use --late-layers 0"):

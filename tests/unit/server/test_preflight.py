@@ -20,6 +20,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank.edge.settings import EdgeSettings
 from tandemkv.server import doctor, placement_choice, ports, preflight
+from tandemkv.server.devices import placed_alone
 from tandemkv.server.ports import choose_port, server_url
 from tandemkv.server.preflight import ResolvedLaunch, check_policy, resolve_launch
 from tandemkv.server.serve import make_plan
@@ -249,6 +250,8 @@ def test_the_plan_of_a_cpu_launch(
     config = Path(plan.cache_rank.argv[-1])
     read_back = load_settings({}, {}, config)
     assert read_back.rank_settings == launch.settings.rank_settings
+    assert placed_alone(read_back, "cpu").rank_settings.placement == launch.placement
+    assert launch.placement.describe() in plan.banner
     assert plan.cache_rank_detail() is not None
     plan.clean_up(True)
     assert not config.exists()

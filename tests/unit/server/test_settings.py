@@ -116,10 +116,10 @@ def test_what_is_printed_is_read_back_the_same(tmp_path: Path) -> None:
 
 def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -> None:
     """A file that says native keys would be taken for somebody's wish on GPUs."""
-    chosen = {"exchange__transport": "peer", "selection__index_dtype": "int8"}
+    chosen = {"transport": "peer", "selection__index_dtype": "int8"}
     for more in ({}, chosen):
         read = load_settings({}, {}, write(tmp_path, to_yaml(load_settings(flags(**more), {}))))
-        assert ("transport" in read.exchange.model_fields_set) is bool(more)
+        assert (read.transport is not None) is bool(more)
         assert ("index_dtype" in read.selection.model_fields_set) is bool(more)
         assert read == load_settings(flags(**more), {})
 
@@ -161,7 +161,7 @@ def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -
         ("", {}, {"selection__exact_layers": "0,a"}, ["selection.exact_layers=0,a", "integer"]),
         ("", {}, {"selection__budget_tokens": "10"}, ["budget_tokens=10", "= 68", "--selection_"]),
         ("", {}, {"cache_ranks": "1", "tensor_parallel": "2"}, ["tensor_parallel=2", "peer"]),
-        ("", {}, {"cache_ranks": "1", "exchange__transport": "local"}, ["--cache-ranks 0"]),
+        ("", {}, {"cache_ranks": "1", "transport": "local"}, ["--cache-ranks 0"]),
         ("", {}, {"cache_ranks": "2"}, ["cache_ranks=2", "not available in this version"]),
         ("", {}, {"host": "0.0.0.0"}, ["host=0.0.0.0", "--allow-remote", "--host"]),
         ("cache: {capacity_tokens: 64z}", {}, {}, ["'64z' is no number of tokens", "serve.yaml"]),

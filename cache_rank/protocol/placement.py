@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the cache rank works and how it is reached: decided once, before a process is started.
+
+`tandemkv.server.placement_choice` makes it; both ranks get it with their settings.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from .strict import Strict
+
+Link = Literal["shared", "peer", "local"]
+Device = Literal["cpu", "cuda"]
+
+_WHERE = {
+    "local": "in SGLang's process, on the same device",
+    "peer": "driven by SGLang's process, on a GPU of its own",
+    "shared": "in a process of its own, in memory that both processes map",
+}
+
+
+class Placement(Strict):
+    """One placement of model and cache rank, and why it was chosen."""
+
+    link: Link = Field(
+        default="shared", description="How the inference rank reaches the cache rank."
+    )
+    model_device: Device = Field(default="cpu", description="Device of the forward pass.")
+    engine_device: Device = Field(default="cpu", description="Device of the cache rank.")
+    tp_size: int = Field(default=1, ge=1, le=64, description="GPUs that the model is split over.")
+    reason: str = Field(
+        default="it was not decided here", max_length=2048, description="Why it is so."
+    )
+
+    @property
+    def num_cache_ranks(self) -> int:
+        """Processes of cache ranks besides SGLang's own."""
+        return 1 if self.maps_memory else 0
+
+    @property
+    def has_peer_gpu(self) -> bool:
+        """Whether SGLang's process drives another GPU, where K/V lie, for each of its own.
+
+        In tests both may be one device (`one_device`), and all is done as if they were two.
+        """
+        return self.link == "peer"
+
+    @property
+    def maps_memory(self) -> bool:
+        """Whether the cache rank's process maps the memory of the inference rank."""
+        return self.link == "shared"
+
+    @property
+    def attends_to_pool(self) -> bool:
+        """Whether the forward pass can attend to tokens that are not resident."""
+        return not self.has_peer_gpu
+
+    def describe(self) -> str:
+        """Return one line that says where what runs, and why."""
+        model = self.model_device if self.tp_size == 1 else f"{self.tp_size} GPUs"
+        return f"link {self.link}: model on {model}, cache rank {_WHERE[self.link]}; {self.reason}"
+
+    def info(self) -> dict[str, str]:
+        """Return what a rank's status says of it."""
+        return {
+            "link": self.link,
+            "cache_ranks": str(self.num_cache_ranks),
+            "placement": self.describe(),
+        }
