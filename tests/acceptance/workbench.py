@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(model_dir())
 
 
+@cache
 def long_ids() -> list[int]:
     """Some ten thousand tokens of real prose."""
     return list(tokenizer()(quality.texts()["language reference"][:120_000])["input_ids"])
