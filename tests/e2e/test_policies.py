@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ def generate(server: Server, token_ids: list[int]) -> str:
 def environment_of(tmp_path: Path) -> dict[str, str]:
     """Let servers import the policies of `own_policy`, and note what is called."""
     return {
-        "PYTHONPATH": str(Path(own_policy.__file__).parent),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(own_policy.__file__).parent), os.environ.get("PYTHONPATH")])
+        ),
         "OWN_POLICY_LOG": str(tmp_path / "calls"),
     }
 
