@@ -67,6 +67,9 @@ def sglang_argv(
         "--enable-metrics",
     ]  # fmt: skip
     argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
+    if device != "cpu" and settings.rank_settings.placement.maps_memory:
+        # What a lost cache rank cut short is known when a pass is over: none may be under way then.
+        argv += ["--disable-overlap-schedule"]
     if settings.tensor_parallel > 1:
         argv += ["--tp-size", str(settings.tensor_parallel)]
     chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)

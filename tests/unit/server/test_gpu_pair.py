@@ -66,6 +66,8 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
         with pytest.raises(SettingsError, match=r"needs 2 GPUs, 1 seen"):
             resolve_launch(on_gpu, said.append)
     gpus.setenv(ONE_DEVICE_VARIABLE, "1")
+    (model_dir / "control").touch()  # as where CUDA MPS runs
+    gpus.setenv("CUDA_MPS_PIPE_DIRECTORY", str(model_dir))
     for device in ("cuda", "auto"):
         launch = resolve_launch(peer.model_copy(update={"device": device}), said.append)
         assert (launch.device, launch.settings.rank_settings.placement.link) == ("cuda", "peer")
@@ -89,22 +91,14 @@ def test_two_processes_map_the_same_memory(device: str) -> None:
     assert ServeSettings(model="m", cache_ranks=0).wished_link == "local"
 
 
-@pytest.mark.parametrize(
-    ("visible", "num_gpus", "seen"),
-    [
-        (None, 2, "1,0"),
-        ("5, 2,7", 3, "2,5"),
-        ("5", 1, "5"),
-        (None, 1, None),
-    ],
-)
-def test_the_cache_rank_sees_its_own_gpu_first_and_then_the_other(
-    visible: str | None, num_gpus: int, seen: str | None
-) -> None:
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    env = cache_rank_env(environ, device="cuda", num_gpus=num_gpus)
-    assert env.get("CUDA_VISIBLE_DEVICES") == seen
-    assert cache_rank_env(environ, device="cpu", num_gpus=2).get("CUDA_VISIBLE_DEVICES") == visible
+def test_both_ranks_see_the_same_gpus_in_the_same_order() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "5,2"}
+    pair = as_pair(ServeSettings(model="m"))
+    theirs = sglang_env(pair, environ, run_dir=Path("/r"), device="cuda")
+    ours = cache_rank_env(environ, device="cuda")
+    assert ours["CUDA_VISIBLE_DEVICES"] == theirs["CUDA_VISIBLE_DEVICES"] == "5,2"
+    assert ours["CUDA_MPS_CLIENT_PRIORITY"] == "1"  # the forward pass goes first
+    assert "CUDA_MPS_CLIENT_PRIORITY" not in cache_rank_env(environ, device="cpu")
 
 
 @pytest.mark.parametrize(
