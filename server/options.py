@@ -162,7 +162,8 @@ def with_flags(flags: Sequence[Flag]) -> Callable[[Callable[..., None]], Callabl
 
     The command declares ``flags: dict[str, Sourced]``; typer sees one option per flag instead.
     """
-    parameters = {flag.name[2:].replace("-", "_"): flag for flag in flags}
+    ordered = sorted(flags, key=lambda flag: not flag.is_common)  # as the help lists them
+    parameters = {flag.name[2:].replace("-", "_"): flag for flag in ordered}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)

@@ -17,6 +17,7 @@ _RANK_SOCKETS = {
     "control.sock": "control messages of the inference rank",
     "heartbeat.sock": "heartbeats and status of the cache rank",
     "memory.sock": "descriptors of the memory that both ranks map",
+    "holder.sock": "descriptors of that memory, which the launcher keeps",
     "inference.sock": "status of the inference rank",
 }
 

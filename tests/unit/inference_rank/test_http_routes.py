@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank import http_routes
 from tandemkv.inference_rank import runtime as runtime_module
 
@@ -18,7 +20,7 @@ from tandemkv.inference_rank import runtime as runtime_module
 def collect(
     monkeypatch: pytest.MonkeyPatch, *, rank_ready: bool, reason: str | None
 ) -> dict[str, Any]:
-    settings = SimpleNamespace(exchange=SimpleNamespace(is_in_process=True))
+    settings = RankSettings(placement=Placement(link="local"))
     monkeypatch.setattr(runtime_module, "settings_from_environment", lambda: settings)
     monkeypatch.setattr(http_routes, "_ask", lambda _path: {"ready": rank_ready})
     run_dir: Any = SimpleNamespace(inference_socket=Path("none"))
