@@ -19,16 +19,16 @@ from types import FrameType
 
 import torch
 
-from .counters import Counters
-from .in_process.factory import make_policy
-from .protocol.errors import SettingsError
-from .protocol.fault_points import enable_faults
-from .protocol.ipc import server_pid
-from .protocol.model_spec import read_model_spec
-from .protocol.run_dir import RunDir
-from .protocol.settings import RankSettings
-from .protocol.shared_devices import engine_homes
-from .shared.service import SharedEngineService
+from tandemkv.cache_rank.counters import Counters
+from tandemkv.cache_rank.engine.factory import make_policy
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.fault_points import enable_faults
+from tandemkv.cache_rank.protocol.ipc import server_pid
+from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_devices import engine_homes
+from tandemkv.cache_rank.service.service import SharedEngineService
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,10 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from tandemkv.cache_rank.protocol.fault_points import reach
-
-from . import progress, single_process_group, teacher_forcing
-from . import runtime as runtime_module
-from .in_process import graph_variants
-from .resume import hooks as resume_hooks
+from tandemkv.inference_rank import progress, single_process_group, teacher_forcing
+from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.attention import graph_variants
+from tandemkv.inference_rank.resume import hooks as resume_hooks
 
 Hook = tuple[str, Callable[..., Any], HookType]
 
@@ -50,10 +49,10 @@ def register_backend(name: str) -> None:
 
     @register_attention_backend(name)
     def _create(runner: Any) -> Any:
-        from .process import start
+        from tandemkv.inference_rank.process import start
 
         start(runner, [target for target, _, _ in scheduler_hooks(name)])
-        from .in_process.start import create_backend
+        from tandemkv.inference_rank.start.local import create_backend
 
         return create_backend(runner)
 
@@ -106,10 +105,10 @@ def _support_triton_hook(backend: str) -> Hook:
 
 def http_hooks() -> list[Hook]:
     """Hooks of the process that serves HTTP."""
-    from .edge.hooks import AROUND
-    from .http_routes import serve_http
-    from .shutdown import around_sigquit, around_sigterm
-    from .start_method import choose_start_method
+    from tandemkv.inference_rank.edge.hooks import AROUND
+    from tandemkv.inference_rank.http_routes import serve_http
+    from tandemkv.inference_rank.shutdown import around_sigquit, around_sigterm
+    from tandemkv.inference_rank.start_method import choose_start_method
 
     setup = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
     return [
@@ -128,17 +127,21 @@ def _note_rows(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
 
 
 def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    from .in_process.pool import make_local_pool_class, make_peer_pool_class, resident_slots
+    from tandemkv.inference_rank.attention.pool import (
+        make_local_pool_class,
+        make_peer_pool_class,
+        resident_slots,
+    )
 
     settings = runtime_module.settings_from_environment()
     selection, base = settings.selection, kwargs["mha_pool_class"]
     if settings.placement.has_peer_gpu:
-        from .in_process.start import cache_device_of
+        from tandemkv.inference_rank.start.local import cache_device_of
 
         kwargs["mha_pool_class"] = make_peer_pool_class(base, cache_device_of(self, settings))
         return original(self, **kwargs)
     if settings.placement.maps_memory:
-        from .links.pool import make_shared_pool_class
+        from tandemkv.inference_rank.links.pool import make_shared_pool_class
 
         kwargs["mha_pool_class"] = make_shared_pool_class(base, self, _req_to_token_pool)
         return original(self, **kwargs)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine import check_dense
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.local import check_dense
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
 from tandemkv.cache_rank.protocol.placement import Placement

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 
 from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
-from tandemkv.cache_rank.protocol.local import Allocate
+from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings

@@ -33,7 +33,7 @@ class QuestPolicy(Policy):
     Pages are counted in positions, and bounds are kept by row and position: slots may be shared or
     rewritten. A page is entered when its first token becomes a candidate, and widened as more do;
     what is already there is not read again
-    (`tandemkv.cache_rank.in_process.page_index.PageBoundsIndex`). A cache rank in a process of its
+    (`tandemkv.cache_rank.engine.page_index.PageBoundsIndex`). A cache rank in a process of its
     own, which the host drives, makes the bounds anew in each step.
 
     Deviations from the paper:

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
-from tandemkv.cache_rank.protocol.local import Allocate
+from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.kernels.topk import topk_positions
 

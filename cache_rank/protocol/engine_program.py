@@ -50,7 +50,7 @@ class EngineProgram:
         Layers that are selected for at the end of a step, for the next one. They are no
         `targets_of` any layer; all have attended where the last layer that has targets begins.
     attends : bool
-        Whether the policy attends in every sparse layer (`LocalCacheRank.attend_selected`), and
+        Whether the policy attends in every sparse layer (`Engine.attend_selected`), and
         selects nothing.
     slow_steps : RefreshRule
         Which steps of a sparse request are slow: it attends to everything, without samples, and is

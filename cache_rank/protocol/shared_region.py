@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import ProtocolError
-from .gpu_flags import flag_specs
-from .local import LocalPools
-from .mapped_tensors import MappedTensors, TensorSpec
-from .model_spec import ModelSpec
-from .predictor_weights import PREDICTOR_PREFIX
-from .settings import SelectionSettings
-from .step_flags import WORDS_APART
-from .step_ring import ring_shape
+from tandemkv.cache_rank.protocol.engine import EnginePools
+from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, TensorSpec
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.step_flags import WORDS_APART
+from tandemkv.cache_rank.protocol.step_ring import ring_shape
 
 STAMPS = "row_stamps"
 """Of what the engine remembers of rows: which request and which step each copy is of."""
@@ -186,13 +186,13 @@ def check_region(
 
 def pools_of(
     tensors: MappedTensors, model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
-) -> LocalPools:
+) -> EnginePools:
     """Return the engine's pools as views of the mapped tensors."""
     kv, width = tensors["kv"], selection.num_resident
     shape = (sizes.num_rows, width, model.num_kv_heads, model.head_dim)
     tail = kv[:, :, sizes.num_slots : sizes.num_slots + sizes.num_rows * width]
     layers = range(model.num_layers)
-    return LocalPools(
+    return EnginePools(
         k=[kv[x, 0, : sizes.num_slots] for x in layers],
         v=[kv[x, 1, : sizes.num_slots] for x in layers],
         resident=[(tail[x, 0].view(shape), tail[x, 1].view(shape)) for x in layers],

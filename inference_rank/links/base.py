@@ -128,7 +128,7 @@ class Link(Protocol):
         """Let the policy attend with ``query [B, Hq, D]`` where it attends itself; else None.
 
         Returns output and, last, natural log-sum-exp, ``[B, Hq, D + 1]`` float32, to be merged with
-        what is attended to here; see `LocalCacheRank.attend_selected`.
+        what is attended to here; see `Engine.attend_selected`.
         """
 
     def await_set(self, layer: int) -> torch.Tensor | None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine import Engine
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
-from tandemkv.cache_rank.protocol.local import LocalCacheRank
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.inference_rank.in_process.far_attention import FarAttention
-from tandemkv.inference_rank.in_process.layer_streams import LayerStreams
-from tandemkv.inference_rank.in_process.look_ahead import LookAhead
-from tandemkv.inference_rank.in_process.peer_flags import Signal
-from tandemkv.inference_rank.in_process.peer_memory import seen_from
-from tandemkv.inference_rank.in_process.side_stream import SideStream
+from tandemkv.inference_rank.links.layer_streams import LayerStreams
+from tandemkv.inference_rank.links.look_ahead import LookAhead
+from tandemkv.inference_rank.links.peer_flags import Signal
+from tandemkv.inference_rank.links.peer_memory import seen_from
+from tandemkv.inference_rank.links.remote_attention import RemoteAttention
+from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.residual_hooks import install_logits_hook
 from tandemkv.kernels.flags import raise_flags
 
@@ -30,7 +30,7 @@ class LocalLink:
     ----------
     runner : Any
         SGLang's model runner.
-    engine : LocalCacheRank
+    engine : Engine
         Keeps the resident sets.
     model : ModelSpec
         Heads of this rank.
@@ -45,7 +45,7 @@ class LocalLink:
     def __init__(
         self,
         runner: Any,
-        engine: LocalCacheRank,
+        engine: Engine,
         model: ModelSpec,
         *,
         max_batch: int,
@@ -64,17 +64,17 @@ class LocalLink:
             "cache_device": cache_device,
         }
         all_sparse = all(program.is_sparse_layer(x) for x in layers)
-        attends_far = int(is_far and not all_sparse)  # `FarAttention` has the last of each
+        attends_far = int(is_far and not all_sparse)  # `RemoteAttention` has the last of each
         num_rows, num_lanes = num_layers + attends_far, engine.num_lanes + attends_far
         self._side = SideStream(device, cache_device, num_rows, num_lanes, max_batch, is_far=is_far)
         # On the same GPU the engine reads the queries where they are.
         self._queries: LayerStreams | None = None
-        self._far: FarAttention | None = None
+        self._far: RemoteAttention | None = None
         width = model.num_qo_heads * model.head_dim
         if is_far and (program.needs_query or attends_far):
             self._queries = LayerStreams(num_layers=num_layers, is_far=is_far, width=width, **sizes)
         if self._queries is not None and attends_far:
-            self._far = FarAttention(
+            self._far = RemoteAttention(
                 engine, runner.token_to_kv_pool, self._side, self._queries,
                 lane=engine.num_lanes, row=num_layers, width=width, **sizes,
             )  # fmt: skip

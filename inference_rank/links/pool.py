@@ -15,7 +15,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.shared_devices import inference_homes
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank.in_process.peer_memory import with_index
+from tandemkv.inference_rank.links.peer_memory import with_index
 
 from .connection import make_kept_tensors
 

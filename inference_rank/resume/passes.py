@@ -36,7 +36,7 @@ class Connection(Protocol):
 
 
 class Backend(Protocol):
-    """What is asked of the attention backend; see `InProcessBackend`."""
+    """What is asked of the attention backend; see `ResidentBackend`."""
 
     def snapshot(self) -> tuple[Any, ...]:
         """Return what preparing a pass changes."""

@@ -19,7 +19,7 @@ CACHE_RUNTIME_BYTES = 1 * GIB
 USABLE_FRACTION = 0.95
 """Part of a GPU's memory that is planned with; the rest is the allocator's fragmentation."""
 NUM_LANES = 2
-"""Selections at once, each with a scratch of its own (`InProcessCacheRank`)."""
+"""Selections at once, each with a scratch of its own (`CacheEngine`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

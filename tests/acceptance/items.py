@@ -16,6 +16,7 @@ import needle
 import nothing_lost
 import outside
 import perplexity
+import policies
 import speed
 from workbench import Bench
 
@@ -24,6 +25,7 @@ ITEMS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "perplexity": perplexity.run,
     "needle": needle.run,
     "mass": mass.run,
+    "policies": policies.run,
     "life_cycle": life.run,
     "bad_input": bad_input.run,
     "nothing_lost": nothing_lost.run,

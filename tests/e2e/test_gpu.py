@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The in-process cache rank on a GPU against stock SGLang with FlashInfer, in bfloat16.
+"""Link local on a GPU against stock SGLang with FlashInfer, in bfloat16.
 
 Overlap scheduling and CUDA graphs are on. `stock_agreement` says what agreement is, and how the
 same runs on a CPU. Tests of two GPUs run on one with ``TANDEMKV_PEER_ON_ONE_DEVICE=1``.

@@ -3,7 +3,7 @@
 
 Here nothing runs beside anything else. What shows is that all is sent, raised and waited for in an
 order that works, and that what is attended to is right (decision record 6). That small resident
-sets are, `test_in_process.py` shows.
+sets are, `test_engine.py` shows.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def test_two_gpus_take_turns_in_one_graph(far_index: int) -> None:
     Appends wait for them and for the weights of samples that come along, what is deferred has run
     by the end of a step, and so has what is queued behind its last selection for the next one.
     """
-    from tandemkv.inference_rank.in_process.peer_memory import enable_peer_access, seen_from
-    from tandemkv.inference_rank.in_process.side_stream import SideStream
+    from tandemkv.inference_rank.links.peer_memory import enable_peer_access, seen_from
+    from tandemkv.inference_rank.links.side_stream import SideStream
 
     main, far = torch.device("cuda", 0), torch.device("cuda", far_index)
     enable_peer_access(main, far)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tandemkv.cache_rank.engine.seeding import fill_set, make_seed_input
 from tandemkv.cache_rank.policies.base import (
     Policy,
     PolicyCapabilities,
@@ -25,7 +26,6 @@ from tandemkv.cache_rank.policies.registry import (
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.cache_rank.seeding import fill_set, make_seed_input
 from tandemkv.kernels.position_pooling import MAX_REACH
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tandemkv.cache_rank.engine.selection_probe import selection_file
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import DETAIL_VARIABLE
-from tandemkv.cache_rank.selection_probe import selection_file
 from tandemkv.server.evaluation.quality.servers import tandem_server
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.preflight import resolve_model

@@ -119,7 +119,7 @@ class RunningServer:
             return {}
         status = fetch_status(self.url)
         inference = status["inference_rank"]
-        # An in-process cache rank reports with the inference rank.
+        # An engine in its process reports with the inference rank.
         ranks = {"inference": inference, "cache": (status["cache_ranks"] or [inference])[0]}
         found: dict[str, float] = {}
         for rank, report in ranks.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tandemkv.cache_rank.in_process.page_index import enter_range
+from tandemkv.cache_rank.engine.page_index import enter_range
 from tandemkv.cache_rank.policies.base import PageBounds
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import torch
 
-from tandemkv.cache_rank.in_process.lane_weights import LaneWeights
-from tandemkv.cache_rank.protocol.local import LocalPools
+from tandemkv.cache_rank.engine.lane_weights import LaneWeights
+from tandemkv.cache_rank.protocol.engine import EnginePools
 
 
-def pools_of(*, is_far: bool, has_samples: bool = True) -> LocalPools:
+def pools_of(*, is_far: bool, has_samples: bool = True) -> EnginePools:
     """Make pools of three layers and four rows, of two heads with six samples."""
     token, sets = torch.zeros(8, 2, 4), torch.zeros(4, 5, 2, 4)
-    return LocalPools(
+    return EnginePools(
         k=[token] * 3, v=[token] * 3, resident=[(sets, sets)] * 3, page_size=1, is_far=is_far,
         log_weight=torch.zeros(3, 4, 2, 6) if has_samples else None,
     )  # fmt: skip

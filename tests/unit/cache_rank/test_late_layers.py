@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_process_world import DIM, HEADS, LAYERS, QUERY_HEADS, World
+from engine_world import DIM, HEADS, LAYERS, QUERY_HEADS, World
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.kernels.reference.samples import sample_weights

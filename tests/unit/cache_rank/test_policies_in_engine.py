@@ -10,11 +10,11 @@ import own_policy
 import pytest
 import torch
 from bounds_by_page import page_bounds
-from in_process_world import DIM, HEADS, LAYERS, MODEL, QUERY_HEADS, World
+from engine_world import DIM, HEADS, LAYERS, MODEL, QUERY_HEADS, World
 
 from tandemkv.cache_rank.calibration.resolve import Resolved
-from tandemkv.cache_rank.in_process import factory
-from tandemkv.cache_rank.in_process.page_index import PageBoundsIndex
+from tandemkv.cache_rank.engine import factory
+from tandemkv.cache_rank.engine.page_index import PageBoundsIndex
 from tandemkv.cache_rank.policies.async_spade import AsyncSpadePolicy
 from tandemkv.cache_rank.policies.base import (
     HeadClusters,

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from in_process_world import LAYERS, QUERY_HEADS, World
+from engine_world import LAYERS, QUERY_HEADS, World
 from test_policies_in_engine import SPARSE, step
 
-from tandemkv.cache_rank.in_process.page_index import PageBoundsIndex
-from tandemkv.cache_rank.shared.row_versions import RowVersions
+from tandemkv.cache_rank.engine.page_index import PageBoundsIndex
+from tandemkv.cache_rank.service.row_versions import RowVersions
 
 _BOOKS = ("resident_positions", "resident_last_used")
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tandemkv.cache_rank.in_process.rotary import read_rotary
+from tandemkv.cache_rank.engine.rotary import read_rotary
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
 from tandemkv.kernels.rope import apply_rope
 

@@ -17,19 +17,19 @@ import torch
 from torch import nn
 
 from tandemkv.cache_rank.policies.registry import selection_values
-from tandemkv.cache_rank.protocol.local import DenseLengths, LocalPools, create_local_cache_rank
+from tandemkv.cache_rank.protocol.engine import DenseLengths, EnginePools, create_engine
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.inference_rank.attention.backend import ResidentBackend
+from tandemkv.inference_rank.attention.dense_steps import DenseSteps
+from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
+from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
+from tandemkv.inference_rank.attention.resident_set import ResidentSet
+from tandemkv.inference_rank.attention.sample_set import make_log_weights
+from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
 from tandemkv.inference_rank.counters import Counters
-from tandemkv.inference_rank.in_process.backend import InProcessBackend
-from tandemkv.inference_rank.in_process.dense_steps import DenseSteps
-from tandemkv.inference_rank.in_process.resident_attention import AttendTable, RingTable
-from tandemkv.inference_rank.in_process.resident_home import OwnSet, PoolTail, ResidentHome
-from tandemkv.inference_rank.in_process.samples import OwnSamples, PoolSamples
 from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
-from tandemkv.inference_rank.resident_set import ResidentSet
-from tandemkv.inference_rank.sample_set import make_log_weights
 from tandemkv.kernels.samples import sample_offsets
 
 CPU = torch.device("cpu")
@@ -141,10 +141,10 @@ class World:
         self.table = torch.zeros((ROWS1, CONTEXT), dtype=torch.int32)
         self.home = self.make_home()
         samples = self.home.samples
-        self.rank = create_local_cache_rank(
+        self.rank = create_engine(
             model=MODEL,
             settings=settings,
-            pools=LocalPools(
+            pools=EnginePools(
                 k=[t[:NUM_SLOTS] for t in self.pool.k],
                 v=[t[:NUM_SLOTS] for t in self.pool.v],
                 resident=self.home.sets,
@@ -169,7 +169,7 @@ class World:
             ),
             model_config=config, dtype=torch.float32, token_to_kv_pool=self.pool, model=self.model,
         )  # fmt: skip
-        self.backend = InProcessBackend(
+        self.backend = ResidentBackend(
             runner, Full(self.pool), self.link(runner), self.home, cache_device=CPU, is_far=own,
             seed_window=self.selection.seed_window, dense=self.dense,
             num_resident=self.num_resident, runtime=self.runtime,

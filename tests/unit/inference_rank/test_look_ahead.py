@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank.in_process.layer_streams import LayerStreams
-from tandemkv.inference_rank.in_process.look_ahead import LookAhead
-from tandemkv.inference_rank.in_process.side_stream import SideStream
+from tandemkv.inference_rank.links.layer_streams import LayerStreams
+from tandemkv.inference_rank.links.look_ahead import LookAhead
+from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.residual_hooks import install_logits_hook, install_norm_hooks
 
 CPU, LAYERS, WIDTH = torch.device("cpu"), 4, 3

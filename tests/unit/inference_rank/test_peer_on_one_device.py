@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.cache_rank.in_process.scan_order import ScanOrder
+from tandemkv.cache_rank.engine.scan_order import ScanOrder
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.inference_rank.in_process import layer_streams
-from tandemkv.inference_rank.in_process.layer_streams import LayerStreams
-from tandemkv.inference_rank.in_process.peer_memory import enable_peer_access, seen_from
-from tandemkv.inference_rank.in_process.pool import make_peer_pool_class
-from tandemkv.inference_rank.in_process.side_stream import SideStream
-from tandemkv.inference_rank.in_process.start import cache_device_of
+from tandemkv.inference_rank.attention.pool import make_peer_pool_class
+from tandemkv.inference_rank.links import layer_streams
+from tandemkv.inference_rank.links.layer_streams import LayerStreams
+from tandemkv.inference_rank.links.peer_memory import enable_peer_access, seen_from
+from tandemkv.inference_rank.links.side_stream import SideStream
+from tandemkv.inference_rank.start.local import cache_device_of
 from tandemkv.kernels import streams
 from tandemkv.kernels.flags import raise_flags
 

@@ -12,10 +12,10 @@ import request_world
 import torch
 from request_world import CONTEXT, DIM, HEADS, MODEL, RECENT, SINK, Request, World
 
+from tandemkv.cache_rank.engine.selection_probe import SelectionProbe, selection_file
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.selection_probe import SelectionProbe, selection_file
-from tandemkv.inference_rank.attention_probe import AttentionProbe
+from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.server.evaluation.inspect.recording import read_recording
 
 BUDGET, LENGTH, STEPS = 24, 90, 6

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank.in_process.query_predictor import LiveQueryPredictor
+from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 
 HIDDEN, HEADS, KV_HEADS, DIM = 12, 3, 1, 4
 EPS = 1e-6

@@ -24,10 +24,10 @@ from tiny_model import write_model
 
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
+from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.ipc import server_pid
-from tandemkv.cache_rank.protocol.local import DenseLengths
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.engine import SelectionTime
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
-from tandemkv.cache_rank.protocol.local import SelectionTime
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
-from tandemkv.inference_rank.in_process import start_measurement
-from tandemkv.inference_rank.in_process.layer_time import LayerTime, measure_layer
-from tandemkv.inference_rank.in_process.start_measurement import StartMeasurement
-from tandemkv.inference_rank.in_process.start_plan import MOST_REFRESH, StartPlan, make_plan
+from tandemkv.inference_rank.start import measurement as start_measurement
+from tandemkv.inference_rank.start.layer_time import LayerTime, measure_layer
+from tandemkv.inference_rank.start.measurement import StartMeasurement
+from tandemkv.inference_rank.start.plan import MOST_REFRESH, StartPlan, make_plan
 
 CPU, CUDA1 = torch.device("cpu"), torch.device("cuda", 1)
 GRAPH = LayerTime(weights_us=150.0, attention_us=50.0, of_graph=True)

@@ -13,7 +13,7 @@ from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
-from tandemkv.cache_rank.shared.stream_signals import StreamSignals as EngineSide
+from tandemkv.cache_rank.service.stream_signals import StreamSignals as EngineSide
 from tandemkv.inference_rank.links.base import DecodeRows
 from tandemkv.inference_rank.links.signals import StreamSignals as LinkSide
 

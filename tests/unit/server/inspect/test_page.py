@@ -9,8 +9,8 @@ from importlib.resources import files
 import pytest
 import torch
 
+from tandemkv.cache_rank.engine.selection_probe import selection_file
 from tandemkv.cache_rank.protocol.bitmap import position_bits
-from tandemkv.cache_rank.selection_probe import selection_file
 from tandemkv.server.evaluation.inspect.page import make_page
 from tandemkv.server.evaluation.inspect.recording import RecordingError, read_recording
 

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of a decode step, in buffers whose addresses never change."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+
+from tandemkv.cache_rank.protocol.engine import DenseLengths, SeenFrom
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.kernels.step_tables import CandidateTables, load_candidates
+
+
+class DecodeBatch:
+    """What the kernels of a step read. Filled before the step, so that a graph can replay it.
+
+    Attributes
+    ----------
+    rows, positions : torch.Tensor
+        ``[max_batch]`` int64; the position is that of the newest token.
+    lengths, lo, hi, num_target : torch.Tensor
+        ``[max_batch]`` int32: tokens after the step, candidates ``[lo, hi)``, resident slots
+        that have to be filled.
+    next_hi, next_num_target : torch.Tensor
+        The same as of the next step; `look_forward` fills them.
+    active : torch.Tensor
+        ``[max_batch]`` bool: the request's resident set may change; not for padding (row 0), and
+        not for requests that are dense and will be for a while.
+    pages : torch.Tensor
+        ``[max_batch, max_pages]`` int32: page that each run of `page_size` positions lies in.
+    step : torch.Tensor
+        ``[]`` int32, counts the steps.
+
+    Parameters
+    ----------
+    selections : torch.Tensor
+        ``[]`` int64 on `device`; the selections that steps ask for are added to it.
+    """
+
+    def __init__(
+        self,
+        selection: SelectionSettings,
+        *,
+        num_resident: int,
+        max_batch: int,
+        max_context: int,
+        page_size: int,
+        selections: torch.Tensor,
+        device: torch.device,
+    ) -> None:
+        self._page_size = page_size
+        self._num_resident = num_resident
+        self._num_recent = selection.num_recent_tokens
+        self._lengths = DenseLengths.of(selection, num_resident)
+        # As of the step that uses the selection.
+        self._sink = selection.num_sink_tokens
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.rows = zeros(max_batch, dtype=torch.int64)
+        self.positions = zeros(max_batch, dtype=torch.int64)
+        self.lengths = zeros(max_batch)
+        self.lo, self.hi, self.num_target = zeros(max_batch), zeros(max_batch), zeros(max_batch)
+        self.next_hi, self.next_num_target = zeros(max_batch), zeros(max_batch)
+        self.active = zeros(max_batch, dtype=torch.bool)
+        self.pages = zeros(max_batch, -(-max_context // page_size))
+        self.step = zeros()
+        self._slow: torch.Tensor | None = None
+        self._selections = selections
+        self._tables = CandidateTables(
+            rows=self.rows,
+            positions=self.positions,
+            lengths=self.lengths,
+            lo=self.lo,
+            hi=self.hi,
+            num_target=self.num_target,
+            active=self.active,
+            pages=self.pages,
+            step=self.step,
+            selections=selections,
+        )
+        self._by_device = {device: self._tables}
+
+    def let_load_from(self, device: torch.device, seen_from: SeenFrom) -> None:
+        """See `CacheEngine.let_load_from`."""
+        tables = self._tables
+        self._by_device[device] = CandidateTables(
+            **{
+                field.name: seen_from(device, getattr(tables, field.name))
+                for field in fields(tables)
+            }
+        )
+
+    def load_slow(self, slow: torch.Tensor, *, num_layers: int, fills_others: bool) -> None:
+        """Let selections of the step that was loaded be for the `slow` requests alone.
+
+        ``slow [B]`` bool; `num_layers` as in `load`, which counts none then. With `fills_others`
+        the sets of the others are filled up where they have empty slots.
+        """
+        active = self.active[: len(slow)]
+        self._slow = slow.to(active.device) & active
+        self._selections += self._slow.sum() * num_layers
+        if not fills_others:
+            active &= self._slow
+
+    def selecting(self, size: int) -> torch.Tensor:
+        """Return for whom of the first `size` requests something is selected, bool."""
+        return self.active[:size] if self._slow is None else self._slow[:size]
+
+    def look_forward(self) -> None:
+        """Fill in what a selection for the next step reads; a graph may capture it."""
+        torch.sub(self.lengths, self._num_recent - 1, out=self.next_hi)
+        self.next_hi.clamp_(min=0)
+        torch.clamp(self.next_hi, max=self._num_resident, out=self.next_num_target)
+
+    def load(
+        self,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        req_to_token: torch.Tensor,
+        *,
+        lag: int,
+        num_layers: int,
+        num_cold: int | None = None,
+    ) -> None:
+        """Take over the requests of a step; see `Engine.begin_decode`.
+
+        `lag` is the number of steps until the selection is used, `num_layers` the number of
+        layers that the step selects for.
+        """
+        # Kernels run where the requests are listed.
+        tables = self._by_device.get(rows.device)
+        if tables is None:
+            raise ContractError(
+                f"requests on {rows.device}: only {', '.join(map(str, self._by_device))} can load "
+                "them; name the device to let_load_from"
+            )
+        load_candidates(
+            rows,
+            lengths,
+            req_to_token[:, :: self._page_size],
+            tables,
+            page_size=self._page_size,
+            num_sink=self._sink,
+            num_excluded=self._num_recent - lag,
+            num_resident=self._num_resident,
+            num_cold=self._lengths.num_cold if num_cold is None else num_cold,
+            num_layers=num_layers,
+        )

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys that selection scans: the pool's own, or a quantised copy of them.
+
+A copy is made page by page where its scales span pages (int4), token by token otherwise
+(int8). It follows the pool by position: whatever is a candidate was written, and then
+indexed, since its slot was last given away.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from tandemkv.cache_rank.protocol.engine import EnginePools
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
+
+_MIN_INT4_PAGE = 16
+_AT_ONCE = 1 << 16
+"""Slots that are indexed in one call when all are: its scratch is some times their keys."""
+
+
+class KeyIndex(ABC):
+    """Keys of the selecting layers, by slot. Prefill calls may read sizes on the host.
+
+    Attributes
+    ----------
+    interval : int
+        Lengths that it divides are those at which `append` has something to do; 0: none.
+    """
+
+    interval: int
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes beside the pool."""
+
+    @abstractmethod
+    def keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Keys and scales, as `tandemkv.kernels.score.score_keys` takes them."""
+
+    def begin_extend(
+        self,
+        prefix_lens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[torch.Tensor],
+        rows: Sequence[int],
+    ) -> None:
+        """Take note of the requests of a prefill step."""
+        del prefix_lens, lengths, tables, rows
+
+    @abstractmethod
+    def extend(self, layer: int, slots: torch.Tensor) -> None:
+        """Index what a prefill step wrote at `slots` ``[n]``."""
+
+    @abstractmethod
+    def rebuild(self, layer: int) -> None:
+        """Index all that is stored, behind `begin_extend` with all requests that there are.
+
+        Slots are indexed whether anything of use is in them or not: a prefix that no request has
+        now may be reused.
+        """
+
+    @abstractmethod
+    def append(
+        self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Index the newest token of each request.
+
+        ``lengths, rows [B]``, ``pages [B, max_pages]``.
+        """
+
+
+class NativeIndex(KeyIndex):
+    """The pool itself."""
+
+    interval = 0
+
+    def __init__(self, pools: EnginePools) -> None:
+        self._pools = pools
+
+    @property
+    def nbytes(self) -> int:
+        """See `KeyIndex.nbytes`."""
+        return 0
+
+    def keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `KeyIndex.keys`."""
+        return self._pools.k[layer], None
+
+    def extend(self, layer: int, slots: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def rebuild(self, layer: int) -> None:
+        """Nothing to do."""
+
+    def append(
+        self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Nothing to do."""
+
+
+class Int8Index(KeyIndex):
+    """Int8 with one scale per token and head."""
+
+    interval = 1
+
+    def __init__(self, pools: EnginePools, layers: Sequence[int]) -> None:
+        self._pools = pools
+        _, heads, dim = pools.k[0].shape
+        device, shape = pools.k[0].device, (pools.num_slots, heads)
+        self._keys = {
+            x: torch.zeros((*shape, dim), dtype=torch.int8, device=device) for x in layers
+        }
+        self._scales = {x: torch.ones(shape, device=device) for x in layers}
+
+    @property
+    def nbytes(self) -> int:
+        """See `KeyIndex.nbytes`."""
+        return sum(t.nbytes for t in (*self._keys.values(), *self._scales.values()))
+
+    def keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `KeyIndex.keys`."""
+        return self._keys[layer], self._scales[layer]
+
+    def extend(self, layer: int, slots: torch.Tensor) -> None:
+        """See `KeyIndex.extend`."""
+        append_int8(
+            self._pools.k[layer][: self._pools.num_slots],
+            slots,
+            self._keys[layer],
+            self._scales[layer],
+        )
+
+    def rebuild(self, layer: int) -> None:
+        """See `KeyIndex.rebuild`."""
+        every = torch.arange(self._pools.num_slots, device=self._pools.k[layer].device)
+        for slots in every.split(_AT_ONCE):
+            self.extend(layer, slots)
+
+    def append(
+        self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """See `KeyIndex.append`."""
+        last = lengths.long() - 1
+        page_size = self._pools.page_size
+        page = pages.gather(1, (last // page_size)[:, None])[:, 0]
+        self.extend(layer, page.long() * page_size + last % page_size)
+
+
+class Int4Index(KeyIndex):
+    """Int4 with scale and zero per channel over the tokens of a page.
+
+    Raises
+    ------
+    SettingsError
+        If pages are too short to share scales.
+    """
+
+    def __init__(self, pools: EnginePools, layers: Sequence[int]) -> None:
+        if pools.page_size < _MIN_INT4_PAGE:
+            raise SettingsError(
+                f"index_dtype=int4 shares its scales over the tokens of a page, page_size="
+                f"{pools.page_size} is too short: use pages of 64 (cuda), or --index-dtype int8"
+            )
+        self._pools, self.interval = pools, pools.page_size
+        _, heads, dim = pools.k[0].shape
+        device, num_pages = pools.k[0].device, pools.num_slots // pools.page_size
+        codes = (num_pages, heads, pools.page_size, dim // 2)
+        scales = (num_pages, heads, 2, dim)
+        self._codes = {x: torch.zeros(codes, dtype=torch.uint8, device=device) for x in layers}
+        self._scales = {x: torch.zeros(scales, dtype=torch.float16, device=device) for x in layers}
+        self._pages = torch.empty(0, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """See `KeyIndex.nbytes`."""
+        return sum(t.nbytes for t in (*self._codes.values(), *self._scales.values()))
+
+    def keys(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `KeyIndex.keys`."""
+        return self._codes[layer], self._scales[layer]
+
+    def begin_extend(
+        self,
+        prefix_lens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[torch.Tensor],
+        rows: Sequence[int],
+    ) -> None:
+        """Find the pages that the step completes."""
+        del rows
+        size = self._pools.page_size
+        done = [
+            table[: length // size * size : size][prefix // size :] // size
+            for prefix, length, table in zip(prefix_lens, lengths, tables, strict=True)
+        ]
+        self._pages = torch.cat(done).to(torch.int32)
+
+    def extend(self, layer: int, slots: torch.Tensor) -> None:
+        """See `KeyIndex.extend`."""
+        if self._pages.numel():
+            quantize_int4_pages(
+                self._pools.k[layer], self._pages, self._codes[layer], self._scales[layer]
+            )
+
+    def rebuild(self, layer: int) -> None:
+        """See `KeyIndex.rebuild`."""
+        size, key = self._pools.page_size, self._pools.k[layer]
+        every = torch.arange(self._pools.num_slots // size, dtype=torch.int32, device=key.device)
+        for pages in every.split(max(1, _AT_ONCE // size)):
+            quantize_int4_pages(key, pages, self._codes[layer], self._scales[layer])
+
+    def append(
+        self, layer: int, lengths: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """See `KeyIndex.append`; only a token that completes a page is indexed, with the page."""
+        append_int4(self._pools.k[layer], pages, lengths, self._codes[layer], self._scales[layer])
+
+
+def interval_of(index_dtype: str, kind: str, page_size: int) -> int:
+    """Return the `KeyIndex.interval` of an index, in pages of `page_size`.
+
+    `kind` as in `PolicyCapabilities.index`; the precision concerns keys.
+    """
+    if kind == "page_bounds":
+        return 1
+    return {"native": 0, "int8": 1, "int4": page_size}[index_dtype]
+
+
+def make_key_index(index_dtype: str, pools: EnginePools, layers: Sequence[int]) -> KeyIndex:
+    """Build the index of keys of `layers` in the precision asked for."""
+    if index_dtype == "int8":
+        return Int8Index(pools, layers)
+    if index_dtype == "int4":
+        return Int4Index(pools, layers)
+    return NativeIndex(pools)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the weights of samples are written, and how they get to the samples."""
+
+from __future__ import annotations
+
+import torch
+
+from tandemkv.cache_rank.protocol.engine import EnginePools
+from tandemkv.kernels.exchange import SampleWeights
+
+
+class LaneWeights:
+    """Keeps the weights of samples on the cache rank's GPU until rows are copied to another's.
+
+    The next scan of all keys waits for the mirror, which has the weights only at its end: stores
+    over NVLink would hold it up there. So it writes them to memory of its lane, for one layer after
+    the other, and the copy of rows, which nothing but the layer itself waits for, carries them. On
+    one GPU the mirror writes them where they belong.
+
+    Parameters
+    ----------
+    pools : EnginePools
+        As of the cache rank.
+    num_lanes : int
+        Lanes in which sets are compared and rows are copied, one layer after the other in each.
+    """
+
+    def __init__(self, pools: EnginePools, num_lanes: int) -> None:
+        self._log_weight = pools.log_weight
+        self._lanes: torch.Tensor | None = None
+        if pools.is_far and pools.log_weight is not None:
+            shape = (num_lanes, *pools.log_weight.shape[1:])
+            device = pools.k[0].device
+            self._lanes = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all lanes."""
+        return 0 if self._lanes is None else self._lanes.nbytes
+
+    def written(self, layer: int, lane: int) -> torch.Tensor | None:
+        """Return what the mirror writes, ``[rows, H, num_samples]``; None without samples."""
+        if self._log_weight is None:
+            return None
+        return self._log_weight[layer] if self._lanes is None else self._lanes[lane]
+
+    def carried(self, layer: int, lane: int, active: torch.Tensor) -> SampleWeights | None:
+        """Return what the copy of rows that follows in the lane carries; None on one GPU.
+
+        Of requests that are not `active` ``[B]`` bool the mirror has written nothing: their rows
+        in the lane are another layer's, or another request's.
+        """
+        if self._log_weight is None or self._lanes is None:
+            return None
+        return SampleWeights(
+            source=self._lanes[lane], target=self._log_weight[layer], active=active
+        )

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time a layer's selection before anything is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tandemkv.cache_rank.protocol.engine import (
+    DenseLengths,
+    EnginePools,
+    MakeSets,
+    PredictQuery,
+    SelectionTime,
+)
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.kernels.exchange import exchange_rows
+from tandemkv.kernels.stopwatch import median_us
+
+from .cache_engine import CacheEngine
+from .factory import create
+
+_MOST_BYTES = 512 << 20
+"""Of the scratch keys, and of the scratch resident sets. A GPU's L2 cache holds a tenth of it."""
+_MOST_TOKENS = {"cpu": 1 << 15}
+"""Scanned in one run; where more are asked for, time is taken to grow with the requests."""
+
+
+def measure(
+    *,
+    model: ModelSpec,
+    settings: RankSettings,
+    num_slots: int,
+    page_size: int,
+    max_batch: int,
+    device: torch.device,
+    make_sets: MakeSets,
+    predict_query: PredictQuery,
+    model_dir: Path | None = None,
+) -> SelectionTime | None:
+    """See `tandemkv.cache_rank.protocol.engine.measure_selection`.
+
+    The measured rank has one layer, whose queries jump from step to step, so that every
+    repetition fetches as many rows as a step may. Page tables name the scratch pages in random
+    order, more than once if the scratch is smaller than the pool.
+    """
+    selection = settings.selection
+    num_cold = DenseLengths.of(selection, selection.num_resident).num_cold
+    load = largest_load(
+        num_slots=num_slots,
+        max_batch=max_batch,
+        max_context=model.max_context,
+        num_cold=num_cold,
+    )
+    if load is None:
+        return None
+    batch, context = load
+    token_bytes = model.num_kv_heads * model.head_dim * getattr(torch, model.dtype).itemsize
+    most = min(
+        max(1, _MOST_BYTES // (2 * max(1, selection.num_resident) * token_bytes)),
+        max(1, _MOST_TOKENS.get(device.type, num_slots) // context),
+    )
+    measured = min(batch, most)
+    slots = min(num_slots, max(page_size, _MOST_BYTES // token_bytes)) // page_size * page_size
+    rows = torch.arange(1, measured + 1, device=device)
+    shape = (measured + 1, selection.num_resident, model.num_kv_heads, model.head_dim)
+    # The process's own generators are for sampling, and in step on all tensor-parallel ranks.
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, model.dtype)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+    keys = random(slots, *shape[2:])
+    weights = torch.zeros((1, shape[0], shape[2], selection.num_samples), device=device)
+    pools = EnginePools(
+        k=[keys],
+        v=[keys],
+        resident=[make_sets(shape)],
+        page_size=page_size,
+        log_weight=weights if selection.num_samples else None,
+        is_far=settings.placement.has_peer_gpu,
+    )
+    own = settings.model_copy(
+        update={
+            "selection": selection.model_copy(
+                update={"exact_layers": (), "refresh_every": 1, "anchors": (0,), "late_layers": 0}
+            ),
+            "stress_selection": True,
+            "evaluation": False,
+        }
+    )
+    rank = create(
+        model=msgspec.structs.replace(model, num_layers=1),
+        settings=own,
+        pools=pools,
+        max_batch=measured,
+        predict_query=predict_query,
+        model_dir=model_dir,
+        calibrated=model,
+    )
+    if not rank.program.selects:
+        return None
+    every = torch.arange(slots, device=device)
+    rank.begin_extend([0], [0], [slots], [every])
+    rank.extend(0, every)
+    longest = min(model.max_context, num_slots)
+    for length in prompt_lengths(num_cold + 1, longest):
+        prompt = _page_tables(slots, page_size, 1, length, generator)[1]
+        rank.begin_extend([1], [length], [length], [prompt])
+        window = min(selection.seed_window, length)
+        rank.seed(0, 0, 1, random(window, model.num_qo_heads, model.head_dim))
+    rank.seed_identity(rows, None)
+    table = _page_tables(slots, page_size, measured, context, generator)
+    # What is measured is another request than that of the longest prompt.
+    rank.begin_extend([1], [context], [context], [table[1]])
+    lengths = torch.full((measured,), context, device=device)
+    query = random(measured, model.num_qo_heads, model.head_dim)
+    hidden = random(measured, model.hidden_size)
+
+    def select() -> None:
+        if rank.program.needs_hidden:
+            rank.choose_ahead(0, hidden)
+        else:
+            rank.choose(0, query)
+        rank.fetch(0, measured)
+        rank.end_step()
+
+    total = median_us(select, device, prepare=lambda: rank.begin_decode(rows, lengths, table))
+    transfer = _transfer_us(rank, pools, own, rows, context, generator)
+    scale = batch / measured
+    return SelectionTime(
+        scan_us=scale * max(0.0, total - transfer),
+        transfer_us=scale * transfer,
+        batch=batch,
+        context=context,
+    )
+
+
+def largest_load(
+    *, num_slots: int, max_batch: int, max_context: int, num_cold: int
+) -> tuple[int, int] | None:
+    """Return the most requests, and their tokens, that are selected for and fit into the pool.
+
+    As many requests as may run share the pool evenly; fewer if they would be too short then for
+    anything to be selected (`num_cold` tokens). None if not even one is long enough.
+    """
+    context = min(max_context, max(num_slots // max_batch, num_cold + 1))
+    batch = min(max_batch, num_slots // context)
+    return (batch, context) if context > num_cold and batch else None
+
+
+def prompt_lengths(shortest: int, longest: int) -> list[int]:
+    """Return lengths of prompts to seed at start, so that none that is served compiles a kernel.
+
+    A kernel is compiled for each power of two in which a prompt's length lies, roughly: on a GPU
+    that holds a request up for a second or two.
+    """
+    found = [min(shortest, longest)]
+    while 2 * found[-1] <= longest:
+        found.append(2 * found[-1])
+    return [*found, longest] if longest > found[-1] else found
+
+
+def _page_tables(
+    slots: int, page_size: int, num_rows: int, context: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Slots of the positions of rows ``1 .. num_rows``, ``[num_rows + 1, context]`` int32."""
+    device, num_pages = generator.device, -(-context // page_size)
+    order = torch.randperm(slots // page_size, generator=generator, device=device)
+    index = torch.arange((num_rows + 1) * num_pages, device=device) % len(order)
+    first = order[index].view(num_rows + 1, num_pages, 1) * page_size
+    table = first + torch.arange(page_size, device=device)
+    return table.flatten(1)[:, :context].to(torch.int32).contiguous()
+
+
+def _transfer_us(
+    rank: CacheEngine,
+    pools: EnginePools,
+    settings: RankSettings,
+    rows: torch.Tensor,
+    context: int,
+    generator: torch.Generator,
+) -> float:
+    selection, size = settings.selection, len(rows)
+    cap = min(selection.fetch_cap_tokens, selection.num_resident)
+    heads, device = pools.k[0].shape[1], rows.device
+    shape = (size, heads, cap)
+    to = torch.arange(cap, dtype=torch.int32, device=device).expand(shape).contiguous()
+    found = torch.randint(context, shape, generator=generator, dtype=torch.int32, device=device)
+    k_res, v_res = pools.resident[0]
+    # With flags, as between two GPUs, other programs copy.
+    words = torch.zeros((2, 1), dtype=torch.int32, device=device)
+    flag, num_done = words if pools.is_far else (None, None)
+    weights = rank.weights.carried(0, 0, rank.batch.active[:size])
+
+    def copy() -> None:
+        exchange_rows(
+            pools.k[0], pools.v[0], rank.batch.pages[:size], found, to, k_res, v_res, rows,
+            page_size=pools.page_size, weights=weights, flag=flag, num_done=num_done,
+        )  # fmt: skip
+
+    return median_us(copy, device, budget_s=0.1)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of a policy's own methods, where kernels do not do all that it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandemkv.cache_rank.policies.attending import AttendingPolicy, AttendInput
+from tandemkv.cache_rank.policies.base import Owner, Policy, SeedInput, StoredKV
+from tandemkv.cache_rank.policies.composition import Composition
+from tandemkv.cache_rank.protocol.engine import PADDING_ROW, EnginePools
+from tandemkv.cache_rank.protocol.engine_program import EngineProgram
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+
+from .batch import DecodeBatch
+from .candidates import Candidates
+from .key_index import KeyIndex
+from .page_index import PageBoundsIndex
+from .seeding import fill_set, make_seed_input
+
+
+class PolicyCalls:
+    """Asks a policy what to select, to seed and to attend to, and tells it what it may remember.
+
+    A request is known to it as (row, generation); generations count the prefill steps of a row. On
+    a CPU it is asked about the requests that something is selected for. On a GPU, where a step is
+    captured, it is asked about all of the batch, and nobody is named (`SelectionInput.owners`).
+
+    Parameters
+    ----------
+    policy, composition
+        The policy, and which of its methods are called.
+    model, selection, pools, program
+        As of the cache rank.
+    index : KeyIndex
+        Keys of the layers that are selected for.
+    batch : DecodeBatch
+        The requests of a decode step.
+
+    Attributes
+    ----------
+    num_attends, num_attended : int
+        Since the start: how often the policy attended, once for each request and layer, and to how
+        many tokens, over KV heads.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        composition: Composition,
+        model: ModelSpec,
+        selection: SelectionSettings,
+        pools: EnginePools,
+        program: EngineProgram,
+        *,
+        index: KeyIndex,
+        batch: DecodeBatch,
+    ) -> None:
+        self.composition = composition
+        self._policy, self._model, self._selection = policy, model, selection
+        self._pools, self._program, self._index, self._batch = pools, program, index, batch
+        self._is_eager = pools.k[0].device.type == "cpu"
+        self._generations: dict[int, int] = {}
+        self.num_attends = self.num_attended = 0
+
+    @property
+    def observes(self) -> bool:
+        """Whether `Policy.observe` is called with the queries of every step."""
+        return self.composition.selects and self._policy.capabilities.wants_query_window
+
+    def begin_extend(self, rows: Sequence[int]) -> None:
+        """Forget whoever was in `rows`: somebody else is, or the same prompt has one chunk more.
+
+        Nothing is remembered of a prompt before its last chunk.
+        """
+        for row in rows:
+            generation = self._generations.get(row, 0)
+            self._policy.release((row, generation))  # maybe what an earlier engine left
+            self._generations[row] = generation + 1
+
+    def resume(self, rows: Sequence[int]) -> None:
+        """Go on with the requests that an earlier engine had in `rows`."""
+        self._generations |= dict.fromkeys(rows, 1)
+
+    # -- prompts -------------------------------------------------------------------------
+
+    def seed_input(
+        self,
+        layer: int,
+        row: int,
+        queries: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor | None],
+        slots: torch.Tensor,
+    ) -> SeedInput:
+        """Return the end of a prompt at `slots` ``[length]``, ``queries [W, Hq, D]`` its last."""
+        page_size = self._pools.page_size
+        return make_seed_input(
+            layer,
+            self._owner(row),
+            queries,
+            keys,
+            StoredKV(self._pools.k[layer], self._pools.v[layer], slots[None]),
+            pages=slots[::page_size] // page_size,
+            page_size=page_size,
+            length=len(slots),
+            selection=self._selection,
+            scale=self._model.scale,
+        )
+
+    def seed(self, request: SeedInput, num_resident: int) -> torch.Tensor:
+        """Return what is resident first, ``[H, R]`` int32."""
+        return fill_set(
+            lambda: self._policy.seed_scores(request),
+            num_heads=self._model.num_kv_heads,
+            length=request.stored.slots.shape[1],
+            selection=self._selection,
+            num_resident=num_resident,
+            device=request.queries.device,
+        )
+
+    def observe_prompt(self, request: SeedInput) -> None:
+        """Let the policy take note of a prompt's end."""
+        if self.composition.observes_prompt:
+            self._policy.observe_prompt(
+                request.layer, request.owner, request.queries, request.positions
+            )
+        if isinstance(self._policy, AttendingPolicy):
+            self._policy.observe_stored(request)
+
+    # -- decode --------------------------------------------------------------------------
+
+    def observe(self, layer: int, query: torch.Tensor) -> None:
+        """Let the policy take note of a step's queries ``[B, Hq, D]``, padding left out."""
+        size, batch = len(query), self._batch
+        rows, positions = batch.rows[:size], batch.positions[:size]
+        owners: Sequence[Owner] = ()
+        if self._is_eager:
+            places = (rows != PADDING_ROW).nonzero()[:, 0]
+            rows, positions, query = rows[places], positions[places], query[places]
+            owners = self._owners(rows)
+            if not owners:
+                return
+        self._policy.observe(layer, owners, query, positions)
+
+    def choose(
+        self, layer: int, query: torch.Tensor, hi: torch.Tensor, *, lag: int
+    ) -> torch.Tensor:
+        """Return what the policy selects in `layer`, ``[B, H, K]`` int32, best first.
+
+        ``hi [B]`` is where candidates end, `lag` the number of steps until the selection is used.
+        Nothing is selected for requests that are not asked for.
+        """
+        batch, size = self._batch, len(query)
+        asked = batch.selecting(size)
+        if not self._is_eager:
+            return self._ask(layer, query, self._candidates(asked, hi, lag=lag))
+        shape = (size, self._model.num_kv_heads, self._selection.budget_tokens)
+        whole = torch.full(shape, -1, dtype=torch.int32)
+        places = asked.nonzero()[:, 0]
+        if len(places):
+            candidates = self._candidates(asked, hi, lag=lag)
+            whole[places] = self._ask(layer, query[places], candidates.subset(places.tolist()))
+        return whole
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Return output and log-sum-exp ``[B, Hq, D + 1]`` float32 of the policy's part.
+
+        Where nothing is asked for, the log-sum-exp is ``-inf``.
+        """
+        assert isinstance(self._policy, AttendingPolicy)
+        size, batch, model = len(query), self._batch, self._model
+        merged = query.new_zeros(
+            (size, model.num_qo_heads, model.head_dim + 1), dtype=torch.float32
+        )
+        merged[..., -1] = float("-inf")
+        places = batch.active[:size].nonzero()[:, 0]
+        if not len(places):
+            return merged
+        lengths = batch.lengths[places].long()
+        rows = batch.rows[places]
+        slots = self._slots(batch.pages[places], int(lengths.max()))
+        found = self._policy.attend(
+            AttendInput(
+                layer=layer,
+                owners=self._owners(rows),
+                query=query[places],
+                lengths=lengths,
+                lo=batch.lo[places].long(),
+                hi=batch.hi[places].long(),
+                stored=StoredKV(self._pools.k[layer], self._pools.v[layer], slots),
+                budget=self._selection.budget_tokens,
+            )
+        )
+        merged[places] = found.merged
+        self.num_attended += found.num_attended
+        self.num_attends += len(places)
+        return merged
+
+    def _ask(self, layer: int, query: torch.Tensor, asked: Candidates) -> torch.Tensor:
+        model, heads, index = self._model, self._program.slow_heads(layer), self._index
+        bounds = None
+        if isinstance(index, PageBoundsIndex):
+            bounds = index.bounds(layer, asked.rows, asked.slots.shape[1])
+        request = asked.request(
+            layer,
+            self._of_heads(query, heads),
+            index.keys(layer),
+            (self._pools.k[layer], self._pools.v[layer]),
+            model=model,
+            selection=self._selection,
+            heads=heads,
+            bounds=bounds,
+        )
+        chosen = self._policy.select(request)
+        chosen.check((len(asked.rows), model.num_kv_heads, self._selection.budget_tokens))
+        return chosen.positions
+
+    def _candidates(self, asked: torch.Tensor, hi: torch.Tensor, *, lag: int) -> Candidates:
+        """Return the candidates of the whole batch, none of those that are not `asked` for."""
+        batch, size = self._batch, len(asked)
+        rows, pages, lo = batch.rows[:size], batch.pages[:size], batch.lo[:size].long()
+        hi = torch.where(asked, hi[:size].long(), lo)
+        width = self._model.max_context
+        if self._is_eager:
+            width = int(hi.max())
+        positions = batch.positions[:size]
+        return Candidates(
+            owners=self._owners(rows),
+            rows=rows,
+            positions=positions,
+            use_positions=positions + lag,
+            lo=lo,
+            hi=hi,
+            slots=self._slots(pages, width),
+            pages=pages,
+            page_size=self._pools.page_size,
+        )
+
+    def _slots(self, pages: torch.Tensor, width: int) -> torch.Tensor:
+        """Return the slots ``[S, width]`` of the first positions in `pages` ``[S, max_pages]``."""
+        size = self._pools.page_size
+        if size == 1:
+            return pages[:, :width]
+        within = torch.arange(size, dtype=pages.dtype, device=pages.device)
+        return (pages[:, : -(-width // size), None] * size + within).flatten(1)[:, :width]
+
+    def _of_heads(self, query: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+        """Return the query heads ``[S, n, D]`` of the groups of `heads`."""
+        if len(heads) == self._model.num_kv_heads:
+            return query
+        shape = (len(query), self._model.num_kv_heads, -1, self._model.head_dim)
+        return query.view(shape)[:, list(heads)].flatten(1, 2)
+
+    def _owner(self, row: int) -> Owner:
+        return row, self._generations.get(row, 0)
+
+    def _owners(self, rows: torch.Tensor) -> tuple[Owner, ...]:
+        """Return who is in `rows` ``[S]``; nobody on a GPU."""
+        return tuple(map(self._owner, rows.tolist())) if self._is_eager else ()

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The latest queries of every row, on the device, for policies that predict from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandemkv.cache_rank.policies.base import PolicyError
+from tandemkv.cache_rank.policies.windowed import WindowedPolicy
+from tandemkv.cache_rank.protocol.engine import Allocate
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW, push_and_predict
+from tandemkv.kernels.to_device import to_device
+
+# Larger than any position: such a row's window holds nothing.
+_NEVER = 1 << 62
+
+
+class DeviceQueryWindows:
+    """What `WindowedPolicy` keeps on the host, in fixed tensors that a graph can replay.
+
+    A window is a ring by position, without a gap since the row's first position in it. That
+    one number per row takes the place of counts: pushing needs no branch, and a step that is
+    replayed writes the same again. Queries stay as they come, after RoPE and in the model's
+    dtype; the kernel rotates them to the position of the prediction's use, which equals
+    un-rotating first (`tandemkv.kernels.query_window.push_and_predict`) and loses nothing.
+
+    Parameters
+    ----------
+    policy : WindowedPolicy
+        With `PolicyCapabilities.prediction`; its options and rotary embedding count.
+    model : ModelSpec
+        Shape of the queries.
+    num_layers, num_rows : int
+        Selecting layers, and rows of the request table; row 0 is padding.
+    device : torch.device
+        Of queries and windows.
+    allocate : Allocate, optional
+        Makes the windows; without it they are memory of this process.
+
+    Raises
+    ------
+    PolicyError
+        If the windows are too long to be solved on the device.
+    """
+
+    def __init__(
+        self,
+        policy: WindowedPolicy,
+        model: ModelSpec,
+        *,
+        num_layers: int,
+        num_rows: int,
+        device: torch.device,
+        allocate: Allocate | None = None,
+    ) -> None:
+        options, prediction = policy.options, policy.capabilities.prediction
+        assert prediction is not None
+        self._prediction = prediction
+        size = options.window
+        if self._prediction == "ridge" and size > MAX_RIDGE_WINDOW:
+            raise PolicyError(
+                f"window={size} is too long for the inference rank's process, where at most "
+                f"{MAX_RIDGE_WINDOW} queries are regressed on; lower --set "
+                f"{policy.context.selection.policy}.window, or start a "
+                "cache rank with --cache-ranks 1"
+            )
+        self._ridge = policy.ridge
+        self._size = size + 1
+        shape = (num_layers, num_rows, self._size, model.num_qo_heads, model.head_dim)
+        dtype = getattr(torch, model.dtype)
+        if allocate is None:
+            self._windows = torch.zeros(shape, dtype=dtype, device=device)
+            self._starts = torch.empty(num_rows, dtype=torch.int64, device=device)
+        else:
+            self._windows = allocate("query_windows", shape, dtype)
+            self._starts = allocate("query_window_starts", (num_rows,), torch.int64)
+        if allocate is None or not self._starts.any():  # else they are an earlier engine's
+            self._starts.fill_(_NEVER)
+        self._cos: torch.Tensor | None = None
+        self._sin: torch.Tensor | None = None
+        if options.unrotate:
+            rotary = policy.context.rotary
+            assert rotary is not None  # the policy's constructor asks for it
+            offsets = 1 + torch.arange(self._size, dtype=torch.float64)
+            angles = torch.outer(offsets, rotary.inv_freq.cpu().double())
+            self._cos = angles.cos().float().to(device)
+            self._sin = angles.sin().float().to(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the windows."""
+        return self._windows.nbytes
+
+    def begin_prompt(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget whatever `rows` held: their windows begin behind the prompt's `lengths`."""
+        device = self._starts.device
+        self._starts[to_device(rows, device)] = to_device(lengths, device, self._starts.dtype)
+
+    def observe_prompt(
+        self, layer: int, row: int, queries: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Take over the last prompt queries ``[n, Hq, D]`` of `row` at `positions` ``[n]``.
+
+        `layer` counts the selecting layers.
+        """
+        queries, positions = queries[-self._size :], positions[-self._size :]
+        self._windows[layer, row, positions % self._size] = queries.to(self._windows.dtype)
+        self._starts[row] = positions[0]
+
+    def push(
+        self, layer: int, rows: torch.Tensor, query: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Take note of a step's queries ``[B, Hq, D]`` without a prediction."""
+        self._windows[layer].index_put_(
+            (rows, positions % self._size), query.to(self._windows.dtype)
+        )
+
+    def push_and_predict(
+        self, layer: int, rows: torch.Tensor, query: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Take note of a step's queries and predict ``[B, Hq, D]`` float32, for the next step."""
+        ridge = self._ridge
+        return push_and_predict(
+            query,
+            rows,
+            positions,
+            self._windows[layer],
+            self._starts,
+            prediction=self._prediction,
+            cos=self._cos,
+            sin=self._sin,
+            eps=ridge.eps,
+            sign=ridge.sign,
+            normalise=ridge.normalise,
+        )

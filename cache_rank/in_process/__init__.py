@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The cache rank's selection inside the inference rank: nothing crosses a link."""

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The event loop of the engine's process: epochs come and go, the service stays.
+
+One thread does the steps and answers the control socket between them; the heartbeat answers from a
+thread of its own. Nothing that an inference rank sends ends the process: it ends the epoch, and is
+counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from tandemkv.cache_rank.counters import BusyClock, Counters
+from tandemkv.cache_rank.engine.factory import make_policy
+from tandemkv.cache_rank.engine.key_index import interval_of
+from tandemkv.cache_rank.policies.base import Policy
+from tandemkv.cache_rank.protocol.control import ControlServer
+from tandemkv.cache_rank.protocol.descriptor_socket import DescriptorListener, send_tensors
+from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.cache_rank.protocol.fault_points import reach
+from tandemkv.cache_rank.protocol.handshake import check_hello
+from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.messages import (
+    Goodbye,
+    HeartbeatReply,
+    Hello,
+    Message,
+    Refused,
+    StatusReply,
+    StatusRequest,
+    Welcome,
+)
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, model_as_claimed, read_model_spec
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_region import RegionSizes
+
+from .session import SharedSession
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_CONTROL_EVERY = 32
+"""Steps between two looks at the control socket, whose messages can wait."""
+_MAX_REASON = 4096
+
+
+class SharedEngineService:
+    """Serves one inference rank at a time, in memory that it makes.
+
+    Parameters
+    ----------
+    run_dir : RunDir
+        Where the sockets are made.
+    model_dir : Path
+        Directory of the model.
+    settings : RankSettings
+        The settings of both ranks.
+    max_rows : int
+        Most request rows that an inference rank may have.
+    counters : Counters
+        Counts what goes wrong.
+    homes : Homes
+        Where mapped memory lies.
+
+    Raises
+    ------
+    CacheRankError
+        If another live process serves this run directory.
+    UnsupportedModelError, PolicyError
+        If the model or the policy cannot be served.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: RunDir,
+        model_dir: Path,
+        settings: RankSettings,
+        max_rows: int,
+        counters: Counters,
+        homes: Homes,
+    ) -> None:
+        self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
+        self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
+        self._model = read_model_spec(model_dir, dtype="float32")
+        self._homes = homes
+        self._make_policy(self._model)  # one that cannot be built is told now
+        self._session: SharedSession | None = None
+        self._control = ControlServer(run_dir)
+        exchange = settings.exchange
+        try:
+            self._listener = DescriptorListener(run_dir.memory_socket)
+            self._heartbeat = HeartbeatServer(
+                run_dir.heartbeat_socket,
+                busy=self._clock.busy_s,
+                status=self.status,
+                on_silence=self._abort,
+                interval_s=exchange.heartbeat_interval_s,
+                misses=exchange.heartbeat_misses,
+            )
+        except BaseException:
+            self._control.close()
+            raise
+
+    def run(self, stop: threading.Event, on_ready: Callable[[], None] | None = None) -> None:
+        """Do steps and answer until `stop` is set, then close everything."""
+        threading.Thread(target=self._abort_on, args=(stop,), name="stop", daemon=True).start()
+        try:
+            if on_ready is not None:
+                on_ready()
+            while not stop.is_set():
+                self.run_some()
+        finally:
+            self._end_epoch("the cache rank stops")
+            self._heartbeat.close()
+            self._listener.close()
+            self._control.close()
+
+    def run_some(self) -> None:
+        """Do the announced steps for a moment, then look at the control socket."""
+        session = self._session
+        if session is not None:
+            try:
+                for _ in range(_CONTROL_EVERY):
+                    if not session.run_next(_POLL_S):
+                        break
+            except Exception:
+                self._counters.protocol_errors_total += 1
+                logger.exception("a step of epoch %d failed", session.number)
+                self._end_epoch("an error of our own, see above")
+            if session.is_over:
+                self._end_epoch("the inference rank is gone")
+        received = self._control.poll(0.0 if self._session is not None else _POLL_S)
+        if received is not None:
+            self._handle(*received)
+
+    def status(self) -> StatusReply:
+        """Return counters and gauges. Safe from any thread."""
+        session, selection = self._session, self._settings.selection
+        values = self._counters.values()
+        values["malformed_frames_total"] = float(self._control.malformed)
+        values["busy_s"] = self._clock.busy_s()
+        values["stalled_s"] = self._clock.progress.stalled_s()
+        values["num_resident"] = float(selection.num_resident)
+        values["capacity_tokens"] = float(self._settings.cache.capacity_tokens)
+        if session is not None:
+            values |= session.engine.last_counters()
+            values["steps_total"] = float(session.num_steps)
+            values["index_bytes"] = float(session.engine.nbytes)
+            restored, reseeded = session.resumed_rows
+            values |= {"restored_rows": float(restored), "reseeded_rows": float(reseeded)}
+        return StatusReply(
+            role="cache_rank",
+            epoch=session.number if session is not None else 0,
+            ready=True,
+            values=values,
+            info={
+                "policy": selection.policy,
+                "model_hash": self._model.model_hash,
+                **self._settings.placement.info(),
+                "pid": str(os.getpid()),
+            },
+        )
+
+    def _handle(self, peer: bytes, message: Message) -> None:
+        match message:
+            case Hello():
+                reach("cache_rank.hello")
+                self._open_epoch(peer, message)
+            case StatusRequest():
+                self._control.send(peer, self.status())
+            case Goodbye():
+                if self._session is not None and message.epoch == self._session.number:
+                    self._end_epoch("goodbye")
+            case _:
+                self._counters.protocol_errors_total += 1
+                logger.warning("ignored %s from an inference rank", type(message).__name__)
+
+    def _open_epoch(self, peer: bytes, hello: Hello) -> None:
+        try:
+            model = model_as_claimed(self._model, hello.model)
+        except TandemKVError as error:
+            self._refuse(peer, Refused(field="dtype", message=str(error)))
+            return
+        refused = self._check(hello, model)
+        if refused is not None:
+            self._refuse(peer, refused)
+            return
+        # A Hello may have waited for long: who gave up must not end another's epoch.
+        if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
+            logger.info("ignored the Hello of an inference rank that is gone")
+            return
+        self._end_epoch("a new inference rank came")
+        try:
+            policy = self._make_policy(model)
+            epoch = self._run_dir.next_epoch()
+        except Exception as error:  # who waits must know
+            logger.exception("no epoch can be opened")
+            text = f"{type(error).__name__}: {error}"[:_MAX_REASON]
+            self._refuse(peer, Refused(field="cache_rank", message=text))
+            return
+        sizes = RegionSizes(
+            num_slots=self._num_slots(hello.page_size),
+            num_rows=hello.max_rows + 1,
+            page_size=hello.page_size,
+        )
+        says, selection = policy.capabilities, self._settings.selection
+        interval = interval_of(selection.index_dtype, says.index, hello.page_size)
+        welcome = Welcome(
+            epoch=epoch,
+            num_slots=sizes.num_slots,
+            timing=int(says.timing),
+            all_exact=says.all_exact,
+            traits=policy.traits,
+            keeps_queries=says.wants_query_window,
+            index_interval=interval if says.selects and not says.attends else 0,
+        )
+        self._heartbeat.expect(epoch)
+        if not self._control.send(peer, welcome):
+            self._heartbeat.forget()
+            logger.warning("epoch %d: who asked for it is gone", epoch)
+            return
+        try:
+            self._session = self._accept(epoch, model, sizes)
+        except Exception as error:  # the inference rank was told
+            self._counters.protocol_errors_total += 1
+            self._heartbeat.forget()
+            logger.warning("epoch %d does not open: %s", epoch, error, exc_info=True)
+            return
+        self._counters.epochs_total += 1
+        logger.info("epoch %d: %s, %d rows", epoch, model.dtype, hello.max_rows)
+
+    def _accept(self, epoch: int, model: ModelSpec, sizes: RegionSizes) -> SharedSession:
+        """Take the inference rank's memory, and build the engine on it."""
+        exchange = self._settings.exchange
+        token = self._run_dir.token
+        connection, tensors = self._listener.accept(
+            self._homes, token=token, epoch=epoch, timeout_s=exchange.transfer_timeout_s
+        )
+        try:
+            session = SharedSession(
+                epoch=epoch,
+                model=model,
+                settings=self._settings,
+                model_dir=self._model_dir,
+                sizes=sizes,
+                connection=connection,
+                tensors=tensors,
+                clock=self._clock,
+            )
+        except BaseException as error:
+            send_tensors(connection, error=f"{type(error).__name__}: {error}")
+            connection.close()
+            tensors.close()
+            raise
+        send_tensors(connection, session.made)
+        return session
+
+    def _make_policy(self, model: ModelSpec) -> Policy:
+        device = self._homes.here.type
+        return make_policy(model, self._settings, self._model_dir, device=device)
+
+    def _num_slots(self, page_size: int) -> int:
+        capacity = self._settings.cache.capacity_tokens
+        return capacity // page_size * page_size + page_size
+
+    def _refuse(self, peer: bytes, refused: Refused) -> None:
+        self._counters.refused_total += 1
+        logger.warning("refused: field=%s %s", refused.field, refused.message)
+        self._control.send(peer, refused)
+
+    def _check(self, hello: Hello, model: ModelSpec) -> Refused | None:
+        refused = check_hello(
+            hello,
+            token=self._run_dir.token,
+            model=model,
+            settings=self._settings,
+            page_size=hello.page_size,
+        )
+        if refused is None and hello.max_rows > self._max_rows:
+            return Refused(
+                field="max_rows",
+                message=f"inference rank has max_rows={hello.max_rows}, cache rank has "
+                f"{self._max_rows}; give both ranks the same --max-running-requests",
+            )
+        return refused
+
+    def _abort_on(self, stop: threading.Event) -> None:
+        stop.wait()
+        self._abort()
+
+    def _abort(self) -> None:
+        session = self._session
+        if session is not None:
+            session.abort()
+
+    def _end_epoch(self, reason: str) -> None:
+        session, self._session = self._session, None
+        self._heartbeat.forget()
+        if session is not None:
+            logger.info("epoch %d ends: %s", session.number, reason)
+            session.close()

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One epoch of the engine's process, on the memory that the inference rank handed over."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tandemkv.cache_rank.counters import BusyClock
+from tandemkv.cache_rank.engine.factory import create
+from tandemkv.cache_rank.policies.registry import find_policy
+from tandemkv.cache_rank.protocol.descriptor_socket import wait_for_hang_up
+from tandemkv.cache_rank.protocol.engine import Engine, PredictQuery, measure_selection
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.fault_points import reach
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_region import (
+    FlagIndex,
+    RegionSizes,
+    check_region,
+    part_books,
+    pools_of,
+)
+from tandemkv.cache_rank.protocol.step_flags import StepFlags
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepRing
+from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
+
+from .entry_runner import EntryRunner
+from .row_versions import RowVersions
+from .signals import HostSignals, StepAbortedError
+from .stream_signals import StreamSignals
+
+_VERSIONED = ("resident_positions", "resident_last_used")
+"""What a step that is done twice would change twice. Other tensors by row hold the same after a
+second time: windows of queries are rings by position, a policy's own tensors are made so."""
+
+
+class SharedSession:
+    """An engine on memory that the inference rank made, and the steps that it is asked for.
+
+    Parameters
+    ----------
+    epoch : int
+        Its number.
+    model, settings, model_dir, sizes
+        Agreed on in the handshake.
+    connection : socket.socket
+        Ends with the inference rank.
+    tensors : MappedTensors
+        Made by the inference rank; closed with the session.
+
+    Attributes
+    ----------
+    made : MappedTensors
+        What the engine remembers of rows, for the inference rank to hold: made by it, or by the
+        engine of an earlier epoch.
+
+    Raises
+    ------
+    ProtocolError
+        If the tensors are not those that were agreed on.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        model: ModelSpec,
+        settings: RankSettings,
+        model_dir: Path,
+        sizes: RegionSizes,
+        connection: socket.socket,
+        tensors: MappedTensors,
+        clock: BusyClock,
+    ) -> None:
+        selection = settings.selection
+        self.made = part_books(tensors, model, selection, sizes)
+        check_region(tensors, model, selection, sizes)
+        self.number, self._clock = epoch, clock
+        self._connection, self._tensors = connection, tensors
+        pools = replace(pools_of(tensors, model, selection, sizes), allocate=self.made.allocate)
+        predict = _predictor(tensors, model, settings)
+        self.engine: Engine = create(
+            model=model,
+            settings=settings,
+            pools=pools,
+            max_batch=sizes.max_batch,
+            predict_query=predict,
+            model_dir=model_dir,
+        )
+        flags, at = StepFlags(tensors["flags"]), FlagIndex(model.num_layers)
+        self._ring = StepRing(tensors["ring"], flags, announced=at.ANNOUNCED, consumed=at.CONSUMED)
+        self._over = threading.Event()
+        self._on_gpu: StreamSignals | None = None
+        if tensors.homes.are_on_gpu:
+            limit = settings.exchange.transfer_timeout_s
+            self._on_gpu = StreamSignals(tensors, flags, model.num_layers, timeout_s=limit)
+        signals = self._on_gpu or HostSignals(
+            flags, model.num_layers, is_gone=self._over.is_set, clock=clock
+        )
+        books: dict[str, torch.Tensor] = {}
+        if self.engine.program.selects:
+            books = {name: self.made[name] for name in _VERSIONED}
+            if selection.num_samples:
+                books["sample_log_weight"] = tensors["sample_log_weight"]
+        self._runner = EntryRunner(
+            self.engine,
+            tensors,
+            signals,
+            RowVersions(books, self.made.allocate) if books else None,
+            epoch=epoch,
+            num_layers=model.num_layers,
+            num_resident=selection.num_resident,
+            is_gone=self._over.is_set,
+            host=flags,
+            warm_up=lambda: _load_kernels(
+                model, settings, sizes, predict, tensors.homes.here, model_dir
+            ),
+        )
+        self._stream = shared_stream(tensors.homes.here, FORWARD_PRIORITY)
+        self.num_steps = 0
+        self._wake, self._waker = socket.socketpair()
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    @property
+    def resumed_rows(self) -> tuple[int, int]:
+        """Rows whose resident sets were taken up, and rows that were seeded anew."""
+        return self._runner.num_restored, self._runner.num_reseeded
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the inference rank is gone, or `abort` was called."""
+        return self._over.is_set()
+
+    def abort(self) -> None:
+        """End the step under way, if any. Safe from any thread."""
+        self._over.set()
+        if self._on_gpu is not None:
+            self._on_gpu.abort()
+
+    def run_next(self, timeout_s: float) -> bool:
+        """Do the next announced step; False if none comes within `timeout_s`, or all is over."""
+        entry = self._ring.read(timeout_s=timeout_s, is_over=self._over.is_set)
+        if entry is None or self._over.is_set():
+            return False
+        # Nobody waits for a rehearsal, which may have to compile, as for a step.
+        is_step = entry.kind in (EntryKind.EXTEND, EntryKind.DECODE)
+        with self._clock.working() if is_step else nullcontext(), torch.cuda.stream(self._stream):
+            reach("cache_rank.step")
+            try:
+                self._runner.run(entry)
+            except StepAbortedError:
+                return False
+        self.num_steps += is_step
+        return True
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        self.abort()
+        self._waker.close()
+        self._connection.close()
+        self._tensors.close()
+        self.made.close()
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed by us meanwhile
+            wait_for_hang_up(self._connection, self._wake)
+        self.abort()
+
+
+def _predictor(tensors: MappedTensors, model: ModelSpec, settings: RankSettings) -> PredictQuery:
+    """Return a prediction with the weights that the inference rank has put beside the engine."""
+    policy = find_policy(settings.selection.policy)
+    if policy.capabilities.timing is not Timing.SAME_STEP_HIDDEN:
+        return _predicts_nothing
+    return MappedPredictor(tensors, model.num_layers)
+
+
+def _predicts_nothing(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    raise ContractError(f"layer {layer}: this policy predicts no query")
+
+
+def _load_kernels(
+    model: ModelSpec,
+    settings: RankSettings,
+    sizes: RegionSizes,
+    predict: PredictQuery,
+    device: torch.device,
+    model_dir: Path,
+) -> None:
+    """Load the kernels of prompts of each length, on a small engine that is dropped again.
+
+    Compiling holds the host up for longer than the other process's GPU may wait for a step.
+    """
+    dtype = getattr(torch, model.dtype)
+
+    def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return k, v
+
+    exact = settings.selection.exact_layer_ids
+    layers = (x for x in range(model.num_layers) if x not in exact)
+    layer = next(layers, 0)
+    measure_selection(
+        model=model,
+        settings=settings,
+        num_slots=sizes.num_slots,
+        page_size=sizes.page_size,
+        max_batch=sizes.max_batch,
+        device=device,
+        make_sets=make_sets,
+        predict_query=lambda _, hidden, positions: predict(layer, hidden, positions),
+        model_dir=model_dir,
+    )
+    torch.cuda.empty_cache()

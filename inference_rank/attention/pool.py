@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's KV pool with the resident sets behind it, in the same tensors.
+
+Attention kernels take one base address and a list of slots. With the resident sets at the end
+of the pool such a list may name both: resident rows first, then the latest tokens where SGLang
+wrote them. So there is no ring to copy into, and requests that are attended to as a whole need
+no resident set at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.inference_rank.links.peer_memory import enable_peer_access, seen_from, with_index
+
+
+def make_local_pool_class(base: Any, num_extra: int) -> type:
+    """Return a subclass of SGLang's ``MHATokenToKVPool`` with `num_extra` more slots per layer.
+
+    SGLang's allocator does not know them: it goes by the pool's `size`, which stays.
+    """
+
+    class LocalKVPool(base):
+        """K/V of all requests, and of the resident sets."""
+
+        size: int
+
+        def _create_buffers(self) -> None:
+            size = self.size
+            self.size = size + num_extra
+            try:
+                super()._create_buffers()
+            finally:
+                self.size = size
+
+        def _finalize_allocation_log(self, num_tokens: int) -> None:
+            super()._finalize_allocation_log(num_tokens + num_extra)
+
+    return LocalKVPool
+
+
+def make_peer_pool_class(base: Any, cache_device: torch.device) -> type:
+    """Return a subclass of SGLang's ``MHATokenToKVPool`` whose K/V are the cache rank's memory.
+
+    SGLang's own kernels write and read them over NVLink; what the cache rank uses are the same
+    bytes as tensors of its own device, ``cache_k`` and ``cache_v``.
+    """
+
+    class PeerKVPool(base):
+        """K/V of all requests, in the cache GPU."""
+
+        device: Any
+        k_buffer: list[torch.Tensor]
+        v_buffer: list[torch.Tensor]
+
+        def _create_buffers(self) -> None:
+            before, own = self.device, with_index(torch.device(self.device))
+            self.device = cache_device
+            try:
+                super()._create_buffers()
+            finally:
+                self.device = before
+            enable_peer_access(own, cache_device)
+            self.cache_k, self.cache_v = self.k_buffer, self.v_buffer
+            self.k_buffer = [seen_from(own, t) for t in self.cache_k]
+            self.v_buffer = [seen_from(own, t) for t in self.cache_v]
+            self._kv_buffer_descs = self._build_kv_buffer_descs()
+            self._init_data_ptrs_and_strides()
+
+    return PeerKVPool
+
+
+def resident_slots(selection: SelectionSettings, max_rows1: int, page_size: int) -> int:
+    """Slots that the resident sets of `max_rows1` rows take, rounded up to whole pages."""
+    return -(-selection.num_resident * max_rows1 // page_size) * page_size
+
+
+def token_slots(pool: Any) -> int:
+    """Slots of `pool` that hold tokens, its padding page included."""
+    return int(pool.size) + int(pool.page_size)

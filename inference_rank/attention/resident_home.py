@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where resident sets lie: behind the tokens in SGLang's pool, or in tensors of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.kernels.flags import wait_flags
+from tandemkv.kernels.slot_rules import latest_slots
+
+from .resident_attention import AttendTable, RingTable
+from .resident_set import ResidentSet
+from .samples import OwnSamples, StepSamples
+
+
+class ResidentHome(Protocol):
+    """Resident sets of all rows, as the attention of a decode step needs them.
+
+    Attributes
+    ----------
+    table : AttendTable
+        Which slots a step attends to.
+    pool : Any
+        SGLang's pool interface on them: ``get_kv_buffer``, ``set_kv_buffer``.
+    sets : Sequence[tuple[torch.Tensor, torch.Tensor]]
+        Per layer K and V ``[rows, slots, H, D]``; the first R slots are the cache rank's.
+    samples : StepSamples or None
+        What stands for the rest, if the settings ask for it.
+    """
+
+    @property
+    def table(self) -> AttendTable:
+        """See above."""
+
+    @property
+    def pool(self) -> Any:
+        """See above."""
+
+    @property
+    def sets(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """See above."""
+
+    @property
+    def samples(self) -> StepSamples | None:
+        """See above."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of sets and samples that are nobody else's."""
+
+    @property
+    def holds_dense(self) -> bool:
+        """Whether tokens of requests that need no selection are copied here too."""
+
+    def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
+        """Take over the tokens of a finished prompt, at `slots` ``[length]`` of the pool."""
+
+    def await_in_write(self, flags: torch.Tensor) -> None:
+        """Let what follows the next write of a step's tokens wait for `flags` ``[n]`` int32."""
+
+    def begin_step(self) -> None:
+        """Forget what a step that failed has left to be waited for."""
+
+    def end_step(self) -> None:
+        """Raise `ContractError` if a write was left out that something waits in."""
+
+
+class PoolTail:
+    """Behind the tokens in SGLang's pool: nothing has to be copied for dense requests."""
+
+    holds_dense = False
+
+    def __init__(
+        self,
+        pool: Any,
+        table: AttendTable,
+        sets: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        samples: StepSamples | None = None,
+    ) -> None:
+        self.pool, self.table, self.sets = pool, table, sets
+        self.samples: StepSamples | None = samples
+
+    @property
+    def nbytes(self) -> int:
+        """See `ResidentHome`."""
+        weights = 0 if self.samples is None else self.samples.log_weight.nbytes
+        return sum(k.nbytes + v.nbytes for k, v in self.sets) + weights
+
+    def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
+        """Nothing to copy."""
+
+    def await_in_write(self, flags: torch.Tensor) -> None:
+        """See `ResidentHome.await_in_write`: SGLang writes, so here that is a launch of its own."""
+        wait_flags(flags)
+
+    def begin_step(self) -> None:
+        """Nothing is left."""
+
+    def end_step(self) -> None:
+        """Nothing is left."""
+
+
+class OwnSet:
+    """Tensors of their own, because the pool is another GPU's memory.
+
+    Whatever decode attends to is copied here: the latest tokens in a ring, and requests that
+    fit, as a whole. Slots are those of `ResidentSet`.
+    """
+
+    holds_dense = True
+
+    def __init__(
+        self, pool: Any, table: RingTable, resident: ResidentSet, samples: OwnSamples | None = None
+    ) -> None:
+        self._pool, self._resident, self._samples = pool, resident, samples
+        self.table: RingTable = table
+        self.samples: StepSamples | None = samples
+        self.pool = _WritesBoth(pool, table, resident, samples)
+        self.sets = list(zip(resident.k, resident.v, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """See `ResidentHome`."""
+        return self._resident.nbytes
+
+    def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
+        """See `ResidentHome.fill`: all of a dense prompt, the latest tokens of a sparse one."""
+        resident, length = self._resident, len(slots)
+        is_dense = resident.is_dense(length)
+        start = 0 if is_dense else max(0, length - resident.ring)
+        positions = torch.arange(start, length, device=slots.device)
+        targets = latest_slots(
+            positions, torch.full_like(positions, is_dense, dtype=torch.bool),
+            num_resident=resident.num_resident, num_recent=resident.ring,
+        )  # fmt: skip
+        index = slots[start:].long()
+        for own, far in zip(self.sets[layer], self._pool.get_kv_buffer(layer), strict=True):
+            own[row].index_copy_(0, targets, far.index_select(0, index))
+        if self._samples is not None:
+            self._samples.fill(layer, row, slots, self._pool.get_kv_buffer(layer))
+
+    def await_in_write(self, flags: torch.Tensor) -> None:
+        """See `ResidentHome.await_in_write`."""
+        self.pool.await_in_write(flags)
+
+    def begin_step(self) -> None:
+        """See `ResidentHome.begin_step`."""
+        self.pool.awaited = None
+
+    def end_step(self) -> None:
+        """See `ResidentHome.end_step`."""
+        self.pool.require_written()
+
+
+class _WritesBoth:
+    """SGLang's pool interface: reads are of the resident sets, writes go to pool and ring."""
+
+    def __init__(
+        self, pool: Any, table: RingTable, resident: ResidentSet, samples: OwnSamples | None
+    ) -> None:
+        self._pool, self._table, self._resident = pool, table, resident
+        self._samples = samples
+        self._buffers = [
+            (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(resident.k, resident.v, strict=True)
+        ]
+        self.awaited: torch.Tensor | None = None
+
+    def await_in_write(self, flags: torch.Tensor) -> None:
+        """See `ResidentHome.await_in_write`."""
+        self.require_written()
+        self.awaited = flags
+
+    def require_written(self) -> None:
+        """See `ResidentHome.end_step`."""
+        if self.awaited is not None:
+            raise ContractError("SGLang left out the write of a layer's tokens; report it")
+
+    def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of every row's set, ``[rows * slots, H, D]``."""
+        return self._buffers[layer]
+
+    def set_kv_buffer(
+        self, layer: Any, location: Any, k: torch.Tensor, v: torch.Tensor, *scales: Any
+    ) -> None:
+        """Write the newest token of each request."""
+        self._pool.set_kv_buffer(layer, location, k, v, *scales)
+        table, size, index = self._table, len(k), layer.layer_id
+        shape = (size, *self._resident.k.shape[-2:])
+        awaited, self.awaited = self.awaited, None
+        self._resident.append(
+            index, table.rows[:size], table.write_slots[:size], k.view(shape), v.view(shape),
+            moves=None if self._samples is None else self._samples.moves(index, size),
+            awaited=awaited,
+        )  # fmt: skip

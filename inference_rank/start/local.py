@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the attention backend, and the engine that this process drives if there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from tandemkv.cache_rank.protocol.engine import (
+    DenseLengths,
+    Engine,
+    EnginePools,
+    check_dense,
+    create_engine,
+)
+from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
+from tandemkv.cache_rank.protocol.messages import StatusReply
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
+from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.attention.backend import ResidentBackend
+from tandemkv.inference_rank.attention.dense_steps import DenseSteps
+from tandemkv.inference_rank.attention.pool import token_slots
+from tandemkv.inference_rank.attention.probe import AttentionProbe
+from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
+from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
+from tandemkv.inference_rank.attention.resident_set import ResidentSet
+from tandemkv.inference_rank.attention.sample_set import make_log_weights
+from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
+from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.links.base import Link
+from tandemkv.inference_rank.links.local import LocalLink
+from tandemkv.inference_rank.links.peer_memory import seen_from, with_index
+from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
+from tandemkv.inference_rank.occupancy import Occupancy
+from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
+
+from .measurement import StartMeasurement, agree_over_ranks
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalRuntime(runtime_module.Runtime):
+    """What the plugin's hooks find in a process that has its own engine.
+
+    `client` is None: there is no connection that could be lost.
+    """
+
+    rank: Engine
+    measurement: StartMeasurement
+    client: None = None
+
+    def status(self) -> StatusReply:
+        """Answer a `StatusRequest`."""
+        own = {
+            "cache_rank_up": 1.0,
+            "index_bytes": float(self.rank.nbytes),
+            **self.rank.last_counters(),
+            **self.measurement.plan.values(),
+        }
+        return StatusReply(
+            role="inference_rank",
+            epoch=1,
+            ready=True,
+            values=self.values() | own,
+            info=self.info() | {"lost_reason": "", **self.measurement.plan.info()},
+        )
+
+
+def create_backend(runner: Any) -> ResidentBackend:
+    """Create the backend, and this process's cache rank if it has one.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError, PolicyError, ContractError
+        The server must not start.
+    """
+    settings = runtime_module.settings_from_environment()
+    check_sizes(runner, settings)
+    if settings.placement.maps_memory:
+        from .shared import create_shared_backend
+
+        return create_shared_backend(runner, settings)
+    device, cache_device = torch.device(runner.device), cache_device_of(runner, settings)
+    device = with_index(device)
+    model = local_model_spec(runner)
+    home = make_home(runner, settings, model, device)
+    pool = runner.token_to_kv_pool
+    num_slots = token_slots(pool)
+    keys, values = getattr(pool, "cache_k", pool.k_buffer), getattr(pool, "cache_v", pool.v_buffer)
+    sets = home.sets
+    log_weight = None if home.samples is None else home.samples.log_weight
+    is_far = settings.placement.has_peer_gpu
+    if log_weight is not None:
+        log_weight = seen_from(cache_device, log_weight)
+    sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
+    predictor = LiveQueryPredictor(
+        runner.model,
+        num_qo_heads=model.num_qo_heads,
+        head_dim=model.head_dim,
+        device=cache_device,
+        is_far=is_far,
+        is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=is_far) == "int8",
+    )
+    rank = create_engine(
+        model=model,
+        settings=settings,
+        pools=EnginePools(
+            k=[t[:num_slots] for t in keys],
+            v=[t[:num_slots] for t in values],
+            resident=sets,
+            page_size=int(runner.page_size),
+            log_weight=log_weight,
+            is_far=is_far,
+        ),
+        max_batch=len(home.table.slots),
+        predict_query=predictor,
+        model_dir=Path(runner.model_config.model_path),
+    )
+    if rank.program.needs_hidden:
+        predictor.load()
+    measurement = StartMeasurement(
+        settings, model, rank, device=device, cache_device=cache_device, agree=agree_over_ranks
+    )
+    measurement.measure(runner, predictor, num_slots=num_slots, max_batch=len(home.table.slots))
+    selection = settings.selection
+    local = LocalRuntime(
+        settings=settings,
+        model=model,
+        rank=rank,
+        counters=Counters(),
+        resident_bytes=home.nbytes,
+        occupancy=Occupancy(runner),
+        measurement=measurement,
+        refresh=refresh_for(runner, selection),
+    )
+    runtime_module.set_current(local)
+    link = LocalLink(
+        runner,
+        rank,
+        model,
+        max_batch=len(home.table.slots),
+        device=device,
+        cache_device=cache_device,
+        is_far=is_far,
+    )
+    return ResidentBackend(
+        runner,
+        full_backend(runner),
+        link,
+        home,
+        cache_device=cache_device,
+        is_far=is_far,
+        seed_window=selection.seed_window,
+        dense=dense_steps(selection),
+        num_resident=selection.num_resident,
+        runtime=local,
+        probe=attention_probe(runner, settings, model, home, link),
+    )
+
+
+def attention_probe(
+    runner: Any, settings: RankSettings, model: ModelSpec, home: ResidentHome, link: Link
+) -> AttentionProbe | None:
+    """Return the probe that the environment asks for, if any; see `AttentionProbe`."""
+    args = runner.server_args
+    return AttentionProbe.from_environment(
+        model=model,
+        settings=settings,
+        keys=runner.token_to_kv_pool.k_buffer,
+        resident_positions=link.resident_positions,
+        log_weight=None if home.samples is None else home.samples.log_weight,
+        has_graphs=str(runner.device) != "cpu" and not args.disable_cuda_graph,
+    )
+
+
+def refresh_for(runner: Any, selection: SelectionSettings) -> RefreshSchedule:
+    """Return which steps of a sparse request are slow.
+
+    Raises
+    ------
+    SettingsError
+        If that is told by tokens, and the model's vocabulary has none of those.
+    """
+
+    def load() -> Vocabulary:
+        path = runner.server_args.tokenizer_path or str(runner.model_config.model_path)
+        return runtime_module.tokenizer_of(path)
+
+    return schedule_for(selection, load)
+
+
+def dense_steps(selection: SelectionSettings) -> DenseSteps:
+    """Return what is attended to as a whole, by these settings."""
+    base = DenseLengths.of(selection, selection.num_resident)
+    return DenseSteps(base, selection.dense_batch_tokens or 0)
+
+
+def cache_device_of(runner: Any, settings: RankSettings) -> torch.device:
+    """Where the cache rank works: this rank's own device, or with ``peer`` the next GPU.
+
+    With tensor parallelism over n GPUs the cache GPUs are the n after them. Tests may have it on
+    its own device with ``peer``, too (`one_device`).
+
+    Raises
+    ------
+    SettingsError
+        With ``peer``, if the model is on no GPU.
+    """
+    own = with_index(torch.device(runner.device))
+    if not settings.placement.has_peer_gpu or is_peer_on_one_device():
+        return own
+    if own.type != "cuda":
+        raise SettingsError(
+            f"transport=peer drives two GPUs from one process, and the model is on {own}; use "
+            "--cache-ranks 0"
+        )
+    return torch.device("cuda", own.index + int(runner.ps.tp_size))
+
+
+def make_home(
+    runner: Any, settings: RankSettings, model: ModelSpec, device: torch.device
+) -> ResidentHome:
+    """Place the resident sets.
+
+    Raises
+    ------
+    ContractError
+        If the plugin did not build SGLang's pool.
+    """
+    selection, pool = settings.selection, runner.token_to_kv_pool
+    rows1 = int(runner.req_to_token_pool.req_to_token.shape[0])
+    width, num_slots = selection.num_resident, token_slots(pool)
+    sizes: dict[str, Any] = {"num_recent": selection.num_recent_tokens, "max_batch": rows1 - 1}
+    sample_sizes = {**sizes, "num_sink": selection.num_sink_tokens}
+    num_dense = dense_steps(selection).num_dense
+    sizes |= {"num_resident": width, "num_dense": num_dense, "device": device}
+    longest = model.max_context if selection.declared.has_slow_steps else 0
+    if settings.placement.has_peer_gpu:
+        resident = ResidentSet(model, selection, rows1 - 1, device)
+        own = None
+        if resident.samples is not None:
+            own = OwnSamples(
+                resident.samples, num_resident=width, num_dense=num_dense, **sample_sizes
+            )
+        return OwnSet(pool, RingTable(**sizes), resident, own)
+    needed = num_slots + rows1 * width
+    if pool.k_buffer[0].shape[0] < needed:
+        raise ContractError(
+            f"SGLang's pool has {pool.k_buffer[0].shape[0]} slots, resident sets need {needed}: it "
+            "was not built by the plugin"
+        )
+    shape = (rows1, width, model.num_kv_heads, model.head_dim)
+    sets = [
+        (k[num_slots:needed].view(shape), v[num_slots:needed].view(shape))
+        for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)
+    ]
+    samples = None
+    if selection.num_samples:
+        mapped = getattr(pool, "mapped", None)
+        if mapped is not None:
+            log_weight = mapped["sample_log_weight"].fill_(float("-inf"))
+        else:
+            log_weight = make_log_weights(model, selection, rows1 - 1, device)
+        samples = PoolSamples(pool, log_weight, **sample_sizes)
+    return PoolTail(
+        pool, AttendTable(**sizes, first_slot=num_slots, longest=longest), sets, samples
+    )
+
+
+def full_backend(runner: Any) -> Any:
+    """SGLang's own attention backend for the device."""
+    if torch.device(runner.device).type == "cuda":
+        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+        return FlashInferAttnBackend(runner, init_new_workspace=True)
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    return TorchNativeAttnBackend(runner)
+
+
+def local_model_spec(runner: Any) -> ModelSpec:
+    """Shape of the model with the heads of this tensor-parallel rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    config, tp_size = runner.model_config, int(get_parallel().attn_tp_size)
+    model = read_model_spec(
+        Path(config.model_path),
+        dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+        max_context=int(runner.req_to_token_pool.req_to_token.shape[1]),
+    )
+    return msgspec.structs.replace(
+        model,
+        num_qo_heads=model.num_qo_heads // tp_size,
+        num_kv_heads=int(config.get_num_kv_heads(tp_size)),
+    )
+
+
+def check_sizes(runner: Any, settings: RankSettings) -> None:
+    """Refuse a pool of another size than was asked for.
+
+    Raises
+    ------
+    SettingsError
+        With what to pass.
+    """
+    selection, page_size = settings.selection, int(runner.page_size)
+    capacity = settings.cache.capacity_tokens
+    if runner.max_total_num_tokens < capacity // page_size * page_size:
+        raise SettingsError(
+            f"capacity_tokens={capacity} does not fit this GPU: SGLang sized its pool to "
+            f"{runner.max_total_num_tokens}; lower --cache-tokens, or pass a higher "
+            "--mem-fraction-static to SGLang"
+        )
+    check_dense(selection, settings.placement)
+    declared = selection.declared
+    if settings.placement.has_peer_gpu and (declared.has_slow_steps or declared.attends):
+        raise SettingsError(
+            f"policy={selection.policy} attends to tokens that are not resident, and with "
+            f"transport={settings.placement.link} these are not where the model is; use "
+            "--cache-ranks 0 or 1, and not --transport peer"
+        )
+    if selection.index_dtype == "int4" and selection.num_recent_tokens < page_size:
+        raise SettingsError(
+            f"index_dtype=int4 needs num_recent_tokens={selection.num_recent_tokens} of at least "
+            f"page_size={page_size}, so that every candidate lies in a finished page; use "
+            f"--recent-tokens {page_size}, or leave out SGLang's --page-size"
+        )

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure at start what selection costs and whether the model hides it, and act on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandemkv.cache_rank.protocol.agree import largest_over
+from tandemkv.cache_rank.protocol.engine import (
+    DenseLengths,
+    Engine,
+    PredictQuery,
+    SelectionTime,
+    measure_selection,
+)
+from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.inference_rank.links.peer_memory import seen_from
+
+from .layer_time import LayerTime, measure_layer, measure_replay
+from .plan import StartPlan, make_plan
+
+_LOG = logging.getLogger(__name__)
+
+_MOST_BYTES = 256 << 20
+"""Of the scratch keys that a layer's attention reads."""
+
+Agree = Callable[[list[float]], list[float]]
+"""Returns for each figure the largest of any tensor-parallel rank; all of them call it."""
+
+
+class StartMeasurement:
+    """The figures that a `StartPlan` is made of, taken as they can be had.
+
+    Parameters
+    ----------
+    settings : RankSettings
+        What was asked for.
+    model : ModelSpec
+        Heads of this rank.
+    rank : Engine
+        Gets the `refresh_every` of the plan.
+    device, cache_device : torch.device
+        Of the model and of the selection.
+    agree : Agree
+        Over the tensor-parallel ranks, so that all of them select in the same steps.
+    """
+
+    def __init__(
+        self,
+        settings: RankSettings,
+        model: ModelSpec,
+        rank: Engine,
+        *,
+        device: torch.device,
+        cache_device: torch.device,
+        agree: Agree,
+    ) -> None:
+        self._settings, self._model, self._rank = settings, model, rank
+        self._device, self._cache_device = device, cache_device
+        self._agree = agree
+        self._selection: SelectionTime | None = None
+        self._layer: LayerTime | None = None
+        self._has_graph = False
+        self._reason = "nothing is selected"
+        self.plan = self._make_plan()
+
+    def measure(
+        self, runner: Any, predict: PredictQuery, *, num_slots: int, max_batch: int
+    ) -> None:
+        """Time a selection and a layer, before anything is served or captured.
+
+        Memory of its own is used and given back. Without enough of it nothing is measured, and
+        the plan says so.
+        """
+        if not self._rank.program.selects:
+            self._finish()
+            return
+        selection = self._settings.selection
+        layers = range(self._model.num_layers)
+        first = next(x for x in layers if self._rank.program.is_sparse_layer(x))
+
+        def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+            dtype = getattr(torch, self._model.dtype)
+            k, v = (torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(2))
+            kept.extend((k, v))
+            return seen_from(self._cache_device, k), seen_from(self._cache_device, v)
+
+        kept: list[torch.Tensor] = []
+        found: SelectionTime | None = None
+        layer: LayerTime | None = None
+        try:
+            found = measure_selection(
+                model=self._model,
+                settings=self._settings,
+                num_slots=num_slots,
+                page_size=int(runner.page_size),
+                max_batch=max_batch,
+                device=self._cache_device,
+                make_sets=make_sets,
+                predict_query=lambda _, hidden, positions: predict(first, hidden, positions),
+                model_dir=Path(runner.model_config.model_path),
+            )
+            if found is None:
+                self._reason = "every request that fits is attended to as a whole"
+            else:
+                attended = selection.num_resident + selection.num_recent_tokens
+                # Not the pool: with `peer` it is not where attention reads.
+                dtype = getattr(torch, self._model.dtype)
+                heads, dim = self._model.num_kv_heads, self._model.head_dim
+                most = _MOST_BYTES // (heads * dim * dtype.itemsize)
+                shape = (min(found.batch * attended, most), heads, dim)
+                k, v = (torch.ones(shape, dtype=dtype, device=self._device) for _ in range(2))
+                layer = measure_layer(
+                    runner.model.model.layers[first], k, v, model=self._model,
+                    batch=found.batch, attended=attended,
+                )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            found, self._reason = None, "not measured: no memory left for it"
+            _LOG.warning("selection is %s: %s", self._reason, error)
+        finally:
+            kept.clear()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        self._keep(found, layer)
+        self._finish()
+
+    def after_capture(self, graphs: Any) -> None:
+        """Time a captured decode step without selection, and make the plan anew.
+
+        Parameters
+        ----------
+        graphs : Any
+            SGLang's ``DecodeCudaGraphRunner``. Its buffers are those of the capture: the replays
+            write to the padding slot and the padding row.
+        """
+        from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (
+            FullCudaGraphBackend,
+        )
+
+        layer, is_whole = self._layer, isinstance(graphs.backend, FullCudaGraphBackend)
+        if self._has_graph or self._selection is None or layer is None or not is_whole:
+            return
+        self._has_graph = True  # a later capture would disturb requests
+        sizes = sorted(graphs.capture_bs)
+        size = next((n for n in sizes if n >= self._selection.batch), sizes[-1])
+        least = graphs.attn_backend.kinds[-1]
+        key = graphs._make_graph_key(size, None, str(least))
+        with graphs.backend.replay_session():
+            total = measure_replay(lambda: graphs.backend.replay(key, None), self._device)
+        (weights,) = self._agree([total / self._model.num_layers])
+        self._layer = replace(layer, weights_us=weights, of_graph=True)
+        self._finish()
+
+    def _keep(self, found: SelectionTime | None, layer: LayerTime | None) -> None:
+        """Take the slowest rank's figures; none if a rank has none."""
+        missing = float("inf")
+        figures = [missing] * 4
+        if found is not None and layer is not None:
+            weights = layer.weights_us
+            figures = [found.scan_us, found.transfer_us, layer.attention_us]
+            figures.append(missing if weights is None else weights)
+        scan, transfer, attention, weights_us = self._agree(figures)
+        if found is None:
+            return
+        if scan == missing:
+            self._reason = "not measured: a tensor-parallel rank has no memory left for it"
+            return
+        self._reason = ""
+        self._selection = replace(found, scan_us=scan, transfer_us=transfer)
+        self._layer = LayerTime(
+            weights_us=None if weights_us == missing else weights_us, attention_us=attention
+        )
+
+    def _finish(self) -> None:
+        self.plan = self._make_plan()
+        self._rank.program.refresh_every = self.plan.refresh_every
+        (_LOG.warning if self.plan.chosen else _LOG.info)("start plan: %s", self.plan.text())
+
+    def _make_plan(self) -> StartPlan:
+        selection, rank = self._settings.selection, self._rank
+        timing = Timing.SAME_STEP_QUERY
+        if rank.program.needs_hidden:
+            timing = Timing.SAME_STEP_HIDDEN
+        elif rank.program.selects_for_next_step:
+            timing = Timing.NEXT_STEP
+        return make_plan(
+            selection,
+            timing,
+            measured=self._selection,
+            layer=self._layer,
+            has_own_gpu=self._cache_device != self._device,
+            is_cuda=self._cache_device.type == "cuda",
+            dense_tokens=DenseLengths.of(selection, selection.num_resident).num_dense,
+            scanned=rank.program.scanned_share,
+            reason=self._reason,
+        )
+
+
+def agree_over_ranks(figures: list[float]) -> list[float]:
+    """Return the largest of each figure over SGLang's tensor-parallel group."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return largest_over(get_tp_group().cpu_group, figures)

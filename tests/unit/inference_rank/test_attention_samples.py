@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of a decode step with the cache rank in the same process, where the pool is and not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tandemkv.cache_rank.protocol.engine import DenseLengths
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.inference_rank.attention.resident_attention import (
+    AttendTable,
+    PagedResident,
+    RingTable,
+)
+from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
+from tandemkv.inference_rank.attention.resident_set import ResidentSet
+from tandemkv.inference_rank.attention.sample_set import make_log_weights
+from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
+from tandemkv.kernels.samples import sample_offsets
+
+CPU = torch.device("cpu")
+ROWS1, CONTEXT, NUM_SLOTS, HEADS, DIM, RECENT, SINK, SAMPLES = 4, 120, 500, 2, 4, 8, 2, 6
+MODEL = ModelSpec(
+    architecture="LlamaForCausalLM", num_layers=1, num_qo_heads=4, num_kv_heads=HEADS, head_dim=DIM,
+    hidden_size=8, max_context=CONTEXT, dtype="float32", model_hash="0",
+)  # fmt: skip
+SELECTION = SelectionSettings(
+    budget_tokens=12, resident_factor=1.0, num_sink_tokens=SINK, num_recent_tokens=RECENT,
+    sample_tokens=SAMPLES,
+)  # fmt: skip
+NUM_RESIDENT = SELECTION.num_resident
+NUM_DENSE = DenseLengths.of(SELECTION, NUM_RESIDENT).num_dense
+
+
+class Pool:
+    """SGLang's pool, one layer: writes go to the step's slots."""
+
+    def __init__(self) -> None:
+        shape = (NUM_SLOTS + ROWS1 * NUM_RESIDENT, HEADS, DIM)
+        self.k, self.v = torch.randn(2, *shape, generator=torch.Generator().manual_seed(3))
+
+    def get_kv_buffer(self, _layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k, self.v
+
+    def set_kv_buffer(
+        self, _layer: object, location: SimpleNamespace, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        self.k[location.loc], self.v[location.loc] = k, v
+
+
+def make_home(pool: Pool, *, own: bool) -> ResidentHome:
+    sizes, dense = {"num_recent": RECENT, "max_batch": 3}, {"num_dense": NUM_DENSE}
+    tables = {**sizes, **dense, "num_resident": NUM_RESIDENT, "device": CPU}
+    if own:
+        resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
+        assert resident.samples is not None
+        samples = OwnSamples(
+            resident.samples, num_sink=SINK, num_resident=NUM_RESIDENT, **dense, **sizes
+        )
+        return OwnSet(pool, RingTable(**tables), resident, samples)
+    tail = [x[NUM_SLOTS:].view(ROWS1, NUM_RESIDENT, HEADS, DIM) for x in (pool.k, pool.v)]
+    weights = make_log_weights(MODEL, SELECTION, ROWS1 - 1, CPU)
+    return PoolTail(
+        pool,
+        AttendTable(**tables, first_slot=NUM_SLOTS),
+        [(tail[0], tail[1])],
+        PoolSamples(pool, weights, num_sink=SINK, **sizes),
+    )
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["pool", "own"])
+@pytest.mark.parametrize("prompt", [1, 20, 50])
+def test_a_request_attends_to_its_set_and_samples(own: bool, prompt: int) -> None:
+    """The set holds the first R tokens; all others count by the samples, once it is sparse."""
+    pool, row = Pool(), 2
+    order = torch.randperm(NUM_SLOTS - 1, generator=torch.Generator().manual_seed(1)) + 1
+    table = order[: ROWS1 * CONTEXT].view(ROWS1, CONTEXT).to(torch.int32)
+    home = make_home(pool, own=own)
+    attention = PagedResident(home.table, home.pool, home.samples)
+    layer = SimpleNamespace(
+        layer_id=0, tp_q_head_num=4, tp_k_head_num=HEADS, head_dim=DIM, scaling=0.5
+    )
+    assert home.samples is not None
+    home.fill(0, row, table[row, :prompt])
+    generator = torch.Generator().manual_seed(5)
+    if prompt > NUM_DENSE:
+        first = table[row, :NUM_RESIDENT].long()
+        home.sets[0][0][row, :NUM_RESIDENT] = pool.k[first]
+        home.sets[0][1][row, :NUM_RESIDENT] = pool.v[first]
+    for length in range(prompt + 1, CONTEXT):
+        if length == NUM_DENSE + 1 and not own:  # as the cache rank does
+            first = table[row, :NUM_RESIDENT].long()
+            home.sets[0][0][row], home.sets[0][1][row] = pool.k[first], pool.v[first]
+        end = length - RECENT
+        offsets, spans = sample_offsets(torch.tensor(max(0, end - SINK)), SAMPLES)
+        is_free = offsets + SINK >= NUM_RESIDENT
+        count = torch.where(is_free, spans, 0).double()
+        count *= (end - NUM_RESIDENT) / count.sum().clamp(min=1)
+        is_sparse = length > NUM_DENSE
+        log_weight = torch.where(is_free, count.log(), float("-inf")).float()
+        # Row 0 is padding's; nobody else's weights may count either.
+        home.samples.log_weight[0].fill_(9.0)
+        home.samples.log_weight[0, row] = log_weight
+        rows, lengths = torch.tensor([row, 0]), torch.tensor([length, 1])
+        home.table.load(rows, lengths, table, NUM_DENSE)
+        home.samples.load(rows, lengths, table, NUM_DENSE)
+        q = torch.randn(2, 4 * DIM, generator=generator)
+        k, v = torch.randn(2, 2, HEADS * DIM, generator=generator)
+        batch = SimpleNamespace(
+            out_cache_loc=torch.stack([table[row, length - 1].long(), torch.tensor(0)])
+        )
+        out = attention.attend(q, k, v, layer, batch, True, with_samples=True)
+        weight = torch.ones(length, dtype=torch.float64)
+        if is_sparse:
+            weight[NUM_RESIDENT:end] = 0.0
+            weight[offsets[is_free] + SINK] = count[is_free]
+            assert abs(float(weight.sum()) - length) < 1e-6
+        slots = table[row, :length].long()
+        keys, values = (x[slots].double().repeat_interleave(2, 1) for x in (pool.k, pool.v))
+        logits = torch.einsum("hd,nhd->hn", q[0].double().view(4, DIM), keys) * 0.5
+        probs = (logits + weight.log()).softmax(-1)
+        want = torch.einsum("hn,nhd->hd", probs, values).flatten()
+        torch.testing.assert_close(out[0].double(), want, rtol=1e-4, atol=1e-5)
+        plain = attention.attend(q, k, v, layer, batch, False, with_samples=False)
+        assert torch.equal(plain[1], out[1]), "padding has no samples, whatever its weights say"
+        if not is_sparse:
+            assert torch.equal(plain, out)
+        elif bool(is_free.any()):
+            assert not torch.allclose(plain[0], out[0], atol=1e-3)
