@@ -101,6 +101,10 @@ def read(
                 if "error" in found:
                     stream.error = str(found["error"])
                     return
+                reason = found["meta_info"]["finish_reason"] or {}
+                if reason.get("type") == "abort":  # how this route ends a stream that had begun
+                    stream.error = f"{reason['status_code']}: {reason['message']}"
+                    return
                 stream.tokens = list(found["output_ids"])
                 stream.times.append(time.monotonic())
     except OSError as error:

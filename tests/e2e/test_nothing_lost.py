@@ -9,8 +9,10 @@ import os
 import random
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -157,6 +159,9 @@ def test_patience_has_an_end(prompts: list[list[int]]) -> None:
             pending = pool.submit(server.post, "/generate", whole)
             streams, futures = begin(pool, server, prompts[2:4], 600)
             wait_until_all_decode(streams)
+            events: list[dict[str, Any]] = []
+            futures.append(pool.submit(follow_openai, server, events))
+            wait_for(lambda: events, "the stream of OpenAI's route does not begin")
             stopped = launcher_held(server)
             os.kill(serving_pid(server), signal.SIGKILL)
             begun = time.monotonic()
@@ -166,19 +171,40 @@ def test_patience_has_an_end(prompts: list[list[int]]) -> None:
             took = time.monotonic() - begun
             assert code == 503, text
             assert "cache rank" in json.dumps(text)
-            assert all("cache rank" in stream.error for stream in streams), streams
+            assert all(
+                stream.error.startswith("503") and "cache rank" in stream.error
+                for stream in streams
+            ), streams
+            assert events[-1]["error"]["code"] == 503, events[-1]
+            assert "cache rank" in events[-1]["error"]["message"]
             assert PATIENCE_S <= took < SLOWER * PATIENCE_S
             assert server.get("/tandemkv/ready")[0] == 503
             code, text = server.post("/generate", whole)
             assert code == 503, text
             os.kill(stopped, signal.SIGCONT)
         wait_for(lambda: server.get("/tandemkv/ready")[0] == 200, "not ready again")
+        flush(server)  # what a prompt seeds depends on how much of it is computed, as before
         after = server.generate(
             input_ids=prompts[0], sampling_params={"max_new_tokens": 8, "temperature": 0}
         )
         assert after["text"] == before["text"]
         assert values(server)["request_rows"] == 0
-        assert values(server)["requests_failed_total"] == 3
+        assert values(server)["requests_failed_total"] == 4
+
+
+def follow_openai(server: Server, events: list[dict[str, Any]]) -> None:
+    """Append each event of a stream of `/v1/completions`, to its end."""
+    model = server.get("/v1/models")[1]["data"][0]["id"]
+    body = {"model": model, "prompt": "Once", "max_tokens": 600}
+    body |= {"stream": True, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        server.url + "/v1/completions", json.dumps(body).encode(), server.headers
+    )
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        for line in reply:
+            text = line.decode().removeprefix("data: ").strip()
+            if text and text != "[DONE]":
+                events.append(json.loads(text))
 
 
 def launcher_held(server: Server) -> int:
