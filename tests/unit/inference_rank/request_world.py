@@ -101,10 +101,13 @@ class Layer(nn.Module):
         self._index, self._attend = index, attend
         self.input_layernorm = nn.Identity()
 
-    def forward(self, _positions: Any, hidden: torch.Tensor, batch: Any, _residual: Any) -> Any:
-        self.input_layernorm(hidden)
-        self._attend(self._index, batch)
-        return torch.randn_like(hidden)
+    def forward(
+        self, positions: Any, hidden_states: torch.Tensor, forward_batch: Any, residual: Any
+    ) -> Any:
+        del positions, residual
+        self.input_layernorm(hidden_states)
+        self._attend(self._index, forward_batch)
+        return torch.randn_like(hidden_states)
 
 
 def kv_of(tokens: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
