@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.compact_json import compact_json
 
 from .plots import draw
 from .report_html import page
@@ -73,7 +74,7 @@ def write_report(out: Path, console: Console) -> list[Path]:
     names = [f"plots/{name}.svg" for name in drawn]
     inline = [svg[svg.index("<svg") :] for svg in drawn.values()]
     texts = {
-        "report.json": json.dumps(whole, indent=1) + "\n",
+        "report.json": compact_json(whole),
         "report.md": markdown(described, summary, names),
         "report.html": page(described, summary, inline),
     }
