@@ -110,6 +110,10 @@ class Layer(nn.Module):
         return torch.randn_like(hidden_states)
 
 
+class LlamaForCausalLM(nn.Module):
+    """A model whose class has an architecture's name, as SGLang's have."""
+
+
 def kv_of(tokens: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V ``[n, H, D]`` of `tokens` ``[n]``; the first channel names the token."""
     channel = torch.arange(1, HEADS * DIM + 1, dtype=torch.float64).view(HEADS, DIM)
@@ -158,7 +162,7 @@ class World:
             max_batch=ROWS1 - 1,
             predict_query=lambda _, hidden, __: hidden.view(-1, QUERY_HEADS, DIM).clone(),
         )
-        self.model = nn.Module()
+        self.model = LlamaForCausalLM()
         self.model.model = nn.Module()
         self.model.model.layers = nn.ModuleList(Layer(i, self.attend) for i in range(LAYERS))
         self.model.logits_processor = nn.Identity()
