@@ -29,7 +29,7 @@ from tandemkv.server.settings_sources import Sourced, load_settings, read_assign
 from .configurations import Configuration, parse_budgets, plan
 from .prompts import Prompts
 from .request import Request, names_in
-from .samples import Sample, digest, samples_digest, write_samples
+from .samples import Sample, digest, write_samples
 from .served import (
     AS_SERVED,
     Resolve,
@@ -118,7 +118,7 @@ class Campaign:
         more: list[object] = [] if part == (1, 1) else [list(part)]
         if configuration.is_dense and dense_argv:
             more.append(list(dense_argv))
-        samples = samples_digest(self.prompts.samples[task])
+        samples = self.prompts.tasks[task]["samples_digest"]
         return digest(samples, configured, settings, self.spec.model_hash, *more)
 
     def applies(self, configuration: Configuration, task: Task) -> bool:
