@@ -32,7 +32,7 @@ def measure(
     tokenizer: Tokenizer,
     concurrency: int,
     continuations: Mapping[str, list[int]],
-    on_answer: Callable[[], None],
+    on_answer: Callable[[Sample], None],
     asked: Sequence[Sample] | None = None,
 ) -> TaskResult:
     """Return the answers to all samples, and what the counters say.
@@ -44,7 +44,7 @@ def measure(
     continuations : mapping
         Dense's continuations by sample name, for the mode ``continue`` of other servers.
     on_answer : callable
-        Called after each answer, from any thread.
+        Called with the sample after each answer, from any thread.
     asked : sequence of Sample, optional
         Those that are asked; default all.
 
@@ -58,7 +58,7 @@ def measure(
 
     def one(sample: Sample) -> Answer:
         answer = _ask(server, sample, tokenizer, continuations)
-        on_answer()
+        on_answer(sample)
         return answer
 
     chosen = list(samples if asked is None else asked)
