@@ -95,6 +95,9 @@ def make_model(path, model_class, config_class, changes):
     config = config_class(**SHAPE, architectures=[model_class.__name__], **changes)
     model = model_class(config).eval()
     model.save_pretrained(path)
+    if model_class is Ernie4_5ForCausalLM:  # of another name in published checkpoints
+        file = path / "config.json"
+        file.write_text(file.read_text().replace("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"))
     return model
 
 
