@@ -82,7 +82,7 @@ def measure(
         resident=[make_sets(shape)],
         page_size=page_size,
         log_weight=weights if selection.num_samples else None,
-        is_far=settings.placement.has_peer_gpu,
+        is_far=settings.placement.has_far_pool,
     )
     own = settings.model_copy(
         update={

@@ -325,7 +325,8 @@ class RankSettings(Strict):
     def flat(self) -> dict[str, str]:
         """Dotted name to JSON-like text, for the field-by-field comparison.
 
-        Of the placement its link alone: a rank that was started by itself knows its own device.
+        Of the placement its link and whether it is laid out for two GPUs: a rank that was started
+        by itself knows its own device.
         """
         flat: dict[str, str] = {}
 
@@ -337,6 +338,6 @@ class RankSettings(Strict):
                 flat[prefix] = str(value)
 
         tree = self.model_dump(mode="json")
-        tree["placement"] = {"link": self.placement.link}
+        tree["placement"] = {"link": self.placement.link, "two_gpus": self.placement.two_gpus}
         enter("", tree)
         return flat
