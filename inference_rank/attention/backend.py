@@ -71,7 +71,7 @@ class ResidentBackend(AttentionBackend):
         # Exact layers: by SGLang's backend here, or by the GPU that has the K/V.
         self._needs_full = not (all(self._is_sparse) or is_far)
         self._kind = self.captured_kind = DecodeKind.DENSE
-        self.shares_gpu = cache_device == device
+        self.cache_device, self.shares_gpu = cache_device, cache_device == device
         self._is_decode = False
         self._num_steps = 0
         self._windows: list[tuple[int, int]] = []
