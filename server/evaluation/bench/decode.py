@@ -145,10 +145,10 @@ def decode_rows(measured: Mapping[tuple[str, Point], Measured]) -> list[Row]:
     """Return ``tpot_ms_*``, ``queued_tpot_ms_*`` and ``prefill_s_*`` of what was measured."""
     rows = []
     for (name, point), item in measured.items():
-        label = f"{name}_{point.label}"
-        rows.append(Row.of(f"tpot_ms_{label}", item.waited, "ms"))
+        label, note = f"{name}_{point.label}", "; ".join(item.devices)
+        rows.append(Row.of(f"tpot_ms_{label}", item.waited, "ms", note=note))
         if item.queued is not None:
-            rows.append(Row.of(f"queued_tpot_ms_{label}", item.queued, "ms"))
+            rows.append(Row.of(f"queued_tpot_ms_{label}", item.queued, "ms", note=note))
         if item.prefill_s is not None:
             rows.append(Row(figure=f"prefill_s_{label}", value=item.prefill_s, unit="s", n=1))
     return rows
@@ -234,6 +234,8 @@ def _run_child(
         )
         with cache_rank_beside(settings, run_dir, folder):
             status = _wait(argv, env, folder, run.timeout_s)
+    except SettingsError as error:  # the other configurations can still be measured
+        return _ChildOutput(measured=[], failures=_all_failed(name, points, str(error)), traces=())
     finally:
         run_dir.remove()
     text = _read(folder / "stdout.log")
@@ -252,6 +254,10 @@ def _run_child(
             reason = failed.get(point) or f"{status}: {_last_error(folder / 'stderr.log')}"
             failures.append(Failure(f"tpot_ms_{name}_{point.label}", reason))
     return _ChildOutput(measured=measured, failures=failures, traces=traces)
+
+
+def _all_failed(name: str, points: Sequence[Point], reason: str) -> list[Failure]:
+    return [Failure(f"tpot_ms_{name}_{point.label}", reason) for point in points]
 
 
 def _child_argv(
