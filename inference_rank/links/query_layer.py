@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,47 +95,46 @@ class QueryLayer:
         """
         attention: Any = getattr(layer, "self_attn", None)
         projection = _checked_projection(name, attention)
-        norm = None
-        if entry.attention_norm is not None:
-            norm = getattr(layer, entry.attention_norm, None)
-            if norm is None:
-                raise ContractError(f"{name} has no {entry.attention_norm}; use one SGLang version")
-        norm, rotary = place.here(norm), place.here(attention.rotary_emb)
+        norm = place.here(_attention_norm(name, layer, entry))
         query_norm = place.here(getattr(attention, "q_norm", None))
         _check_query_norm(name, query_norm, entry)
+        rotary = place.here(attention.rotary_emb)
         bias = getattr(projection, "bias", None)
-        bias = None if bias is None else bias.detach()[: place.width].to(place.device)
-        weight, scale = projection.weight.detach()[: place.width], None
-        is_fused = (
-            (norm is None or _is_plain_norm(norm))
-            and (query_norm is None or _is_plain_norm(query_norm))
-            and type(rotary).__name__ in _PLAIN_ROTARY
+        plain = cls(
+            place=place,
+            norm=norm,
+            weight=projection.weight.detach()[: place.width],
+            bias=None if bias is None else bias.detach()[: place.width].to(place.device),
+            query_norm=query_norm,
+            is_normed_whole=query_norm is not None and entry.query_norm == "layer",
+            rotary=rotary,
+            fused=None,
         )
-        if place.is_int8 and is_fused:
+        norms = [x for x in (norm, query_norm) if x is not None]
+        if all(map(_is_plain_norm, norms)) and type(rotary).__name__ in _PLAIN_ROTARY:
+            fused = plain._in_one_operation(name)
+            return replace(plain, weight=fused.weight, fused=fused)
+        return replace(plain, weight=plain.weight.to(place.device))
+
+    def _in_one_operation(self, name: str) -> QueryWeights:
+        place, norm, query_norm = self.place, self.norm, self.query_norm
+        weight, scale, own_norm = self.weight, None, None
+        if place.is_int8:
             weight, scale = quantize_query_weight(weight, place.device)
-        weight = weight.to(place.device)
-        is_whole = query_norm is not None and entry.query_norm == "layer"
-        own_norm = None
-        if query_norm is not None and is_fused:
-            size = place.width if is_whole else place.head_dim
+        if query_norm is not None:
+            size = place.width if self.is_normed_whole else place.head_dim
             own_norm = _own_part(name, query_norm.weight.detach(), size)
-        fused = None
-        if is_fused:
-            fused = QueryWeights(
-                head_dim=place.head_dim,
-                weight=weight,
-                weight_scale=scale,
-                bias=bias,
-                norm=None if norm is None else norm.weight.detach(),
-                norm_eps=0.0 if norm is None else float(norm.variance_epsilon),
-                query_norm=own_norm,
-                query_norm_eps=0.0 if query_norm is None else float(query_norm.variance_epsilon),
-                rotates_neighbours=not rotary.is_neox_style,
-            )
-        return cls(
-            place=place, norm=norm, weight=weight, bias=bias, query_norm=query_norm,
-            is_normed_whole=is_whole, rotary=rotary, fused=fused,
-        )  # fmt: skip
+        return QueryWeights(
+            head_dim=place.head_dim,
+            weight=weight.to(place.device),
+            weight_scale=scale,
+            bias=self.bias,
+            norm=None if norm is None else norm.weight.detach(),
+            norm_eps=0.0 if norm is None else float(norm.variance_epsilon),
+            query_norm=own_norm,
+            query_norm_eps=0.0 if query_norm is None else float(query_norm.variance_epsilon),
+            rotates_neighbours=not self.rotary.is_neox_style,
+        )
 
     def call(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``, by the layer's modules."""
@@ -171,6 +170,15 @@ def _checked_projection(name: str, attention: Any) -> Any:
             "--dtype float32, which SGLang leaves as it is"
         )
     return projection
+
+
+def _attention_norm(name: str, layer: Any, entry: Architecture) -> Any:
+    if entry.attention_norm is None:
+        return None
+    norm = getattr(layer, entry.attention_norm, None)
+    if norm is None:
+        raise ContractError(f"{name} has no {entry.attention_norm} (see docs/models.md)")
+    return norm
 
 
 def _check_query_norm(name: str, query_norm: Any, entry: Architecture) -> None:
