@@ -2,18 +2,22 @@
 """Run tiny models through SGLang's ModelRunner on a CPU, without servers; a program of its own.
 
     python model_runs.py FOLDER NAME...
+    python model_runs.py FOLDER --cache-rank NAME
 
 ``FOLDER/models/NAME`` are models. Each is run by SGLang's own backend and by ours, each time in a
 copy of this process: importing SGLang takes many seconds, and its state is global. What was found
-is ``FOLDER/NAME-MODE.safetensors``, and what was printed ``FOLDER/NAME-MODE.log``.
+is ``FOLDER/NAME-MODE.safetensors``, and what was printed ``FOLDER/NAME-MODE.log``. The second form
+runs one model with a cache rank in a process of its own, for ``FOLDER/NAME-two.safetensors``.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +64,27 @@ def server_args(model: Path, backend: str) -> Any:
     )  # fmt: skip
 
 
-def hand_over(model: Path, policy: str, folder: Path) -> None:
-    """Set what a launcher would, for an engine in this process."""
-    settings = ServeSettings.model_validate(
+def settings_of(model: Path, policy: str, cache_ranks: int = 0) -> ServeSettings:
+    """Return what a launcher would be told."""
+    return ServeSettings.model_validate(
         {
-            "model": str(model),
-            "cache_ranks": 0,
-            "selection": {**SELECTION, "policy": policy},
-            "cache": {"capacity_tokens": CAPACITY},
+            "model": str(model), "device": "cpu", "dtype": "float32", "cache_ranks": cache_ranks,
+            "selection": {**SELECTION, "policy": policy}, "max_running_requests": 4,
+            "cache": {"capacity_tokens": CAPACITY}, "sglang_args": ["--skip-tokenizer-init"],
         }
-    )
+    )  # fmt: skip
+
+
+def hand_over(settings: ServeSettings, folder: Path) -> None:
+    """Set what a launcher would."""
     os.environ[SETTINGS_VARIABLE] = settings.rank_settings.model_dump_json()
     os.environ[RUN_DIR_VARIABLE] = str(RunDir.create(folder).path)
+
+
+def load_the_plugin() -> None:
+    """Load it into SGLang; `hand_over` comes first."""
+    os.environ["SGLANG_PLUGINS"] = "tandemkv"
+    load_plugins()
 
 
 def watch(seen: Seen) -> list[LiveQueryPredictor]:
@@ -90,19 +103,29 @@ def watch(seen: Seen) -> list[LiveQueryPredictor]:
     return made
 
 
-@torch.no_grad()
 def run(model: Path, mode: str, out: Path) -> None:
-    """Decode both prompts together, greedily."""
+    """Run a model with the engine, if there is one, in this process."""
     seen: Seen = []
     policy = MODES[mode]
     if policy:
-        hand_over(model, policy, out.with_suffix(".run"))
+        hand_over(settings_of(model, policy), out.with_suffix(".run"))
     predictors = watch(seen) if policy else []
-    args = server_args(model, "tandemkv" if policy else "torch_native")
+    found = decode(model, "tandemkv" if policy else "torch_native", started=seen.clear)
+    if predictors:
+        found |= predictions(predictors[0], seen)
+    save_file({name: value.contiguous() for name, value in found.items()}, out)
+
+
+@torch.no_grad()
+def decode(
+    model: Path, backend: str, started: Callable[[], None] = lambda: None
+) -> dict[str, torch.Tensor]:
+    """Decode both prompts together, greedily; `started` is called behind the start."""
+    args = server_args(model, backend)
     one_batch._set_envs_and_config(args)
     one_batch.get_tokenizer = lambda *_, **__: None
     bench, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
-    seen.clear()  # the start measures
+    started()
     requests = one_batch.prepare_synthetic_inputs_for_latency_test(len(LENGTHS), 0, prompts())
     token, logits, batch = bench.extend(requests)
     tokens, all_logits = [token], [logits]
@@ -111,13 +134,28 @@ def run(model: Path, mode: str, out: Path) -> None:
         tokens.append(token)
         all_logits.append(logits)
     found = {"tokens": torch.stack(tokens), "logits": torch.stack(all_logits).float()}
-    if policy:
+    if runtime.current() is not None:
         counters = runtime.current().counters
         rows = [counters.dense_rows_total, counters.sparse_rows_total, counters.exact_rows_total]
         found["rows"] = torch.tensor(rows)
-    if predictors:
-        found |= predictions(predictors[0], seen)
-    save_file({name: value.contiguous() for name, value in found.items()}, out)
+    return found
+
+
+def run_with_cache_rank(model: Path, out: Path) -> None:
+    """Run a model sparsely with the engine in a process of its own."""
+    settings = settings_of(model, MODES["sparse"], cache_ranks=1)
+    hand_over(settings, out.with_suffix(".run"))
+    config = out.with_suffix(".json")
+    config.write_text(settings.model_dump_json(exclude_defaults=True))
+    command = [sys.executable, "-P", "-m", "tandemkv.server", "cache-rank"]
+    command += ["--run-dir", os.environ[RUN_DIR_VARIABLE], "--config", str(config)]
+    rank = subprocess.Popen(command)
+    try:
+        load_the_plugin()
+        save_file(decode(model, "tandemkv"), out)
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 def predictions(predictor: LiveQueryPredictor, seen: Seen) -> dict[str, torch.Tensor]:
@@ -157,16 +195,18 @@ def run_in_copy(model: Path, mode: str, out: Path) -> None:
 
 
 def main() -> None:
-    """Run every model in every mode."""
+    """Run every model in every mode, or one with a cache rank."""
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     sglang_without_a_gpu.install()
     check_contract()  # imports all that the plugin does
+    if names[0] == "--cache-rank":
+        run_with_cache_rank(folder / "models" / names[1], folder / f"{names[1]}-two.safetensors")
+        os._exit(0)  # past SGLang's threads, which wait for the other process
     server_args(folder / "models" / names[0], "torch_native")  # and what SGLang's start does
     for mode, policy in MODES.items():
         if policy and RUN_DIR_VARIABLE not in os.environ:  # from here on with the plugin
-            os.environ["SGLANG_PLUGINS"] = "tandemkv"
-            hand_over(folder / "models" / names[0], policy, folder / "run")
-            load_plugins()
+            hand_over(settings_of(folder / "models" / names[0], policy), folder / "run")
+            load_the_plugin()
         for name in names:
             run_in_copy(folder / "models" / name, mode, folder / f"{name}-{mode}.safetensors")
 
