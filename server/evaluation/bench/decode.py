@@ -57,7 +57,11 @@ class DecodeResult:
 
 
 def run_decode(
-    run: DecodeRun, progress: Callable[[str], None], *, headline: str | None = None
+    run: DecodeRun,
+    progress: Callable[[str], None],
+    *,
+    headline: str | None = None,
+    keep: Callable[[DecodeResult], object] = lambda _: None,
 ) -> DecodeResult:
     """Run every configuration at every point; a run that fails does not end the others.
 
@@ -70,6 +74,8 @@ def run_decode(
     headline : str, optional
         The configuration whose ratios get the short names, default the first that is no
         reference.
+    keep : callable
+        Given the result so far after each configuration, so that an interrupted run has a report.
 
     Raises
     ------
@@ -95,7 +101,6 @@ def run_decode(
         for batch, points in batches:
             progress(f"{name}: {', '.join(point.label for point in points)}")
             output = _run_child(run, name, configuration, batch, points, model_dir)
-            # Said at once: an interrupted run has no report.
             for item in output.measured:
                 measured[name, item.point] = item
                 spread = item.queued or item.waited
@@ -104,8 +109,20 @@ def run_decode(
                 progress(f"  {failure.figure}: {failure.reason}")
             failures += output.failures
             traces[name] = traces.get(name, ()) + output.traces
+        result = _result(run, measured, failures, traces, headline)
+        keep(result)
+    return result
+
+
+def _result(
+    run: DecodeRun,
+    measured: Mapping[tuple[str, Point], Measured],
+    failures: Sequence[Failure],
+    traces: Mapping[str, tuple[Path, ...]],
+    headline: str | None,
+) -> DecodeResult:
     rows = decode_rows(measured) + ratio_rows(measured, run.configurations, headline=headline)
-    return DecodeResult(rows=tuple(rows), failures=tuple(failures), traces=traces)
+    return DecodeResult(rows=tuple(rows), failures=tuple(failures), traces=dict(traces))
 
 
 def check_headline(configurations: Mapping[str, Configuration], headline: str | None) -> None:

@@ -137,7 +137,7 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     UnsupportedModelError
         If the model cannot be served.
     """
-    tasks = find_tasks(names_in(request.tasks), request.contexts)
+    tasks = find_tasks(request.task_names, request.contexts)
     _check_part_and_dense(request, tasks)
     model_dir = resolve_model(request.model or "", note)
     device = resolve_device(request.device)

@@ -21,6 +21,10 @@ REPORTS = sorted(
     [
         *(quoted.ROOT / "docs/quality").rglob("*.json"),
         *(quoted.ROOT / "docs/benchmarks").glob("*.json"),
+        *(
+            quoted.ROOT / f"docs/acceptance/{name}.json"
+            for name in ("needle", "mass", "perplexity")
+        ),
     ]
 )
 LONGEST_PAGE = {"quality.md": 120, "performance.md": 120}

@@ -95,7 +95,8 @@ def replace_run(run: DecodeRun, **changes: object) -> DecodeRun:
 
 def test_rows_and_ratios(run: DecodeRun) -> None:
     told: list[str] = []
-    result = run_decode(run, told.append)
+    kept: list[int] = []
+    result = run_decode(run, told.append, keep=lambda found: kept.append(len(found.rows)))
     rows = {row.figure: row for row in result.rows}
     assert result.failures == ()
     tpot = rows["tpot_ms_dense-tp2_8x64k"]
@@ -107,6 +108,7 @@ def test_rows_and_ratios(run: DecodeRun) -> None:
     assert rows["tpot_ratio_vs_tp1_8x64k"].value == pytest.approx(0.25)
     assert rows["tpot_ratio_ours_vs_dense-tp1_1x8k"].value == pytest.approx(0.25)
     assert len(rows) == 3 * 3 * 2 + 3 * 2 * 2
+    assert kept == [6, 12, len(rows)]  # what an interrupted run would have
     # One child per batch size; what it measured is said when it ends.
     assert told[:2] == ["dense-tp2: 1x8k", "  1x8k: 4.00 ms a step"]
     assert told[2] == "dense-tp2: 8x8k, 8x64k"
