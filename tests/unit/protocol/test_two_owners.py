@@ -148,6 +148,7 @@ def test_what_the_engine_writes_is_what_the_model_reads(on_gpus: bool, driver: F
     assert bool((made["kv"][1, 0, 39] == 5.0).all())
     assert bool((made["sample_log_weight"][2, 4] == 7.0).all())
     made.close()
+    seen.close()
 
 
 def test_another_layout_is_refused(driver: FakeDriver) -> None:
