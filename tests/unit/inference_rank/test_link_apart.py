@@ -93,7 +93,9 @@ def begin(link: SharedLink, kind: DecodeKind = DecodeKind.SELECTING) -> None:
 
 def model_of(*, calls_norm: bool = True) -> Any:
     layers = torch.nn.ModuleList([Layer(calls_norm=calls_norm) for _ in range(LAYERS)])
-    return SimpleNamespace(model=SimpleNamespace(layers=layers))
+    model = type("LlamaForCausalLM", (), {})()  # classes of SGLang have architectures' names
+    model.model = SimpleNamespace(layers=layers)
+    return model
 
 
 @pytest.mark.parametrize("two_gpus", [False, True])
