@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags that hold step numbers; interpreted where there is no GPU."""
 
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from own_process import run_cases
 
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
+from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
+from tandemkv.kernels.streams import let_chain
 
 pytest.importorskip("triton")
 
@@ -64,3 +69,86 @@ def test_a_wait_ends_when_the_host_says_that_the_epoch_is_lost() -> None:
     torch.cuda.synchronize()
     assert time.perf_counter() - began < 5.0
     assert lost.item() == 7
+
+
+@pytest.mark.parametrize(
+    "far_index",
+    [
+        pytest.param(0, marks=pytest.mark.gpu, id="one GPU for both"),
+        pytest.param(1, marks=pytest.mark.multi_gpu(2), id="two GPUs"),
+    ],
+)
+def test_two_graphs_meet_in_memory_that_each_gpu_maps(far_index: int) -> None:
+    """Rows go to the other GPU and come back, with flags behind them, over hundreds of steps."""
+    pytest.importorskip("cuda.bindings.driver")
+    main, far = torch.device("cuda", 0), torch.device("cuda", far_index)
+    size, width, steps = 8, 512, 300
+    made = MappedTensors(Homes(inference=main, engine=far, here=main))
+    made.allocate("streams", (size, width), torch.float32, "engine")
+    made.allocate("to_engine", (size,), torch.int32, "engine")
+    for kind in "kv":
+        made.allocate(kind, (size, 1, 1, width), torch.float32, "inference")
+    made.allocate("to_inference", (1,), torch.int32, "inference")
+    with torch.cuda.device(far):
+        seen = MappedTensors(Homes(inference=main, engine=far, here=far))
+        for spec, descriptor in zip(made.specs, made.descriptors, strict=True):
+            seen.attach(spec, os.dup(descriptor))
+    if far != main:
+        let_chain(far)
+    base = torch.randn(size, width, device=main)
+    wrong = torch.zeros((), dtype=torch.int64, device=main)
+    rows = torch.arange(size, device=far)
+    first = torch.zeros((size, 1, 1), dtype=torch.int32, device=far)
+    step, lost, far_step, far_lost = (
+        words(value, device=str(device)) for device in (main, far) for value in (0, 1)
+    )
+
+    def forward() -> None:
+        step.add_(1)
+        hidden = base + step
+        send_rows(hidden, None, made["streams"], made["to_engine"], step=step, lost=lost)
+        wait_flags(made["to_inference"], step=step, lost=lost, timeout_s=5.0)
+        for kind in "kv":
+            wrong.add_((made[kind][:, 0, 0] != hidden).sum())
+
+    def engine() -> None:
+        far_step.add_(1)
+        wait_flags(seen["to_engine"], step=far_step, lost=far_lost, timeout_s=5.0)
+        pool = seen["streams"][:, None]
+        exchange_rows(
+            pool, pool, rows[:, None], first, first, seen["k"], seen["v"], rows
+        )  # fmt: skip
+        raise_flags(seen["to_inference"], step=far_step, lost=far_lost, follows=True)
+
+    replays = [_captured(engine, far), _captured(forward, main)]
+    for word in (lost, far_lost, wrong):  # until then waits ended at once
+        word.zero_()
+    torch.cuda.synchronize(main)
+    torch.cuda.synchronize(far)
+    for _ in range(steps):
+        for replay in replays:
+            replay()
+    torch.cuda.synchronize(main)
+    torch.cuda.synchronize(far)
+    assert (lost.item(), far_lost.item()) == (0, 0)
+    assert step.item() == far_step.item() == steps + 1
+    assert wrong.item() == 0
+    seen.close()
+    made.close()
+
+
+def _captured(body: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Run `body`, so that its kernels are loaded; return what replays it on a stream of its own."""
+    with torch.cuda.device(device):
+        stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            body()
+        torch.cuda.synchronize(device)
+        with torch.cuda.graph(graph, stream=stream):
+            body()
+
+    def replay() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            graph.replay()
+
+    return replay
