@@ -20,8 +20,11 @@ from .settings_sources import removed
 _PASSED_THROUGH = "tandemkv.passed_through"
 
 
-class ReportingGroup(TyperGroup):
-    """Turns errors into one line on stderr and an exit code: 2 for bad input, 1 for a failure."""
+class _Reporting:
+    """Turns errors into one line on stderr and an exit code: 2 for bad input, 1 for a failure.
+
+    Mixed into a command of click's.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Say of options that earlier versions had why they are gone."""
@@ -31,12 +34,13 @@ class ReportingGroup(TyperGroup):
             if reason is not None:
                 self._report(ctx, f"{name} {reason}")
                 raise typer.Exit(2)
-        return super().parse_args(ctx, args)
+        parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        return parsed
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; ``--debug`` shows tracebacks."""
         try:
-            return super().invoke(ctx)
+            return super().invoke(ctx)  # type: ignore[misc]
         except (typer.Exit, typer.Abort):
             raise
         except (SettingsError, UnsupportedModelError) as error:
@@ -60,6 +64,10 @@ class ReportingGroup(TyperGroup):
         typer.echo(f"tandemkv: error: {message}", err=True)
 
 
+class ReportingGroup(_Reporting, TyperGroup):
+    """A command of commands that reports errors in one line."""
+
+
 class ServeCommand(TyperCommand):
     """Keeps what follows ``--`` away from the parser."""
 
@@ -74,6 +82,10 @@ class ServeCommand(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Show the part after ``--`` in the usage line."""
         return [*super().collect_usage_pieces(ctx), "[-- SGLANG ARGS]"]
+
+
+class ReportingServeCommand(_Reporting, ServeCommand):
+    """A command by itself, of its own module, that takes arguments for SGLang."""
 
 
 def passed_through(ctx: typer.Context) -> tuple[str, ...]:
