@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.policies.base import Policy, PolicyContext
+from tandemkv.cache_rank.policies.checkpoint import Checkpoint
 from tandemkv.cache_rank.policies.composition import check_device
 from tandemkv.cache_rank.policies.registry import (
     check_pooling,
@@ -20,6 +23,8 @@ from tandemkv.cache_rank.protocol.settings import RankSettings
 
 from .cache_engine import CacheEngine
 from .rotary import read_rotary
+
+_CPU = torch.device("cpu")
 
 
 def create(
@@ -41,14 +46,15 @@ def create(
     PolicyError
         If the policy cannot run on the pools' device, or the settings are not for it.
     """
-    device = pools.k[0].device.type
     return CacheEngine(
         model=model,
         settings=settings,
         pools=pools,
         max_batch=max_batch,
         predict_query=predict_query,
-        policy=make_policy(model, settings, model_dir, device=device, calibrated=calibrated),
+        policy=make_policy(
+            model, settings, model_dir, device=pools.k[0].device, calibrated=calibrated
+        ),
     )
 
 
@@ -57,7 +63,7 @@ def make_policy(
     settings: RankSettings,
     model_dir: Path | None,
     *,
-    device: str = "cpu",
+    device: torch.device = _CPU,
     calibrated: ModelSpec | None = None,
 ) -> Policy:
     """Build the policy of an engine on `device`; `calibrated` as for `create`.
@@ -71,7 +77,7 @@ def make_policy(
     policy_class = find_policy(selection.policy)
     capabilities = policy_class.capabilities
     check_resolved(policy_class, selection)
-    check_device(policy_class, selection.policy, device)
+    check_device(policy_class, selection.policy, device.type)
     check_pooling(policy_class, selection)
     reads_rotary = options_of(policy_class, selection).reads_rotary(capabilities)
     found = resolve_calibration(selection, calibrated or model, capabilities)
@@ -79,6 +85,8 @@ def make_policy(
         PolicyContext(
             model=model,
             selection=selection,
+            device=device,
+            checkpoint=Checkpoint(model_dir) if model_dir is not None else None,
             rotary=read_rotary(model_dir) if reads_rotary and model_dir is not None else None,
             share=found.share,
             clusters=found.clusters,

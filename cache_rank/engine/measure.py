@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -58,86 +60,168 @@ def measure(
     if load is None:
         return None
     batch, context = load
-    token_bytes = model.num_kv_heads * model.head_dim * getattr(torch, model.dtype).itemsize
-    most = min(
-        max(1, _MOST_BYTES // (2 * max(1, selection.num_resident) * token_bytes)),
-        max(1, _MOST_TOKENS.get(device.type, num_slots) // context),
-    )
-    measured = min(batch, most)
-    slots = min(num_slots, max(page_size, _MOST_BYTES // token_bytes)) // page_size * page_size
-    rows = torch.arange(1, measured + 1, device=device)
-    shape = (measured + 1, selection.num_resident, model.num_kv_heads, model.head_dim)
-    # The process's own generators are for sampling, and in step on all tensor-parallel ranks.
-    generator = torch.Generator(device).manual_seed(0)
-    dtype = getattr(torch, model.dtype)
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device, dtype=dtype)
-
-    keys = random(slots, *shape[2:])
-    weights = torch.zeros((1, shape[0], shape[2], selection.num_samples), device=device)
-    pools = EnginePools(
-        k=[keys],
-        v=[keys],
-        resident=[make_sets(shape)],
-        page_size=page_size,
-        log_weight=weights if selection.num_samples else None,
-        is_far=settings.placement.has_peer_gpu,
-    )
-    own = settings.model_copy(
-        update={
-            "selection": selection.model_copy(
-                update={"exact_layers": (), "refresh_every": 1, "anchors": (0,), "late_layers": 0}
-            ),
-            "stress_selection": True,
-            "evaluation": False,
-        }
-    )
+    scratch = _Scratch.make(
+        model, settings, num_slots=num_slots, page_size=page_size, load=load, device=device,
+        make_sets=make_sets,
+    )  # fmt: skip
     rank = create(
         model=msgspec.structs.replace(model, num_layers=1),
-        settings=own,
-        pools=pools,
-        max_batch=measured,
+        settings=_every_step(settings),
+        pools=scratch.pools,
+        max_batch=scratch.batch,
         predict_query=predict_query,
         model_dir=model_dir,
         calibrated=model,
     )
     if not rank.program.selects:
         return None
-    every = torch.arange(slots, device=device)
-    rank.begin_extend([0], [0], [slots], [every])
-    rank.extend(0, every)
-    longest = min(model.max_context, num_slots)
-    for length in prompt_lengths(num_cold + 1, longest):
-        prompt = _page_tables(slots, page_size, 1, length, generator)[1]
-        rank.begin_extend([1], [length], [length], [prompt])
-        window = min(selection.seed_window, length)
-        rank.seed(0, 0, 1, random(window, model.num_qo_heads, model.head_dim))
-    rank.seed_identity(rows, None)
-    table = _page_tables(slots, page_size, measured, context, generator)
-    # What is measured is another request than that of the longest prompt.
-    rank.begin_extend([1], [context], [context], [table[1]])
-    lengths = torch.full((measured,), context, device=device)
-    query = random(measured, model.num_qo_heads, model.head_dim)
-    hidden = random(measured, model.hidden_size)
-
-    def select() -> None:
-        if rank.program.needs_hidden:
-            rank.choose_ahead(0, hidden)
-        else:
-            rank.choose(0, query)
-        rank.fetch(0, measured)
-        rank.end_step()
-
-    total = median_us(select, device, prepare=lambda: rank.begin_decode(rows, lengths, table))
-    transfer = _transfer_us(rank, pools, own, rows, context, generator)
-    scale = batch / measured
+    lengths = prompt_lengths(num_cold + 1, min(model.max_context, num_slots))
+    scratch.seed_prompts(rank, lengths, window=selection.seed_window)
+    total = scratch.selection_us(rank, context)
+    transfer = scratch.transfer_us(
+        rank, context, cap=min(selection.fetch_cap_tokens, selection.num_resident)
+    )
+    scale = batch / scratch.batch
     return SelectionTime(
         scan_us=scale * max(0.0, total - transfer),
         transfer_us=scale * transfer,
         batch=batch,
         context=context,
     )
+
+
+def _every_step(settings: RankSettings) -> RankSettings:
+    """Return `settings` of a rank that chooses in each step, in its one layer."""
+    selection = settings.selection.model_copy(
+        update={"exact_layers": (), "refresh_every": 1, "anchors": (0,), "late_layers": 0}
+    )
+    return settings.model_copy(
+        update={"selection": selection, "stress_selection": True, "evaluation": False}
+    )
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """Memory to measure in: keys and resident sets of one layer, and who uses them.
+
+    `batch` requests are selected for in a run; `num_slots` slots of keys there are.
+    """
+
+    model: ModelSpec
+    pools: EnginePools
+    batch: int
+    num_slots: int
+    generator: torch.Generator
+
+    @classmethod
+    def make(
+        cls,
+        model: ModelSpec,
+        settings: RankSettings,
+        *,
+        num_slots: int,
+        page_size: int,
+        load: tuple[int, int],
+        device: torch.device,
+        make_sets: MakeSets,
+    ) -> _Scratch:
+        """Allocate at most `_MOST_BYTES` of keys, and as much of resident sets."""
+        selection, (batch, context) = settings.selection, load
+        dtype = getattr(torch, model.dtype)
+        token_bytes = model.num_kv_heads * model.head_dim * dtype.itemsize
+        most = min(
+            max(1, _MOST_BYTES // (2 * max(1, selection.num_resident) * token_bytes)),
+            max(1, _MOST_TOKENS.get(device.type, num_slots) // context),
+        )
+        measured = min(batch, most)
+        slots = min(num_slots, max(page_size, _MOST_BYTES // token_bytes)) // page_size * page_size
+        shape = (measured + 1, selection.num_resident, model.num_kv_heads, model.head_dim)
+        # The process's own generators are for sampling, and in step on all tensor-parallel ranks.
+        generator = torch.Generator(device).manual_seed(0)
+        keys = torch.randn(slots, *shape[2:], generator=generator, device=device, dtype=dtype)
+        weights = torch.zeros((1, shape[0], shape[2], selection.num_samples), device=device)
+        pools = EnginePools(
+            k=[keys],
+            v=[keys],
+            resident=[make_sets(shape)],
+            page_size=page_size,
+            log_weight=weights if selection.num_samples else None,
+            is_far=settings.placement.has_peer_gpu,
+        )
+        return cls(model, pools, measured, slots, generator)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return torch.arange(1, self.batch + 1, device=self.generator.device)
+
+    def random(self, *size: int) -> torch.Tensor:
+        """Draw normal numbers in the model's dtype."""
+        keys = self.pools.k[0]
+        return torch.randn(size, generator=self.generator, device=keys.device, dtype=keys.dtype)
+
+    def page_tables(self, num_rows: int, context: int) -> torch.Tensor:
+        """Slots of the positions of rows ``1 .. num_rows``, ``[num_rows + 1, context]`` int32."""
+        size, device = self.pools.page_size, self.generator.device
+        num_pages = -(-context // size)
+        order = torch.randperm(self.num_slots // size, generator=self.generator, device=device)
+        index = torch.arange((num_rows + 1) * num_pages, device=device) % len(order)
+        first = order[index].view(num_rows + 1, num_pages, 1) * size
+        table = first + torch.arange(size, device=device)
+        return table.flatten(1)[:, :context].to(torch.int32).contiguous()
+
+    def seed_prompts(self, rank: CacheEngine, lengths: Sequence[int], *, window: int) -> None:
+        """Compute prompts of the given lengths, so that their kernels are compiled."""
+        every = torch.arange(self.num_slots, device=self.generator.device)
+        rank.begin_extend([0], [0], [self.num_slots], [every])
+        rank.extend(0, every)
+        for length in lengths:
+            prompt = self.page_tables(1, length)[1]
+            rank.begin_extend([1], [length], [length], [prompt])
+            late = self.random(min(window, length), self.model.num_qo_heads, self.model.head_dim)
+            rank.seed(0, 0, 1, late)
+
+    def selection_us(self, rank: CacheEngine, context: int) -> float:
+        """Median time of a step's selection and fetch, in microseconds."""
+        rows, device = self.rows, self.generator.device
+        rank.seed_identity(rows, None)
+        table = self.page_tables(self.batch, context)
+        # What is measured is another request than that of the longest prompt.
+        rank.begin_extend([1], [context], [context], [table[1]])
+        lengths = torch.full((self.batch,), context, device=device)
+        query = self.random(self.batch, self.model.num_qo_heads, self.model.head_dim)
+        hidden = self.random(self.batch, self.model.hidden_size)
+
+        def select() -> None:
+            if rank.program.needs_hidden:
+                rank.choose_ahead(0, hidden)
+            else:
+                rank.choose(0, query)
+            rank.fetch(0, self.batch)
+            rank.end_step()
+
+        return median_us(select, device, prepare=lambda: rank.begin_decode(rows, lengths, table))
+
+    def transfer_us(self, rank: CacheEngine, context: int, *, cap: int) -> float:
+        """Median time of copying `cap` rows a request and head, in microseconds."""
+        pools, rows, device = self.pools, self.rows, self.generator.device
+        k_res, v_res = pools.resident[0]
+        shape = (self.batch, pools.k[0].shape[1], cap)
+        to = torch.arange(shape[2], dtype=torch.int32, device=device).expand(shape).contiguous()
+        found = torch.randint(
+            context, shape, generator=self.generator, dtype=torch.int32, device=device
+        )
+        # With flags, as between two GPUs, other programs copy.
+        words = torch.zeros((2, 1), dtype=torch.int32, device=device)
+        flag, num_done = words if pools.is_far else (None, None)
+        weights = rank.weights.carried(0, 0, rank.batch.active[: self.batch])
+
+        def copy() -> None:
+            exchange_rows(
+                pools.k[0], pools.v[0], rank.batch.pages[: self.batch], found, to, k_res, v_res,
+                rows, page_size=pools.page_size, weights=weights, flag=flag, num_done=num_done,
+            )  # fmt: skip
+
+        return median_us(copy, device, budget_s=0.1)
 
 
 def largest_load(
@@ -163,44 +247,3 @@ def prompt_lengths(shortest: int, longest: int) -> list[int]:
     while 2 * found[-1] <= longest:
         found.append(2 * found[-1])
     return [*found, longest] if longest > found[-1] else found
-
-
-def _page_tables(
-    slots: int, page_size: int, num_rows: int, context: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Slots of the positions of rows ``1 .. num_rows``, ``[num_rows + 1, context]`` int32."""
-    device, num_pages = generator.device, -(-context // page_size)
-    order = torch.randperm(slots // page_size, generator=generator, device=device)
-    index = torch.arange((num_rows + 1) * num_pages, device=device) % len(order)
-    first = order[index].view(num_rows + 1, num_pages, 1) * page_size
-    table = first + torch.arange(page_size, device=device)
-    return table.flatten(1)[:, :context].to(torch.int32).contiguous()
-
-
-def _transfer_us(
-    rank: CacheEngine,
-    pools: EnginePools,
-    settings: RankSettings,
-    rows: torch.Tensor,
-    context: int,
-    generator: torch.Generator,
-) -> float:
-    selection, size = settings.selection, len(rows)
-    cap = min(selection.fetch_cap_tokens, selection.num_resident)
-    heads, device = pools.k[0].shape[1], rows.device
-    shape = (size, heads, cap)
-    to = torch.arange(cap, dtype=torch.int32, device=device).expand(shape).contiguous()
-    found = torch.randint(context, shape, generator=generator, dtype=torch.int32, device=device)
-    k_res, v_res = pools.resident[0]
-    # With flags, as between two GPUs, other programs copy.
-    words = torch.zeros((2, 1), dtype=torch.int32, device=device)
-    flag, num_done = words if pools.is_far else (None, None)
-    weights = rank.weights.carried(0, 0, rank.batch.active[:size])
-
-    def copy() -> None:
-        exchange_rows(
-            pools.k[0], pools.v[0], rank.batch.pages[:size], found, to, k_res, v_res, rows,
-            page_size=pools.page_size, weights=weights, flag=flag, num_done=num_done,
-        )  # fmt: skip
-
-    return median_us(copy, device, budget_s=0.1)

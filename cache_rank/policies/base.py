@@ -23,10 +23,12 @@ from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.position_pooling import pool_positions
 from tandemkv.kernels.topk import topk_positions
 
+from .checkpoint import Checkpoint as Checkpoint
 from .options import PolicyError as PolicyError
 from .options import PolicyOptions as PolicyOptions
 from .options import read_options
 
+_CPU = torch.device("cpu")
 Owner = tuple[int, int]
 """A request while it occupies a row: (row, generation)."""
 
@@ -156,12 +158,15 @@ class HeadClusters:
 class PolicyContext:
     """What a policy is built from.
 
-    `rotary` is None if no model directory is at hand; `share` and `clusters` are what the
-    calibration says, None where it is not needed.
+    `device` is where queries and scores are. `checkpoint` and `rotary` are None if no model
+    directory is at hand; `share` and `clusters` are what the calibration says, None where it is not
+    needed. Weights that decode steps use are to be on `device` before the first of them.
     """
 
     model: ModelSpec
     selection: SelectionSettings
+    device: torch.device = _CPU
+    checkpoint: Checkpoint | None = None
     rotary: Rotary | None = None
     share: LayerShare | None = None
     clusters: HeadClusters | None = None

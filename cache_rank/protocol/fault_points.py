@@ -9,6 +9,11 @@ appended to ``faults.jsonl`` in the run directory before it is done.
 
 reads: one announcement in a hundred is lost, and the cache rank is killed at one layer in a
 thousand, once in the life of a run directory. ``delay(0.2)`` sleeps for 0.2 s.
+
+    TANDEMKV_FAULTS=@/path/to/rules
+
+takes the rules from a file, and again whenever that is replaced; none while there is no such file.
+How often a rule was followed is then counted anew. So one server can be put through many faults.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -143,11 +149,25 @@ class FaultPlan:
         This process.
     log : Path
         File of JSON lines; what earlier processes of the role did counts for `FaultRule.times`.
+    since : float
+        Time from which on it does, in seconds since the epoch.
     """
 
-    def __init__(self, seed: int, rules: tuple[FaultRule, ...], *, role: Role, log: Path) -> None:
+    def __init__(
+        self,
+        seed: int,
+        rules: tuple[FaultRule, ...],
+        *,
+        role: Role,
+        log: Path,
+        since: float = 0.0,
+    ) -> None:
         self._role, self._log = role, log
-        before = [line for line in read_faults(log) if line["role"] == role]
+        before = [
+            line
+            for line in read_faults(log)
+            if line["role"] == role and float(line["time"]) >= since
+        ]
         start = sum(line["action"] == "start" for line in before)
         done = Counter((line["point"], line["action"]) for line in before)
         self._rules: dict[str, list[FaultRule]] = {}
@@ -214,7 +234,56 @@ def read_faults(log: Path) -> list[dict[str, float | int | str]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-_plan: FaultPlan | None = None
+class FollowedFile:
+    """A plan whose rules are in a file, and are read again when it is replaced.
+
+    Parameters
+    ----------
+    path : Path
+        Of the rules, in the form of the variable. Replace it as a whole, by a rename.
+    role, log
+        As of `FaultPlan`.
+
+    Raises
+    ------
+    SettingsError
+        If the rules cannot be read, from the constructor and from `reach`.
+    """
+
+    def __init__(self, path: Path, *, role: Role, log: Path) -> None:
+        self._path, self._role, self._log = path, role, log
+        self._lock = threading.Lock()
+        self._seen = self._version()
+        self._plan = self._read(self._seen)
+
+    def reach(self, point: str) -> bool:
+        """As `FaultPlan.reach`."""
+        version = self._version()
+        if version != self._seen:
+            with self._lock:
+                if version != self._seen:
+                    self._plan = self._read(version)
+                    self._seen = version
+        return self._plan.reach(point)
+
+    def _version(self) -> tuple[int, int]:
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return (0, 0)
+        return found.st_ino, found.st_mtime_ns
+
+    def _read(self, version: tuple[int, int]) -> FaultPlan:
+        try:
+            text = self._path.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            text = ""
+        seed, rules = parse_faults(text)
+        since = version[1] / 1e9
+        return FaultPlan(seed, rules, role=self._role, log=self._log, since=since)
+
+
+_plan: FaultPlan | FollowedFile | None = None
 
 
 def reach(point: str) -> bool:
@@ -227,6 +296,8 @@ def enable_faults(
 ) -> tuple[FaultRule, ...]:
     """Follow the rules of ``TANDEMKV_FAULTS`` in this process; none if it is not set.
 
+    Returns the rules, but for those of a file.
+
     Raises
     ------
     SettingsError
@@ -237,6 +308,10 @@ def enable_faults(
     if not text:
         _plan = None
         return ()
+    log = run_dir / FAULTS_FILE
+    if text.startswith("@"):
+        _plan = FollowedFile(Path(text[1:]), role=role, log=log)
+        return ()
     seed, rules = parse_faults(text)
-    _plan = FaultPlan(seed, rules, role=role, log=run_dir / FAULTS_FILE)
+    _plan = FaultPlan(seed, rules, role=role, log=log)
     return rules

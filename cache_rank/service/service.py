@@ -263,8 +263,7 @@ class SharedEngineService:
         return session
 
     def _make_policy(self, model: ModelSpec) -> Policy:
-        device = self._homes.here.type
-        return make_policy(model, self._settings, self._model_dir, device=device)
+        return make_policy(model, self._settings, self._model_dir, device=self._homes.here)
 
     def _num_slots(self, page_size: int) -> int:
         capacity = self._settings.cache.capacity_tokens

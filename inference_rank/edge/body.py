@@ -45,29 +45,15 @@ async def read_body(
     """
     _check_headers(headers)
     stated = _stated_length(headers)
-    parts: list[bytes] = []
-    length = 0
     try:
         async with asyncio.timeout(timeout_s):
-            while stated <= max_bytes + _MOST_DISCARDED:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise RequestRefusedError(400, "the client left before its body was complete")
-                part = message.get("body", b"")
-                length += len(part)
-                if max(length, stated) <= max_bytes:
-                    parts.append(part)
-                else:
-                    parts.clear()
-                is_last = not message.get("more_body", False)
-                if is_last and length <= max_bytes:
-                    return b"".join(parts)
-                if is_last or length > max_bytes + _MOST_DISCARDED:
-                    break
+            body, length = await _receive(receive, stated, max_bytes)
     except TimeoutError:
         raise RequestRefusedError(
             408, f"the body was not complete after {timeout_s:g} s (--body-timeout-s)"
         ) from None
+    if body is not None:
+        return body
     raise RequestRefusedError(
         413,
         f"a body of {max(stated, length)} bytes or more: at most {max_bytes} are accepted "
@@ -75,6 +61,28 @@ async def read_body(
         code="request_too_large",
         headers={"connection": "close"},
     )
+
+
+async def _receive(receive: Receive, stated: int, max_bytes: int) -> tuple[bytes | None, int]:
+    """Return a body and its length; no body if it is longer than `max_bytes`."""
+    parts: list[bytes] = []
+    length = 0
+    while stated <= max_bytes + _MOST_DISCARDED:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RequestRefusedError(400, "the client left before its body was complete")
+        part = message.get("body", b"")
+        length += len(part)
+        if max(length, stated) <= max_bytes:
+            parts.append(part)
+        else:
+            parts.clear()
+        is_last = not message.get("more_body", False)
+        if is_last and length <= max_bytes:
+            return b"".join(parts), length
+        if is_last or length > max_bytes + _MOST_DISCARDED:
+            break
+    return None, length
 
 
 def _check_headers(headers: Mapping[bytes, bytes]) -> None:

@@ -90,14 +90,7 @@ def slope_of(
     if beside is not None and np.ptp(np.asarray(beside)) > 0.0:
         columns.append(np.asarray(beside, dtype=np.float64))
     x = np.stack(columns, axis=1)
-    rng = np.random.default_rng(seed)
-    blocks = np.array_split(np.arange(len(t)), min(_BLOCKS, len(t) // 2))
-    found = []
-    for _ in range(_RESAMPLES):
-        drawn = rng.integers(len(blocks), size=len(blocks))
-        chosen = np.concatenate([blocks[each] for each in drawn])
-        found.append(_growth(x[chosen], y[chosen]))
-    low, high = np.percentile(found, [2.5, 97.5])
+    low, high = np.percentile(_resampled(x, y, np.random.default_rng(seed)), [2.5, 97.5])
     per_hour, median = _growth(x, y), float(np.median(y))
     return Slope(
         samples=len(t),
@@ -107,6 +100,19 @@ def slope_of(
         high=float(high),
         change=per_hour * float(np.ptp(t)) / median if median else 0.0,
     )
+
+
+def _resampled(
+    x: npt.NDArray[np.float64], y: npt.NDArray[np.float64], rng: np.random.Generator
+) -> list[float]:
+    """Return the growth of samples that are drawn from blocks of time."""
+    blocks = np.array_split(np.arange(len(y)), min(_BLOCKS, len(y) // 2))
+    found = []
+    for _ in range(_RESAMPLES):
+        drawn = rng.integers(len(blocks), size=len(blocks))
+        chosen = np.concatenate([blocks[each] for each in drawn])
+        found.append(_growth(x[chosen], y[chosen]))
+    return found
 
 
 def _growth(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import bad_input
 import edge
 import exact
+import fault_matrix
 import frames
 import life
 import mass
@@ -29,6 +30,7 @@ ITEMS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "life_cycle": life.run,
     "bad_input": bad_input.run,
     "nothing_lost": nothing_lost.run,
+    "fault_matrix": fault_matrix.run,
     "speed": speed.run,
     "outside": outside.run,
     "edge": edge.run,

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def read(
                     return
                 stream.tokens = list(found["output_ids"])
                 stream.times.append(time.monotonic())
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         stream.error = repr(error)
 
 
@@ -148,7 +149,7 @@ def wait_for(
     """Wait until `condition` holds."""
     deadline = time.monotonic() + timeout_s
     while True:
-        with contextlib.suppress(KeyError, OSError):
+        with contextlib.suppress(KeyError, OSError, HTTPException):
             if condition():
                 return
         if time.monotonic() > deadline:

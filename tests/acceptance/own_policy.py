@@ -15,8 +15,10 @@ import torch
 from pydantic import Field
 
 from tandemkv.cache_rank.policies.base import (
+    Checkpoint,
     Owner,
     PolicyCapabilities,
+    PolicyContext,
     PolicyOptions,
     ScoringPolicy,
     SeedInput,
@@ -74,3 +76,45 @@ class WorstFirst(ScoringPolicy):
     def pooled(self, scores: torch.Tensor) -> torch.Tensor:
         _note("pooled")
         return torch.where(scores.isneginf(), scores, -scores)
+
+
+class IndexerOptions(PolicyOptions):
+    """Where the weights are."""
+
+    weights: str = Field(default="", description="Folder with them; default: the model's own.")
+
+
+class LearnedIndexer(ScoringPolicy):
+    """Rank by ``(A q) k``: a matrix A for each layer and query head, that a checkpoint brings.
+
+    The query is the predicted one of ``look_ahead``; scores, pooling and fetch are the engine's.
+    """
+
+    options_model: ClassVar[type[PolicyOptions]] = IndexerOptions
+    options: IndexerOptions
+
+    capabilities = PolicyCapabilities(timing=Timing.SAME_STEP_HIDDEN, graph_safe=True)
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        model, folder = context.model, self.options.weights
+        checkpoint = Checkpoint(Path(folder)) if folder else context.checkpoint
+        assert checkpoint is not None, "the engine knows the model's folder"
+        exact = context.selection.exact_layer_ids
+        self._matrices = checkpoint.layers(
+            "model.layers.{layer}.self_attn.indexer.weight",
+            (layer for layer in range(model.num_layers) if layer not in exact),
+            shape=(model.num_qo_heads, model.head_dim, model.head_dim),
+            dtype=getattr(torch, model.dtype),
+            device=context.device,
+        )
+
+    def query_for(self, request: SelectionInput) -> torch.Tensor:
+        return self._turned(request.layer, request.query)
+
+    def seed_scores(self, request: SeedInput) -> torch.Tensor:
+        queries = self._turned(request.layer, request.queries)
+        return self.pooled(request.score(queries, request.positions))
+
+    def _turned(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("hij,shj->shi", self._matrices[layer], queries)

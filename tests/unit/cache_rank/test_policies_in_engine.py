@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import own_policy
@@ -11,6 +13,7 @@ import pytest
 import torch
 from bounds_by_page import page_bounds
 from engine_world import DIM, HEADS, LAYERS, MODEL, QUERY_HEADS, World
+from safetensors.torch import save_file
 
 from tandemkv.cache_rank.calibration.resolve import Resolved
 from tandemkv.cache_rank.engine import factory
@@ -23,6 +26,7 @@ from tandemkv.cache_rank.policies.base import (
     SelectionInput,
     StoredKV,
 )
+from tandemkv.cache_rank.policies.checkpoint import Checkpoint
 from tandemkv.cache_rank.policies.composition import Composition, check_device
 from tandemkv.cache_rank.policies.registry import (
     POLICIES,
@@ -124,6 +128,54 @@ def test_pooling_of_ones_own_ranks_prompts_and_steps() -> None:
         ranked = world.best(layer, 2, hi, queries[layer], hi - SINK)
         for head, held in enumerate(world.resident(layer, 2)[1].tolist()):
             assert set(ranked[head, -32:].tolist()) <= set(held)
+
+
+def indexer(folder: Path, layers: Iterable[int] = SPARSE) -> dict[str, torch.Tensor]:
+    """A checkpoint of `own_policy.LearnedIndexer` with random weights, in two files."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        f"model.layers.{layer}.self_attn.indexer.weight": torch.randn(
+            (QUERY_HEADS, DIM, DIM), generator=generator
+        )
+        for layer in layers
+    }
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[::2]}, folder / "a.safetensors")
+    save_file({name: tensors[name] for name in names[1::2]}, folder / "b.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("in_option", [False, True])
+def test_a_selector_that_the_model_brings_ranks(tmp_path: Path, in_option: bool) -> None:
+    tensors = indexer(tmp_path)
+    world = World(
+        policy="own_policy:LearnedIndexer", fetch_cap=32, resident_factor=1.0,
+        model_dir=None if in_option else tmp_path,
+        options={"weights": str(tmp_path) if in_option else ""},
+    )  # fmt: skip
+    world.prefill(2, 180)
+    hidden = world.decode([2], [181])
+    for layer in SPARSE:
+        world.check_books(layer, 2, 181)
+        weight = tensors[f"model.layers.{layer}.self_attn.indexer.weight"].double()
+        turned = torch.einsum("hij,hj->hi", weight, hidden.view(QUERY_HEADS, DIM).double())
+        best = world.best(layer, 2, 181 - RECENT, turned, 32)
+        plain = world.best(layer, 2, 181 - RECENT, hidden, 32)
+        for head, held in enumerate(world.resident(layer, 2)[1].tolist()):
+            assert set(best[head].tolist()) <= set(held)
+            assert not set(plain[head].tolist()) <= set(held)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    indexer(tmp_path, (1,))
+    with pytest.raises(PolicyError, match=r"no safetensors file holds model\.layers\.2\."):
+        World(policy="own_policy:LearnedIndexer", model_dir=tmp_path).make()
+    found = Checkpoint(tmp_path)
+    with pytest.raises(PolicyError, match=r"is \(4, 16, 16\), and .* need \(3,\)"):
+        found.tensor("model.layers.1.self_attn.indexer.weight", shape=(3,))
+    (tmp_path / "c.safetensors").write_bytes(b"no")
+    with pytest.raises(PolicyError, match=r"c\.safetensors: cannot be read"):
+        Checkpoint(tmp_path).tensor("x", shape=(1,))
 
 
 def test_what_is_fused_is_found_by_what_is_overridden() -> None:

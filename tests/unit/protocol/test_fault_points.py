@@ -104,6 +104,31 @@ def test_times_is_kept_across_starts_and_all_that_is_done_is_written_down(tmp_pa
     assert done == [start, drop, drop, drop, ("delay", "control.answer"), start]
 
 
+def test_rules_of_a_file_are_taken_when_it_is_replaced(tmp_path: Path) -> None:
+    rules, log = tmp_path / "rules", tmp_path / FAULTS_FILE
+
+    def replace(text: str) -> None:
+        time.sleep(0.05)  # files' times are kept in steps of some milliseconds
+        (tmp_path / "new").write_text(text)
+        (tmp_path / "new").rename(rules)
+
+    assert enable_faults("cache_rank", tmp_path, {FAULTS_VARIABLE: f"@{rules}"}) == ()
+    assert not reach("control.receive")
+    replace("control.receive=drop@1x2\n")
+    assert [reach("control.receive") for _ in range(3)] == [True, True, False]
+    replace("control.receive=drop@1x1\n")
+    assert [reach("control.receive") for _ in range(3)] == [True, False, False]
+    # A process that is started again goes on with the rules, and what was done by them.
+    enable_faults("cache_rank", tmp_path, {FAULTS_VARIABLE: f"@{rules}"})
+    assert not reach("control.receive")
+    rules.unlink()
+    assert not reach("control.receive")
+    assert [line["action"] for line in read_faults(log)].count("drop") == 3
+    replace("ring.read=drop@1")
+    with pytest.raises(SettingsError, match=r"nothing is sent at ring\.read"):
+        reach("ring.read")
+
+
 def test_points_of_other_processes_do_nothing(tmp_path: Path) -> None:
     enable("ring.write=drop@1", tmp_path, "cache_rank")
     assert not reach("ring.write")
