@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -15,9 +16,22 @@ from tandemkv.cache_rank.protocol.errors import (
     UnsupportedModelError,
 )
 
-from .settings_sources import removed
+from .options import SWITCH
+from .settings import EMBEDDED_MODEL
+from .settings_sources import Sourced, removed
 
 _PASSED_THROUGH = "tandemkv.passed_through"
+
+EPILOG = "What follows -- goes to SGLang unchanged. --help-all shows all options."
+ModelArgument = Annotated[
+    str | None, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
+]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", metavar=SWITCH, help="Show the logs of both ranks.")
+]
 
 
 class _Reporting:
@@ -92,3 +106,17 @@ def passed_through(ctx: typer.Context) -> tuple[str, ...]:
     """Return what followed ``--``."""
     found: tuple[str, ...] = ctx.meta.get(_PASSED_THROUGH, ())
     return found
+
+
+def add_arguments(
+    flags: dict[str, Sourced], ctx: typer.Context, model: str | None, source: str = "MODEL"
+) -> None:
+    """Add the model, if there is one, and what followed ``--``, to `flags`.
+
+    `source` is what gave the model, for messages.
+    """
+    if model is not None:
+        flags["model"] = Sourced(model, source)
+    extra = passed_through(ctx)
+    if extra:
+        flags["sglang_args"] = Sourced(extra, "the arguments after --")

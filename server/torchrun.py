@@ -35,10 +35,17 @@ from .cache_rank_launch import (
     want_logs,
 )
 from .child_process import end_with_parent
-from .command_classes import ReportingServeCommand, passed_through
+from .command_classes import (
+    EPILOG,
+    ConfigOption,
+    ModelArgument,
+    ReportingServeCommand,
+    VerboseOption,
+    add_arguments,
+)
 from .launch import Launcher, LaunchError, LaunchPlan
 from .options import SERVE_FLAGS, SWITCH, with_flags
-from .settings import EMBEDDED_MODEL, ServeSettings
+from .settings import ServeSettings
 from .settings_sources import Sourced, load_settings
 from .torchrun_roles import (
     Role,
@@ -56,24 +63,14 @@ _PROGRAM = "torchrun --nproc-per-node N -m tandemkv.server.torchrun"
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 
-@app.command(
-    cls=ReportingServeCommand,
-    epilog="What follows -- goes to SGLang unchanged. --help-all shows all options.",
-)
+@app.command(cls=ReportingServeCommand, epilog=EPILOG)
 @with_flags(SERVE_FLAGS)
 def torchrun(
     ctx: typer.Context,
     flags: dict[str, Sourced],
-    model: Annotated[
-        str | None, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
-    ] = None,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", metavar=SWITCH, help="Show the logs of both ranks."),
-    ] = False,
+    model: ModelArgument = None,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
     debug: Annotated[
         bool, typer.Option("--debug", metavar=SWITCH, help="Show tracebacks of errors.")
     ] = False,
@@ -84,11 +81,7 @@ def torchrun(
     itself. Options and their sources are those of `tandemkv serve`.
     """
     del debug  # the command's class reads it
-    if model is not None:
-        flags["model"] = Sourced(model, "MODEL")
-    extra = passed_through(ctx)
-    if extra:
-        flags["sglang_args"] = Sourced(extra, "the arguments after --")
+    add_arguments(flags, ctx, model)
     worker = Worker.from_environment(os.environ, agent_of(os.getppid()))
     settings = load_settings(flags, os.environ, config)
     implied = open_cache_ranks(settings, worker)

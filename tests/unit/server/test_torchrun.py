@@ -23,7 +23,7 @@ from tandemkv.server.launch import LaunchError
 from tandemkv.server.torchrun import app, await_settings, cache_rank_plan
 
 SCRIPT = Path(__file__).with_name("fake_torchrun.py")
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 OPTIONS = (
     *("smollm2", "--device", "cpu", "--cache-tokens", "4096", "--max-context", "2048"),
     *("--max-restarts", "1", "--drain-timeout-s", "2"),
