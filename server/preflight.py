@@ -87,13 +87,43 @@ def resolve_launch(
     config = read_config(model_dir)
     check_model(settings, spec, config)
     check_model_files(model_dir, config, settings.sglang_args)
-    settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
+    settings = resolve_settings(settings, spec, model_dir, device=device, progress=progress)
     check_shared_gpus(settings.rank_settings.placement)
     check_selection(settings, spec, device)
     check_memory(settings, spec, model_dir, device=device)
     return ResolvedLaunch(
         settings=settings, model_dir=model_dir, spec=spec, device=device, port=port
     )
+
+
+def resolve_settings(
+    settings: ServeSettings,
+    spec: ModelSpec,
+    model_dir: Path,
+    *,
+    device: str,
+    progress: Callable[[str], None],
+) -> ServeSettings:
+    """Decide every setting that is left open; nothing else decides one before the ranks start.
+
+    `tandemkv serve` starts with the result, and `tandemkv quality` names it.
+
+    Parameters
+    ----------
+    settings, spec, model_dir : ServeSettings, ModelSpec, Path
+        What was asked for, and of which model.
+    device : {"cpu", "cuda"}
+        The inference rank's.
+    progress : callable
+        Told the reasons.
+
+    Raises
+    ------
+    SettingsError
+        If the settings contradict each other, or nothing fits this machine.
+    """
+    settings = resolve_cache_device(settings, device)
+    return resolve_placement(settings, spec, model_dir, device=device, progress=progress)
 
 
 def resolve_model(model: str, progress: Callable[[str], None]) -> Path:

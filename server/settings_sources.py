@@ -101,8 +101,8 @@ def load_settings(
         raise SettingsError(_explain(error, merged)) from None
 
 
-_OPEN_UNLESS_SET = (("selection", "index_dtype"),)
-"""What the devices decide where nobody has set it; its default is that of a CPU."""
+_OPEN_UNLESS_SET = (("selection", "index_dtype"), ("selection", "num_recent_tokens"))
+"""What the devices decide where nobody has set it; the defaults are those of a CPU."""
 
 
 def to_yaml(settings: ServeSettings) -> str:

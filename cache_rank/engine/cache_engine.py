@@ -63,7 +63,6 @@ class CacheEngine:
         self._model, self._selection, self._pools = model, selection, pools
         self._predict = predict_query
         device = self._device = pools.k[0].device
-        heads, width = model.num_kv_heads, selection.num_resident
         self._policy, says = policy, policy.capabilities
         policy.make_rows(pools.allocate or self._zeros, pools.num_rows)
         composition = Composition.of(type(policy))
@@ -81,19 +80,12 @@ class CacheEngine:
         self._head_maps = _head_maps_of(policy, program.selecting, device)
         self._sparse = [x for x in range(model.num_layers) if program.is_sparse_layer(x)]
         self._resident = pools.resident
-        self._mirror = ResidentMirror(
-            num_layers=len(program.selecting),
-            max_rows=pools.num_rows - 1,
-            num_kv_heads=heads,
-            num_resident=width,
-            device=device,
-            allocate=pools.allocate,
-        )
+        self._mirror = self._make_mirror()
         self._index = self._make_index(policy)
         self._counters = DeviceCounters(device)
         self.batch = DecodeBatch(
             selection,
-            num_resident=width,
+            num_resident=selection.num_resident,
             max_batch=max_batch,
             max_context=model.max_context,
             page_size=pools.page_size,
@@ -104,17 +96,7 @@ class CacheEngine:
             policy, composition, model, selection, pools, self.program, index=self._index,
             batch=self.batch,
         )  # fmt: skip
-        self._windows: DeviceQueryWindows | None = None
-        if says.prediction is not None and not composition.selects:
-            assert isinstance(policy, WindowedPolicy)  # as declared
-            self._windows = DeviceQueryWindows(
-                policy,
-                model,
-                num_layers=len(program.sources),
-                num_rows=pools.num_rows,
-                device=device,
-                allocate=pools.allocate,
-            )
+        self._windows = None if composition.selects else self._make_windows(policy)
         self._stress = StressSigns(model, device) if settings.stress_selection else None
         self._make_scratch(max_batch, may_repeat=composition.selects)
         # What sources chose, for those that follow; without scores it is best first.
@@ -125,6 +107,31 @@ class CacheEngine:
             let_chain(device)
         self._seeder = Seeder(model, pools, self._mirror, device)
         self._num_steps = 0
+
+    def _make_windows(self, policy: Policy) -> DeviceQueryWindows | None:
+        """Return what a kernel remembers of past queries; None if the policy predicts otherwise."""
+        if policy.capabilities.prediction is None:
+            return None
+        assert isinstance(policy, WindowedPolicy)  # as declared
+        return DeviceQueryWindows(
+            policy,
+            self._model,
+            num_layers=len(self.program.sources),
+            num_rows=self._pools.num_rows,
+            device=self._device,
+            allocate=self._pools.allocate,
+        )
+
+    def _make_mirror(self) -> ResidentMirror:
+        """Return the books of what is resident."""
+        return ResidentMirror(
+            num_layers=len(self.program.selecting),
+            max_rows=self._pools.num_rows - 1,
+            num_kv_heads=self._model.num_kv_heads,
+            num_resident=self._selection.num_resident,
+            device=self._device,
+            allocate=self._pools.allocate,
+        )
 
     def _make_scratch(self, max_batch: int, *, may_repeat: bool) -> None:
         """Allocate what kernels work in, a lane each: two lanes are worked on at once.

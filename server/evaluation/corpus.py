@@ -14,7 +14,11 @@ from pathlib import Path
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex")
+PACKAGE_PREFIX = "package:"
 _SHORTEST_TOPIC = 4000
+_SHORTEST_FILE = 800
+_LONGEST_PACKAGE = 2_000_000
+"""Characters: about 600,000 tokens, more than a campaign asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class Corpus:
 def read_corpus(paths: Sequence[Path]) -> Corpus:
     """Read files, or every text below folders, sorted by path; ``.json`` maps names to texts.
 
+    ``package:NAME`` is the source of an installed package: a text that every user has.
+
     Raises
     ------
     SettingsError
@@ -46,7 +52,10 @@ def read_corpus(paths: Sequence[Path]) -> Corpus:
     """
     texts: dict[str, str] = {}
     for path in paths:
-        if path.is_dir():
+        package = str(path).removeprefix(PACKAGE_PREFIX)
+        if package != str(path):
+            texts[str(path)] = package_source(package)
+        elif path.is_dir():
             for file in sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES):
                 texts[str(file.relative_to(path))] = read_text(file)
         elif path.suffix == ".json":
@@ -141,6 +150,36 @@ def read_text(path: Path) -> str:
         raise SettingsError(f"corpus {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise SettingsError(f"corpus {path}: not UTF-8 text ({error.reason})") from error
+
+
+def package_source(package: str) -> str:
+    """Return the Python files of an installed package, by path, up to `_LONGEST_PACKAGE`.
+
+    Tests are left out, and files of less than 800 characters.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such package, or it has no such file.
+    """
+    try:
+        folder = _origin(package).parent
+    except (ImportError, ValueError) as error:
+        raise SettingsError(
+            f"corpus {PACKAGE_PREFIX}{package}: no such package is installed; give another one, or "
+            "a file"
+        ) from error
+    found, size = [], 0
+    for path in sorted(folder.rglob("*.py")):
+        if {"tests", "test"} & set(path.relative_to(folder).parts) or size > _LONGEST_PACKAGE:
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if len(text) >= _SHORTEST_FILE:
+            found.append(text)
+            size += len(text)
+    if not found:
+        raise SettingsError(f"corpus {PACKAGE_PREFIX}{package}: no Python source in it")
+    return "\n\n".join(found)[:_LONGEST_PACKAGE]
 
 
 def _read_json(path: Path) -> dict[str, str]:

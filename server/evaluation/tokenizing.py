@@ -15,6 +15,10 @@ _SEPARATOR = "\x1equestion\x1e"
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that is used."""
 
+    def __hash__(self) -> int:
+        """Return what tells one tokenizer from another, for caches of tokens."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`."""
         ...

@@ -382,7 +382,7 @@ def main() -> None:
     exact = [int(part) for part in args.exact_layers.split(",") if part]
     for task in tasks:
         for press in presses:
-            (budget,) = parse_budgets([args.budget], described["tasks"][task]["context_tokens"])
+            (budget,) = parse_budgets([args.budget], [described["tasks"][task]["context_tokens"]])
             config = configuration(press, budget, exact, model.config.num_hidden_layers)
             peer = Peer(model, tokenizer, press, budget.tokens, exact)
             measure(peer, config, task, args.out, args.batch)

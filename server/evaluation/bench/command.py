@@ -49,6 +49,10 @@ class DecodeRequest:
     configurations: Annotated[
         Path | None, option("YAML with more configurations.", metavar="FILE")
     ] = None
+    grid: Annotated[
+        Path | None,
+        option("YAML of settings to time on one GPU, as for `quality --grid`.", metavar="FILE"),
+    ] = None
     headline: Annotated[str | None, option("Whose ratios get the short names.")] = None
     shape: Annotated[str, option("Built-in shape, run with dummy weights.")] = "qwen3-8b"
     model: Annotated[Path | None, option("Model directory whose config is used instead.")] = None
@@ -79,14 +83,19 @@ def decode(request: DecodeRequest) -> None:
     from tandemkv.server.plan.shape import find_shape
     from tandemkv.server.preflight import resolve_model
 
-    from .configurations import load_configurations, pick
+    from .configurations import from_grid, load_configurations, pick
     from .decode import DecodeRun, run_decode
 
     if request.profile and request.work_dir is None:
         raise SettingsError("--profile needs --work-dir, where the traces are to stay")
     console = _console()
     table, model = load_configurations(request.configurations), request.model
-    chosen = pick(table, request.config or ["dense-tp1", "in-process-tp1"])
+    names = list(request.config or ["dense-tp1", *([] if request.grid else ["in-process-tp1"])])
+    if request.grid is not None:
+        of_grid = from_grid(request.grid)
+        table |= of_grid
+        names += of_grid
+    chosen = pick(table, names)
     with _folder(request.work_dir) as folder:
         run = DecodeRun(
             shape=find_shape(str(model or request.shape)),

@@ -18,7 +18,10 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.grid import read_grid
+from tandemkv.server.evaluation.setting_name import on_device
 from tandemkv.server.pages import LONG_PAGE_TOKENS
 from tandemkv.server.placement_choice import with_late_layers
 from tandemkv.server.settings import ServeSettings
@@ -205,6 +208,37 @@ def load_configurations(path: Path | None) -> dict[str, Configuration]:
             key = ".".join(map(str, first["loc"]))
             raise SettingsError(f"--configurations {path}: {name}.{key}: {first['msg']}") from None
     return table
+
+
+def from_grid(path: Path) -> dict[str, Configuration]:
+    """Return a configuration on one GPU for each setting of a grid, by ``grid-`` and its name.
+
+    Queries jump, so that every step fetches all it may: dummy weights would hide what a cap costs.
+
+    Raises
+    ------
+    SettingsError
+        If the file or one of its settings is wrong.
+    """
+    found = {}
+    for name, values in read_grid(path, "cuda").items():
+        selection = on_device(resolve_selection(values), "cuda")
+        given = {
+            "selection.policy": selection.policy,
+            "selection.budget_tokens": selection.budget_tokens,
+            "selection.resident_factor": selection.resident_factor,
+            "selection.num_sink_tokens": selection.num_sink_tokens,
+            "selection.num_recent_tokens": selection.num_recent_tokens,
+            "selection.sample_tokens": selection.num_samples,
+            "selection.index_dtype": selection.index_dtype,
+            "selection.exact_layers": list(selection.exact_layer_ids),
+            "selection.fetch_cap": selection.fetch_cap_tokens,
+            "selection.pool_before": selection.pool_before,
+            "selection.pool_after": selection.pool_after,
+            "stress_selection": not selection.declared.keeps_sink_only,
+        }
+        found[f"grid-{name}"] = _own(1, **given)
+    return found
 
 
 def pick(table: Mapping[str, Configuration], names: list[str]) -> dict[str, Configuration]:

@@ -6,15 +6,15 @@ from __future__ import annotations
 import datetime
 import os
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.server.devices import resolve_device
@@ -30,6 +30,17 @@ from .configurations import Configuration, parse_budgets, plan
 from .prompts import Prompts
 from .request import Request, names_in
 from .samples import Sample, digest, samples_digest, write_samples
+from .served import (
+    AS_SERVED,
+    Resolve,
+    as_served,
+    check_prompts_fit,
+    grid_configurations,
+    named,
+    resolver,
+    served_settings,
+    with_open_selection,
+)
 from .tasks.base import Task
 from .tasks.registry import find_tasks
 
@@ -49,8 +60,9 @@ _LOCAL = (
 class Campaign:
     """A checked request: what to run, and where results go.
 
-    `base` are the settings of every server but for its configuration's own; `asked` returns the
-    samples that are asked in this run.
+    `base` are the settings of every server but for its configuration's own, `served` those that
+    ``tandemkv serve`` would load; `choice` is what it would make of them, or why it would refuse.
+    `asked` returns the samples that are asked in this run.
     """
 
     request: Request
@@ -63,6 +75,8 @@ class Campaign:
     prompts: Prompts
     configurations: Sequence[Configuration]
     base: ServeSettings
+    served: ServeSettings | None = None
+    choice: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def runs(self) -> Path:
@@ -76,6 +90,10 @@ class Campaign:
 
     def settings_of(self, configuration: Configuration) -> ServeSettings:
         """Return the whole tree for one server."""
+        if configuration.budget == AS_SERVED and self.served is not None:
+            return self.served
+        if configuration.is_open:
+            return with_open_selection(self.base, configuration.selection)
         selection = resolve_selection(
             self.base.selection.model_dump(exclude={"options"}) | configuration.selection
         )
@@ -94,6 +112,8 @@ class Campaign:
         configured = msgspec.to_builtins(configuration)
         if not configured["variant"]:
             del configured["variant"]
+        if not configuration.is_open:  # `settings` have it all
+            del configured["is_open"], configured["resolved"]
         part, dense_argv = self.request.part_of, self.request.dense_argv
         more: list[object] = [] if part == (1, 1) else [list(part)]
         if configuration.is_dense and dense_argv:
@@ -117,7 +137,7 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     UnsupportedModelError
         If the model cannot be served.
     """
-    tasks = find_tasks(names_in(request.tasks))
+    tasks = find_tasks(names_in(request.tasks), request.contexts)
     _check_part_and_dense(request, tasks)
     model_dir = resolve_model(request.model or "", note)
     device = resolve_device(request.device)
@@ -125,9 +145,13 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     spec = read_model_spec(model_dir, dtype=dtype)
     flags = _flags(request, model_dir, device, dtype)
     base = load_settings(flags, {}, request.config)
-    configurations = _configurations(request, base, spec, device)
+    served = served_settings(_served_flags(request, model_dir), request.config)
+    resolve = resolver(spec, model_dir, device)
+    configurations = _configurations(request, base, served, spec, device, resolve)
     tokenizer, prompts = _prompts(request, tasks, model_dir, note)
     _check_samples(request, prompts, spec)
+    if request.as_served:
+        check_prompts_fit(served, prompts.longest)
     if _CAPACITY not in flags and base.cache.capacity_tokens == CacheSettings().capacity_tokens:
         # What one turn leaves in the cache must outlast the first turns of the others.
         turns = 2 if prompts.has_turns else 1
@@ -136,7 +160,7 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
         base = load_settings(flags, {}, request.config)
     for name, found in prompts.samples.items():
         write_samples(request.folder / "samples" / f"{name}.jsonl", found)
-    return Campaign(
+    campaign = Campaign(
         request=request,
         model_dir=model_dir,
         device=device,
@@ -147,7 +171,37 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
         prompts=prompts,
         configurations=configurations,
         base=base,
+        served=served,
+        choice=_named_or_refused(served, resolve),
     )
+    return replace(
+        campaign,
+        configurations=[_with_resolved(campaign, item, resolve) for item in configurations],
+    )
+
+
+def _served_flags(request: Request, model_dir: Path) -> dict[str, Sourced]:
+    """Return what ``tandemkv serve`` would be told on its command line."""
+    flags = {"model": Sourced(str(model_dir), "MODEL"), **read_assignments(request.settings or ())}
+    for name in ("device", "dtype"):
+        if getattr(request, name) != "auto":
+            flags[name] = Sourced(getattr(request, name), f"--{name}")
+    return flags
+
+
+def _named_or_refused(settings: ServeSettings, resolve: Resolve) -> dict[str, Any]:
+    try:
+        return dict(named(resolve(settings)))
+    except TandemKVError as error:
+        return {"refused": str(error)}
+
+
+def _with_resolved(campaign: Campaign, item: Configuration, resolve: Resolve) -> Configuration:
+    """Enter what its server decides; what would be refused fails when it is started."""
+    if item.system != "tandemkv" or item.is_open:
+        return item
+    found = _named_or_refused(campaign.settings_of(item), resolve)
+    return msgspec.structs.replace(item, resolved=found)
 
 
 def _check_part_and_dense(request: Request, tasks: Sequence[Task]) -> None:
@@ -195,11 +249,16 @@ def _flags(request: Request, model_dir: Path, device: str, dtype: str) -> dict[s
 
 
 def _configurations(
-    request: Request, base: ServeSettings, spec: ModelSpec, device: str
+    request: Request,
+    base: ServeSettings,
+    served: ServeSettings,
+    spec: ModelSpec,
+    device: str,
+    resolve: Resolve,
 ) -> list[Configuration]:
     found = plan(
-        names_in(request.policies),
-        parse_budgets(names_in(request.budgets), request.context_tokens),
+        names_in(request.policy_names),
+        parse_budgets(names_in(request.budgets), request.contexts),
         num_layers=spec.num_layers,
         device=device,
         # In one process the cache rank is where the model is.
@@ -209,6 +268,13 @@ def _configurations(
         ),
         with_dense=not request.no_dense,
     )
+    if request.as_served:
+        found.append(as_served(served, spec.num_layers, resolve))
+    if request.grid is not None:
+        path = request.grid.expanduser()
+        found += grid_configurations(
+            path, base, device=device, num_layers=spec.num_layers, resolve=resolve
+        )
     if not found:
         raise SettingsError("nothing to measure: no policy is given and dense is left out")
     return found
@@ -258,6 +324,8 @@ def describe(campaign: Campaign) -> dict[str, Any]:
         "num_kv_heads": campaign.spec.num_kv_heads,
         "head_dim": campaign.spec.head_dim,
         "concurrency": campaign.request.concurrency,
+        "served": dict(campaign.choice),
+        "model_hash": campaign.spec.model_hash,
         **campaign.prompts.corpus,
         "tasks": campaign.prompts.tasks,
     }

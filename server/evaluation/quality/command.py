@@ -13,10 +13,12 @@ from .request import Request
 
 _EPILOG = (
     "Tasks: perplexity, continuation, mass, niah_single, niah_multi_key, niah_multi_value, "
-    "variable_tracking, multi_document_qa, and file:PATH of a LongBench, RULER or AIME JSONL "
-    "file. With +late (niah_single+late) the question is decoded after the context instead of "
-    "prefilled with it, with +turn it comes in a second request. docs/quality.md says how each is "
-    "defined and how to read the report."
+    "niah_eight_keys, records, variable_tracking, variable_value, multi_document_qa, "
+    "multi_document_numbers, long_generation, long_generation_short, and file:PATH of a "
+    "LongBench, RULER or AIME JSONL file. With +late (niah_single+late) the question is decoded "
+    "after the context instead of prefilled with it, with +turn it comes in a second request, "
+    "with @8k the prompts have that length. docs/quality.md says how each is defined and how to "
+    "read the report."
 )
 
 
@@ -31,9 +33,17 @@ def quality(request: Request) -> None:
 
     Each configuration is served as `tandemkv serve` would, asked over HTTP, and stopped.
     """
-    from .report import write_campaign, write_report
-
     console = Console(stderr=True, highlight=False)
+    if request.compare is not None:
+        from .compare import compare, comparison_view
+
+        one, other = request.compare
+        Console(highlight=False).print(comparison_view(compare(one, other), one, other))
+        return
+    if request.pareto is not None:
+        _draw_pareto(request, console)
+        return
+    from .report import write_campaign, write_report
 
     def report() -> None:
         for path in write_report(request.folder, console):
@@ -46,11 +56,15 @@ def quality(request: Request) -> None:
         raise SettingsError("no model given: `tandemkv quality MODEL`, a directory or smollm2")
     from .campaign import describe, prepare
     from .runner import run
+    from .served import dense_note
     from .servers import MeasurementError
 
     with console.status("preparing ...") as shown:
         campaign = prepare(request, lambda text: shown.update(f"preparing ... [dim]{text}[/]"))
     write_campaign(request.folder, describe(campaign))
+    told = dense_note(campaign.choice, campaign.prompts.longest) if request.as_served else None
+    if told is not None:
+        console.print(f"note: {told}", markup=False, soft_wrap=True)
     if request.samples_only:
         for task in campaign.tasks:
             typer.echo(str(request.folder / "samples" / f"{task.name}.jsonl"))
@@ -64,3 +78,17 @@ def quality(request: Request) -> None:
         report()
     if failure is not None:
         raise failure
+
+
+def _draw_pareto(request: Request, console: Console) -> None:
+    from .pareto import pareto
+    from .pareto_plot import draw_pareto
+
+    quality_file, decode_file = request.pareto or (request.out, request.out)
+    found = pareto(quality_file, decode_file)
+    missing = sorted({name for item in found for name in item.missing})
+    if missing:
+        text = f"not drawn, for {decode_file} has no time of them: {', '.join(missing)}"
+        console.print(text, markup=False, soft_wrap=True)
+    for path in draw_pareto(found, request.folder / "pareto"):
+        typer.echo(str(path))

@@ -51,6 +51,10 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Whether what is attended to was chosen knowing the question.
     variant : str
         Settings that tell this configuration from others of its policy and budget.
+    is_open : bool
+        Whether `serve` decides what is not in `selection`.
+    resolved : dict
+        Every setting that matters to a result, by name, after `serve` decided it.
     """
 
     system: System
@@ -63,6 +67,8 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     selection: dict[str, Setting] = {}
     sees_question: str = ""
     variant: str = ""
+    is_open: bool = False
+    resolved: dict[str, Setting] = {}
 
     @property
     def slug(self) -> str:
@@ -89,14 +95,15 @@ class Budget(NamedTuple):
     tokens: int
 
 
-def parse_budgets(texts: Sequence[str], context_tokens: int) -> list[Budget]:
+def parse_budgets(texts: Sequence[str], contexts: Sequence[int]) -> list[Budget]:
     """Read ``12.5%`` (of the context) and ``1092`` (tokens).
 
     Raises
     ------
     SettingsError
-        If a text is neither, or is not below the context.
+        If a text is neither, is not below the context, or is a share of several.
     """
+    context_tokens = min(contexts)
     found = []
     for text in texts:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text.strip())
@@ -104,6 +111,11 @@ def parse_budgets(texts: Sequence[str], context_tokens: int) -> list[Budget]:
             raise SettingsError(
                 f"budget={text}: a number of tokens (1092) or a share of the context (12.5%) is "
                 "required"
+            )
+        if match[2] and len(contexts) > 1:
+            raise SettingsError(
+                f"budget={text}: a share of which context? Give tokens, e.g. 2180, or one "
+                "--context-tokens"
             )
         number = float(match[1])
         tokens = int(number / 100 * context_tokens if match[2] else number)

@@ -61,8 +61,11 @@ def measure(
         on_answer()
         return answer
 
+    chosen = list(samples if asked is None else asked)
     with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(one, samples if asked is None else asked))
+        in_groups = pool.map(lambda group: [one(sample) for sample in group], _groups(chosen))
+        found = {answer.name: answer for group in in_groups for answer in group}
+    answers = [found[sample.name] for sample in chosen]
     seconds, after = time.monotonic() - started, server.counters()
     return TaskResult(
         task=task,
@@ -73,6 +76,15 @@ def measure(
         probes=_read_probes(server) if samples and samples[0].mode == "probe" else None,
         **_per_step({key: value - before.get(key, 0.0) for key, value in after.items()}),
     )
+
+
+def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Return samples of one context together: asked one after another, it is prefilled once."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        key = f"context {sample.notes['context']}" if "context" in sample.notes else sample.name
+        groups.setdefault(key, []).append(sample)
+    return list(groups.values())
 
 
 def _per_step(counters: Mapping[str, float]) -> dict[str, Any]:
@@ -106,11 +118,14 @@ def _ask(
         if server.is_stock:
             return _continue_freely(server, sample)
         return _agreement(server, sample, continuations[sample.name])
+    wants_best = bool(sample.notes.get("best"))
     if server.is_stock:
-        return Answer(name=sample.name, nll=_prompt_nll(server, sample))
-    pairs, _ = _force(server, sample.prompt_ids, sample.forced_ids)
-    # The first token comes from prefill, which is dense.
-    return Answer(name=sample.name, nll=[-logprob for logprob, *_ in pairs[1:]])
+        nll, best = _prompt_nll(server, sample, with_best=wants_best)
+    else:
+        pairs, best = _force(server, sample.prompt_ids, sample.forced_ids, with_best=wants_best)
+        # The first token comes from prefill, which is dense.
+        nll, best = [-logprob for logprob, *_ in pairs[1:]], best[1:]
+    return Answer(name=sample.name, nll=nll, best=best if wants_best else None)
 
 
 def _generate(server: RunningServer, sample: Sample, tokenizer: Tokenizer) -> Answer:
@@ -204,20 +219,25 @@ def _force(
     return pairs, best
 
 
-def _prompt_nll(server: RunningServer, sample: Sample) -> list[float]:
+def _prompt_nll(
+    server: RunningServer, sample: Sample, *, with_best: bool
+) -> tuple[list[float], list[int]]:
     """Stock SGLang forces nothing; its prefill is dense, so the prompt's own logprobs will do."""
-    body = {
+    body: dict[str, Any] = {
         "input_ids": sample.prompt_ids + sample.forced_ids,
         "return_logprob": True,
         "logprob_start_len": len(sample.prompt_ids),
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
     }
-    pairs = server.generate(body)["meta_info"]["input_token_logprobs"]
+    if with_best:
+        body["top_logprobs_num"] = 1
+    meta = server.generate(body)["meta_info"]
     wanted = sample.forced_ids[1:]
-    pairs = pairs[-len(wanted) :]
+    pairs = meta["input_token_logprobs"][-len(wanted) :]
     if [int(item[1]) for item in pairs] != wanted or any(item[0] is None for item in pairs):
         raise MeasurementError("stock SGLang returned logprobs of other tokens than asked for")
-    return [-float(item[0]) for item in pairs]
+    best = meta["input_top_logprobs"][-len(wanted) :] if with_best else []
+    return [-float(item[0]) for item in pairs], [int(item[0][1]) for item in best]
 
 
 def _output_ids(found: Mapping[str, Any]) -> list[int]:

@@ -14,7 +14,9 @@ _AXES = {
     "perplexity": "change of perplexity, %",
     "agreement": "tokens that agree with dense",
     "mass": "attention mass",
+    "long": "change of perplexity, %",
 }
+_OF_PERPLEXITY = ("perplexity", "long")
 _LONG_LABEL = 45
 _NUM_COLOURS, _MARKERS = 10, "os^Dv*"  # another marker where the colours begin anew
 
@@ -83,7 +85,7 @@ def _lines(rows: Sequence[Row], name: str, measure: str) -> dict[str, list[_Poin
 
 def _figures(score: Score, measure: str) -> tuple[float, float, float]:
     if (
-        measure == "perplexity"
+        measure in _OF_PERPLEXITY
         and score.change is not None
         and score.change_low is not None
         and score.change_high is not None
@@ -96,4 +98,4 @@ def _dense(rows: Sequence[Row], name: str, measure: str) -> float | None:
     score = next((r.scores[name] for r in rows if r.system == "sglang" and name in r.scores), None)
     if score is None:
         return None
-    return 0.0 if measure == "perplexity" else score.value
+    return 0.0 if measure in _OF_PERPLEXITY else score.value

@@ -55,9 +55,10 @@ class Prompts:
         inputs = TaskInputs(
             prompts=PromptBuilder(tokenizer, request.prompt_style),
             corpus=corpus,
-            context_tokens=request.context_tokens,
+            context_tokens=request.contexts[0],
             num_samples=request.samples,
             num_forced_tokens=request.forced_tokens,
+            num_long_tokens=request.long_tokens,
             seed=request.seed,
             max_new_tokens=request.max_new_tokens,
         )
@@ -127,8 +128,8 @@ def describe_task(request: Request, task: Task, samples: Sequence[Sample]) -> di
         "measure": task.measure,
         "samples": len(samples),
         "samples_digest": samples_digest(samples),
-        "context_tokens": request.context_tokens,
-        "forced_tokens": request.forced_tokens,
+        "context_tokens": task.context_tokens or request.contexts[0],
+        "forced_tokens": task.num_forced(request.forced_tokens, request.long_tokens),
         "seed": request.seed,
         "prompt_style": request.prompt_style,
         "longest_tokens": max(sample.num_tokens for sample in samples),

@@ -7,7 +7,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .report_markdown import Table, headline, tables
+from .report_markdown import headline, tables
+from .report_table import Table
 from .summary import Summary
 
 _STYLE = """

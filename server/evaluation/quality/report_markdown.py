@@ -4,20 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from .report_settings import settings_table
+from .report_table import Table
 from .summary import Row, Score, Summary, is_group
 
 _NOTHING = "–"
-
-
-class Table(NamedTuple):
-    """A table of texts; `note` says how to read it."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    note: str
 
 
 def tables(described: Mapping[str, Any], summary: Summary) -> list[Table]:
@@ -26,6 +19,11 @@ def tables(described: Mapping[str, Any], summary: Summary) -> list[Table]:
     mass = [name for name, task in described["tasks"].items() if task["measure"] == "mass"]
     if any(name in row.scores for row in summary.rows for name in mass):
         found.append(_mass(summary.rows, mass[0]))
+    long = [name for name, task in described["tasks"].items() if task["measure"] == "long"]
+    if any(name in row.scores for row in summary.rows for name in long):
+        found.append(_long(described, summary.rows, long))
+    if described.get("served") or any(row.settings for row in summary.rows):
+        found.append(settings_table(described, summary.rows))
     found.append(_tasks(described))
     return found
 
@@ -73,9 +71,9 @@ def headline(described: Mapping[str, Any], summary: Summary) -> list[str]:
 def _scores(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
     tasks = described["tasks"]
     names = [name for name, task in tasks.items() if task["measure"] != "mass"]
-    units = {"score": "0–1", "perplexity": "change", "agreement": "tokens agreeing"}
+    units = {"score": "0–1", "agreement": "tokens agreeing"}
     header = ["system", "budget"]
-    header += [f"{tasks[n]['title']} ({units[tasks[n]['measure']]})" for n in names]
+    header += [f"{tasks[n]['title']} ({units.get(tasks[n]['measure'], 'change')})" for n in names]
     body = [
         [row.label, row.budget, *(_cell(row, name, tasks[name]) for name in names)] for row in rows
     ]
@@ -98,7 +96,7 @@ def _cell(row: Row, name: str, task: Mapping[str, Any]) -> str:
 
 
 def _figure(row: Row, score: Score, measure: str) -> str:
-    if measure == "perplexity":
+    if measure in ("perplexity", "long"):
         if score.change is None or score.change_low is None or score.change_high is None:
             return f"{score.value:.3f}"
         return f"{score.change:+.2f} % ({score.change_low:+.2f} to {score.change_high:+.2f})"
@@ -179,6 +177,35 @@ def _mass(rows: Sequence[Row], name: str) -> Table:
         "Oracle: the best that as many tokens can have. Recall: share of the oracle's tokens "
         "that are attended to.",
     )
+
+
+def _long(described: Mapping[str, Any], rows: Sequence[Row], names: Sequence[str]) -> Table:
+    body = []
+    for row in rows:
+        for name in names:
+            if name not in row.scores:
+                continue
+            d = row.scores[name].details
+            cells = [row.label, row.budget, described["tasks"][name]["title"]]
+            for i in range(1, 5):
+                if f"change_{i}" not in d:
+                    cells.append(f"perplexity {d[f'perplexity_{i}']:.3f}")
+                    continue
+                same = f", {d[f'agreement_{i}']:.3f}" if f"agreement_{i}" in d else ""
+                cells.append(f"{_change(d, f'change_{i}')}{same}")
+            body.append([*cells, _change(d, "growth") if "growth" in d else _NOTHING])
+    return Table(
+        "Long generation",
+        ["system", "budget", "task", "quarter 1", "2", "3", "4", "last less first"],
+        body,
+        "By quarters of the forced tokens: change of perplexity against dense, and the share of "
+        "tokens at which the likeliest is dense's. Last less first: how much the change grew.",
+    )
+
+
+def _change(details: Mapping[str, float], name: str) -> str:
+    low, high = details[f"{name}_low"], details[f"{name}_high"]
+    return f"{details[name]:+.2f} % ({low:+.2f} to {high:+.2f})"
 
 
 def _tasks(described: Mapping[str, Any]) -> Table:

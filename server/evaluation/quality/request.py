@@ -12,8 +12,11 @@ from typing import Annotated, Literal
 import typer
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.evaluation.tokenizing import PromptStyle
+
+LEAST_CONTEXT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +26,22 @@ class Request:
     model: Annotated[str | None, typer.Argument(help="Model directory, or smollm2 (embedded).")] = (
         None
     )
+    as_served: Annotated[
+        bool,
+        option("Measure what `tandemkv serve MODEL` would choose on this machine.", "--as-served"),
+    ] = False
+    grid: Annotated[
+        Path | None,
+        option("YAML of settings to measure; the rest is as served.", metavar="FILE"),
+    ] = None
     policies: Annotated[
-        str,
+        str | None,
         option(
             "Policies, separated by commas; dense is added. Settings and options of one follow it: "
-            "look_ahead+fetch_cap=64+distance=2."
+            "look_ahead+fetch_cap=64+distance=2. Default look_ahead,streaming; none with "
+            "--as-served or --grid."
         ),
-    ] = "look_ahead,streaming"
+    ] = None
     budgets: Annotated[
         str,
         option(
@@ -44,14 +56,19 @@ class Request:
     out: Annotated[Path, option("Folder of results; the same command resumes there.")] = Path(
         "quality"
     )
-    context_tokens: Annotated[int, option("Length of the prompts.", min=256)] = 4096
+    context_tokens: Annotated[
+        str, option("Length of the prompts; of several, e.g. 8k,32k, every task comes at each.")
+    ] = "4096"
     forced_tokens: Annotated[int, option("Tokens forced or continued a text.", min=17)] = 128
+    long_tokens: Annotated[
+        int, option("Tokens forced a text by the tasks long_generation*.", min=64)
+    ] = 8000
     max_new_tokens: Annotated[int | None, option("Instead of each task's own.", min=1)] = None
     corpus: Annotated[
         list[Path] | None,
         option(
-            "Text file, folder, or JSON of texts; may be repeated. Default: texts that come with "
-            "Python and installed packages."
+            "Text file, folder, JSON of texts, or package:NAME for the source of an installed "
+            "package; may be repeated. Default: texts that come with Python and installed packages."
         ),
     ] = None
     prompt_style: Annotated[
@@ -91,9 +108,52 @@ class Request:
     samples_only: Annotated[
         bool, option("Write samples/ and stop: nothing is started.", "--samples-only")
     ] = False
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        option("Show the differences of two report.json, or of their folders.", metavar="A B"),
+    ] = None
+    pareto: Annotated[
+        tuple[Path, Path] | None,
+        option(
+            "Draw loss against ms a step, of a report.json and a report of `bench decode`, as "
+            "pareto.svg and .png in --out.",
+            metavar="QUALITY DECODE",
+        ),
+    ] = None
     report_only: Annotated[
         bool, option("Make the report anew from what is in --out.", "--report-only")
     ] = False
+
+    @property
+    def policy_names(self) -> str:
+        """`policies`, or the default."""
+        if self.policies is not None:
+            return self.policies
+        return "" if self.as_served or self.grid is not None else "look_ahead,streaming"
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """`context_tokens` as numbers.
+
+        Raises
+        ------
+        SettingsError
+            If one is no number of tokens, or less than 256.
+        """
+        found = []
+        for text in names_in(self.context_tokens):
+            try:
+                tokens = int(read_token_count(text))
+            except ValueError as error:
+                raise SettingsError(f"context_tokens={self.context_tokens}: {error}") from error
+            if tokens < LEAST_CONTEXT or tokens in found:
+                raise SettingsError(
+                    f"context_tokens={self.context_tokens}: each once, and at least {LEAST_CONTEXT}"
+                )
+            found.append(tokens)
+        if not found:
+            raise SettingsError("context_tokens: none given; e.g. 4096, or 8k,16k,32k")
+        return tuple(found)
 
     @property
     def folder(self) -> Path:

@@ -16,6 +16,8 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from .configurations import Configuration
 
 CONFIGURATION_FILE = "configuration.json"
+MEASURED = "measured_at_start"
+"""Name, among resolved settings, of what an inference rank measured and decided at its start."""
 
 
 class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -31,6 +33,9 @@ class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
         ``continue``, dense only: what it wrote.
     agrees : list of bool
         ``continue``: whether each token of dense's, but the first, would have been chosen.
+    best : list of int
+        ``force``, where a sample asks for it: the likeliest token in the place of every forced
+        one but the first.
     """
 
     name: str
@@ -39,6 +44,7 @@ class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
     nll: list[float] | None = None
     tokens: list[int] | None = None
     agrees: list[bool] | None = None
+    best: list[int] | None = None
 
 
 class Probes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -88,6 +94,21 @@ def write_configuration(folder: Path, configuration: Configuration) -> None:
     (folder / CONFIGURATION_FILE).write_bytes(
         msgspec.json.format(msgspec.json.encode(configuration), indent=1)
     )
+
+
+def with_measured(folder: Path, configuration: Configuration) -> Configuration:
+    """Return the configuration with what an earlier server of it measured at its start, if any."""
+    path = folder / CONFIGURATION_FILE
+    if not configuration.is_open or not path.is_file():
+        return configuration
+    try:
+        earlier = msgspec.json.decode(path.read_bytes(), type=Configuration)
+    except msgspec.DecodeError:
+        return configuration  # of another version, and about to be replaced
+    if MEASURED not in earlier.resolved:
+        return configuration
+    resolved = {**configuration.resolved, MEASURED: earlier.resolved[MEASURED]}
+    return msgspec.structs.replace(configuration, resolved=resolved)
 
 
 def write_result(folder: Path, result: TaskResult) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -24,7 +25,14 @@ from tandemkv.cache_rank.protocol.errors import TandemKVError
 from .campaign import Campaign
 from .configurations import Configuration
 from .measure import measure
-from .results import TaskResult, read_result, write_configuration, write_result
+from .results import (
+    MEASURED,
+    TaskResult,
+    read_result,
+    with_measured,
+    write_configuration,
+    write_result,
+)
 from .servers import (
     MeasurementError,
     NoAnswerError,
@@ -137,7 +145,7 @@ class _Run:
     def _measure(self, configuration: Configuration) -> None:
         campaign = self._campaign
         folder = campaign.runs / configuration.slug
-        write_configuration(folder, configuration)
+        write_configuration(folder, with_measured(folder, configuration))
         tasks = [task for task in campaign.tasks if campaign.applies(configuration, task)]
         # What waits for dense comes last.
         tasks.sort(key=lambda task: task.measure == "agreement" and not configuration.is_dense)
@@ -178,6 +186,7 @@ class _Run:
         if self._stop.is_set():
             raise StoppedError("stopped")
         with self._server(configuration, probes=probes) as server:
+            self._note_measured(configuration, server)
             errors: list[str] = []
             for task in tasks:
                 try:
@@ -188,6 +197,14 @@ class _Run:
                         break
             if errors:
                 raise MeasurementError("; ".join(errors))
+
+    def _note_measured(self, configuration: Configuration, server: RunningServer) -> None:
+        """Keep what the inference rank decided at start, by what it measured there."""
+        plan = server.start_plan()
+        if configuration.is_open and plan:
+            resolved = {**configuration.resolved, MEASURED: dict(plan)}
+            known = msgspec.structs.replace(configuration, resolved=resolved)
+            write_configuration(self._campaign.runs / configuration.slug, known)
 
     def _on_server(
         self, server: RunningServer, configuration: Configuration, task: Task

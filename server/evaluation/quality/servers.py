@@ -113,6 +113,13 @@ class RunningServer:
                 raise failure(f"the prefix cache cannot be emptied: {reason}")
             time.sleep(_TICK_S)
 
+    def start_plan(self) -> dict[str, float]:
+        """Return what the inference rank measured and decided at start, by name; may be empty."""
+        if self.is_stock:
+            return {}
+        values = fetch_status(self.url)["inference_rank"].get("values", {})
+        return {key: value for key, value in values.items() if key.startswith("plan_")}
+
     def counters(self) -> dict[str, float]:
         """Return the totals of both ranks by name, with ``inference.`` or ``cache.`` before it."""
         if self.is_stock:

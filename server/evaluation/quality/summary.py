@@ -13,6 +13,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 
 from .bootstrap import BLOCK_TOKENS, Interval, block_interval, mean_interval
 from .configurations import Configuration
+from .quarters import by_quarter
 from .results import Answer, TaskResult
 
 _PROBE_EVERY = 8
@@ -38,6 +39,9 @@ class Score(msgspec.Struct, kw_only=True, omit_defaults=True):
         Share of the context attended to in decode, over all layers.
     details : dict
         Further figures of the measure.
+    items : list of float
+        A figure a sample, in their order: its score, the mean negative log-likelihood of its
+        tokens, or the share of tokens that agree.
     """
 
     value: float
@@ -49,10 +53,14 @@ class Score(msgspec.Struct, kw_only=True, omit_defaults=True):
     change_high: float | None = None
     attended_share: float | None = None
     details: dict[str, float] = {}
+    items: list[float] = []
 
 
 class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One configuration. `moved_rows` and `moved_kib` are per request and decode step."""
+    """One configuration. `moved_rows` and `moved_kib` are per request and decode step.
+
+    `settings` are all that matter to its results, after `serve` decided what was open.
+    """
 
     system: str
     policy: str
@@ -65,6 +73,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     moved_kib: float | None = None
     scores: dict[str, Score] = {}
     variant: str = ""
+    settings: dict[str, Any] = {}
 
     @property
     def label(self) -> str:
@@ -143,6 +152,7 @@ def _row(
         exact_layers=configuration.exact_layers,
         sees_question=configuration.sees_question,
         selection=dict(configuration.selection),
+        settings=dict(configuration.resolved),
         moved_rows=mean_moved,
         moved_kib=None if mean_moved is None else mean_moved * row_bytes / 1024,
         scores={
@@ -152,51 +162,84 @@ def _row(
     )
 
 
+class _Figures(NamedTuple):
+    """Value, change against dense, further figures, and one figure a sample."""
+
+    value: Interval
+    change: Interval | None
+    details: dict[str, float]
+    items: list[float]
+
+
 def _score(
     configuration: Configuration, result: TaskResult, dense: TaskResult | None, measure: str
 ) -> Score:
     reference = None if configuration.is_dense or dense is None else dense
     pairs = _pairs(result, reference)
-    details: dict[str, float] = {}
-    change: Interval | None = None
-    if measure == "score":
-        found = mean_interval([a.score or 0.0 for a in result.answers])
-        if pairs:
-            change = mean_interval([(a.score or 0.0) - (b.score or 0.0) for a, b in pairs])
-    elif measure == "perplexity":
-        nll = block_interval([a.nll or [] for a in result.answers])
-        found = Interval(*np.exp(nll).tolist())
-        if pairs:
-            gap = block_interval([np.subtract(a.nll or [], b.nll or []) for a, b in pairs])
-            change = Interval(*(100 * np.expm1(gap)).tolist())
+    if measure == "mass":
+        found = _mass(configuration, result)
     elif measure == "agreement":
-        found = block_interval([a.agrees or [] for a in result.answers])
-        firsts = [_first_difference(a.agrees or []) for a in result.answers]
-        details["median_first_difference"] = float(np.median(firsts))
-        details["without_difference"] = float(
-            np.mean([all(a.agrees or []) for a in result.answers])
-        )
+        found = _agreement(result)
+    elif measure == "score":
+        found = _scored(result, pairs)
     else:
-        probes = result.probes
-        if probes is None:
-            raise SettingsError(f"{configuration.slug}: {result.task} has no probes")
-        found = block_interval([probes.mass], block=max(1, BLOCK_TOKENS // _PROBE_EVERY))
-        details["oracle_mass"] = float(np.mean(probes.oracle_mass))
-        details["of_oracle"] = found.mean / details["oracle_mass"]
-        details["recall"] = float(np.mean(probes.recall))
-        details["worst_layer"] = min(probes.mass_by_layer.values())
-        details |= _by_group(probes.mass_by_layer)
+        found = _perplexity(result, pairs)
+        if measure == "long":
+            found.details.update(by_quarter(result.answers, pairs))
+    value, change = found.value, found.change
     return Score(
-        value=found.mean,
-        low=found.low,
-        high=found.high,
+        value=value.mean,
+        low=value.low,
+        high=value.high,
         samples=len(result.answers),
         change=change and change.mean,
         change_low=change and change.low,
         change_high=change and change.high,
         attended_share=_share(configuration, result),
-        details=details,
+        details=found.details,
+        items=[round(item, 5) for item in found.items],
     )
+
+
+def _scored(result: TaskResult, pairs: Sequence[tuple[Answer, Answer]]) -> _Figures:
+    scores = [a.score or 0.0 for a in result.answers]
+    gaps = [(a.score or 0.0) - (b.score or 0.0) for a, b in pairs]
+    return _Figures(mean_interval(scores), mean_interval(gaps) if gaps else None, {}, scores)
+
+
+def _perplexity(result: TaskResult, pairs: Sequence[tuple[Answer, Answer]]) -> _Figures:
+    nll = [a.nll or [] for a in result.answers]
+    value = Interval(*np.exp(block_interval(nll)).tolist())
+    change = None
+    if pairs:
+        gap = block_interval([np.subtract(a.nll or [], b.nll or []) for a, b in pairs])
+        change = Interval(*(100 * np.expm1(gap)).tolist())
+    return _Figures(value, change, {}, [float(np.mean(values)) for values in nll])
+
+
+def _agreement(result: TaskResult) -> _Figures:
+    agrees = [a.agrees or [] for a in result.answers]
+    details = {
+        "median_first_difference": float(np.median(list(map(_first_difference, agrees)))),
+        "without_difference": float(np.mean(list(map(all, agrees)))),
+    }
+    items = [float(np.mean(values)) for values in agrees]
+    return _Figures(block_interval(agrees), None, details, items)
+
+
+def _mass(configuration: Configuration, result: TaskResult) -> _Figures:
+    probes = result.probes
+    if probes is None:
+        raise SettingsError(f"{configuration.slug}: {result.task} has no probes")
+    value = block_interval([probes.mass], block=max(1, BLOCK_TOKENS // _PROBE_EVERY))
+    oracle = float(np.mean(probes.oracle_mass))
+    details = {
+        "oracle_mass": oracle,
+        "of_oracle": value.mean / oracle,
+        "recall": float(np.mean(probes.recall)),
+        "worst_layer": min(probes.mass_by_layer.values()),
+    }
+    return _Figures(value, None, details | _by_group(probes.mass_by_layer), [])
 
 
 def is_group(detail: str) -> bool:

@@ -65,6 +65,7 @@ def inputs(tokenizer: WordTokenizer, corpus: Corpus) -> TaskInputs:
         context_tokens=700,
         num_samples=4,
         num_forced_tokens=40,
+        num_long_tokens=100,
     )
 
 
@@ -118,12 +119,18 @@ class FakeServer:
             meta["input_token_logprobs"] = [[None, tokens[0], None]] + [
                 [STEP_LOGPROB, token, None] for token in tokens[1:]
             ]
+            if "top_logprobs_num" in body:
+                best = [[[-0.1, token + 1, None]] for token in tokens[:-1]]
+                meta["input_top_logprobs"] = [None, *best]
         return {"output_ids": output, "meta_info": meta}
 
     @staticmethod
     def _common(ids: list[int], other: list[int]) -> int:
         same = [a == b for a, b in zip(ids, other, strict=False)]
         return same.index(False) if False in same else len(same)
+
+    def start_plan(self) -> dict[str, float]:
+        return {} if self.is_stock else {"plan_refresh_steps": 1.0}
 
     def forget(self) -> None:
         self.num_forgotten += 1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from tandemkv.server.evaluation.corpus import Corpus
 from tandemkv.server.evaluation.quality import campaign
 from tandemkv.server.evaluation.quality.campaign import Campaign, prepare
 from tandemkv.server.evaluation.quality.request import Request
+from tandemkv.server.evaluation.quality.served import AS_SERVED, differences, named
+from tandemkv.server.preflight import resolve_settings
+from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings_sources import Sourced, load_settings, to_yaml
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,21 +49,24 @@ def prepared(
     def prepare_one(
         device: str,
         *given: str,
-        policy: str = "look_ahead",
+        policy: str | None = "look_ahead",
         tasks: Sequence[str] = ("niah_single",),
+        bare: bool = False,
+        **options: Any,
     ) -> Campaign:
+        if device == "cuda":  # what is open is decided by the GPUs that are there
+            monkeypatch.setattr(campaign, "resolver", lambda *_: lambda settings: settings)
         request = Request(
             model=str(model),
             policies=policy,
-            budgets="160",
             tasks=",".join(tasks),
             out=tmp_path / "out",
             samples=1,
-            context_tokens=700,
             corpus=[text],
             device=device,
             dtype="bfloat16" if device == "cuda" else "float32",
-            settings=["selection.num_recent_tokens=16", *given],
+            settings=["selection.num_recent_tokens=16", *given] if not bare else list(given),
+            **{"budgets": "160", "context_tokens": "700", **options},
         )
         return prepare(request, lambda text: None)
 
@@ -107,3 +115,99 @@ def test_a_first_turn_outlasts_the_others(prepared: Prepare) -> None:
     longest = max(s.num_tokens for found in two.prompts.samples.values() for s in found)
     assert one.base.cache.capacity_tokens >= 4096
     assert two.base.cache.capacity_tokens >= 2 * two.request.concurrency * longest
+
+
+def test_as_served_is_what_serve_makes_of_the_same_command(prepared: Prepare) -> None:
+    """Nothing is set for it but evaluation; K, c, cap, samples and layers are serve's own."""
+    found = prepared("cpu", policy=None, bare=True, as_served=True, no_dense=True)
+    (served,) = found.configurations
+    assert (served.budget, served.is_open, served.selection) == (AS_SERVED, True, {})
+    flags = {"model": Sourced(str(found.model_dir), "MODEL"), "device": Sourced("cpu", "--device")}
+    by_serve = resolve_settings(
+        load_settings(flags | {"dtype": Sourced("float32", "--dtype")}, {}),
+        found.spec,
+        found.model_dir,
+        device="cpu",
+        progress=lambda _: None,
+    )
+    assert served.resolved == named(by_serve) == found.choice
+    defaults = (1024, 2.0, 64, 128, "native", [])
+    names = ("budget_tokens", "resident_factor", "fetch_cap", "sample_tokens", "index_dtype")
+    assert tuple(served.resolved[name] for name in (*names, "exact_layers")) == defaults
+    started = found.settings_of(served)
+    assert started.model_dump(exclude={"evaluation"}) == load_settings(
+        flags | {"dtype": Sourced("float32", "--dtype")}, {}
+    ).model_dump(exclude={"evaluation"})
+    assert started.evaluation
+
+
+def test_as_served_takes_what_serve_would_take(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEMKV_SERVE_SELECTION__RESIDENT_FACTOR", "3")
+    found = prepared(
+        "cpu", "selection.budget_tokens=512", policy=None, bare=True, as_served=True, no_dense=True
+    )
+    assert os.environ["TANDEMKV_SERVE_SELECTION__RESIDENT_FACTOR"] == "3"
+    (served,) = found.configurations
+    assert (served.resolved["budget_tokens"], served.resolved["resident_factor"]) == (512, 3.0)
+    changed = prepared("cpu", policy=None, bare=True, as_served=True, no_dense=True)
+    (other,) = changed.configurations
+    assert found.digest_of(served, "niah_single") != changed.digest_of(other, "niah_single")
+    with pytest.raises(SettingsError, match=r"add --set cache\.capacity_tokens="):
+        prepared("cpu", "cache.capacity_tokens=512", policy=None, bare=True, as_served=True)
+
+
+def test_what_a_gpu_decides_stays_open_in_the_file_that_a_server_is_started_with() -> None:
+    """A written default would count as given, and a GPU would keep native keys and 64 tokens."""
+    text = to_yaml(ServeSettings(model="m"))
+    assert "index_dtype" not in text
+    assert "num_recent_tokens" not in text
+    given = load_settings({
+        "model": Sourced("m", "MODEL"), "selection.num_recent_tokens": Sourced(32, "--set"),
+    }, {})  # fmt: skip
+    assert "num_recent_tokens: 32" in to_yaml(given)
+
+
+def test_other_campaigns_name_what_differs_from_serve(prepared: Prepare) -> None:
+    found = prepared("cpu")
+    (sparse,) = (c for c in found.configurations if not c.is_dense)
+    changed = differences(sparse.resolved, found.choice)
+    assert changed["budget_tokens"] == (70, 1024)
+    assert changed["sample_tokens"] == (0, 128)
+    assert changed["exact_layers"] == ([0, 1], [])
+    assert "index_dtype" not in changed
+
+
+def test_a_grid_is_named_by_what_serve_leaves_of_it(prepared: Prepare, tmp_path: Path) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(
+        "points:\n"
+        "  - {budget_tokens: [128, 256], fetch_cap: [K/4, K]}\n"
+        "  - {budget_tokens: 256, fetch_cap: 64, sample_tokens: 128}\n"
+        "streaming: [300]\n"
+    )
+    found = prepared("cpu", policy=None, bare=True, grid=grid, no_dense=True)
+    assert [item.budget for item in found.configurations] == [
+        "K 128, c 2, cap 32, 128 samples, native",
+        "K 128, c 2, cap 128, 128 samples, native",
+        "K 256, c 2, cap 64, 128 samples, native",
+        "K 256, c 2, cap 256, 128 samples, native",
+        "streaming, 300",
+    ]
+    settings = found.settings_of(found.configurations[0]).selection
+    assert (settings.budget_tokens, settings.fetch_cap, settings.sample_tokens) == (128, 32, None)
+    assert found.configurations[0].attended_tokens == 4 + 256 + 64 + 128
+    assert found.configurations[4].attended_tokens == 300
+    slugs = {item.slug for item in found.configurations}
+    assert len(slugs) == 5
+
+
+def test_several_contexts_share_a_server(prepared: Prepare) -> None:
+    found = prepared("cpu", tasks=("niah_single",), context_tokens="512,700")
+    assert list(found.prompts.samples) == ["niah_single@512", "niah_single@700"]
+    assert found.prompts.tasks["niah_single@512"]["context_tokens"] == 512
+    with pytest.raises(SettingsError, match="a share of which context"):
+        prepared("cpu", context_tokens="512,700", budgets="20%")
+    with pytest.raises(SettingsError, match="at least 256"):
+        prepared("cpu", context_tokens="100")

@@ -16,7 +16,7 @@ from tandemkv.server.evaluation.quality.configurations import Configuration, par
 
 def make(policies: list[str], budgets: list[str], **options: Any) -> list[Configuration]:
     given: dict[str, Any] = {"num_layers": 30, "device": "cpu", "base": {}}
-    return plan(policies, parse_budgets(budgets, 4096), **(given | options))
+    return plan(policies, parse_budgets(budgets, [4096]), **(given | options))
 
 
 def test_dense_comes_first_then_every_policy_at_every_budget() -> None:

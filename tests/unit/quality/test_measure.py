@@ -168,3 +168,29 @@ def test_probes_are_averaged_by_step_and_layer(tmp_path: Path, fake_server: Any)
     assert probes.oracle_mass == [1.0, 1.0]
     assert probes.mass_by_layer == pytest.approx({"2": 0.4, "3": 1.0})
     assert ask(fake_server(probe_file=tmp_path / "no"), [forcing("probe")]).probes is None
+
+
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_the_likeliest_tokens_come_with_the_log_likelihoods_if_wanted(
+    is_stock: bool, fake_server: Any
+) -> None:
+    """The fake model always adds one to the last token."""
+    sample = Sample(
+        name="f", mode="force", context_ids=[1, 2], forced_ids=[9, 4, 5], num_new_tokens=3,
+        notes={"best": 1},
+    )  # fmt: skip
+    (answer,) = ask(fake_server(is_stock=is_stock), [sample]).answers
+    assert (answer.nll, answer.best) == ([0.5, 0.5], [10, 5])
+    (plain,) = ask(fake_server(is_stock=is_stock), [forcing()]).answers
+    assert plain.best is None
+
+
+def test_questions_on_one_context_follow_each_other(fake_server: Any) -> None:
+    """Others may be asked in between; the first is done before the second is sent."""
+    server = fake_server()
+    samples = [asking(name=str(i), question_ids=[7, i], notes={"context": i % 2}) for i in range(6)]
+    found = ask(server, samples)
+    assert [answer.name for answer in found.answers] == [str(i) for i in range(6)]
+    asked = [body["input_ids"][-1] for body in server.asked]
+    assert [i for i in asked if i % 2 == 0] == [0, 2, 4]
+    assert [i for i in asked if i % 2] == [1, 3, 5]

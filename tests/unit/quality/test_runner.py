@@ -97,7 +97,7 @@ def campaign(tmp_path: Path, inputs: TaskInputs, corpus: Corpus) -> Campaign:
         prompts=prompts_of(request, {task.name: task.samples(inputs) for task in tasks}, corpus),
         configurations=plan(
             ["look_ahead", "streaming"],
-            parse_budgets(["200"], 700),
+            parse_budgets(["200"], [700]),
             num_layers=4,
             device="cpu",
             base={"num_recent_tokens": 16},

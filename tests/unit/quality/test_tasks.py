@@ -29,7 +29,8 @@ ASKING = [
     "variable_tracking",
     "multi_document_qa",
 ]
-FORCING = ["perplexity", "continuation", "mass"]
+SHARED = ["niah_eight_keys", "records", "variable_value", "multi_document_numbers"]
+FORCING = ["perplexity", "continuation", "mass", "long_generation", "long_generation_short"]
 
 
 def text_of(inputs: TaskInputs, sample: Sample) -> str:
@@ -37,10 +38,10 @@ def text_of(inputs: TaskInputs, sample: Sample) -> str:
 
 
 def test_every_task_is_tested() -> None:
-    assert set(ASKING) | set(FORCING) == set(TASKS)
+    assert {*ASKING, *SHARED, *FORCING} == set(TASKS)
 
 
-@pytest.mark.parametrize("name", [*ASKING, *FORCING])
+@pytest.mark.parametrize("name", [*ASKING, *SHARED, *FORCING])
 def test_samples_are_the_same_every_time(name: str, inputs: TaskInputs) -> None:
     (task,), (again,) = find_tasks([name]), find_tasks([name])
     first = task.samples(inputs)
@@ -50,7 +51,7 @@ def test_samples_are_the_same_every_time(name: str, inputs: TaskInputs) -> None:
     assert len({sample.name for sample in first}) == 4
 
 
-@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("name", [*ASKING, *SHARED])
 def test_another_seed_asks_something_else(name: str, inputs: TaskInputs) -> None:
     (task,) = find_tasks([name])
     other = task.samples(dataclasses.replace(inputs, seed=1))
@@ -64,7 +65,7 @@ def test_prompts_fill_the_context_and_no_more(name: str, inputs: TaskInputs) -> 
         assert 600 <= len(sample.prompt_ids) <= 700
 
 
-@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("name", [*ASKING, *SHARED])
 def test_the_right_answer_scores_one_and_another_nothing(name: str, inputs: TaskInputs) -> None:
     (task,) = find_tasks([name])
     samples = task.samples(inputs)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from tandemkv.server.evaluation.corpus import Corpus
 from tandemkv.server.evaluation.quality.samples import Sample
 from tandemkv.server.evaluation.tokenizing import Prompt, PromptBuilder
 
-Measure = Literal["score", "perplexity", "agreement", "mass"]
+Measure = Literal["score", "perplexity", "agreement", "mass", "long"]
 """How the answers of a task are summarised."""
+_MOST_PIECES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class TaskInputs:
         Samples of the task, or as many as there are texts or lines if these are fewer.
     num_forced_tokens : int
         Tokens that go through decode where a text is forced or continued.
+    num_long_tokens : int
+        The same, for tasks of long generation.
     seed : int
         Equal seeds give equal samples.
     max_new_tokens : int or None
@@ -41,6 +45,7 @@ class TaskInputs:
     context_tokens: int
     num_samples: int
     num_forced_tokens: int = 128
+    num_long_tokens: int = 8000
     seed: int = 0
     max_new_tokens: int | None = None
 
@@ -64,6 +69,8 @@ class Task(ABC):
         For the report: what it is, in one sentence, and after whom.
     measure : str
         How answers are summarised.
+    context_tokens : int or None
+        Length of its prompts, None for that of the inputs.
     """
 
     name: str
@@ -71,6 +78,11 @@ class Task(ABC):
     definition: str
     source: str
     measure: ClassVar[Measure] = "score"
+    context_tokens: ClassVar[int | None] = None
+
+    def num_forced(self, forced: int, long: int) -> int:
+        """Tokens forced a text, of what the user gave for tasks of either kind."""
+        return long if self.measure == "long" else forced
 
     @abstractmethod
     def samples(self, inputs: TaskInputs) -> list[Sample]:
@@ -140,13 +152,22 @@ def fitting(build: Callable[[int], Prompt], limit: int, *, what: str) -> tuple[P
             f"{what}: needs {len(shortest)} tokens without any padding, "
             f"context_tokens={limit} is too short; raise --context-tokens"
         )
-    low, high = 0, 1
-    while len(build(high)) <= limit and high < 1 << 22:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        if len(build(middle)) <= limit:
-            low = middle
+    # Pieces are of like length, so sizes in between are guessed; halving bounds the steps.
+    longest, low, high, above = shortest, 0, 1, build(1)
+    while len(above) <= limit and high < _MOST_PIECES:
+        per_piece = (len(above) - len(shortest)) / high
+        longest, low = above, high
+        high += max(1, int((limit - len(above)) / per_piece)) if per_piece else high
+        above = build(high)
+    for step in itertools.count():
+        if high - low <= 1:
+            return longest, low
+        guess = (limit - len(longest)) / max(1, len(above) - len(longest))
+        share = 0.5 if step % 3 == 2 else guess
+        middle = min(high - 1, low + max(1, int(share * (high - low))))
+        found = build(middle)
+        if len(found) <= limit:
+            longest, low = found, middle
         else:
-            high = middle
-    return build(low), low
+            above, high = found, middle
+    raise AssertionError("unreachable")

@@ -10,6 +10,8 @@ from tandemkv.server.evaluation.quality.samples import Sample
 
 from .base import Measure, Task, TaskInputs
 
+SHORT_PROMPT = 256
+
 
 class Perplexity(Task):
     """Teacher-forced perplexity: a long prefix is prefilled, what follows goes through decode.
@@ -92,6 +94,44 @@ class Continuation(Task):
                 notes={"tokens": inputs.context_tokens},
             )
             for name, ids in windows(inputs, inputs.context_tokens)
+        ]
+
+
+class LongGeneration(Task):
+    """Thousands of tokens through decode, to see whether the loss grows with what was decoded.
+
+    Real text is forced, so that every policy decodes the same tokens. Its log-likelihood is told
+    by quarters of the forced tokens, and so is the share of tokens at which the policy's best
+    token is dense's. The prompt is the context, or `SHORT_PROMPT` tokens: then the resident set
+    fills up while decoding.
+    """
+
+    source = "the load of AsyncSpade and SFI; forced text instead of sampling"
+    measure: ClassVar[Measure] = "long"
+
+    def __init__(self, *, is_short: bool) -> None:
+        self._is_short = is_short
+        self.name = "long_generation_short" if is_short else "long_generation"
+        self.title = "Long generation" + (", short prompt" if is_short else "")
+        prompt = f"{SHORT_PROMPT} tokens" if is_short else "context_tokens"
+        self.definition = (
+            f"Real text: {prompt} are prefilled, and thousands of tokens are forced through "
+            "decode; the change of perplexity against dense, by quarters of them."
+        )
+
+    def samples(self, inputs: TaskInputs) -> list[Sample]:
+        """See `Task.samples`."""
+        length = SHORT_PROMPT if self._is_short else inputs.context_tokens
+        return [
+            Sample(
+                name=name,
+                mode="force",
+                context_ids=ids[:length],
+                forced_ids=ids[length:],
+                num_new_tokens=inputs.num_long_tokens,
+                notes={"tokens": length, "best": 1},
+            )
+            for name, ids in windows(inputs, length + inputs.num_long_tokens)
         ]
 
 

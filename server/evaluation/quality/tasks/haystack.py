@@ -7,6 +7,7 @@ the package wonderwords. Deviation: here the essays are the corpus, and the word
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ def _place(item: tuple[int, str]) -> int:
     return item[0]
 
 
+@functools.lru_cache(maxsize=64)
 def _split(text: str) -> list[str]:
     """Sentences; long ones, such as source code, in pieces of `_LONGEST_WORDS`."""
     found = []

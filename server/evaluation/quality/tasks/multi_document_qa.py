@@ -40,6 +40,18 @@ class Person(NamedTuple):
     firm: str
 
 
+def names_of_people(generator: Random, count: int) -> list[str]:
+    """Return `count` different names."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        first, last = generator.choice(_FIRST.split()), generator.choice(_LAST.split())
+        name = f"{first} {last}"
+        if name in found:
+            name = f"{name}-{generator.choice(_LAST.split())}"
+        found[name] = None
+    return list(found)
+
+
 class MultiDocumentQa(GeneratedTask):
     """Generated biographies and company profiles, numbered and shuffled; no model knows them.
 

@@ -3,31 +3,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.evaluation.quality.samples import Sample
 
 from .base import Task, TaskInputs
-from .forced_text import Continuation, Mass, Perplexity
+from .forced_text import Continuation, LongGeneration, Mass, Perplexity
 from .jsonl_file import JsonlFile
 from .multi_document_qa import MultiDocumentQa
 from .needles import NEEDLE_TASKS
+from .numbers import NUMBER_TASKS
 from .variable_tracking import VariableTracking
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         *(Perplexity(), Continuation(), Mass(), *NEEDLE_TASKS),
-        *(VariableTracking(), MultiDocumentQa()),
+        *(VariableTracking(), MultiDocumentQa(), *NUMBER_TASKS),
+        *(LongGeneration(is_short=False), LongGeneration(is_short=True)),
     )
 }
 FILE_PREFIX = "file:"
 LATE_SUFFIX = "+late"
 TURN_SUFFIX = "+turn"
+_AT_CONTEXT = re.compile(r"(.+)@(\d+[km]?)", re.IGNORECASE)
 
 
 class QuestionApart(Task):
@@ -74,14 +80,40 @@ class QuestionApart(Task):
         return [msgspec.structs.replace(s, mode="follow_up") for s in found]
 
 
-def find_tasks(names: Sequence[str]) -> list[Task]:
+class AtContext(Task):
+    """A task at one of several context lengths, which is a part of its name.
+
+    Parameters
+    ----------
+    task : Task
+        The task.
+    tokens : int
+        Length of its prompts.
+    """
+
+    def __init__(self, task: Task, tokens: int) -> None:
+        short = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+        self._task, self._tokens = task, tokens
+        self.name = f"{task.name}@{short}"
+        self.title = f"{task.title}, {short.upper()}"
+        self.definition, self.source = task.definition, task.source
+        self.measure, self.context_tokens = task.measure, tokens  # type: ignore[misc]
+
+    def samples(self, inputs: TaskInputs) -> list[Sample]:
+        """See `Task.samples`."""
+        return self._task.samples(dataclasses.replace(inputs, context_tokens=self._tokens))
+
+
+def find_tasks(names: Sequence[str], contexts: Sequence[int] = ()) -> list[Task]:
     """Return the tasks of these names.
 
     Parameters
     ----------
     names : sequence of str
         Keys of `TASKS`, or ``file:PATH``; with ``+late`` appended the question comes late, with
-        ``+turn`` in a later request.
+        ``+turn`` in a later request; with ``@8k`` the prompts have that length.
+    contexts : sequence of int
+        Of several, every task without one of its own comes at each.
 
     Raises
     ------
@@ -90,27 +122,42 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
     """
     found: list[Task] = []
     for name in names:
-        base = name.removesuffix(LATE_SUFFIX).removesuffix(TURN_SUFFIX)
-        task: Task
-        if base.startswith(FILE_PREFIX):
-            task = JsonlFile(Path(base.removeprefix(FILE_PREFIX)).expanduser())
-        elif base in TASKS:
-            task = TASKS[base]
+        match = _AT_CONTEXT.fullmatch(name)
+        task = _find_task(match[1] if match else name)
+        lengths = [int(read_token_count(match[2]))] if match else list(contexts)
+        if match is None and (len(lengths) < 2 or task.name in _ONE_LENGTH):
+            found.append(task)
         else:
-            raise SettingsError(
-                f"task={base} is unknown; known: {', '.join(TASKS)}, or {FILE_PREFIX}PATH of a "
-                f"JSONL file; {LATE_SUFFIX} at the end makes the question come late, {TURN_SUFFIX} "
-                "in a later request"
-            )
-        if name == base + LATE_SUFFIX:
-            task = QuestionApart(task, LATE_SUFFIX)
-        elif name == base + TURN_SUFFIX:
-            task = QuestionApart(task, TURN_SUFFIX)
-        elif name != base:
-            raise SettingsError(f"task={name}: a question is late or in a later turn, not both")
-        if task.name in {other.name for other in found}:
-            raise SettingsError(f"task={name} is given twice")
-        found.append(task)
+            found += [AtContext(task, tokens) for tokens in lengths]
+    known = [task.name for task in found]
+    twice = next((name for name in known if known.count(name) > 1), None)
+    if twice is not None:
+        raise SettingsError(f"task={twice} is given twice")
     if not found:
         raise SettingsError(f"tasks: none given; known: {', '.join(TASKS)}")
     return found
+
+
+def _find_task(name: str) -> Task:
+    base = name.removesuffix(LATE_SUFFIX).removesuffix(TURN_SUFFIX)
+    task: Task
+    if base.startswith(FILE_PREFIX):
+        task = JsonlFile(Path(base.removeprefix(FILE_PREFIX)).expanduser())
+    elif base in TASKS:
+        task = TASKS[base]
+    else:
+        raise SettingsError(
+            f"task={base} is unknown; known: {', '.join(TASKS)}, or {FILE_PREFIX}PATH of a "
+            f"JSONL file; {LATE_SUFFIX} at the end makes the question come late, {TURN_SUFFIX} "
+            "in a later request, @8k sets the context"
+        )
+    if name == base + LATE_SUFFIX:
+        return QuestionApart(task, LATE_SUFFIX)
+    if name == base + TURN_SUFFIX:
+        return QuestionApart(task, TURN_SUFFIX)
+    if name != base:
+        raise SettingsError(f"task={name}: a question is late or in a later turn, not both")
+    return task
+
+
+_ONE_LENGTH = {"long_generation_short"}

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings to compare, from a YAML file that `quality` and `bench decode` both read.
+
+Each entry of ``points`` is a product of its lists, and the entries are joined::
+
+    points:
+      - {budget_tokens: [512, 1024, 2048], resident_factor: [1, 2], fetch_cap: [K/16, K]}
+      - {budget_tokens: 1024, sample_tokens: [0, 128, 256], exact_layers: [none, "0,1"]}
+    streaming: [2180]
+
+What an entry does not name is what `serve` chooses. ``streaming`` lists tokens attended to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tandemkv.cache_rank.policies.base import PolicyError
+from tandemkv.cache_rank.policies.registry import resolve_selection
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+
+from .setting_name import on_device, setting_name
+
+_SHARE_OF_K = re.compile(r"K(?:/(\d+))?")
+
+
+class GridFile(BaseModel):
+    """The file as it is written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    points: tuple[dict[str, Any], ...] = Field(min_length=1)
+    streaming: tuple[int, ...] = ()
+
+
+def read_grid(
+    path: Path, device: str, base: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return settings of the group ``selection`` by name (`setting_name`), each once.
+
+    Parameters
+    ----------
+    path : Path
+        A YAML file.
+    device : {"cpu", "cuda"}
+        Of the model; it decides what is open.
+    base : mapping, optional
+        Settings of the group that hold where an entry does not name them.
+
+    Raises
+    ------
+    SettingsError
+        If the file cannot be read, or settings are unknown or contradict each other.
+    """
+    try:
+        found = GridFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise SettingsError(f"--grid {path}: cannot be read ({detail})") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "the file"
+        raise SettingsError(
+            f"--grid {path}: {key}: {first['msg']}; it has `points`, a list of settings of the "
+            "group selection with their values, and optionally `streaming`"
+        ) from error
+    grid: dict[str, dict[str, Any]] = {}
+    for values in itertools.chain.from_iterable(map(_product, found.points)):
+        values = {**(base or {}), **values}
+        grid.setdefault(setting_name(_checked(path, values, device)), values)
+    for tokens in found.streaming:
+        values = {"policy": "streaming"}
+        sink = SelectionSettings().num_sink_tokens
+        values |= {"budget_tokens": 0, "num_recent_tokens": tokens - sink}
+        grid.setdefault(setting_name(_checked(path, values, device)), values)
+    return grid
+
+
+def _product(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    names = list(entry)
+    lists = [value if isinstance(value, list) else [value] for value in entry.values()]
+    return [_entered(dict(zip(names, values, strict=True))) for values in itertools.product(*lists)]
+
+
+def _entered(values: dict[str, Any]) -> dict[str, Any]:
+    """Put in what texts stand for: ``K/16`` for a cap, ``none`` and ``0,1`` for layers."""
+    budget = values.get("budget_tokens", SelectionSettings().budget_tokens)
+    share = _SHARE_OF_K.fullmatch(str(values.get("fetch_cap", "")))
+    if share and isinstance(budget, int):
+        values["fetch_cap"] = max(1, budget // int(share[1] or 1))
+    layers = values.get("exact_layers")
+    if isinstance(layers, str):
+        texts = [] if layers.strip().lower() == "none" else layers.split(",")
+        values["exact_layers"] = [text.strip() for text in texts]
+    elif isinstance(layers, int):
+        values["exact_layers"] = [layers]
+    return values
+
+
+def _checked(path: Path, values: Mapping[str, Any], device: str) -> SelectionSettings:
+    given = ", ".join(f"{key}={value}" for key, value in values.items())
+    unknown = sorted(values.keys() - SelectionSettings.model_fields.keys())
+    if unknown:
+        raise SettingsError(
+            f"--grid {path}: {unknown[0]} is no setting of the group selection; "
+            "`tandemkv serve --print-settings` has all"
+        )
+    try:
+        return on_device(resolve_selection(values), device)
+    except PolicyError as error:
+        raise SettingsError(f"--grid {path}: {given}: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"--grid {path}: {given}: {first}") from error

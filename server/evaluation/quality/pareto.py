@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss against the time of a decode step, for settings that were measured for both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.bench.configurations import BUILT_IN
+from tandemkv.server.evaluation.bench.report import Report, read_report
+from tandemkv.server.evaluation.setting_name import (
+    describe_setting,
+    is_setting_name,
+    on_device,
+    setting_name,
+)
+
+from .report_file import ReportFile, read_quality_report
+from .summary import Row, Score
+
+_FIGURE = re.compile(r"(?P<queued>queued_)?tpot_ms_(?P<name>.+)_(?P<point>\d+x\d+k?)")
+DENSE = "dense"
+
+
+class Point(NamedTuple):
+    """One setting: ms a step, loss with its interval, and whether nothing is better in both."""
+
+    setting: str
+    step_ms: float
+    loss: float
+    low: float
+    high: float
+    is_best: bool = False
+
+    @property
+    def label(self) -> str:
+        """The setting as a person reads it."""
+        return describe_setting(self.setting)
+
+
+class Pareto(NamedTuple):
+    """Points of one task and one batch of contexts.
+
+    `missing` are settings with a loss and no time; `unit` is that of the loss.
+    """
+
+    task: str
+    title: str
+    step: str
+    unit: str
+    points: list[Point]
+    missing: list[str]
+
+
+def pareto(quality: Path, decode: Path) -> list[Pareto]:
+    """Join a report of quality and one of speed by their settings.
+
+    A loss is per cent of perplexity against dense, or points of a score below it. Dense is the
+    end without loss.
+
+    Parameters
+    ----------
+    quality, decode : Path
+        ``report.json`` of ``tandemkv quality`` and a report of ``tandemkv bench decode``.
+
+    Raises
+    ------
+    SettingsError
+        If no setting is in both; with those of either.
+    """
+    report, times = read_quality_report(quality), step_times(read_report(decode))
+    if not times:
+        raise SettingsError(f"{decode}: no tpot_ms_* row in it; `tandemkv bench decode` makes them")
+    rows = {row.settings["setting"]: row for row in report.rows if row.settings.get("setting")}
+    found = [
+        item
+        for step, by_setting in times.items()
+        for task in report.described["tasks"]
+        if (item := _of_task(report, rows, task, step, by_setting)) is not None
+    ]
+    if not found:
+        raise SettingsError(
+            f"no setting is in both: {quality} has {', '.join(rows) or 'none that names one'}; "
+            f"{decode} has {', '.join(sorted({n for t in times.values() for n in t}))}. Measure "
+            "both with the same --grid"
+        )
+    return found
+
+
+def step_times(report: Report) -> dict[str, dict[str, float]]:
+    """Return ms a step by batch and context, then by setting; queued steps where there are any."""
+    found: dict[str, dict[str, float]] = {}
+    for wants_queued in (False, True):
+        for row in report.rows:
+            match = _FIGURE.fullmatch(row.figure)
+            if match is None or bool(match["queued"]) != wants_queued:
+                continue
+            setting = _setting_of(match["name"])
+            if setting is not None:
+                found.setdefault(match["point"], {})[setting] = row.value
+    return found
+
+
+def _setting_of(configuration: str) -> str | None:
+    """Return the setting of a configuration of `bench decode`, None if it is not known."""
+    if configuration == "dense-tp1":
+        return DENSE
+    name = configuration.removeprefix("grid-")
+    if is_setting_name(name):
+        return name
+    known = BUILT_IN.get(configuration)
+    if known is None or known.tp_size > 1 or known.settings.get("cache_ranks") != 0:
+        return None
+    settings = known.serve_settings(model_dir=Path("model"), capacity_tokens=1 << 20, batch=1)
+    return setting_name(on_device(settings.selection, known.device))
+
+
+def _of_task(
+    report: ReportFile,
+    rows: Mapping[str, Row],
+    task: str,
+    step: str,
+    times: Mapping[str, float],
+) -> Pareto | None:
+    described: Mapping[str, Any] = report.described["tasks"][task]
+    measure = described["measure"]
+    if measure not in ("perplexity", "long", "score"):
+        return None
+    points, missing = [], []
+    for setting, row in rows.items():
+        score = row.scores.get(task)
+        loss = None if score is None else _loss(score, measure)
+        if loss is None:
+            continue
+        if setting in times:
+            points.append(Point(setting, times[setting], *loss))
+        else:
+            missing.append(setting)
+    if not points:
+        return None
+    if DENSE in times:
+        points.append(Point(DENSE, times[DENSE], 0.0, 0.0, 0.0))
+    unit = "points" if measure == "score" else "% of perplexity"
+    return Pareto(task, described["title"], step, unit, _marked(points), missing)
+
+
+def _loss(score: Score, measure: str) -> tuple[float, float, float] | None:
+    if score.change is None or score.change_low is None or score.change_high is None:
+        return None
+    if measure == "score":  # lost points are a positive loss, and the interval turns round
+        return (-100 * score.change, -100 * score.change_high, -100 * score.change_low)
+    return score.change, score.change_low, score.change_high
+
+
+def _marked(points: Sequence[Point]) -> list[Point]:
+    """Mark what nothing else beats: no other is as fast and loses as little."""
+    ordered = sorted(points, key=lambda point: (point.step_ms, point.loss))
+    least = float("inf")
+    found = []
+    for point in ordered:
+        is_best = point.loss < least
+        least = min(least, point.loss)
+        found.append(point._replace(is_best=is_best))
+    return found

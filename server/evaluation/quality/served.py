@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``tandemkv serve`` would choose here, and settings of a grid that leave the rest to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.server.evaluation.grid import read_grid
+from tandemkv.server.evaluation.setting_name import describe_setting, setting_name
+from tandemkv.server.preflight import resolve_settings
+from tandemkv.server.settings import ServeSettings
+from tandemkv.server.settings_sources import Sourced, load_settings
+
+from .configurations import Configuration, Setting
+
+AS_SERVED = "as served"
+"""Budget of the configuration that `serve` chooses."""
+
+Resolve = Callable[[ServeSettings], ServeSettings]
+
+
+def resolver(spec: ModelSpec, model_dir: Path, device: str) -> Resolve:
+    """Return a function that decides what is open, by the function that `serve` calls."""
+
+    def resolve(settings: ServeSettings) -> ServeSettings:
+        return resolve_settings(settings, spec, model_dir, device=device, progress=lambda _: None)
+
+    return resolve
+
+
+def served_settings(given: Mapping[str, Sourced], config: Path | None) -> ServeSettings:
+    """Return what ``tandemkv serve`` would load: flags, its environment variables, its file.
+
+    Parameters
+    ----------
+    given : mapping
+        Model, device, dtype, and what ``--set`` was given, by dotted name.
+    config : Path or None
+        The YAML file.
+
+    Raises
+    ------
+    SettingsError
+        If they are no settings.
+    """
+    evaluation = {"evaluation": Sourced(True, "tandemkv quality")}
+    return load_settings({**given, **evaluation}, os.environ, config)
+
+
+def as_served(settings: ServeSettings, num_layers: int, resolve: Resolve) -> Configuration:
+    """Return the configuration that leaves everything to `serve` that `settings` leave open.
+
+    Raises
+    ------
+    SettingsError
+        As `serve` would refuse.
+    """
+    return _open_configuration(resolve(settings), AS_SERVED, {}, num_layers)
+
+
+def grid_configurations(
+    path: Path, base: ServeSettings, *, device: str, num_layers: int, resolve: Resolve
+) -> list[Configuration]:
+    """Return a configuration for each setting of a grid, named by its settings.
+
+    Raises
+    ------
+    SettingsError
+        If the file or one of its settings is wrong.
+    """
+    own = base.selection.model_dump(exclude_unset=True, exclude={"declared"})
+    found: dict[str, Configuration] = {}
+    for values in read_grid(path, device, own).values():
+        selection = with_open_selection(base, values)
+        resolved = resolve(selection)
+        name = describe_setting(setting_name(resolved.selection))
+        found[name] = _open_configuration(resolved, name, values, num_layers)
+    return list(found.values())
+
+
+def with_open_selection(base: ServeSettings, values: Mapping[str, Any]) -> ServeSettings:
+    """Return `base` with `values` in the group ``selection``; what neither sets stays open."""
+    own = base.selection.model_dump(exclude_unset=True, exclude={"declared"})
+    if "policy" in values and values["policy"] != base.selection.policy:
+        own.pop("options", None)
+    return base.model_copy(update={"selection": resolve_selection({**own, **values})})
+
+
+def _open_configuration(
+    resolved: ServeSettings, budget: str, values: Mapping[str, Any], num_layers: int
+) -> Configuration:
+    selection = resolved.selection
+    capabilities = find_policy(selection.policy).capabilities
+    if capabilities.all_exact:
+        attended, exact = None, list(range(num_layers))
+    else:
+        attended = selection.row_tokens
+        exact = sorted(set(selection.exact_layer_ids) & set(range(num_layers)))
+    return Configuration(
+        system="tandemkv",
+        policy=selection.policy,
+        budget=budget,
+        attended_tokens=attended,
+        num_layers=num_layers,
+        exact_layers=exact,
+        selection=msgspec.to_builtins(dict(values)),
+        sees_question="chosen anew in decode"
+        if capabilities.selects
+        else "no: by position, whatever is asked",
+        is_open=True,
+        resolved=named(resolved),
+    )
+
+
+def named(settings: ServeSettings) -> dict[str, Setting]:
+    """Return every setting that matters to a result, as `serve` would start with it.
+
+    Parameters
+    ----------
+    settings : ServeSettings
+        Of which nothing is open.
+    """
+    selection, placement = settings.selection, settings.rank_settings.placement
+    return {
+        "setting": setting_name(selection),
+        "policy": selection.policy,
+        "budget_tokens": selection.budget_tokens,
+        "resident_factor": selection.resident_factor,
+        "fetch_cap": selection.fetch_cap_tokens,
+        "sample_tokens": selection.num_samples,
+        "index_dtype": selection.index_dtype,
+        "predictor_dtype": selection.predictor_dtype_of(on_peer_gpu=placement.has_peer_gpu),
+        "exact_layers": list(selection.exact_layer_ids),
+        "late_layers": selection.num_late,
+        "num_sink_tokens": selection.num_sink_tokens,
+        "num_recent_tokens": selection.num_recent_tokens,
+        "attended_tokens": selection.row_tokens,
+        "refresh_every": selection.refresh_every,
+        "dense_tokens": selection.dense_tokens,
+        "dense_batch_tokens": selection.dense_batch_tokens,
+        "seed_window": selection.seed_window,
+        "pooling": selection.pooling,
+        "pool_before": selection.pool_before,
+        "pool_after": selection.pool_after,
+        "share_layers": selection.share_layers,
+        "options": {key: _text(value) for key, value in selection.options.items()},
+        "link": placement.link,
+        "tensor_parallel": settings.tensor_parallel,
+        "max_running_requests": settings.max_running_requests,
+        "capacity_tokens": settings.cache.capacity_tokens,
+    }
+
+
+def _text(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ, with both values; the name that sums them up is left out."""
+    names = [name for name in (*one, *other) if name != "setting"]
+    return {
+        name: (one.get(name), other.get(name))
+        for name in dict.fromkeys(names)
+        if one.get(name) != other.get(name)
+    }
+
+
+def check_prompts_fit(settings: ServeSettings, longest: int) -> None:
+    """Refuse prompts that the server as served could not hold.
+
+    Raises
+    ------
+    SettingsError
+        Saying which setting to give.
+    """
+    capacity = settings.cache.capacity_tokens
+    if longest > capacity:
+        raise SettingsError(
+            f"the longest request has {longest} tokens, and `serve` would have a cache of "
+            f"{capacity}; add --set cache.capacity_tokens={-(-longest // 256) * 256}, or lower "
+            "--context-tokens"
+        )
+
+
+def dense_note(resolved: Mapping[str, Any], longest: int) -> str | None:
+    """Return what to say where `serve` would attend to everything for every prompt here."""
+    dense = resolved.get("dense_tokens")
+    if not isinstance(dense, int) or longest > dense:
+        return None
+    return (
+        f"as served, requests of up to {dense} tokens attend to everything, and no prompt here is "
+        "longer: this measures dense against dense; add --set selection.dense_tokens=0 to measure "
+        "the selection"
+    )

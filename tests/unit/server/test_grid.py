@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of settings, and the name by which reports of speed and of quality are joined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandemkv.cache_rank.policies.registry import resolve_selection
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.bench.configurations import from_grid
+from tandemkv.server.evaluation.grid import read_grid
+from tandemkv.server.evaluation.setting_name import (
+    describe_setting,
+    is_setting_name,
+    setting_name,
+)
+
+
+def grid_of(tmp_path: Path, text: str, device: str = "cpu") -> dict[str, dict[str, object]]:
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    return read_grid(path, device)
+
+
+def test_entries_are_products_and_equal_settings_come_once(tmp_path: Path) -> None:
+    found = grid_of(
+        tmp_path,
+        "points:\n"
+        "  - {budget_tokens: [512, 1024], resident_factor: [1, 2], fetch_cap: [K/16, K]}\n"
+        "  - {budget_tokens: 1024, sample_tokens: [0, 128], exact_layers: [none, '0,1']}\n",
+    )
+    assert len(found) == 8 + 3  # K 1024, c 2, a cap of K/16 and 128 samples are in both
+    assert found["k512-c1-cap32-s128-native-xnone"]["fetch_cap"] == 32
+    assert found["k1024-c2-cap64-s0-native-x0.1"]["exact_layers"] == ["0", "1"]
+    assert list(found) == sorted(set(found), key=list(found).index)
+
+
+def test_a_gpu_has_an_int4_index_unless_told_otherwise(tmp_path: Path) -> None:
+    text = "points: [{budget_tokens: 512, index_dtype: [native, int4]}, {budget_tokens: 512}]"
+    assert list(grid_of(tmp_path, text, "cuda")) == [
+        "k512-c2-cap64-s128-native-xnone",
+        "k512-c2-cap64-s128-int4-xnone",
+    ]
+    assert list(grid_of(tmp_path, "points: [{budget_tokens: 512}]")) == [
+        "k512-c2-cap64-s128-native-xnone"
+    ]
+
+
+def test_streaming_is_named_by_its_tokens(tmp_path: Path) -> None:
+    found = grid_of(tmp_path, "points: [{budget_tokens: 512}]\nstreaming: [2180]")
+    selection = resolve_selection(found["streaming-2180"])
+    assert (selection.policy, selection.row_tokens) == ("streaming", 2180)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("points: []", "points"),
+        ("- 1", "it has `points`"),
+        ("points: [{budget: 3}]", "budget is no setting of the group selection"),
+        ("points: [{budget_tokens: 20}]", "raise --budget-tokens"),
+        ("points: [{policy: none_such}]", "is unknown"),
+        ("points: [", "cannot be read"),
+    ],
+)
+def test_errors_name_the_file_and_the_entry(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=rf"(?s)grid\.yaml.*{message}"):
+        grid_of(tmp_path, text)
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read_grid(tmp_path / "none.yaml", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "described"),
+    [
+        ({}, "k1024-c2-cap64-s128-native-xnone", "K 1024, c 2, cap 64, 128 samples, native"),
+        (
+            {"policy": "async_spade", "budget_tokens": 256, "resident_factor": 1.5},
+            "async_spade-k256-c1.5-cap64-s0-native-x0.1",
+            "async_spade, K 256, c 1.5, cap 64, no samples, native, layers 0, 1 exact",
+        ),
+    ],
+)
+def test_names_are_read_back(values: dict[str, object], name: str, described: str) -> None:
+    assert setting_name(resolve_selection(values)) == name
+    assert is_setting_name(name)
+    assert describe_setting(name) == described
+
+
+def test_other_texts_are_no_names() -> None:
+    for text in ("dense-tp1", "in-process-tp1-samples", "12.5%", "k1024"):
+        assert not is_setting_name(text)
+        assert describe_setting(text) == text
+
+
+def test_bench_times_exactly_the_settings_that_the_grid_names(tmp_path: Path) -> None:
+    """Resolved as on a GPU, so that its name and that of `quality --grid` there are one."""
+    path = tmp_path / "grid.yaml"
+    path.write_text("points: [{budget_tokens: 512, fetch_cap: K/16}]\nstreaming: [2180]")
+    found = from_grid(path)
+    assert list(found) == ["grid-k512-c2-cap32-s128-int4-xnone", "grid-streaming-2180"]
+    for name, configuration in found.items():
+        settings = configuration.serve_settings(
+            model_dir=tmp_path, capacity_tokens=1 << 20, batch=8
+        )
+        assert f"grid-{setting_name(settings.selection)}" == name
+        assert settings.cache_ranks == 0
+        assert settings.selection.dense_tokens == 0
+        assert settings.stress_selection == ("streaming" not in name)
+    sparse = found["grid-k512-c2-cap32-s128-int4-xnone"].settings
+    assert sparse["selection.num_recent_tokens"] == 128
