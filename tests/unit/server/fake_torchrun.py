@@ -25,6 +25,8 @@ def cache_rank_detail(_: Any) -> str | None:
 
 
 def fake_server() -> None:
+    for name in ("cache.up", "sglang.up"):  # of ranks that torchrun had before
+        Path(root, name).unlink(missing_ok=True)
     from tandemkv.server import serve
     from tandemkv.server.placement_choice import placement_of
     from tandemkv.server.preflight import ResolvedLaunch

@@ -55,13 +55,13 @@ class Launched:
                 )
             )
 
-    def start_torchrun(self, *options: str) -> None:
+    def start_torchrun(self, max_restarts: int) -> None:
         self.start(
             [
                 *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+                *("--max-restarts", str(max_restarts)),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(self.root / "store")),
-                *("--rdzv-conf", "store_type=file", str(SCRIPT), str(self.root), "serve"),
-                *(*OPTIONS, *options),
+                *("--rdzv-conf", "store_type=file", str(SCRIPT), str(self.root), "serve", *OPTIONS),
             ],
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )
@@ -101,10 +101,10 @@ class Launched:
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.05)
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, count: int = 1) -> None:
         def is_ready() -> bool:
             assert not any(process.poll() for process in self.processes), self.text()
-            return "Ctrl-C stops" in self.text()
+            return self.text().count("Ctrl-C stops") == count
 
         self.wait_for(is_ready)
 
@@ -141,22 +141,26 @@ def launched() -> Iterator[Launched]:
 
 
 def test_torchrun_ends_all_when_one_of_its_processes_is_killed(launched: Launched) -> None:
-    """A cache rank is started again by its process; without that process it is over."""
-    launched.start_torchrun()
+    """A cache rank is started again by its process; without that process all end, or start anew."""
+    launched.start_torchrun(max_restarts=1)
     launched.wait_ready()
-    workers = launched.workers()
-    assert len(launched.run_dirs()) == 1
+    workers, run_dirs = launched.workers(), launched.run_dirs()
+    assert len(run_dirs) == 1
     os.kill(launched.pids("cache")[0], signal.SIGKILL)
     launched.wait_for(lambda: len(launched.pids("cache")) == 2)
     assert psutil.Process(launched.pids("cache")[1]).ppid() == workers[1].pid
     assert launched.workers() == workers
     workers[1].kill()
+    launched.wait_ready(2)
+    assert set(launched.workers()).isdisjoint(workers)
+    assert launched.run_dirs() != run_dirs
+    launched.workers()[0].kill()
     assert launched.wait() == [1]
     launched.assert_nothing_left(*workers)
 
 
 def test_kill_9_of_torchrun_ends_all(launched: Launched) -> None:
-    launched.start_torchrun()
+    launched.start_torchrun(max_restarts=0)
     launched.wait_ready()
     workers = launched.workers()
     launched.processes[0].kill()
