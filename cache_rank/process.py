@@ -62,7 +62,7 @@ def run_cache_rank(
     max_rows : int
         Most request rows of the inference rank.
     device : {"cpu", "cuda"}
-        Where the cache is; cuda is the first GPU that this process sees.
+        Where the cache is; cuda is the second GPU that this process sees (`shared_devices`).
     on_ready : Callable, optional
         Called once the sockets answer.
     drain_timeout_s : float
@@ -86,8 +86,9 @@ def run_cache_rank(
     counters = Counters()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
+    homes = engine_homes(torch.device(device))  # before CUDA takes memory of the model's GPU
     if standby:
-        load_all(model_dir, settings, torch.device(device))
+        load_all(model_dir, settings, homes.here)
         await_turn(directory)
     service = SharedEngineService(
         run_dir=directory,
@@ -95,7 +96,7 @@ def run_cache_rank(
         settings=settings,
         max_rows=max_rows,
         counters=counters,
-        homes=engine_homes(torch.device(device)),
+        homes=homes,
     )
     stop = threading.Event()
     with _stopping_on_signals(stop, lambda: service.status().epoch, drain_timeout_s):

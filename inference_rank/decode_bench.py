@@ -206,7 +206,19 @@ def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str,
         # Equal figures of two placements: to the bit, they attended to the same tokens.
         "logits_sum": digest,
         "counters": counters(),
+        "devices": device_names(runner),
     }
+
+
+def device_names(runner: Any) -> list[str]:
+    """Return the GPUs that work, by name: those of the model, then those of the engine, if any."""
+    size = int(runner.server_args.tp_size)
+    found = [("model", index) for index in range(size)]
+    engine: torch.device | None = getattr(runner.attn_backend, "cache_device", None)
+    if engine is not None:
+        first = 0 if engine.index is None else engine.index
+        found += [("engine", first + index) for index in range(size)]
+    return [f"{role} on cuda:{index} {torch.cuda.get_device_name(index)}" for role, index in found]
 
 
 def counters() -> dict[str, float]:

@@ -68,7 +68,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
     settings = runtime_module.settings_from_environment()
     elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]
     return [
-        *(elsewhere if settings.placement.has_peer_gpu else []),
+        *(elsewhere if settings.placement.has_far_pool else []),
         (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
         (f"{_SCHEDULER}.on_idle", progress.around_idle, HookType.AROUND),
         (f"{_ATTENTION}.forward", progress.on_layer, HookType.BEFORE),

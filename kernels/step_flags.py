@@ -6,6 +6,14 @@ and never taken down: a wait for step n ends when the flag is n or later, by sig
 what arrives after its wait was given up satisfies no later step. `step` is a word of the process
 that raises or waits, so a captured graph can be replayed for any step.
 
+Between two GPUs that is a chain of four orders. What is written to the other GPU's memory by plain
+stores, by the raiser or by kernels before it in its stream, happens before the raise: the former by
+a barrier of the program, the latter because the kernel that raises begins when they have ended (or,
+launched early, waits for that: `tandemkv.kernels.triton_ops.chained`). The raise is a release at
+system scope, which is cumulative: whoever reads its value reads all of these stores. The wait polls
+its own memory with acquiring loads at system scope. Kernels behind it in its stream begin when it
+has ended. Nothing else orders two GPUs, so data goes before its flag, and never after it.
+
 A wait has an end. When it is reached, the wait stores its step in `lost`; from then on waits return
 at once and raises do nothing, so the rest of the graph runs through and nothing hangs or traps.
 """
@@ -53,8 +61,21 @@ def send_rows(
     )
 
 
-def raise_flags(flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor) -> None:
+def raise_flags(
+    flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor, follows: bool = False
+) -> None:
     """Raise `flags` ``[n]`` int32 to `step` once everything queued before is complete.
+
+    Parameters
+    ----------
+    flags : torch.Tensor
+        ``[n]`` int32, in the memory of whoever waits.
+    step, lost : torch.Tensor
+        ``[1]`` int32; see the module.
+    follows : bool
+        Whether the kernel before this one in its stream is one of a selection. Where those are
+        chained (`tandemkv.kernels.streams.let_chain`) this one is launched beside it, and has not
+        to wait for room when it ends.
 
     Raises
     ------
@@ -62,7 +83,8 @@ def raise_flags(flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor) 
         If an argument differs from the above.
     """
     _check(flags, step, lost, "n")
-    resolve("step_flags", "raise_flags", flags.device)(flags, step=step, lost=lost)
+    run = resolve("step_flags", "raise_flags", flags.device)
+    run(flags, step=step, lost=lost, follows=follows)
 
 
 def wait_flags(

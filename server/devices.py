@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
 
 from .settings import ServeSettings
 
@@ -130,11 +130,13 @@ def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
     settings = as_pair(settings.model_copy(update={"cache_device": device}))
     if settings.placement is not None:
         return settings
+    link, model_device = settings.wished_link or "shared", settings.device_or(device)
     placement = Placement.model_validate(
         {
-            "link": settings.wished_link or "shared",
-            "model_device": settings.device_or(device),
+            "link": link,
+            "model_device": model_device,
             "engine_device": device,
+            "two_gpus": lies_on_two_gpus(link, model_device),
             "reason": "the cache rank was started by itself",
         }
     )

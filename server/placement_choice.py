@@ -13,7 +13,7 @@ from tandemkv.cache_rank.protocol.engine import check_dense
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 from .pages import with_int4_index
@@ -28,6 +28,7 @@ from .plan.placement import PlacementKind, possible_placements
 from .plan.shape import shape_of_config
 from .plan.workload import Workload
 from .settings import ServeSettings
+from .shared_gpus import are_peers
 
 if TYPE_CHECKING:
     from tandemkv.cache_rank.policies.base import LayerShare
@@ -52,7 +53,7 @@ def resolve_placement(
     can use as well.
     `index_dtype`: int4 where a GPU scans pages, a quarter of the bytes of bf16 keys; what is
     attended to is never quantised. `num_recent_tokens`: with it as many as a page has.
-    `late_layers`: 1 where another GPU of this process selects, for nothing hides a first selection.
+    `late_layers`: 1 where another GPU selects, for nothing hides a first selection there.
 
     Raises
     ------
@@ -68,14 +69,14 @@ def resolve_placement(
         update={"placement": placement, "cache_ranks": 0 if placement.link == "local" else 1}
     )
     progress(f"placement: {placement.describe()}")
-    if placement.has_peer_gpu and is_peer_on_one_device():
+    if placement.has_far_pool and is_peer_on_one_device():
         progress(
             f"{ONE_DEVICE_VARIABLE}=1: the model's own device stands for the second GPU; that is "
             "for tests, and slow"
         )
     _check_contradictions(settings, spec, placement)
     settings = _told_of_late_layers(settings, spec, progress)
-    if device == "cuda" and not placement.num_cache_ranks:
+    if device == "cuda":
         _check_gpus(settings, spec, model_dir, placement)
     if device == "cpu" or not placement.attends_to_pool:
         return settings
@@ -96,11 +97,13 @@ def _told_of_late_layers(
 
 def placement_of(settings: ServeSettings, device: str, reason: str) -> Placement:
     """Return the placement that settings of which nothing is open lead to."""
+    link = settings.wished_link or "shared"
     return Placement.model_validate(
         {
-            "link": settings.wished_link or "shared",
+            "link": link,
             "model_device": device,
             "engine_device": device,
+            "two_gpus": lies_on_two_gpus(link, device),
             "tp_size": settings.tensor_parallel,
             "reason": reason,
         }
@@ -186,12 +189,12 @@ def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
 
 
 def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> ServeSettings:
-    """Fill in `late_layers`, where it is left open and another GPU of this process selects.
+    """Fill in `late_layers`, where it is left open and another GPU selects.
 
     A model of too few layers has none; without `num_layers` it is one that has enough.
     """
     selection, placement = settings.selection, settings.rank_settings.placement
-    if not placement.has_peer_gpu or selection.late_between_gpus == selection.num_late:
+    if not placement.has_far_pool or selection.late_between_gpus == selection.num_late:
         return settings
     if num_layers is not None and selection.late_between_gpus > selection.most_late(num_layers):
         return settings
@@ -203,14 +206,14 @@ def _check_gpus(
     settings: ServeSettings, spec: ModelSpec, model_dir: Path, placement: Placement
 ) -> None:
     """Refuse what these GPUs cannot hold, before SGLang loads the weights."""
-    tp_size, is_peer = placement.tp_size, placement.has_peer_gpu
-    has_cache_gpus = is_peer and not is_peer_on_one_device()
+    tp_size, is_far = placement.tp_size, placement.has_far_pool
+    has_cache_gpus = is_far and not is_peer_on_one_device()
     num_needed, num_gpus = tp_size * (2 if has_cache_gpus else 1), torch.cuda.device_count()
     if num_gpus < num_needed:
         raise SettingsError(
             f"tensor_parallel={tp_size} with transport={placement.link} needs {num_needed} "
             f"GPUs, {num_gpus} seen (CUDA_VISIBLE_DEVICES counts); lower --tp"
-            + (", or use --cache-ranks 0" if is_peer else "")
+            + (", or use --cache-ranks 0" if is_far else "")
         )
     planned = GpuPlacement(
         kind=PlacementKind.SEPARATE if has_cache_gpus else PlacementKind.IN_PROCESS,
@@ -286,7 +289,11 @@ def _predicted_fastest(
         planned.name
         for planned in possible_placements(shape, num_gpus)
         if planned.kind is PlacementKind.IN_PROCESS and (planned.tp_size == 1 or not crosses)
-    } | {"1+1"}
+    }
+    if num_gpus >= 2 and are_peers():
+        available.add("1+1")
+    if not available:  # neither GPU can use the other
+        num_gpus, available = 1, {"in-process-tp1"}
     choice = choose_placement(
         shape,
         _load(settings, spec),
@@ -301,5 +308,5 @@ def _predicted_fastest(
     if chosen.kind is PlacementKind.IN_PROCESS:
         update["cache_ranks"] = 0
     else:
-        update |= {"cache_ranks": 1, "transport": "peer"}
+        update |= {"cache_ranks": 1, "transport": "shared"}
     return settings.model_copy(update=update), f"{chosen.name}: {choice.reason}"

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
-from tandemkv.cache_rank.protocol.placement import Link, Placement
+from tandemkv.cache_rank.protocol.placement import Link, Placement, lies_on_two_gpus
 from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
     SelectionSettings,
@@ -159,6 +159,7 @@ class ServeSettings(BaseModel):
                 "model_device": device,
                 "engine_device": device if self.cache_device == "auto" else self.cache_device,
                 "tp_size": self.tensor_parallel,
+                "two_gpus": lies_on_two_gpus(self.wished_link or "shared", device),
             }
         )
 

@@ -7,15 +7,21 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
 from tandemkv.cache_rank.protocol.placement import Placement
 
 _PIPE_VARIABLE, _PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # CUDA's default
+_MODEL_GPU, _ENGINE_GPU = 0, 1
 
 
 def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.environ) -> None:
     """Refuse two processes on GPUs where they would not run, or not beside each other.
+
+    Two GPUs need peer access to each other, and nothing else. One GPU for both is for tests, and
+    needs CUDA MPS.
 
     Parameters
     ----------
@@ -31,16 +37,37 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     """
     if placement.model_device != "cuda" or not placement.maps_memory:
         return
-    if not is_peer_on_one_device():
+    if is_peer_on_one_device():
+        _check_mps(environ)
+        return
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 2:
         raise SettingsError(
-            "transport=shared on GPUs has both processes on one GPU in this version, for tests "
-            f"({ONE_DEVICE_VARIABLE}=1, under CUDA MPS); add --cache-ranks 0, or --transport peer "
-            "on two GPUs"
+            f"transport=shared on GPUs needs one for each process, {num_gpus} seen "
+            "(CUDA_VISIBLE_DEVICES counts); add --cache-ranks 0, or for tests set "
+            f"{ONE_DEVICE_VARIABLE}=1 under CUDA MPS"
         )
+    if not are_peers():
+        raise SettingsError(
+            f"transport=shared: cuda:{_MODEL_GPU} and cuda:{_ENGINE_GPU} cannot access the memory "
+            "of each other, which takes NVLink or PCIe peer access; add --cache-ranks 0, or name "
+            "two GPUs that can in CUDA_VISIBLE_DEVICES (nvidia-smi topo -p2p rw lists them)"
+        )
+
+
+def are_peers() -> bool:
+    """Whether the first two GPUs can access the memory of each other."""
+    return all(
+        torch.cuda.can_device_access_peer(here, there)
+        for here, there in ((_MODEL_GPU, _ENGINE_GPU), (_ENGINE_GPU, _MODEL_GPU))
+    )
+
+
+def _check_mps(environ: Mapping[str, str]) -> None:
     pipes = Path(environ.get(_PIPE_VARIABLE, _PIPE_DIRECTORY))
     if not (pipes / "control").exists():
         raise SettingsError(
-            f"{ONE_DEVICE_VARIABLE}=1 with transport=shared: two processes take turns of "
+            f"{ONE_DEVICE_VARIABLE} with transport=shared: two processes take turns of "
             f"milliseconds on a GPU without CUDA MPS, and none answers in {pipes}; start it with "
             f"nvidia-cuda-mps-control -d, or name its directory in {_PIPE_VARIABLE}"
         )

@@ -101,7 +101,7 @@ class CacheEngine:
         self._make_scratch(max_batch, may_repeat=composition.selects)
         # What sources chose, for those that follow; without scores it is best first.
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._order = ScanOrder(device)
+        self._order = ScanOrder(device, is_kept=pools.is_far)
         self._probe = SelectionProbe.from_settings(settings)
         if pools.is_far:
             let_chain(device)
@@ -261,7 +261,6 @@ class CacheEngine:
     def let_load_from(self, device: torch.device, seen_from: SeenFrom) -> None:
         """See `Engine.let_load_from`."""
         self.batch.let_load_from(device, seen_from)
-        self._order.is_kept = True
 
     def begin_step(self) -> None:
         """See `Engine.begin_step`."""

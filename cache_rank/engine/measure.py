@@ -146,7 +146,7 @@ class _Scratch:
             resident=[make_sets(shape)],
             page_size=page_size,
             log_weight=weights if selection.num_samples else None,
-            is_far=settings.placement.has_peer_gpu,
+            is_far=settings.placement.has_far_pool,
         )
         return cls(model, pools, measured, slots, generator)
 

@@ -14,20 +14,17 @@ class ScanOrder:
     8 x 64K, a mirror took 47 us instead of 23, and the second layer of a step waited 105 us. On
     the GPU of the forward pass scans give way to everything, and waiting gains nothing.
 
-    Attributes
-    ----------
-    is_kept : bool
-        Whether anyone waits; False at first. On a CPU one thing is done after the other anyway.
-
     Parameters
     ----------
     device : torch.device
         Of the cache rank.
+    is_kept : bool
+        Whether anyone waits, which pays where the cache rank has a GPU of its own. On a CPU one
+        thing is done after the other anyway.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.is_kept = False
-        self._device = device
+    def __init__(self, device: torch.device, *, is_kept: bool) -> None:
+        self._is_kept, self._device = is_kept, device
         self._chosen: torch.cuda.Event | None = None
 
     def end_step(self) -> None:
@@ -41,6 +38,6 @@ class ScanOrder:
 
     def note_choice(self) -> None:
         """Mark that a selection has queued its choice on the current stream."""
-        if self.is_kept and self._device.type == "cuda":
+        if self._is_kept and self._device.type == "cuda":
             self._chosen = torch.cuda.Event()
             self._chosen.record(torch.cuda.current_stream(self._device))

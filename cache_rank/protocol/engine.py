@@ -109,8 +109,8 @@ class EnginePools:
         (`tandemkv.kernels.samples`). It may lie in another GPU's memory.
     is_far : bool
         Whether `resident` and `log_weight` do, or are to be used as if they did. Then the cache
-        rank takes its GPU for its own, and chains its kernels
-        (`tandemkv.kernels.streams.let_chain`).
+        rank takes its GPU for its own: it chains its kernels
+        (`tandemkv.kernels.streams.let_chain`), and scans keep behind the choice before them.
     allocate : Allocate, optional
         Makes what the engine remembers of each row, so that it outlives its process.
     """
@@ -230,8 +230,7 @@ class Engine(Protocol):
         """Let `begin_decode` be called with what is on `device`, whose kernels then do its work.
 
         For a forward pass on another GPU than the cache rank's: copies there, and waiting for
-        them, took 85 us a step (two H200). From then on scans keep behind the choice before them,
-        too, which pays where the cache rank has a GPU of its own.
+        them, took 85 us a step (two H200).
         """
 
     def begin_step(self) -> None:

@@ -52,6 +52,8 @@ class EngineProgram:
     attends : bool
         Whether the policy attends in every sparse layer (`Engine.attend_selected`), and
         selects nothing.
+    is_far : bool
+        Whether K/V lie on another GPU than the model: exact layers attend there.
     slow_steps : RefreshRule
         Which steps of a sparse request are slow: it attends to everything, without samples, and is
         selected for, for the next step on. Nothing is selected for others.
@@ -81,6 +83,7 @@ class EngineProgram:
         self._ahead = selection.declared.layers_ahead
         self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
         self.attends = timing is Timing.SAME_STEP_ATTENTION
+        self.is_far = settings.placement.has_far_pool
         self.slow_steps = selection.declared.refresh
         # A policy that attends selects nothing for the inference rank to attend to.
         has_selections = timing is not Timing.NONE and not self.attends
@@ -204,6 +207,15 @@ class EngineProgram:
         keeps = self.keeps_queries and self.indexes(kind, layer)
         keeps = keeps and not self.hands_over_query(kind, layer)  # which is observed then
         return keeps or self.selects_later(kind)
+
+    def attends_remotely(self, layer: int) -> bool:
+        """Whether `layer` attends to all tokens where its K/V are, on another GPU."""
+        return self.is_far and not self.is_sparse_layer(layer)
+
+    def asks(self, kind: DecodeKind) -> bool:
+        """Whether a decode step of a kind has any work for the engine."""
+        is_exact = self.is_far and len(self._sparse) < self.num_layers
+        return kind is not DecodeKind.DENSE or self.attends or is_exact
 
     def attends_in(self, layer: int) -> bool:
         """Whether the policy attends in `layer`, and its output is merged."""

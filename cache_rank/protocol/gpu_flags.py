@@ -30,7 +30,10 @@ class GpuFlags:
     complete; `input`, once a layer's residual stream (decode, a flag a row) or K/V and prompt
     queries (prefill, one flag) are in place; `query`, once a layer's query is, a flag a row; `end`,
     once all tokens of the step are stored. Raised by the engine: `ready`, once a layer's resident
-    set may be attended to, or is filled; `finished`, once the step's work has ended.
+    set may be attended to, or is filled, or once the rows of its output are there, a flag a row;
+    `finished`, once the step's work has ended.
+
+    Between two GPUs each flag is memory of the GPU that waits for it: it polls nothing over NVLink.
 
     Parameters
     ----------
@@ -54,6 +57,6 @@ class GpuFlags:
         """See the class."""
         return self._to_engine[2 + self._num_layers + layer, :size]
 
-    def ready(self, layer: int) -> torch.Tensor:
+    def ready(self, layer: int, size: int = 1) -> torch.Tensor:
         """See the class."""
-        return self._to_inference[1 + layer, :1]
+        return self._to_inference[1 + layer, :size]

@@ -5,10 +5,15 @@ It is made with CUDA's virtual memory management (``cuMemCreate``), through `cud
 memory lives as long as any process has it mapped or holds its descriptor, so it outlives its maker.
 A handle that was imported cannot be exported again: whoever is to pass memory on keeps the
 descriptor. Memory of this kind cannot be passed with ``cudaIpc``.
+
+Memory of either GPU is made by either process: making and mapping it takes no context on its owner.
+Each mapping is opened to both GPUs. Where they have no peer access CUDA refuses that, when ranks
+start and not in a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +33,8 @@ class GpuMemory:
         The GPU that has the memory.
     here : torch.device
         The GPU whose kernels use it in this process: `owner`, or one with peer access to it.
+    users : Sequence[torch.device]
+        All GPUs that may use what this process maps.
 
     Raises
     ------
@@ -35,8 +42,11 @@ class GpuMemory:
         If `cuda-bindings` is not installed.
     """
 
-    def __init__(self, owner: torch.device, here: torch.device) -> None:
+    def __init__(
+        self, owner: torch.device, here: torch.device, users: Sequence[torch.device]
+    ) -> None:
         self._owner, self._here = owner, here
+        self._users = tuple(dict.fromkeys((here, *users)))
         try:
             self._cuda: Any = import_module("cuda.bindings.driver")
         except ImportError as error:
@@ -64,13 +74,15 @@ class GpuMemory:
             If the GPU has not as much.
         """
         size = self._rounded(nbytes)
-        free, _ = torch.cuda.mem_get_info(self._owner)
-        if size > free:
+        result, handle = self._cuda.cuMemCreate(size, self._properties, 0)
+        if result == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            free, _ = torch.cuda.mem_get_info(self._owner)
             raise SettingsError(
                 f"GPU memory of {name} needs {size / _GIB:.2f} GiB, {self._owner} has "
                 f"{free / _GIB:.2f} GiB free; lower --cache-tokens or --max-running-requests"
             )
-        handle = self._call(self._cuda.cuMemCreate, size, self._properties, 0)
+        if result != self._cuda.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuMemCreate on {self._owner}: {result.name}")
         try:
             return int(self._call(self._cuda.cuMemExportToShareableHandle, handle, self._fd, 0))
         finally:
@@ -108,17 +120,15 @@ class GpuMemory:
                 ) from error
         finally:
             self._call(cuda.cuMemRelease, handle)  # the mapping holds the memory
-        access = cuda.CUmemAccessDesc()
-        access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self._here.index
-        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        access = [self._access_of(user) for user in self._users]
         try:
-            self._call(cuda.cuMemSetAccess, address, size, [access], 1)
+            self._call(cuda.cuMemSetAccess, address, size, access, len(access))
         except RuntimeError as error:
             self.unmap(address, nbytes)
             raise SettingsError(
-                f"{self._here} cannot use the memory of {self._owner}: {error}; both ranks need "
-                "GPUs with peer access to each other"
+                f"{' and '.join(map(str, self._users))} cannot both use the memory of "
+                f"{self._owner}: {error}; transport=shared needs two GPUs with peer access to each "
+                "other: use --cache-ranks 0"
             ) from error
         storage = torch._C._construct_storage_from_data_pointer(address, self._here, nbytes)
         memory = torch.empty(0, dtype=torch.uint8, device=self._here)
@@ -130,6 +140,13 @@ class GpuMemory:
         size = self._rounded(nbytes)
         self._call(self._cuda.cuMemUnmap, address, size)
         self._call(self._cuda.cuMemAddressFree, address, size)
+
+    def _access_of(self, user: torch.device) -> Any:
+        access = self._cuda.CUmemAccessDesc()
+        access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = user.index
+        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return access
 
     def _rounded(self, nbytes: int) -> int:
         return -(-max(1, nbytes) // self._granularity) * self._granularity

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hmac
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,6 +15,7 @@ from .ipc import refuse_version
 from .messages import PROTOCOL_VERSION, HeartbeatReply, Hello, Refused, Welcome
 from .model_spec import ModelSpec
 from .settings import RankSettings
+from .shared_devices import differing_gpu
 
 _SHOWN = 128
 _ADVICE = {
@@ -25,9 +27,18 @@ _ADVICE = {
 
 
 def make_hello(
-    *, token: bytes, model: ModelSpec, settings: RankSettings, max_rows: int, page_size: int
+    *,
+    token: bytes,
+    model: ModelSpec,
+    settings: RankSettings,
+    max_rows: int,
+    page_size: int,
+    gpus: Sequence[str] = (),
 ) -> Hello:
-    """Return the `Hello` of an inference rank with `max_rows` request rows."""
+    """Return the `Hello` of an inference rank with `max_rows` request rows.
+
+    `gpus` are as `shared_devices.gpu_uuids` returns them.
+    """
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         token=token,
@@ -35,16 +46,23 @@ def make_hello(
         settings=settings.flat(),
         max_rows=max_rows,
         page_size=page_size,
+        gpus=tuple(gpus),
     )
 
 
 def check_hello(
-    hello: Hello, *, token: bytes, model: ModelSpec, settings: RankSettings, page_size: int
+    hello: Hello,
+    *,
+    token: bytes,
+    model: ModelSpec,
+    settings: RankSettings,
+    page_size: int,
+    gpus: Sequence[str] = (),
 ) -> Refused | None:
-    """Compare `hello` with what the cache rank has.
+    """Compare `hello` with what the cache rank has; `gpus` as for `make_hello`.
 
-    The order is version, token, model, page size, settings. Nothing about the model or the
-    settings is told to a peer without the token.
+    The order is version, token, model, page size, settings, GPUs. Nothing about the model, the
+    settings or the GPUs is told to a peer without the token.
 
     Returns
     -------
@@ -68,7 +86,8 @@ def check_hello(
     for field in (*flat, *sorted(set(hello.settings) - set(flat))):
         if hello.settings.get(field) != flat.get(field):
             return _refuse(field, hello.settings.get(field), flat.get(field))
-    return None
+    reason = differing_gpu(hello.gpus, gpus)
+    return None if reason is None else Refused(field="gpus", message=reason)
 
 
 def open_epoch(client: ControlClient, hello: Hello, timeout_s: float) -> Welcome:

@@ -38,6 +38,8 @@ HOMES: tuple[str, ...] = get_args(Home)
 class Homes:
     """Where mapped tensors lie, as one process sees it.
 
+    Each tensor names its home, and that is all that tells one GPU, two GPUs and a host apart.
+
     Attributes
     ----------
     inference, engine : torch.device
@@ -69,11 +71,11 @@ class Homes:
 
     @cached_property
     def _inference(self) -> GpuMemory:
-        return GpuMemory(self.inference, self.here)
+        return GpuMemory(self.inference, self.here, (self.inference, self.engine))
 
     @cached_property
     def _engine(self) -> GpuMemory:
-        return GpuMemory(self.engine, self.here)
+        return GpuMemory(self.engine, self.here, (self.inference, self.engine))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,10 @@ class MappedTensors:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """Return the tensor `name`, None if there is none."""
+        return self._tensors.get(name)
 
     def allocate(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype | str, home: Home = "engine"

@@ -15,7 +15,7 @@ import msgspec
 from .errors import ProtocolError
 from .model_spec import ModelSpec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 1 << 20
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
@@ -75,7 +75,11 @@ class PolicyTraits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Hello(_Message, frozen=True, tag=1):
-    """Open an epoch."""
+    """Open an epoch.
+
+    `gpus` are the UUIDs of the model's GPU and of the engine's, as the inference rank counts them;
+    none where both are on the host.
+    """
 
     protocol_version: Id
     token: Token
@@ -83,6 +87,7 @@ class Hello(_Message, frozen=True, tag=1):
     settings: Annotated[dict[ShortText, Text], msgspec.Meta(max_length=128)]
     max_rows: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     page_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    gpus: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=2)] = ()
 
     def __repr__(self) -> str:  # the token must not reach a log
         return f"Hello(protocol_version={self.protocol_version}, model={self.model!r}, ...)"

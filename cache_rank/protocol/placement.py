@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from .one_device import is_apart_on_one_device, is_peer_on_one_device
 from .strict import Strict
 
 Link = Literal["shared", "peer", "local"]
@@ -19,7 +20,18 @@ _WHERE = {
     "local": "in SGLang's process, on the same device",
     "peer": "driven by SGLang's process, on a GPU of its own",
     "shared": "in a process of its own, in memory that both processes map",
+    "shared, two GPUs": "in a process of its own, on a GPU of its own, in memory that both map",
 }
+
+
+def lies_on_two_gpus(link: str, model_device: str) -> bool:
+    """Return `Placement.two_gpus` of a link and the model's device.
+
+    Two processes have a GPU each unless the environment gives them one device (`one_device`).
+    """
+    if link != "shared":
+        return False
+    return is_apart_on_one_device() or (model_device == "cuda" and not is_peer_on_one_device())
 
 
 class Placement(Strict):
@@ -31,6 +43,10 @@ class Placement(Strict):
     model_device: Device = Field(default="cpu", description="Device of the forward pass.")
     engine_device: Device = Field(default="cpu", description="Device of the cache rank.")
     tp_size: int = Field(default=1, ge=1, le=64, description="GPUs that the model is split over.")
+    two_gpus: bool = Field(
+        default=False,
+        description="Whether the processes of link shared have a GPU each, or are laid out so.",
+    )
     reason: str = Field(
         default="it was not decided here", max_length=2048, description="Why it is so."
     )
@@ -49,6 +65,15 @@ class Placement(Strict):
         return self.link == "peer"
 
     @property
+    def has_far_pool(self) -> bool:
+        """Whether K/V lie on another GPU than the model.
+
+        What decode attends to is kept beside the model then, apart from the pool. In tests both may
+        be one device, as with `has_peer_gpu`.
+        """
+        return self.has_peer_gpu or (self.maps_memory and self.two_gpus)
+
+    @property
     def maps_memory(self) -> bool:
         """Whether the cache rank's process maps the memory of the inference rank."""
         return self.link == "shared"
@@ -56,12 +81,13 @@ class Placement(Strict):
     @property
     def attends_to_pool(self) -> bool:
         """Whether the forward pass can attend to tokens that are not resident."""
-        return not self.has_peer_gpu
+        return not self.has_far_pool
 
     def describe(self) -> str:
         """Return one line that says where what runs, and why."""
         model = self.model_device if self.tp_size == 1 else f"{self.tp_size} GPUs"
-        return f"link {self.link}: model on {model}, cache rank {_WHERE[self.link]}; {self.reason}"
+        where = _WHERE["shared, two GPUs" if self.maps_memory and self.two_gpus else self.link]
+        return f"link {self.link}: model on {model}, cache rank {where}; {self.reason}"
 
     def info(self) -> dict[str, str]:
         """Return what a rank's status says of it."""

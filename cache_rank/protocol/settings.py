@@ -105,8 +105,8 @@ class SelectionSettings(Strict):
         ge=0,
         le=8,
         description="look_ahead: as many first layers are selected for at the end of "
-        "a step, for the next one, so that no step begins with waiting. Default 0; with serve and "
-        "transport=peer 1, if layer 0 is not exact.",
+        "a step, for the next one, so that no step begins with waiting. Default 0; with serve "
+        "where a second GPU selects 1, if layer 0 is not exact.",
     )
     predictor_dtype: Literal["native", "int8"] | None = Field(
         default=None,
@@ -130,7 +130,7 @@ class SelectionSettings(Strict):
         default=None,
         ge=0,
         le=1 << 24,
-        description="Requests up to this length attend to everything (not with transport=peer); "
+        description="Requests up to this length attend to everything (not with a second GPU); "
         "default what is resident anyway, with serve the length from which selecting is faster.",
     )
     dense_batch_tokens: TokenCount | None = Field(
@@ -202,7 +202,7 @@ class SelectionSettings(Strict):
 
     @property
     def late_between_gpus(self) -> int:
-        """`late_layers`, or what `serve` takes with transport=peer where it is left open."""
+        """`late_layers`, or what `serve` takes for a second GPU where it is left open."""
         if self.late_layers is not None:
             return self.late_layers
         may = self.declared.predicts_from_hidden and 0 not in self.exact_layer_ids
@@ -325,7 +325,8 @@ class RankSettings(Strict):
     def flat(self) -> dict[str, str]:
         """Dotted name to JSON-like text, for the field-by-field comparison.
 
-        Of the placement its link alone: a rank that was started by itself knows its own device.
+        Of the placement its link and whether it is laid out for two GPUs: a rank that was started
+        by itself knows its own device.
         """
         flat: dict[str, str] = {}
 
@@ -337,6 +338,6 @@ class RankSettings(Strict):
                 flat[prefix] = str(value)
 
         tree = self.model_dump(mode="json")
-        tree["placement"] = {"link": self.placement.link}
+        tree["placement"] = {"link": self.placement.link, "two_gpus": self.placement.two_gpus}
         enter("", tree)
         return flat

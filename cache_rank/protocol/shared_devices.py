@@ -2,10 +2,13 @@
 """Which GPUs the two processes of link ``shared`` use.
 
 Both see the same GPUs in the same order. The inference rank has the first ones, as SGLang counts
-them, the engine the next; where tests have one GPU for both (`one_device`), it is the same.
+them, the engine the next; where tests have one GPU for both (`one_device`), it is the same. The
+handshake compares them by UUID, for an index means nothing to another process.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -13,16 +16,22 @@ from .errors import SettingsError
 from .mapped_tensors import Homes
 from .one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
 
+_ROLES = ("the model's", "the cache rank's")
+
 
 def inference_homes(device: torch.device, num_before: int = 1) -> Homes:
     """Return where memory lies, as the inference rank on `device` sees it.
 
     `num_before` is the number of GPUs that inference ranks have.
+
+    Raises
+    ------
+    SettingsError
+        If there is no GPU for the engine.
     """
     if device.type != "cuda":
         return Homes.on_host()
-    engine = _engine_of(device, num_before)
-    return Homes(inference=device, engine=engine, here=device)
+    return Homes(inference=device, engine=_engine_of(device, num_before), here=device)
 
 
 def engine_homes(device: torch.device) -> Homes:
@@ -37,17 +46,43 @@ def engine_homes(device: torch.device) -> Homes:
         return Homes.on_host()
     first = torch.device("cuda", 0)
     engine = _engine_of(first, 1)
+    torch.cuda.set_device(engine)
+    return Homes(inference=first, engine=engine, here=engine)
+
+
+def gpu_uuids(homes: Homes) -> tuple[str, ...]:
+    """Return the UUIDs of the model's GPU and of the engine's; none where all is on a host."""
+    if not homes.are_on_gpu:
+        return ()
+    gpus = (homes.inference, homes.engine)
+    return tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
+
+
+def differing_gpu(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
+    """Return why the GPUs of the inference rank are not those of the cache rank; None: they are."""
+    if len(theirs) != len(ours):
+        where = {True: "GPUs", False: "the host's CPU"}
+        return (
+            f"the inference rank is on {where[bool(theirs)]}, the cache rank on "
+            f"{where[bool(ours)]}; give both ranks the same --device"
+        )
+    for role, their, our in zip(_ROLES, theirs, ours, strict=False):
+        if their != our:
+            return (
+                f"{role} GPU is {their[:64]} as the inference rank counts, and {our} as the cache "
+                "rank does; let both see the same GPUs in the same order (CUDA_VISIBLE_DEVICES)"
+            )
+    return None
+
+
+def _engine_of(device: torch.device, num_before: int) -> torch.device:
+    if is_peer_on_one_device():
+        return device
+    engine = torch.device("cuda", device.index + num_before)
     if engine.index >= torch.cuda.device_count():
         raise SettingsError(
             f"a cache rank in a process of its own needs a second GPU, {torch.cuda.device_count()} "
             "seen (CUDA_VISIBLE_DEVICES counts); use --cache-ranks 0, or for tests "
             f"{ONE_DEVICE_VARIABLE}=1 under CUDA MPS"
         )
-    torch.cuda.set_device(engine)
-    return Homes(inference=first, engine=engine, here=engine)
-
-
-def _engine_of(device: torch.device, num_before: int) -> torch.device:
-    if is_peer_on_one_device():
-        return device
-    return torch.device("cuda", device.index + num_before)
+    return engine

@@ -5,6 +5,20 @@ The inference rank makes all of it. What survives an epoch is K/V, request table
 sample tokens; flags, ring and staging are new in each epoch, so that nothing of an earlier one can
 satisfy a wait. On GPUs staging and flags in GPU memory survive too, for captured graphs name their
 addresses; their step numbers grow from epoch to epoch instead.
+
+Each tensor names its home, the GPU whose kernels read it in a step:
+
+engine
+    K/V of all tokens; streams, queries, rows and lengths of a step, which the model's GPU sends;
+    flags that the engine's GPU polls; what the engine allocates: books and their copies.
+inference
+    Resident sets, latest tokens and samples, which the engine's GPU sends; outputs of exact layers,
+    likewise; the request table; flags that the model's GPU polls.
+host
+    Ring and flags of the two hosts.
+
+Where both are one device, resident sets lie behind the tokens in the same tensor, so that attention
+names both by one list of slots (`RegionSizes.is_apart`).
 """
 
 from __future__ import annotations
@@ -41,11 +55,15 @@ class RegionSizes:
         Rows of the request table; row 0 is padding.
     page_size : int
         Tokens that lie in consecutive slots.
+    is_apart : bool
+        Whether resident sets, latest tokens and samples of each row lie apart from the pool, beside
+        the model (`Placement.has_far_pool`).
     """
 
     num_slots: int
     num_rows: int
     page_size: int
+    is_apart: bool = False
 
     @property
     def max_batch(self) -> int:
@@ -91,16 +109,34 @@ class FlagIndex:
 def kept_specs(
     model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
 ) -> tuple[TensorSpec, ...]:
-    """Return what survives an epoch: K/V with the resident sets behind the tokens, and tables."""
-    slots = sizes.num_slots + sizes.num_rows * selection.num_resident
-    slots = -(-slots // sizes.page_size) * sizes.page_size
+    """Return what survives an epoch: K/V, resident sets, and tables."""
+    slots, layers = sizes.num_slots, model.num_layers
     heads, dim = model.num_kv_heads, model.head_dim
-    weights = (model.num_layers, sizes.num_rows, heads, selection.num_samples)
+    beside: tuple[TensorSpec, ...] = ()
+    if sizes.is_apart:
+        beside = tuple(
+            TensorSpec(name, (layers, sizes.num_rows, width, heads, dim), model.dtype, "inference")
+            for name, width in _widths_beside(selection)
+        )
+    else:
+        slots += sizes.num_rows * selection.num_resident
+        slots = -(-slots // sizes.page_size) * sizes.page_size
+    weights = (layers, sizes.num_rows, heads, selection.num_samples)
     return (
-        TensorSpec("kv", (model.num_layers, 2, slots, heads, dim), model.dtype, "engine"),
+        TensorSpec("kv", (layers, 2, slots, heads, dim), model.dtype, "engine"),
+        *beside,
         TensorSpec("req_to_token", (sizes.num_rows, model.max_context), "int32", "inference"),
         TensorSpec("sample_log_weight", weights, "float32", "inference"),
     )
+
+
+def _widths_beside(selection: SelectionSettings) -> tuple[tuple[str, int], ...]:
+    """Return tensors of each row that lie beside the model, and their slots."""
+    resident = selection.num_resident + selection.num_recent_tokens
+    found = [(f"resident_{kind}", resident) for kind in "kv"]
+    if selection.num_samples:
+        found += [(f"sample_{kind}", selection.num_samples) for kind in "kv"]
+    return tuple(found)
 
 
 def host_specs(model: ModelSpec, sizes: RegionSizes) -> tuple[TensorSpec, ...]:
@@ -118,6 +154,7 @@ def staging_specs(
     layers, batch = model.num_layers, sizes.max_batch
     query = (model.num_qo_heads, model.head_dim)
     seeds = (SEED_BUFFERS, batch * selection.seed_window, *query)
+    remote = TensorSpec("remote_outputs", (batch, *query), model.dtype, "inference")
     return (
         TensorSpec("streams", (layers, batch, model.hidden_size), model.dtype, "engine"),
         TensorSpec("queries", (layers, batch, *query), model.dtype, "engine"),
@@ -126,6 +163,8 @@ def staging_specs(
         TensorSpec(
             "outputs", (batch, model.num_qo_heads, model.head_dim + 1), "float32", "inference"
         ),
+        # The same of an exact layer, which is attended to where the K/V are.
+        *((remote,) if sizes.is_apart else ()),
     )
 
 
@@ -189,15 +228,20 @@ def pools_of(
 ) -> EnginePools:
     """Return the engine's pools as views of the mapped tensors."""
     kv, width = tensors["kv"], selection.num_resident
-    shape = (sizes.num_rows, width, model.num_kv_heads, model.head_dim)
-    tail = kv[:, :, sizes.num_slots : sizes.num_slots + sizes.num_rows * width]
     layers = range(model.num_layers)
+    if sizes.is_apart:
+        resident = list(zip(tensors["resident_k"], tensors["resident_v"], strict=True))
+    else:
+        shape = (sizes.num_rows, width, model.num_kv_heads, model.head_dim)
+        tail = kv[:, :, sizes.num_slots : sizes.num_slots + sizes.num_rows * width]
+        resident = [(tail[x, 0].view(shape), tail[x, 1].view(shape)) for x in layers]
     return EnginePools(
         k=[kv[x, 0, : sizes.num_slots] for x in layers],
         v=[kv[x, 1, : sizes.num_slots] for x in layers],
-        resident=[(tail[x, 0].view(shape), tail[x, 1].view(shape)) for x in layers],
+        resident=resident,
         page_size=sizes.page_size,
         log_weight=tensors["sample_log_weight"] if selection.num_samples else None,
+        is_far=sizes.is_apart,
     )
 
 

@@ -75,7 +75,10 @@ class EntryRunner:
         self._versions, self._epoch = versions, epoch
         self._is_gone, self._warm_up, self._host = is_gone, warm_up, host
         self._device = self._tensors.homes.here
-        self._lanes, self._graphs = Lanes(self._device, engine.num_lanes), StepGraphs(self._device)
+        # Exact layers that attend here have a lane of their own.
+        self._far_lane = engine.num_lanes
+        num_lanes = engine.num_lanes + int(self._program.is_far)
+        self._lanes, self._graphs = Lanes(self._device, num_lanes), StepGraphs(self._device)
         self._step = 0
         self._unindexed: list[int] = []
         self.num_restored = self.num_reseeded = 0
@@ -170,7 +173,9 @@ class EntryRunner:
         grown = [row.row for row in entry.rows if row.flags & GROWN]
         if grown:
             index = to_device(grown, self._device)
-            engine.seed_identity(index, self._table[index, : self._num_resident])
+            # Beside the model the tokens of a row that was dense are in place already.
+            tables = None if self._program.is_far else self._table[index, : self._num_resident]
+            engine.seed_identity(index, tables)
         engine.begin_step()
         rows, lengths = self._signals.requests_of(entry)
         slow = [bool(row.flags & SLOW) for row in entry.rows]
@@ -187,7 +192,7 @@ class EntryRunner:
         slow: list[bool],
     ) -> None:  # fmt: skip
         program = self._program
-        if kind is DecodeKind.DENSE and not program.attends:
+        if not program.asks(kind):
             return
         self._engine.begin_decode(
             rows,
@@ -223,6 +228,8 @@ class EntryRunner:
         for layer in range(self._num_layers):
             if kind is DecodeKind.SELECTING and program.reads_stream(layer):
                 self._select_ahead(layer, size)
+            if program.attends_remotely(layer):
+                self._attend_remotely(layer, size)
             if program.attends_in(layer):
                 self._attend(layer, size)
             elif program.hands_over_query(kind, layer):
@@ -269,6 +276,13 @@ class EntryRunner:
         query = self._tensors["queries"][layer, :size]
         self._tensors["outputs"][:size] = self._engine.attend_selected(layer, query)
         self._signals.raise_ready(layer)
+
+    def _attend_remotely(self, layer: int, size: int) -> None:
+        """Attend to all tokens for a layer whose K/V are here and not where the model is."""
+        with self._lanes.enter(self._far_lane):
+            self._signals.await_query(layer, size)
+            out = self._engine.attend(layer, self._tensors["queries"][layer, :size])
+            self._signals.put_output(layer, out)
 
     def _select_later(self, kind: DecodeKind, layer: int, size: int) -> None:
         engine = self._engine

@@ -38,6 +38,7 @@ from tandemkv.cache_rank.protocol.messages import (
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, model_as_claimed, read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_devices import gpu_uuids
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
 
 from .session import SharedSession
@@ -89,7 +90,7 @@ class SharedEngineService:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
         self._model = read_model_spec(model_dir, dtype="float32")
-        self._homes = homes
+        self._homes, self._gpus = homes, gpu_uuids(homes)
         self._make_policy(self._model)  # one that cannot be built is told now
         self._session: SharedSession | None = None
         self._control = ControlServer(run_dir)
@@ -209,6 +210,7 @@ class SharedEngineService:
             num_slots=self._num_slots(hello.page_size),
             num_rows=hello.max_rows + 1,
             page_size=hello.page_size,
+            is_apart=self._settings.placement.has_far_pool,
         )
         says, selection = policy.capabilities, self._settings.selection
         interval = interval_of(selection.index_dtype, says.index, hello.page_size)
@@ -281,6 +283,7 @@ class SharedEngineService:
             model=model,
             settings=self._settings,
             page_size=hello.page_size,
+            gpus=self._gpus,
         )
         if refused is None and hello.max_rows > self._max_rows:
             return Refused(

@@ -106,7 +106,11 @@ class SharedSession:
             limit = settings.exchange.transfer_timeout_s
             self._on_gpu = StreamSignals(tensors, flags, model.num_layers, timeout_s=limit)
         signals = self._on_gpu or HostSignals(
-            flags, model.num_layers, is_gone=self._over.is_set, clock=clock
+            flags,
+            model.num_layers,
+            is_gone=self._over.is_set,
+            clock=clock,
+            remote_outputs=tensors.get("remote_outputs"),
         )
         books: dict[str, torch.Tensor] = {}
         if self.engine.program.selects:

@@ -53,6 +53,9 @@ class EngineSignals(Protocol):
     def raise_ready(self, layer: int) -> None:
         """Tell that the resident set of `layer` may be attended to."""
 
+    def put_output(self, layer: int, output: torch.Tensor) -> None:
+        """Hand over the output ``[B, Hq, D]`` of a layer that attends here, and tell of it."""
+
     def finish(self) -> None:
         """Tell that all work of the step has ended."""
 
@@ -70,6 +73,8 @@ class HostSignals:
         Whether the inference rank is gone.
     clock : BusyClock
         Told when the engine waits for the forward pass.
+    remote_outputs : torch.Tensor, optional
+        ``[max_batch, Hq, D]``, where outputs of exact layers go.
     """
 
     def __init__(
@@ -79,7 +84,9 @@ class HostSignals:
         *,
         is_gone: Callable[[], bool],
         clock: BusyClock,
+        remote_outputs: torch.Tensor | None = None,
     ) -> None:
+        self._outputs = remote_outputs
         self._flags, self._at = flags, FlagIndex(num_layers)
         self._is_gone, self._clock = is_gone, clock
         self._step = self._progress = 0
@@ -120,6 +127,12 @@ class HostSignals:
         self._progress += 1
         self._flags.raise_to(self._at.PROGRESS, self._progress)
         self._flags.raise_to(self._at.ready(layer), self._step)
+
+    def put_output(self, layer: int, output: torch.Tensor) -> None:
+        """See `EngineSignals.put_output`."""
+        assert self._outputs is not None
+        self._outputs[: len(output)].copy_(output)
+        self.raise_ready(layer)
 
     def finish(self) -> None:
         """See `EngineSignals.finish`."""

@@ -13,7 +13,7 @@ from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
-from tandemkv.kernels.step_flags import raise_flags, wait_flags
+from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
 from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
 
@@ -39,6 +39,7 @@ class StreamSignals:
         device = tensors.homes.here
         self._flags, self._host, self._at = GpuFlags(tensors, num_layers), host, FlagIndex(1)
         self._rows, self._lengths = tensors["step_rows"], tensors["step_lengths"]
+        self._outputs = tensors.get("remote_outputs")
         self._timeout_s = timeout_s
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
@@ -76,7 +77,15 @@ class StreamSignals:
 
     def raise_ready(self, layer: int) -> None:
         """See `EngineSignals.raise_ready`."""
-        raise_flags(self._flags.ready(layer), step=self._step, lost=self._lost)
+        # Behind a kernel that copies rows: where these are chained this one is in place by then.
+        raise_flags(self._flags.ready(layer), step=self._step, lost=self._lost, follows=True)
+
+    def put_output(self, layer: int, output: torch.Tensor) -> None:
+        """See `EngineSignals.put_output`: a flag a row."""
+        assert self._outputs is not None
+        size, rows = len(output), output.flatten(1)
+        out, flags = self._outputs[:size].flatten(1), self._flags.ready(layer, size)
+        send_rows(rows, None, out, flags, step=self._step, lost=self._lost)
 
     def finish(self) -> None:
         """See `EngineSignals.finish`; the hosts hear at once that it is queued."""

@@ -2,12 +2,13 @@
 """SGLang's attention backend ``tandemkv``.
 
 K/V stay in SGLang's own pool, so prefill, radix hits, retraction and slot reuse are SGLang's
-from end to end. Decode attends to resident sets that lie behind the tokens in the same pool;
-an engine keeps them fresh, reached by a link.
+from end to end. Decode attends to resident sets that lie behind the tokens in the same pool, or
+apart from it on the model's GPU; an engine keeps them fresh, reached by a link.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class ResidentBackend(AttentionBackend):
         # Exact layers: by SGLang's backend here, or by the GPU that has the K/V.
         self._needs_full = not (all(self._is_sparse) or is_far)
         self._kind = self.captured_kind = DecodeKind.DENSE
-        self.shares_gpu = cache_device == device
+        self.cache_device, self.shares_gpu = cache_device, cache_device == device
         self._is_decode = False
         self._num_steps = 0
         self._windows: list[tuple[int, int]] = []
@@ -188,6 +189,18 @@ class ResidentBackend(AttentionBackend):
         self._num_steps = state[0]
         self._dense.rewind(state[1])
         self._runtime.refresh.rewind(state[2])
+
+    def refill(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Bring what only the forward pass keeps of a row to what it is at its length.
+
+        For pairs of a row and its stored tokens, after passes were lost: where resident sets lie
+        apart from the pool, a lost step has overwritten the oldest of the latest tokens.
+        """
+        for row, length in rows:
+            table = self._pool.req_to_token[row, :length]
+            for layer, is_sparse in enumerate(self._is_sparse):
+                if is_sparse:
+                    self._home.fill(layer, row, table)
 
     @property
     def num_cold(self) -> int:

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.append import SampleMoves, append_tokens
 
-from .sample_set import SampleSet
+from .sample_set import SampleSet, zeros_on
 
 
 class ResidentSet:
     """Resident K/V of all rows. Its size does not depend on any context length.
+
+    `allocate` makes its tensors, ``resident_*`` and ``sample_*``, where another process maps them;
+    without it they are memory of this process, on `device`.
 
     Attributes
     ----------
@@ -31,7 +35,12 @@ class ResidentSet:
     """
 
     def __init__(
-        self, model: ModelSpec, selection: SelectionSettings, max_rows: int, device: torch.device
+        self,
+        model: ModelSpec,
+        selection: SelectionSettings,
+        max_rows: int,
+        device: torch.device,
+        allocate: Allocate | None = None,
     ) -> None:
         self.num_resident = selection.num_resident
         self.ring = selection.num_recent_tokens
@@ -44,13 +53,13 @@ class ResidentSet:
             model.num_kv_heads,
             model.head_dim,
         )
-        dtype = getattr(torch, model.dtype)
+        dtype, allocate = getattr(torch, model.dtype), allocate or zeros_on(device)
         # Zeros, not empty: masked slots still enter the weighted sum, as 0 * value.
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = allocate("resident_k", shape, dtype)
+        self.v = allocate("resident_v", shape, dtype)
         self.samples: SampleSet | None = None
         if selection.num_samples:
-            self.samples = SampleSet(model, selection, max_rows, device)
+            self.samples = SampleSet(model, selection, max_rows, allocate)
 
     @property
     def nbytes(self) -> int:

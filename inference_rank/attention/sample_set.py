@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.append import SampleMoves
@@ -20,12 +21,21 @@ _MOST_LENGTHS = 256
 """Lengths of prompts whose samples are remembered; a prefill step has fewer prompts."""
 
 
+def zeros_on(device: torch.device) -> Allocate:
+    """Return what makes zeros in this process's own memory."""
+
+    def allocate(_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return allocate
+
+
 def make_log_weights(
-    model: ModelSpec, selection: SelectionSettings, max_rows: int, device: torch.device
+    model: ModelSpec, selection: SelectionSettings, max_rows: int, allocate: Allocate
 ) -> torch.Tensor:
     """Return weights of samples that do not count: ``[L, max_rows + 1, H, num_samples]``."""
     shape = (model.num_layers, max_rows + 1, model.num_kv_heads, selection.num_samples)
-    return torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
+    return allocate("sample_log_weight", shape, torch.float32).fill_(float("-inf"))
 
 
 class SampleSet:
@@ -41,7 +51,7 @@ class SampleSet:
     """
 
     def __init__(
-        self, model: ModelSpec, selection: SelectionSettings, max_rows: int, device: torch.device
+        self, model: ModelSpec, selection: SelectionSettings, max_rows: int, allocate: Allocate
     ) -> None:
         self.num_samples = selection.num_samples
         self._num_sink, self._num_recent = selection.num_sink_tokens, selection.num_recent_tokens
@@ -53,9 +63,9 @@ class SampleSet:
             model.head_dim,
         )
         dtype = getattr(torch, model.dtype)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.log_weight = make_log_weights(model, selection, max_rows, device)
+        self.k = allocate("sample_k", shape, dtype)
+        self.v = allocate("sample_v", shape, dtype)
+        self.log_weight = make_log_weights(model, selection, max_rows, allocate)
         self._positions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property

@@ -32,6 +32,7 @@ from tandemkv.cache_rank.protocol.messages import Goodbye, Timing, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_devices import gpu_uuids
 from tandemkv.cache_rank.protocol.shared_region import (
     STAMPS,
     FlagIndex,
@@ -181,6 +182,7 @@ class SharedConnection:
                 settings=self._settings,
                 max_rows=self._sizes.max_batch,
                 page_size=self._sizes.page_size,
+                gpus=gpu_uuids(self._kept.homes),
             )
             welcome = open_epoch(control, hello, timeout_s)
             if self._is_first and STAMPS in self._theirs:  # its engine has stopped by now

@@ -44,7 +44,7 @@ class LayerStreams:
         is_far: bool,
     ) -> None:
         self._device, self._is_beside = device, False
-        self._beside = _stream_beside(device, cache_device) if is_far else None
+        self._beside = stream_beside(device, cache_device) if is_far else None
         shape = (num_layers, max_batch, width)
         self._there = torch.zeros(shape, dtype=dtype, device=cache_device)
         self._here = seen_from(device, self._there) if num_layers else self._there
@@ -106,9 +106,7 @@ class LayerStreams:
         return self._there[layer, :size]
 
 
-def _stream_beside(
-    device: torch.device, cache_device: torch.device
-) -> torch.cuda.Stream | None:  # fmt: skip
+def stream_beside(device: torch.device, cache_device: torch.device) -> torch.cuda.Stream | None:
     """Return the stream for what is sent beside the forward pass; None on a CPU.
 
     On the cache rank's own GPU, whose lanes spin until it has arrived, it must not come to lie

@@ -23,8 +23,10 @@ from .connection import make_kept_tensors
 def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any) -> type:
     """Return a subclass of SGLang's ``MHATokenToKVPool`` whose K/V are mapped tensors.
 
-    Behind the tokens lie the resident sets. SGLang's allocator does not know them: it goes by the
-    pool's `size`. SGLang's request table is replaced by a mapped one, as the engine reads it.
+    On one device the resident sets lie behind the tokens. SGLang's allocator does not know them: it
+    goes by the pool's `size`. On two GPUs K/V are memory of the engine's, which SGLang's kernels
+    write and read over NVLink. SGLang's request table is replaced by a mapped one, as the engine
+    reads it.
 
     Parameters
     ----------
@@ -37,7 +39,7 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
     """
 
     class SharedKVPool(base):
-        """K/V of all requests, and of the resident sets, mapped by two processes."""
+        """K/V of all requests, mapped by two processes."""
 
         size: int
         mapped: MappedTensors
@@ -52,15 +54,16 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
             self.k_scale_buffer = self.v_scale_buffer = None
             self.dq_k_buffer = self.dq_v_buffer = None
             table = req_to_token_pool.req_to_token
+            settings = runtime_module.settings_from_environment()
             self.mapped_sizes = RegionSizes(
                 num_slots=int(self.size) + int(self.page_size),
                 num_rows=int(table.shape[0]),
                 page_size=int(self.page_size),
+                is_apart=settings.placement.has_far_pool,
             )
             model = shared_model_spec(
                 configurator.model_config.model_path, self.store_dtype, int(table.shape[1])
             )
-            settings = runtime_module.settings_from_environment()
             device = with_index(torch.device(self.device))
             self.mapped = make_kept_tensors(
                 model,

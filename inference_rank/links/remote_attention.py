@@ -60,15 +60,10 @@ class RemoteAttention:
 
         Returns the query, on that GPU.
         """
-        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
         index, size, side = layer.layer_id, len(query), self._side
         self._size = size
         if save_kv_cache:
-            shape = (-1, layer.tp_k_head_num, layer.head_dim)
-            self._pool.set_kv_buffer(
-                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k.view(shape), v.view(shape)
-            )
+            store_tokens(self._pool, layer, forward_batch, k, v)
         signal = side.signal(self._row, size)
         there = self._queries.put(index, query.flatten(1), None, [signal]).view(query.shape)
         with side.fork(there, lane=self._lane, signal=signal):
@@ -85,3 +80,14 @@ class RemoteAttention:
         """Wait for the output of `layer`, ``[B, Hq * D]``; valid until the next layer's."""
         self._side.join(layer)
         return self._outputs[: self._size]
+
+
+def store_tokens(
+    pool: Any, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write a step's tokens to SGLang's pool, as its own attention of `layer` would do it."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    shape = (-1, layer.tp_k_head_num, layer.head_dim)
+    location = KVWriteLoc(forward_batch.out_cache_loc, None)
+    pool.set_kv_buffer(layer, location, k.view(shape), v.view(shape))

@@ -5,6 +5,10 @@ What the forward pass has is written into staging that the engine reads, and a f
 the engine has done is written into the resident sets directly, and a flag is waited for. The engine
 derives from the announcement which flags come in which order (`engine_program`). On a GPU all of
 that is queued, or captured, with the forward pass (`signals`).
+
+Between two GPUs the same calls are made; what differs is where tensors lie (`shared_region`), that
+exact layers attend where the K/V are, and that the residual stream is sent beside the product with
+the layer's queries, keys and values.
 """
 
 from __future__ import annotations
@@ -15,13 +19,15 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
+from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import GROWN, SLOW, EntryKind, StepEntry, StepRow
-from tandemkv.inference_rank.residual_hooks import install_residual_hooks
+from tandemkv.inference_rank.residual_hooks import install_norm_hooks, install_residual_hooks
 
 from .base import DecodeRows, ExtendRow, StepLostError
 from .connection import SharedConnection
+from .remote_attention import store_tokens
 from .signals import LinkSignals
 
 _DECODE_KINDS = tuple(DecodeKind)
@@ -42,6 +48,8 @@ class SharedLink:
         Identity of the present tenant of a row.
     rows_on_host : Callable
         Rows of the pass that is being made, if they are known without waiting for the device.
+    pool : Any
+        SGLang's pool, where the engine attends to exact layers.
 
     Attributes
     ----------
@@ -61,10 +69,12 @@ class SharedLink:
         *,
         generation_of: Callable[[int], int],
         rows_on_host: Callable[[], list[int] | None],
+        pool: Any = None,
     ) -> None:
         self._connection, self._signals = connection, signals
         self._generation_of, self._rows_on_host = generation_of, rows_on_host
-        self._num_layers = model.num_layers
+        self._pool, self._size = pool, 0
+        self._unsent: int | None = None
         self._kind = DecodeKind.DENSE
         self._is_decode = self._is_open = False
         self._grown: frozenset[int] = frozenset()
@@ -84,6 +94,8 @@ class SharedLink:
         """Read the residual stream of SGLang's `model`, if the policy predicts queries from it."""
         if self.program.needs_hidden:
             install_residual_hooks(model, self._on_layer_input)
+            if self._signals.sends_beside:
+                install_norm_hooks(model, self._on_normed)
 
     # -- prefill -------------------------------------------------------------------------
 
@@ -133,8 +145,8 @@ class SharedLink:
 
     def begin_decode(self, kind: DecodeKind, step: DecodeRows) -> None:
         """See `Link.begin_decode`."""
-        self._is_decode, self._kind = True, kind
-        is_asked = kind is not DecodeKind.DENSE or self.program.attends
+        self._is_decode, self._kind, self._unsent = True, kind, None
+        is_asked = self.program.asks(kind)
         if step.is_rehearsal:
             self._signals.mask()
             self._is_open = is_asked
@@ -163,19 +175,40 @@ class SharedLink:
         self._announce(EntryKind.DECODE, rows, variant=variant, num_cold=step.num_cold, step=step)
 
     def enter_attention(self, layer: int) -> None:
-        """See `Link.enter_attention`."""
+        """See `Link.enter_attention`.
+
+        Raises
+        ------
+        ContractError
+            If the layer's residual stream should have been sent, and its norm was not called.
+        """
+        if self._unsent is not None:
+            raise ContractError(
+                f"layer {layer}: SGLang has not called input_layernorm as a module, so its "
+                "residual stream is not known; disable fused norms in SGLang, or serve with "
+                "--cache-ranks 0"
+            )
+        self._signals.join_sent()
 
     def select_with_query(
         self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: Any,
         forward_batch: Any, save_kv_cache: bool,
     ) -> None:  # fmt: skip
         """See `Link.select_with_query`."""
-        if self._is_open and self.program.hands_over_query(self._kind, layer):
+        program, self._size = self.program, len(query)
+        is_remote = program.attends_remotely(layer)
+        if is_remote and save_kv_cache:
+            store_tokens(self._pool, owner, forward_batch, k, v)
+        if self._is_open and (is_remote or program.hands_over_query(self._kind, layer)):
             self._signals.put_query(layer, query)
 
     def remote_output(self, layer: int) -> torch.Tensor | None:
-        """See `Link.remote_output`: all K/V are mapped here."""
-        return None
+        """See `Link.remote_output`; of no use in a pass that is void."""
+        if not self.program.attends_remotely(layer):
+            return None
+        if not self._is_open or not self._signals.await_output(layer, self._size):
+            self._lose()
+        return self._connection.tensors["remote_outputs"][: self._size].flatten(1)
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
         """See `Link.attend_selected`."""
@@ -212,6 +245,7 @@ class SharedLink:
 
     def recover(self) -> None:
         """See `Link.recover`."""
+        self._unsent = None
         if self._is_open:
             self._signals.give_up()
             self._is_open = False
@@ -291,5 +325,14 @@ class SharedLink:
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
         is_selecting = self._is_open and self._is_decode and self._kind is DecodeKind.SELECTING
-        if is_selecting and self.program.reads_stream(layer):
+        if not is_selecting or not self.program.reads_stream(layer):
+            return
+        if self._signals.sends_beside:
+            self._unsent = layer
+        else:
             self._signals.put_stream(layer, hidden_states, residual)
+
+    def _on_normed(self, layer: int, stream: torch.Tensor) -> None:
+        if self._unsent == layer:
+            self._unsent = None
+            self._signals.put_stream_beside(layer, stream)

@@ -15,6 +15,7 @@ from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
 
 from .base import DecodeRows
 from .connection import SharedConnection
+from .layer_streams import stream_beside
 
 
 class LinkSignals(Protocol):
@@ -22,6 +23,8 @@ class LinkSignals(Protocol):
 
     is_captured: bool
     """Whether steps may be captured in CUDA graphs, so that calls are not seen when they run."""
+    sends_beside: bool
+    """Whether streams go to another GPU: they are sent beside the forward pass, not within it."""
 
     def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
         """Announce a step, of decode `step`, that what follows is about.
@@ -36,6 +39,12 @@ class LinkSignals(Protocol):
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
         """Hand over ``hidden_states + residual`` ``[B, hidden_size]`` at the entry of `layer`."""
+
+    def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
+        """Hand over ``stream [B, hidden_size]``, which stays as it is until `join_sent`."""
+
+    def join_sent(self) -> None:
+        """Let what follows wait for what was put beside it."""
 
     def put_query(self, layer: int, query: torch.Tensor) -> None:
         """Hand over the query ``[B, Hq, D]`` of `layer`."""
@@ -52,6 +61,9 @@ class LinkSignals(Protocol):
     def await_ready(self, layer: int) -> bool:
         """Wait until the engine is done with `layer`; False: it is lost."""
 
+    def await_output(self, layer: int, size: int) -> bool:
+        """Wait for what the engine has attended to for `size` requests; False: it is lost."""
+
     def end(self) -> bool:
         """End a step: SGLang may write to the request table once the engine has read it.
 
@@ -66,12 +78,18 @@ class LinkSignals(Protocol):
 
 
 class HostSignals:
-    """Flags in host memory: what is written is seen at once, in order."""
+    """Flags in host memory: what is written is seen at once, in order.
+
+    With `sends_beside` the calls of a link between two GPUs are taken, for tests without any.
+    """
 
     is_captured = False
 
-    def __init__(self, connection: SharedConnection, num_layers: int) -> None:
+    def __init__(
+        self, connection: SharedConnection, num_layers: int, *, sends_beside: bool = False
+    ) -> None:
         self._connection, self._at = connection, FlagIndex(num_layers)
+        self.sends_beside = sends_beside
 
     def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
         """See `LinkSignals.begin`: the engine has ended all that earlier steps asked for."""
@@ -100,6 +118,13 @@ class HostSignals:
             torch.add(hidden_states, residual, out=out)
         self._connection.raise_to(self._at.input(layer))
 
+    def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
+        """See `LinkSignals.put_stream_beside`: one thing is done after the other."""
+        self.put_stream(layer, stream, None)
+
+    def join_sent(self) -> None:
+        """See `LinkSignals.join_sent`: nothing is beside the forward pass."""
+
     def put_query(self, layer: int, query: torch.Tensor) -> None:
         """See `LinkSignals.put_query`."""
         if self._connection.lost_reason is None:
@@ -122,6 +147,11 @@ class HostSignals:
     def await_ready(self, layer: int) -> bool:
         """See `LinkSignals.await_ready`."""
         return self._connection.wait(self._at.ready(layer))
+
+    def await_output(self, layer: int, size: int) -> bool:
+        """See `LinkSignals.await_output`."""
+        del size
+        return self.await_ready(layer)
 
     def end(self) -> bool:
         """See `LinkSignals.end`."""
@@ -148,13 +178,24 @@ class StreamSignals:
     timeout_s : float
         Longest wait for the engine. A wait that ends without it masks all that follows
         (`tandemkv.kernels.step_flags`), and the step is lost.
+    sends_beside : bool
+        Whether the engine is on another GPU, or to be taken for so.
     """
 
     is_captured = True
 
-    def __init__(self, connection: SharedConnection, num_layers: int, *, timeout_s: float) -> None:
-        tensors = connection.tensors
+    def __init__(
+        self,
+        connection: SharedConnection,
+        num_layers: int,
+        *,
+        timeout_s: float,
+        sends_beside: bool = False,
+    ) -> None:
+        tensors, self.sends_beside = connection.tensors, sends_beside
         device = tensors.homes.here
+        self._beside = stream_beside(device, tensors.homes.engine) if sends_beside else None
+        self._has_sent = False
         self._connection, self._timeout_s = connection, timeout_s
         self._flags, self._tensors = GpuFlags(tensors, num_layers), tensors
 
@@ -211,6 +252,22 @@ class StreamSignals:
         out, flags = self._tensors["streams"][layer, :size], self._flags.input(layer, size)
         send_rows(hidden_states, residual, out, flags, step=self._step, lost=self._lost)
 
+    def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
+        """See `LinkSignals.put_stream_beside`."""
+        if self._beside is None:
+            self.put_stream(layer, stream, None)
+            return
+        self._beside.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(self._beside):
+            self.put_stream(layer, stream, None)
+        self._has_sent = True
+
+    def join_sent(self) -> None:
+        """See `LinkSignals.join_sent`."""
+        if self._has_sent and self._beside is not None:
+            torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
+        self._has_sent = False
+
     def put_query(self, layer: int, query: torch.Tensor) -> None:
         """See `LinkSignals.put_query`."""
         size, rows = len(query), query.flatten(1)
@@ -235,6 +292,11 @@ class StreamSignals:
     def await_ready(self, layer: int) -> bool:
         """See `LinkSignals.await_ready`."""
         self._wait(self._flags.ready(layer), self._step)
+        return True
+
+    def await_output(self, layer: int, size: int) -> bool:
+        """See `LinkSignals.await_output`: a flag a row."""
+        self._wait(self._flags.ready(layer, size), self._step)
         return True
 
     def end(self) -> bool:

@@ -90,6 +90,9 @@ class Recovery:
         Identity of the present tenant of a row.
     num_cold : int
         Longest request that has no resident set.
+    refill : Callable
+        Brings what only the inference rank keeps of rows, pairs of a row and its tokens, to what it
+        was before the lost passes.
     timeout_s : float
         Longest pause.
     """
@@ -103,8 +106,10 @@ class Recovery:
         *,
         generation_of: Callable[[int], int],
         num_cold: int,
+        refill: Callable[[Sequence[tuple[int, int]]], None],
         timeout_s: float,
     ) -> None:
+        self._refill = refill
         self._connection, self._counters = connection, counters
         self._passes, self._penalties = passes, penalties
         self._generation_of, self._num_cold, self._timeout_s = generation_of, num_cold, timeout_s
@@ -220,7 +225,9 @@ class Recovery:
             self._connection.mark_lost(f"the cache rank that came back cannot be used: {error}")
             self._await_cache_rank()
             return
-        self._connection.resume(self._rows(live_requests(scheduler)))
+        rows = self._rows(live_requests(scheduler))
+        self._connection.resume(rows)
+        self._refill([(row.row, row.length) for row in rows])
         self.state = State.RESUMING
 
     def _end(self, scheduler: Any) -> None:

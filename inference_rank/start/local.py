@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.engine import (
+    Allocate,
     DenseLengths,
     Engine,
     EnginePools,
@@ -18,6 +19,7 @@ from tandemkv.cache_rank.protocol.engine import (
     create_engine,
 )
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
@@ -30,7 +32,7 @@ from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
 from tandemkv.inference_rank.attention.resident_set import ResidentSet
-from tandemkv.inference_rank.attention.sample_set import make_log_weights
+from tandemkv.inference_rank.attention.sample_set import make_log_weights, zeros_on
 from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import Link
@@ -240,8 +242,10 @@ def make_home(
     num_dense = dense_steps(selection).num_dense
     sizes |= {"num_resident": width, "num_dense": num_dense, "device": device}
     longest = model.max_context if selection.declared.has_slow_steps else 0
-    if settings.placement.has_peer_gpu:
-        resident = ResidentSet(model, selection, rows1 - 1, device)
+    mapped = getattr(pool, "mapped", None)
+    if settings.placement.has_far_pool:
+        allocate = None if mapped is None else _beside_the_model(mapped)
+        resident = ResidentSet(model, selection, rows1 - 1, device, allocate)
         own = None
         if resident.samples is not None:
             own = OwnSamples(
@@ -261,15 +265,23 @@ def make_home(
     ]
     samples = None
     if selection.num_samples:
-        mapped = getattr(pool, "mapped", None)
         if mapped is not None:
             log_weight = mapped["sample_log_weight"].fill_(float("-inf"))
         else:
-            log_weight = make_log_weights(model, selection, rows1 - 1, device)
+            log_weight = make_log_weights(model, selection, rows1 - 1, zeros_on(device))
         samples = PoolSamples(pool, log_weight, **sample_sizes)
     return PoolTail(
         pool, AttendTable(**sizes, first_slot=num_slots, longest=longest), sets, samples
     )
+
+
+def _beside_the_model(mapped: MappedTensors) -> Allocate:
+    """Return what gives the tensors on the model's GPU, which the engine writes to."""
+
+    def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return mapped.allocate(name, shape, dtype, "inference")
+
+    return allocate
 
 
 def full_backend(runner: Any) -> Any:
@@ -318,11 +330,11 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
         )
     check_dense(selection, settings.placement)
     declared = selection.declared
-    if settings.placement.has_peer_gpu and (declared.has_slow_steps or declared.attends):
+    if settings.placement.has_far_pool and (declared.has_slow_steps or declared.attends):
         raise SettingsError(
             f"policy={selection.policy} attends to tokens that are not resident, and with "
             f"transport={settings.placement.link} these are not where the model is; use "
-            "--cache-ranks 0 or 1, and not --transport peer"
+            "--cache-ranks 0"
         )
     if selection.index_dtype == "int4" and selection.num_recent_tokens < page_size:
         raise SettingsError(

@@ -60,6 +60,7 @@ class SharedRuntime(runtime_module.Runtime):
             self.counters,
             generation_of=self.generation,
             num_cold=backend.num_cold,
+            refill=backend.refill,
             timeout_s=self.settings.exchange.recovery_timeout_s,
         )
 
@@ -85,7 +86,8 @@ class SharedRuntime(runtime_module.Runtime):
         told = {
             "lost_reason": self.client.lost_reason or "",
             "state": "no cache rank" if self.recovery.is_down else self.recovery.state.value,
-            "plan_placement": "a process of its own, in shared memory",
+            "plan_placement": "a process of its own, in shared memory"
+            + (", on a second GPU" if self.settings.placement.has_far_pool else ""),
             "plan_note": "not measured in another process; see exchange_wait_us_total",
         }
         return StatusReply(
@@ -136,10 +138,11 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     )
     selection = settings.selection
     limit = limit_s(settings.exchange)
+    homes, is_far = pool.mapped.homes, settings.placement.has_far_pool
     signals = (
-        StreamSignals(connection, model.num_layers, timeout_s=limit)
-        if pool.mapped.homes.are_on_gpu
-        else HostSignals(connection, model.num_layers)
+        StreamSignals(connection, model.num_layers, timeout_s=limit, sends_beside=is_far)
+        if homes.are_on_gpu
+        else HostSignals(connection, model.num_layers, sends_beside=is_far)
     )
     link = SharedLink(
         connection,
@@ -147,6 +150,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
         model,
         generation_of=runtime.generation,
         rows_on_host=lambda: runtime.rows_on_host,
+        pool=pool,
     )
     link.hook(runner.model)
     backend = ResidentBackend(
@@ -154,8 +158,8 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
         full_backend(runner),
         link,
         home,
-        cache_device=device,
-        is_far=False,
+        cache_device=homes.engine if is_far else device,
+        is_far=is_far,
         seed_window=selection.seed_window,
         dense=dense_steps(selection),
         num_resident=selection.num_resident,
@@ -176,7 +180,8 @@ def _put_predictor(
         num_qo_heads=model.num_qo_heads,
         head_dim=model.head_dim,
         device=torch.device(runner.device),
-        is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=False) == "int8",
+        is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=settings.placement.has_far_pool)
+        == "int8",
     )
     predictor.load()
     put_weights(mapped, *predictor.weights())

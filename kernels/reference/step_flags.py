@@ -15,11 +15,14 @@ def send_rows(
 ) -> None:
     """Write and raise; see `tandemkv.kernels.step_flags.send_rows`."""
     out.copy_(hidden if residual is None else hidden + residual)
-    raise_flags(flags, step=step, lost=lost)
+    raise_flags(flags, step=step, lost=lost, follows=False)
 
 
-def raise_flags(flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor) -> None:
+def raise_flags(
+    flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor, follows: bool
+) -> None:
     """Raise; see `tandemkv.kernels.step_flags.raise_flags`."""
+    del follows
     if not lost.any():
         flags.fill_(int(step))
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandemkv.kernels.triton_ops.chained import is_chained, lead
+from tandemkv.kernels.triton_ops.chained import follow, is_chained, lead
 from tandemkv.kernels.triton_ops.flags import _load_acquire, _nanoseconds
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -36,8 +36,9 @@ def _send_kernel(
 
 
 @triton.jit
-def _raise_kernel(flags, num_flags, step, lost, BLOCK: tl.constexpr):
+def _raise_kernel(flags, num_flags, step, lost, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     at = tl.arange(0, BLOCK)
+    follow(CHAINED)
     number, is_lost = tl.load(step), tl.load(lost)
     tl.atomic_xchg(
         flags + at, tl.full([BLOCK], 0, tl.int32) + number,
@@ -96,11 +97,16 @@ def send_rows(
     )  # fmt: skip
 
 
-def raise_flags(flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor) -> None:
+def raise_flags(
+    flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor, follows: bool
+) -> None:
     """Raise; see `tandemkv.kernels.step_flags.raise_flags`."""
     if len(flags):
-        block = triton.next_power_of_2(len(flags))
-        _raise_kernel[(1,)](flags, len(flags), step, lost, BLOCK=block, num_warps=1)
+        block, chained = triton.next_power_of_2(len(flags)), follows and is_chained(flags.device)
+        _raise_kernel[(1,)](
+            flags, len(flags), step, lost, BLOCK=block, CHAINED=chained, launch_pdl=chained,
+            num_warps=1,
+        )  # fmt: skip
 
 
 def wait_flags(

@@ -219,7 +219,7 @@ def _remote_selection(
     """
     if not load.selects:
         return 0.0, 0.0
-    dtype = load.predictor_dtype if placement.may_be_peer else "native"
+    dtype = load.predictor_dtype if placement.is_paired else "native"
     own_us = selection_us(shape, load, placement.num_cache_gpus, cost, predictor_dtype=dtype)
     select_us = scanned * own_us + (1 - scanned) * gather_us(load, cost) + cost.exchange_us
     own_us += cost.exchange_us
@@ -231,7 +231,7 @@ def _remote_selection(
     # Of the first layer, which has none before it to hide behind, unless the last step has selected
     # for it; beside that step's logits one layer hides.
     has_exact = sparse < shape.num_layers
-    if not has_exact and not (placement.may_be_peer and load.num_late):
+    if not has_exact and not (placement.is_paired and load.num_late):
         exposed_us += own_us / max(1, sparse)
     return select_us, exposed_us
 

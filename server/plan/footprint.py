@@ -18,6 +18,8 @@ CACHE_RUNTIME_BYTES = 1 * GIB
 """The same on a GPU that runs no model: CUDA context, transport, workspace of one layer."""
 USABLE_FRACTION = 0.95
 """Part of a GPU's memory that is planned with; the rest is the allocator's fragmentation."""
+BOOK_COPIES = 3
+"""The books of each row, and two versions of them in memory that outlives the cache rank."""
 NUM_LANES = 2
 """Selections at once, each with a scratch of its own (`CacheEngine`)."""
 
@@ -31,6 +33,7 @@ class Footprint:
     key_index: int = 0
     resident_set: int = 0
     selection_scratch: int = 0
+    books: int = 0
     staging: int = 0
     activations: int = 0
     runtime: int = 0
@@ -102,17 +105,17 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
                 **model,
             )
         )
-    caches, mailboxes = placement.num_cache_gpus, mailbox_bytes(shape, load)
-    dtype = load.predictor_dtype if placement.may_be_peer else "native"
-    staging = staging_bytes(shape, load) + mailboxes
+    caches = placement.num_cache_gpus
+    dtype = load.predictor_dtype if placement.is_paired else "native"
     return PlacementMemory(
-        inference=Footprint(resident_set=resident, staging=_shard(staging, tp_size), **model),
+        inference=Footprint(resident_set=resident, **model),
         cache=Footprint(
             weights=_shard(shape.predictor_copy_bytes(dtype), caches),
             kv=_shard(kv, caches),
             key_index=_shard(index, caches),
             selection_scratch=_shard(scratch, caches),
-            staging=_shard(mailboxes, caches),
+            books=_shard(book_bytes(shape, load), caches),
+            staging=staging_bytes(shape, load, caches),
             runtime=CACHE_RUNTIME_BYTES,
         ),
     )
@@ -143,15 +146,26 @@ def scratch_bytes(shape: ModelShape, load: Workload) -> int:
     return NUM_LANES * (tokens * (2 * group + 2 * 4 * group // 16) + tokens // 4)
 
 
-def staging_bytes(shape: ModelShape, load: Workload) -> int:
-    """Bytes of prefill staging, unsharded: a restored prefix, two layers deep, and one chunk."""
-    prefix = 2 * load.context_tokens * shape.kv_layer_token_bytes
-    return prefix + load.chunk_tokens * shape.kv_token_bytes
+def book_bytes(shape: ModelShape, load: Workload) -> int:
+    """Bytes of what the engine remembers of rows, unsharded; none if nothing is selected.
+
+    For each resident slot its position and when it was used, int32 each.
+    """
+    if not load.selects:
+        return 0
+    slots = shape.num_layers * (load.concurrency + 1) * shape.num_kv_heads * load.num_resident
+    return BOOK_COPIES * 2 * 4 * slots
 
 
-def mailbox_bytes(shape: ModelShape, load: Workload) -> int:
-    """Bytes of the per-layer mailboxes, double-buffered, unsharded."""
-    return 2 * load.concurrency * load.fetch_cap_tokens * shape.kv_token_bytes
+def staging_bytes(shape: ModelShape, load: Workload, num_shards: int) -> int:
+    """Bytes of what the model's GPU sends to a cache GPU, which holds one of `num_shards`.
+
+    A residual stream and a query for each layer and request, and the last queries of prompts, of
+    two layers (`shared_region.staging_specs`).
+    """
+    query = _shard(shape.num_qo_heads, num_shards) * shape.head_dim
+    streams = shape.num_layers * load.concurrency * (shape.hidden_size + query)
+    return (streams + 2 * load.concurrency * load.seed_window * query) * shape.item_bytes
 
 
 def activation_bytes(shape: ModelShape, load: Workload, tp_size: int) -> int:

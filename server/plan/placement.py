@@ -36,10 +36,10 @@ class Placement:
         return self.tp_size + self.num_cache_gpus
 
     @property
-    def may_be_peer(self) -> bool:
-        """Whether each inference GPU has a cache GPU of its own, which its process can drive.
+    def is_paired(self) -> bool:
+        """Whether each inference GPU has a cache GPU of its own.
 
-        Others have cache ranks in processes of their own: no late layers, and W_q as it is.
+        Then layers may be late, and the copy of W_q may be int8.
         """
         return self.kind is PlacementKind.SEPARATE and self.num_cache_gpus == self.tp_size
 
@@ -61,6 +61,8 @@ class Placement:
         tensor_parallel = ("--tp", str(self.tp_size)) if self.tp_size > 1 else ()
         if self.kind is PlacementKind.IN_PROCESS:
             return ("--cache-ranks", "0", *tensor_parallel)
+        if self.tp_size == 1:
+            return ("--cache-ranks", "1")
         return ("--cache-ranks", "1", "--transport", "peer", *tensor_parallel)
 
     @property

@@ -29,6 +29,7 @@ class Workload:
     nothing hides. Between two GPUs `num_late` first layers are selected for in the step
     before, and the copy of W_q has `predictor_dtype`, ``native`` or ``int8``. In the inference
     rank's own GPU `own_predictor_dtype` is ``native``, the model's W_q, or an ``int8`` copy.
+    `seed_window` is the number of last queries of a prompt that its set is chosen with.
     """
 
     context_tokens: int
@@ -47,6 +48,7 @@ class Workload:
     num_late: int = 0
     predictor_dtype: str = "int8"
     own_predictor_dtype: str = "native"
+    seed_window: int = 64
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -100,6 +102,7 @@ class Workload:
             exact_layers=selection.exact_layer_ids,
             waits=is_own,
             num_late=selection.late_between_gpus,
+            seed_window=selection.seed_window,
             predictor_dtype=changed.predictor_dtype_of(on_peer_gpu=True),
             own_predictor_dtype=changed.predictor_dtype_of(on_peer_gpu=False),
         )

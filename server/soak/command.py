@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.command_classes import ServeCommand, passed_through
+from tandemkv.server.evaluation.compact_json import compact_json
 
 if TYPE_CHECKING:
     from .faults import Action
@@ -150,7 +150,7 @@ def _run(
         found, verdict, rules, "started for the soak" if server.is_ours else server.url
     )
     if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        out.write_text(compact_json(report), encoding="utf-8")
     Console(highlight=False).print(as_tables(report))
     return verdict.passed
 

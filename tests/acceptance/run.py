@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import re
@@ -31,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import items
 import workbench
 from rank_servers import model_dir
+
+from tandemkv.server.evaluation.compact_json import compact_json
 
 
 def stamp(arguments: list[str], seconds: float) -> dict[str, Any]:
@@ -86,8 +87,8 @@ def main() -> int:
         seconds = time.monotonic() - start
         failed += not result["pass"]
         arguments = ["--only", name, "--jobs", str(args.jobs)]
-        text = scrub(json.dumps(stamp(arguments, seconds) | result, indent=1))
-        (args.out / f"{name}.json").write_text(text + "\n")
+        text = scrub(compact_json(stamp(arguments, seconds) | result))
+        (args.out / f"{name}.json").write_text(text)
         for i, row in enumerate(result["checks"]):
             verdict = "yes" if row["pass"] else "[red]NO[/]"
             cells = (shown(row["name"]), shown(row["value"]), shown(row["required"]))

@@ -61,6 +61,8 @@ def test_a_wait_compares_step_numbers(
 def test_flags_are_raised_unless_the_epoch_is_lost() -> None:
     for module in BOTH:
         flags = torch.zeros(6, dtype=torch.int32, device=DEVICE)
-        module.raise_flags(flags[:2], step=word(5), lost=word(0))
-        module.raise_flags(flags[3:5], step=word(6), lost=word(1))
+        module.raise_flags(flags[:2], step=word(5), lost=word(0), follows=False)
+        module.raise_flags(flags[3:5], step=word(6), lost=word(1), follows=True)
         assert flags.tolist() == [5, 5, 0, 0, 0, 0]
+        module.raise_flags(flags[3:5], step=word(6), lost=word(0), follows=True)
+        assert flags.tolist() == [5, 5, 0, 6, 6, 0]

@@ -116,7 +116,12 @@ def decode(request: DecodeRequest) -> None:
                 "this benchmark times GPU work and no GPU is visible; run it on one, or let "
                 "`tandemkv plan` predict"
             )
-        result = run_decode(run, console.print, headline=request.headline)
+        result = run_decode(
+            run,
+            console.print,
+            headline=request.headline,
+            keep=lambda found: _write("decode", found.rows, found.failures, gpu, request.out),
+        )
     for name, traces in result.traces.items():
         for trace in traces:
             console.print(f"Chrome trace of {name}: {trace}", soft_wrap=True)
@@ -230,11 +235,7 @@ def _finish(
     console: Console,
 ) -> None:
     """Write and show a report; exit with 1 if a figure is missing."""
-    report: Report = make_report(
-        name, rows, command=provenance.own_command(), failures=failures, gpu=gpu
-    )
-    path = out or DEFAULT_FOLDER / f"{name}.json"
-    write_report(report, path)
+    report, path = _write(name, rows, failures, gpu, out)
     for row in report.rows:
         spread = f" ({row.p10:.4g} to {row.p90:.4g})" if row.p10 is not None and row.p90 else ""
         text = f"{row.figure}: {row.value:.4g} {row.unit}{spread}"
@@ -245,6 +246,21 @@ def _finish(
     typer.echo(str(path))
     if report.failures or not report.rows:
         raise typer.Exit(1)
+
+
+def _write(
+    name: str,
+    rows: Sequence[Row],
+    failures: Sequence[Failure],
+    gpu: Gpu | None,
+    out: Path | None,
+) -> tuple[Report, Path]:
+    report: Report = make_report(
+        name, rows, command=provenance.own_command(), failures=failures, gpu=gpu
+    )
+    path = out or DEFAULT_FOLDER / f"{name}.json"
+    write_report(report, path)
+    return report, path
 
 
 def _console() -> Console:

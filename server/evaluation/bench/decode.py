@@ -57,7 +57,11 @@ class DecodeResult:
 
 
 def run_decode(
-    run: DecodeRun, progress: Callable[[str], None], *, headline: str | None = None
+    run: DecodeRun,
+    progress: Callable[[str], None],
+    *,
+    headline: str | None = None,
+    keep: Callable[[DecodeResult], object] = lambda _: None,
 ) -> DecodeResult:
     """Run every configuration at every point; a run that fails does not end the others.
 
@@ -70,6 +74,8 @@ def run_decode(
     headline : str, optional
         The configuration whose ratios get the short names, default the first that is no
         reference.
+    keep : callable
+        Given the result so far after each configuration, so that an interrupted run has a report.
 
     Raises
     ------
@@ -95,7 +101,6 @@ def run_decode(
         for batch, points in batches:
             progress(f"{name}: {', '.join(point.label for point in points)}")
             output = _run_child(run, name, configuration, batch, points, model_dir)
-            # Said at once: an interrupted run has no report.
             for item in output.measured:
                 measured[name, item.point] = item
                 spread = item.queued or item.waited
@@ -104,8 +109,20 @@ def run_decode(
                 progress(f"  {failure.figure}: {failure.reason}")
             failures += output.failures
             traces[name] = traces.get(name, ()) + output.traces
+        result = _result(run, measured, failures, traces, headline)
+        keep(result)
+    return result
+
+
+def _result(
+    run: DecodeRun,
+    measured: Mapping[tuple[str, Point], Measured],
+    failures: Sequence[Failure],
+    traces: Mapping[str, tuple[Path, ...]],
+    headline: str | None,
+) -> DecodeResult:
     rows = decode_rows(measured) + ratio_rows(measured, run.configurations, headline=headline)
-    return DecodeResult(rows=tuple(rows), failures=tuple(failures), traces=traces)
+    return DecodeResult(rows=tuple(rows), failures=tuple(failures), traces=dict(traces))
 
 
 def check_headline(configurations: Mapping[str, Configuration], headline: str | None) -> None:
@@ -128,10 +145,10 @@ def decode_rows(measured: Mapping[tuple[str, Point], Measured]) -> list[Row]:
     """Return ``tpot_ms_*``, ``queued_tpot_ms_*`` and ``prefill_s_*`` of what was measured."""
     rows = []
     for (name, point), item in measured.items():
-        label = f"{name}_{point.label}"
-        rows.append(Row.of(f"tpot_ms_{label}", item.waited, "ms"))
+        label, note = f"{name}_{point.label}", "; ".join(item.devices)
+        rows.append(Row.of(f"tpot_ms_{label}", item.waited, "ms", note=note))
         if item.queued is not None:
-            rows.append(Row.of(f"queued_tpot_ms_{label}", item.queued, "ms"))
+            rows.append(Row.of(f"queued_tpot_ms_{label}", item.queued, "ms", note=note))
         if item.prefill_s is not None:
             rows.append(Row(figure=f"prefill_s_{label}", value=item.prefill_s, unit="s", n=1))
     return rows
@@ -217,6 +234,8 @@ def _run_child(
         )
         with cache_rank_beside(settings, run_dir, folder):
             status = _wait(argv, env, folder, run.timeout_s)
+    except SettingsError as error:  # the other configurations can still be measured
+        return _ChildOutput(measured=[], failures=_all_failed(name, points, str(error)), traces=())
     finally:
         run_dir.remove()
     text = _read(folder / "stdout.log")
@@ -235,6 +254,10 @@ def _run_child(
             reason = failed.get(point) or f"{status}: {_last_error(folder / 'stderr.log')}"
             failures.append(Failure(f"tpot_ms_{name}_{point.label}", reason))
     return _ChildOutput(measured=measured, failures=failures, traces=traces)
+
+
+def _all_failed(name: str, points: Sequence[Point], reason: str) -> list[Failure]:
+    return [Failure(f"tpot_ms_{name}_{point.label}", reason) for point in points]
 
 
 def _child_argv(

@@ -89,7 +89,8 @@ def parse_result(text: str, points: Sequence[Point]) -> tuple[list[Measured], di
                 failed[point] = str(item["error"])
                 continue
             waited, queued = (msgspec.convert(item[key], Spread) for key in _SPREADS)
-            measured.append(Measured(point=point, waited=waited, queued=queued))
+            devices = tuple(str(name) for name in item.get("devices", ()))
+            measured.append(Measured(point=point, waited=waited, queued=queued, devices=devices))
     except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise BenchError(f"{MODULE} wrote a result that lacks {error}; report it") from error
     return measured, failed

@@ -27,10 +27,12 @@ class Measured:
     """Decode steps of one point, in ms.
 
     `waited` are steps each of which was waited for; `queued` steps that were queued one behind
-    another, as SGLang's overlap scheduler runs them, where that was measured.
+    another, as SGLang's overlap scheduler runs them, where that was measured. `devices` are the
+    GPUs that worked, by name.
     """
 
     point: Point
     waited: Spread
     queued: Spread | None = None
     prefill_s: float | None = None
+    devices: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from typing import Annotated, Self
 import msgspec
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.compact_json import compact_json
 from tandemkv.server.evaluation.provenance import (
     BenchError,
     Gpu,
@@ -98,11 +99,11 @@ def make_report(
 
 def write_report(report: Report, path: Path) -> None:
     """Write `report` as JSON, after checking that it reads back as the same."""
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    text = compact_json(msgspec.to_builtins(report))
     if msgspec.json.decode(text, type=Report) != report:
         raise BenchError(f"report {report.benchmark} does not survive being written; report it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text + b"\n")
+    path.write_text(text, encoding="utf-8")
 
 
 def read_report(path: Path) -> Report:

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Percentile bootstrap intervals (Efron & Tibshirani, *An Introduction to the Bootstrap*, 1993)."""
+"""Intervals: percentile bootstrap (Efron & Tibshirani, 1993), and those of right and wrong answers.
+
+A bootstrap of answers that are all right has no width. Answers that are right or wrong get the
+intervals of proportions instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 DRAWS = 4000
 BLOCK_TOKENS = 16
 LEVEL = 0.95
+_Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 class Interval(NamedTuple):
@@ -37,6 +43,51 @@ def mean_interval(values: ArrayLike, *, draws: int = DRAWS, seed: int = 0) -> In
         raise ValueError(f"values of shape {array.shape}: a non-empty vector is required")
     chosen = np.random.default_rng(seed).integers(0, array.size, size=(draws, array.size))
     return _interval(float(array.mean()), array[chosen].mean(axis=1))
+
+
+def score_interval(scores: ArrayLike) -> Interval:
+    """Return the mean of scores: Wilson's interval (1927) if all are 0 or 1, else the bootstrap's.
+
+    Parameters
+    ----------
+    scores : array_like
+        ``[N]``, N > 0.
+    """
+    array = np.asarray(scores, dtype=np.float64)
+    if array.size == 0 or not _are_binary(array):
+        return mean_interval(array)
+    count, mean = array.size, float(array.mean())
+    middle = (mean + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
+    half = _Z * np.sqrt(mean * (1 - mean) / count + _Z**2 / (4 * count**2)) / (1 + _Z**2 / count)
+    return Interval(mean, max(0.0, float(middle - half)), min(1.0, float(middle + half)))
+
+
+def paired_interval(scores: ArrayLike, reference: ArrayLike) -> Interval:
+    """Return the mean of `scores` less that of `reference`, sample by sample.
+
+    If all are 0 or 1, the interval is that of Agresti & Min (2005), which adds half a sample to
+    each of the four outcomes of a pair; else the bootstrap's of the differences.
+
+    Parameters
+    ----------
+    scores, reference : array_like
+        ``[N]`` each, N > 0.
+    """
+    ours, theirs = np.asarray(scores, np.float64), np.asarray(reference, np.float64)
+    gaps = ours - theirs
+    if gaps.size == 0 or not (_are_binary(ours) and _are_binary(theirs)):
+        return mean_interval(gaps)
+    gained, lost = float((gaps > 0).sum()) + 0.5, float((gaps < 0).sum()) + 0.5
+    count = gaps.size + 2
+    middle = (gained - lost) / count
+    half = _Z * np.sqrt(gained + lost - (gained - lost) ** 2 / count) / count
+    return Interval(
+        float(gaps.mean()), max(-1.0, float(middle - half)), min(1.0, float(middle + half))
+    )
+
+
+def _are_binary(values: NDArray[np.float64]) -> bool:
+    return bool(np.isin(values, (0.0, 1.0)).all())
 
 
 def block_interval(

@@ -29,7 +29,7 @@ from tandemkv.server.settings_sources import Sourced, load_settings, read_assign
 from .configurations import Configuration, parse_budgets, plan
 from .prompts import Prompts
 from .request import Request, names_in
-from .samples import Sample, digest, samples_digest, write_samples
+from .samples import Sample, digest, write_samples
 from .served import (
     AS_SERVED,
     Resolve,
@@ -118,7 +118,7 @@ class Campaign:
         more: list[object] = [] if part == (1, 1) else [list(part)]
         if configuration.is_dense and dense_argv:
             more.append(list(dense_argv))
-        samples = samples_digest(self.prompts.samples[task])
+        samples = self.prompts.tasks[task]["samples_digest"]
         return digest(samples, configured, settings, self.spec.model_hash, *more)
 
     def applies(self, configuration: Configuration, task: Task) -> bool:
@@ -137,7 +137,7 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     UnsupportedModelError
         If the model cannot be served.
     """
-    tasks = find_tasks(names_in(request.tasks), request.contexts)
+    tasks = find_tasks(request.task_names, request.contexts)
     _check_part_and_dense(request, tasks)
     model_dir = resolve_model(request.model or "", note)
     device = resolve_device(request.device)
@@ -152,12 +152,7 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
     _check_samples(request, prompts, spec)
     if request.as_served:
         check_prompts_fit(served, prompts.longest)
-    if _CAPACITY not in flags and base.cache.capacity_tokens == CacheSettings().capacity_tokens:
-        # What one turn leaves in the cache must outlast the first turns of the others.
-        turns = 2 if prompts.has_turns else 1
-        needed = (prompts.longest + SPARE_TOKENS) * (turns * request.concurrency + 1)
-        flags[_CAPACITY] = Sourced(max(4096, needed), "--concurrency")
-        base = load_settings(flags, {}, request.config)
+    base = _with_capacity(request, flags, base, prompts)
     for name, found in prompts.samples.items():
         write_samples(request.folder / "samples" / f"{name}.jsonl", found)
     campaign = Campaign(
@@ -178,6 +173,19 @@ def prepare(request: Request, note: Callable[[str], None]) -> Campaign:
         campaign,
         configurations=[_with_resolved(campaign, item, resolve) for item in configurations],
     )
+
+
+def _with_capacity(
+    request: Request, flags: Mapping[str, Sourced], base: ServeSettings, prompts: Prompts
+) -> ServeSettings:
+    """Make room for all requests at once, where no capacity is given."""
+    if _CAPACITY in flags or base.cache.capacity_tokens != CacheSettings().capacity_tokens:
+        return base
+    # What one turn leaves in the cache must outlast the first turns of the others.
+    turns = 2 if prompts.has_turns else 1
+    needed = (prompts.longest + SPARE_TOKENS) * (turns * request.concurrency + 1)
+    more = {_CAPACITY: Sourced(max(4096, needed), "--concurrency")}
+    return load_settings({**flags, **more}, {}, request.config)
 
 
 def _served_flags(request: Request, model_dir: Path) -> dict[str, Sourced]:

@@ -81,14 +81,16 @@ def quality(request: Request) -> None:
 
 
 def _draw_pareto(request: Request, console: Console) -> None:
-    from .pareto import pareto
+    from .pareto import pareto, pareto_view
     from .pareto_plot import draw_pareto
 
     quality_file, decode_file = request.pareto or (request.out, request.out)
-    found = pareto(quality_file, decode_file)
+    tasks = None if request.tasks is None else request.task_names
+    found = pareto(quality_file, decode_file, tasks)
     missing = sorted({name for item in found for name in item.missing})
     if missing:
         text = f"not drawn, for {decode_file} has no time of them: {', '.join(missing)}"
         console.print(text, markup=False, soft_wrap=True)
+    console.print(pareto_view(found))
     for path in draw_pareto(found, request.folder / "pareto"):
         typer.echo(str(path))

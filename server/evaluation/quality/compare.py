@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
-from .bootstrap import Interval, mean_interval
+from .bootstrap import Interval, mean_interval, paired_interval
 from .report_file import ReportFile, read_quality_report
 from .served import differences
 from .summary import Row, Score
@@ -145,15 +145,16 @@ def _difference(name: str, task: Mapping[str, Any], one: Score, other: Score) ->
             f"task={name}: {len(one.items)} and {len(other.items)} samples were asked; finish "
             "both campaigns (the same command resumes)"
         )
-    gaps = np.subtract(other.items, one.items)
-    gap = mean_interval(gaps)
     is_perplexity = task["measure"] in _PERPLEXITIES
     if is_perplexity:
+        gap = mean_interval(np.subtract(other.items, one.items))
         gap = Interval(*(100 * np.expm1(gap)).tolist())
+    else:
+        gap = paired_interval(other.items, one.items)
     better_is = -1 if is_perplexity else 1
     low, high = sorted((better_is * gap.low, better_is * gap.high))
     verdict = "B is better" if low > 0 else "B is worse" if high < 0 else "no difference seen"
-    if len(gaps) < 2:
+    if len(one.items) < 2:
         verdict = "one sample: no interval"
     return Difference(
         task["title"], f"{one.value:.3f}", f"{other.value:.3f}", gap,
@@ -181,8 +182,8 @@ def comparison_view(found: list[Comparison], one: Path, other: Path) -> Renderab
         parts.append(Text(f"settings that differ: {changed or 'none known'}"))
     parts.append(
         Text(
-            "Scores: difference. Perplexity: per cent; below 0 B is better. Intervals: bootstrap "
-            "over samples, paired."
+            "Scores: difference. Perplexity: per cent; below 0 B is better. Intervals: paired by "
+            "sample; of texts, where these are forced."
         )
     )
     return Group(*parts)

@@ -32,7 +32,7 @@ def measure(
     tokenizer: Tokenizer,
     concurrency: int,
     continuations: Mapping[str, list[int]],
-    on_answer: Callable[[], None],
+    on_answer: Callable[[Sample], None],
     asked: Sequence[Sample] | None = None,
 ) -> TaskResult:
     """Return the answers to all samples, and what the counters say.
@@ -44,7 +44,7 @@ def measure(
     continuations : mapping
         Dense's continuations by sample name, for the mode ``continue`` of other servers.
     on_answer : callable
-        Called after each answer, from any thread.
+        Called with the sample after each answer, from any thread.
     asked : sequence of Sample, optional
         Those that are asked; default all.
 
@@ -58,14 +58,10 @@ def measure(
 
     def one(sample: Sample) -> Answer:
         answer = _ask(server, sample, tokenizer, continuations)
-        on_answer()
+        on_answer(sample)
         return answer
 
-    chosen = list(samples if asked is None else asked)
-    with ThreadPoolExecutor(concurrency) as pool:
-        in_groups = pool.map(lambda group: [one(sample) for sample in group], _groups(chosen))
-        found = {answer.name: answer for group in in_groups for answer in group}
-    answers = [found[sample.name] for sample in chosen]
+    answers = _in_groups(one, samples if asked is None else asked, concurrency)
     seconds, after = time.monotonic() - started, server.counters()
     return TaskResult(
         task=task,
@@ -76,6 +72,16 @@ def measure(
         probes=_read_probes(server) if samples and samples[0].mode == "probe" else None,
         **_per_step({key: value - before.get(key, 0.0) for key, value in after.items()}),
     )
+
+
+def _in_groups(
+    ask: Callable[[Sample], Answer], samples: Sequence[Sample], concurrency: int
+) -> list[Answer]:
+    """Ask all samples, `concurrency` groups at once, and return the answers in their order."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        groups = pool.map(lambda group: [ask(sample) for sample in group], _groups(samples))
+        found = {answer.name: answer for group in groups for answer in group}
+    return [found[sample.name] for sample in samples]
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:

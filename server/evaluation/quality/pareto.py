@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.bench.configurations import BUILT_IN
 from tandemkv.server.evaluation.bench.report import Report, read_report
@@ -55,7 +58,7 @@ class Pareto(NamedTuple):
     missing: list[str]
 
 
-def pareto(quality: Path, decode: Path) -> list[Pareto]:
+def pareto(quality: Path, decode: Path, tasks: Sequence[str] | None = None) -> list[Pareto]:
     """Join a report of quality and one of speed by their settings.
 
     A loss is per cent of perplexity against dense, or points of a score below it. Dense is the
@@ -65,20 +68,27 @@ def pareto(quality: Path, decode: Path) -> list[Pareto]:
     ----------
     quality, decode : Path
         ``report.json`` of ``tandemkv quality`` and a report of ``tandemkv bench decode``.
+    tasks : sequence of str, optional
+        Names in the report, with ``@8k`` where it has several contexts; default all.
 
     Raises
     ------
     SettingsError
-        If no setting is in both; with those of either.
+        If no setting is in both, with those of either; or a task is not in the report.
     """
     report, times = read_quality_report(quality), step_times(read_report(decode))
     if not times:
         raise SettingsError(f"{decode}: no tpot_ms_* row in it; `tandemkv bench decode` makes them")
     rows = {row.settings["setting"]: row for row in report.rows if row.settings.get("setting")}
+    known = report.described["tasks"]
+    chosen = list(known) if tasks is None else [name.replace("+", "_") for name in tasks]
+    absent = [name for name in chosen if name not in known]
+    if absent:
+        raise SettingsError(f"{quality}: no task {absent[0]} in it, only {', '.join(known)}")
     found = [
         item
         for step, by_setting in times.items()
-        for task in report.described["tasks"]
+        for task in chosen
         if (item := _of_task(report, rows, task, step, by_setting)) is not None
     ]
     if not found:
@@ -88,6 +98,21 @@ def pareto(quality: Path, decode: Path) -> list[Pareto]:
             "both with the same --grid"
         )
     return found
+
+
+def pareto_view(found: Sequence[Pareto]) -> RenderableType:
+    """Return, for a terminal, the settings that nothing beats, fastest first."""
+    tables = []
+    for item in found:
+        table = Table(title=f"{item.title}; steps of {item.step}", title_justify="left")
+        for column in ("nothing beats", "ms a step", f"loss, {item.unit}"):
+            table.add_column(column)
+        for point in item.points:
+            if point.is_best:
+                loss = f"{point.loss:+.2f} ({point.low:+.2f} to {point.high:+.2f})"
+                table.add_row(point.label, f"{point.step_ms:.2f}", loss)
+        tables.append(table)
+    return Group(*tables)
 
 
 def step_times(report: Report) -> dict[str, dict[str, float]]:

@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.server.evaluation.compact_json import compact_json
 
 from .plots import draw
 from .report_html import page
@@ -80,28 +81,6 @@ def write_report(out: Path, console: Console) -> list[Path]:
     for name, text in texts.items():
         (out / name).write_text(text, encoding="utf-8")
     return [*(out / name for name in texts), *written]
-
-
-def compact_json(whole: Mapping[str, Any]) -> str:
-    """Return JSON with a line for each key, and for each member of lists and mappings below it.
-
-    A report has at most about 200 lines so, and a difference of two shows the rows that changed.
-    """
-    lines = []
-    for key, value in whole.items():
-        if isinstance(value, list) and value:
-            inner = ",\n".join(f"  {_json(item)}" for item in value)
-            lines.append(f" {_json(key)}: [\n{inner}\n ]")
-        elif isinstance(value, Mapping) and value:
-            inner = ",\n".join(f"  {_json(k)}: {_json(item)}" for k, item in value.items())
-            lines.append(f" {_json(key)}: {{\n{inner}\n }}")
-        else:
-            lines.append(f" {_json(key)}: {_json(value)}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _read_campaign(path: Path) -> dict[str, Any]:

@@ -81,8 +81,9 @@ def _scores(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
         "Scores",
         header,
         body,
-        "Brackets: 95 % bootstrap interval, over samples, or over blocks of 16 tokens within the "
-        "texts where tokens are forced. Perplexity: change against dense, which has its own "
+        "Brackets: 95 % interval: over samples (Wilson's where answers are right or wrong, else "
+        "bootstrap), or bootstrap over blocks of 16 tokens within the texts where tokens are "
+        "forced. Perplexity: change against dense, which has its own "
         "value. Intervals of few samples are wide and still too narrow.",
     )
 

@@ -49,9 +49,13 @@ class Request:
             "Every policy gets the same."
         ),
     ] = "12.5%"
-    tasks: Annotated[str, option("Tasks, separated by commas; see below.")] = (
-        "perplexity,niah_single"
-    )
+    tasks: Annotated[
+        str | None,
+        option(
+            "Tasks, separated by commas; see below. Default perplexity,niah_single; with --pareto "
+            "all of the report."
+        ),
+    ] = None
     samples: Annotated[int, option("Samples a task; texts for perplexity.", min=1)] = 8
     out: Annotated[Path, option("Folder of results; the same command resumes there.")] = Path(
         "quality"
@@ -130,6 +134,11 @@ class Request:
         if self.policies is not None:
             return self.policies
         return "" if self.as_served or self.grid is not None else "look_ahead,streaming"
+
+    @property
+    def task_names(self) -> list[str]:
+        """`tasks` as a list, or the default."""
+        return names_in("perplexity,niah_single" if self.tasks is None else self.tasks)
 
     @property
     def contexts(self) -> tuple[int, ...]:

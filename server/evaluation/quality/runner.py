@@ -13,10 +13,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -33,6 +33,7 @@ from .results import (
     write_configuration,
     write_result,
 )
+from .samples import Sample
 from .servers import (
     MeasurementError,
     NoAnswerError,
@@ -65,18 +66,32 @@ def run(campaign: Campaign, console: Console, *, jobs: int) -> None:
     KeyboardInterrupt
         When the user stops, by Ctrl-C or SIGTERM; what is finished is kept.
     """
-    total = sum(
-        len(campaign.asked(task.name))
+    asked = [
+        sample
         for configuration in campaign.configurations
         for task in campaign.tasks
         if campaign.applies(configuration, task)
-    )
+        for sample in campaign.asked(task.name)
+    ]
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[answers]}/{task.fields[asked]} answers"), BarColumn(),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
     with _terminable(), Progress(*columns, console=console) as progress:
-        bar = progress.add_task("answers", total=total)
+        bar = progress.add_task("", total=sum(map(work_of, asked)), answers=0, asked=len(asked))
         _Run(campaign, console, progress, bar).all(jobs)
+
+
+def work_of(sample: Sample) -> float:
+    """Return how long a sample takes beside others: tokens decoded, and a part of those read.
+
+    For the time that is left: answers of 32K tokens take longer than those of 8K.
+    """
+    return sample.num_new_tokens + len(sample.question_ids) + len(sample.prompt_ids) / _READ_A_STEP
+
+
+_READ_A_STEP = 64
+"""Prompt tokens that take as long as a decode step, by order of magnitude."""
 
 
 @contextlib.contextmanager
@@ -102,6 +117,7 @@ class _Run:
         self._console = console
         self._progress = progress
         self._bar = bar
+        self._answers, self._lock = 0, threading.Lock()
         self._stop = threading.Event()
         self._dense: Future[_Continuations] = Future()
 
@@ -154,7 +170,7 @@ class _Run:
             kept = read_result(folder, task.name)
             if kept is not None and kept.digest == campaign.digest_of(configuration, task.name):
                 done[task.name] = kept
-                self._progress.advance(self._bar, len(campaign.asked(task.name)))
+                self._advance(campaign.asked(task.name))
             elif kept is not None:
                 self._say(configuration, task, "kept result is of another setting, measured again")
         pending = [task for task in tasks if task.name not in done]
@@ -223,7 +239,7 @@ class _Run:
             tokenizer=campaign.tokenizer,
             concurrency=campaign.request.concurrency,
             continuations=dense,
-            on_answer=lambda: self._progress.advance(self._bar),
+            on_answer=lambda sample: self._advance([sample]),
         )
         if task.measure == "mass" and result.probes is None:
             raise MeasurementError(
@@ -251,6 +267,13 @@ class _Run:
         else:
             with tandem_server(settings, self._stop, probes=probes) as server:
                 yield server
+
+    def _advance(self, samples: Sequence[Sample]) -> None:
+        with self._lock:
+            self._answers += len(samples)
+            self._progress.update(
+                self._bar, advance=sum(map(work_of, samples)), answers=self._answers
+            )
 
     def _say(self, configuration: Configuration, task: Task, text: str) -> None:
         line = f"{configuration.slug}  {task.name}  {text}"

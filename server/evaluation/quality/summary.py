@@ -11,7 +11,13 @@ import numpy as np
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
-from .bootstrap import BLOCK_TOKENS, Interval, block_interval, mean_interval
+from .bootstrap import (
+    BLOCK_TOKENS,
+    Interval,
+    block_interval,
+    paired_interval,
+    score_interval,
+)
 from .configurations import Configuration
 from .quarters import by_quarter
 from .results import Answer, TaskResult
@@ -203,8 +209,11 @@ def _score(
 
 def _scored(result: TaskResult, pairs: Sequence[tuple[Answer, Answer]]) -> _Figures:
     scores = [a.score or 0.0 for a in result.answers]
-    gaps = [(a.score or 0.0) - (b.score or 0.0) for a, b in pairs]
-    return _Figures(mean_interval(scores), mean_interval(gaps) if gaps else None, {}, scores)
+    change = None
+    if pairs:
+        ours, theirs = zip(*((a.score or 0.0, b.score or 0.0) for a, b in pairs), strict=True)
+        change = paired_interval(ours, theirs)
+    return _Figures(score_interval(scores), change, {}, scores)
 
 
 def _perplexity(result: TaskResult, pairs: Sequence[tuple[Answer, Answer]]) -> _Figures:

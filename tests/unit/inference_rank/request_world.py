@@ -25,7 +25,7 @@ from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
 from tandemkv.inference_rank.attention.resident_set import ResidentSet
-from tandemkv.inference_rank.attention.sample_set import make_log_weights
+from tandemkv.inference_rank.attention.sample_set import make_log_weights, zeros_on
 from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import Link
@@ -208,7 +208,7 @@ class World:
         ]
         in_pool = None
         if selection.num_samples:
-            weights = make_log_weights(MODEL, selection, ROWS1 - 1, CPU)
+            weights = make_log_weights(MODEL, selection, ROWS1 - 1, zeros_on(CPU))
             in_pool = PoolSamples(pool, weights, num_sink=SINK, **sizes)
         return PoolTail(pool, AttendTable(**tables, first_slot=NUM_SLOTS), sets, in_pool)
 

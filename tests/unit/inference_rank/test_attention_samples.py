@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tandemkv.inference_rank.attention.resident_attention import (
 )
 from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
 from tandemkv.inference_rank.attention.resident_set import ResidentSet
-from tandemkv.inference_rank.attention.sample_set import make_log_weights
+from tandemkv.inference_rank.attention.sample_set import make_log_weights, zeros_on
 from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
 from tandemkv.kernels.samples import sample_offsets
 
@@ -63,7 +64,7 @@ def make_home(pool: Pool, *, own: bool) -> ResidentHome:
         )
         return OwnSet(pool, RingTable(**tables), resident, samples)
     tail = [x[NUM_SLOTS:].view(ROWS1, NUM_RESIDENT, HEADS, DIM) for x in (pool.k, pool.v)]
-    weights = make_log_weights(MODEL, SELECTION, ROWS1 - 1, CPU)
+    weights = make_log_weights(MODEL, SELECTION, ROWS1 - 1, zeros_on(CPU))
     return PoolTail(
         pool,
         AttendTable(**tables, first_slot=NUM_SLOTS),
@@ -131,3 +132,48 @@ def test_a_request_attends_to_its_set_and_samples(own: bool, prompt: int) -> Non
             assert torch.equal(plain, out)
         elif bool(is_free.any()):
             assert not torch.allclose(plain[0], out[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("prompt", [10, 19, 20, 21, 50])
+def test_a_lost_step_is_undone_by_filling_again(prompt: int) -> None:
+    """It has overwritten the oldest of the latest tokens, which might become a sample next."""
+    pool, row, differed = Pool(), 2, 0
+    order = torch.randperm(NUM_SLOTS - 1, generator=torch.Generator().manual_seed(1)) + 1
+    table = order[: ROWS1 * CONTEXT].view(ROWS1, CONTEXT).to(torch.int32)
+    home = make_home(pool, own=True)
+    assert isinstance(home, OwnSet)
+    resident = home._resident
+    assert resident.samples is not None
+    layer = SimpleNamespace(layer_id=0)
+    home.fill(0, row, table[row, :prompt])
+
+    def step(length: int) -> None:
+        rows, lengths = torch.tensor([row]), torch.tensor([length])
+        home.table.load(rows, lengths, table, NUM_DENSE)
+        assert home.samples is not None
+        home.samples.load(rows, lengths, table, NUM_DENSE)
+        token = torch.full((1, HEADS, DIM), float(length))
+        location = SimpleNamespace(loc=table[row, length - 1 : length].long())
+        home.pool.set_kv_buffer(layer, location, token, -token)
+
+    for length in range(prompt, CONTEXT - 1):
+        valid, _ = resident.samples.positions(length)
+        # While all fits token i is in slot i, and what is behind is nobody's.
+        count = min(length, NUM_RESIDENT + RECENT)
+        parts = [
+            *((x[0, row], slice(count)) for x in (resident.k, resident.v)),
+            *((x[0, row], valid) for x in (resident.samples.k, resident.samples.v)),
+        ]
+
+        def held(parts: list[Any] = parts) -> list[torch.Tensor]:
+            return [tensor[index].clone() for tensor, index in parts]
+
+        before = held()
+        step(length + 1)
+        is_changed = not all(torch.equal(a, b) for a, b in zip(held(), before, strict=True))
+        differed += is_changed
+        home.fill(0, row, table[row, :length])
+        after = held()
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), length
+        step(length + 1)
+    assert differed > CONTEXT - prompt - NUM_DENSE

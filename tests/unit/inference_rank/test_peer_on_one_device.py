@@ -127,8 +127,7 @@ def test_near_there_are_no_flags() -> None:
 
 
 def test_in_order_no_scan_waits_for_a_choice() -> None:
-    order = ScanOrder(CPU)
-    order.is_kept = True
+    order = ScanOrder(CPU, is_kept=True)
     order.note_choice()
     order.await_choice()
     order.end_step()
@@ -205,8 +204,8 @@ def test_what_is_sent_on_one_gpu_lies_behind_nothing_that_waits_for_it(
         for number in range(4)
     ]
     forward = streams.shared_stream(one, streams.FORWARD_PRIORITY)
-    beside = layer_streams._stream_beside(one, one)
+    beside = layer_streams.stream_beside(one, one)
     assert all(beside is not stream for stream in (forward, *waiting))
     assert made[-1] == (one, streams.FORWARD_PRIORITY)
-    layer_streams._stream_beside(one, two)
+    layer_streams.stream_beside(one, two)
     assert len(made) == 10, "between two GPUs it is the lowest of the forward pass's GPU, as ever"

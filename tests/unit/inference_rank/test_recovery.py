@@ -24,6 +24,7 @@ class Connection:
         self.epoch, self.step, self.confirmed = 1, 40, 40
         self.is_there = self.is_finished = False
         self.resumed: list[tuple[StepRow, ...]] = []
+        self.refilled: list[list[tuple[int, int]]] = []
         self.resumed_rows = (2, 1)
         self.num_closed = self.num_forgotten = 0
 
@@ -80,6 +81,7 @@ def recovery_of(world: World, connection: Connection, timeout_s: float = 30.0) -
         world.counters,
         generation_of=lambda row: 100 + row,
         num_cold=12,
+        refill=lambda rows: connection.refilled.append(list(rows)),
         timeout_s=timeout_s,
     )
 
@@ -110,6 +112,7 @@ def test_requests_wait_and_go_on(world: World) -> None:
         (2, 102, 14, RESIDENT),
         (3, 103, 34, 0),  # its prompt is not through
     ]
+    assert connection.refilled == [[(1, 10), (2, 14), (3, 34)]], "with tokens that are stored"
     recovery.turn(world)
     assert world._engine_paused, "the rows are not taken up yet"
     connection.is_finished = True

@@ -98,14 +98,16 @@ class Forward:
         self.model = read_model_spec(model_dir, dtype="float32", max_context=CONTEXT)
         selection = settings.selection
         self.sizes = RegionSizes(
-            num_slots=settings.cache.capacity_tokens + 1, num_rows=4, page_size=1
-        )
+            num_slots=settings.cache.capacity_tokens + 1, num_rows=4, page_size=1,
+            is_apart=settings.placement.has_far_pool,
+        )  # fmt: skip
         self.kept = make_kept_tensors(self.model, settings, self.sizes, Homes.on_host(), run_dir)
         self.pools = pools_of(self.kept, self.model, selection, self.sizes)
         self.connection = SharedConnection(
             run_dir=run_dir, settings=settings, model=self.model, sizes=self.sizes,
             kept=self.kept, counters=Counters(),
         )  # fmt: skip
+        self.num_resident = selection.num_resident
         self.num_cold = DenseLengths.of(selection, selection.num_resident).num_cold
         self.connection.connect(timeout_s=120)
         self.link = SharedLink(
@@ -166,13 +168,30 @@ class Forward:
         for layer in range(self.model.num_layers):
             query = self.random(number * 131 + layer, *shape)
             nothing = torch.empty(0)
-            self.link.select_with_query(layer, query, nothing, nothing, None, None, True)
+            # Its tokens are stored already.
+            self.link.select_with_query(layer, query, nothing, nothing, None, None, False)
+            remote = self.link.remote_output(layer)
+            assert (remote is not None) is self.link.program.attends_remotely(layer)
+            if remote is not None:
+                found.append(remote.clone())
+                torch.testing.assert_close(remote, self.attended(layer, query, lengths.tolist()))
             self.link.await_set(layer)
             if self.link.program.is_sparse_layer(layer):
-                found.append(self.pools.resident[layer][0][ROWS].clone())
+                found.append(self.pools.resident[layer][0][ROWS, : self.num_resident].clone())
             self.link.attended(layer, query, len(ROWS))
         self.link.end_step()
         return found
+
+    def attended(self, layer: int, query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """Return what attention to all tokens of the requests gives."""
+        found = []
+        for row, length, q in zip(ROWS, lengths, query, strict=True):
+            k, v = self.kept["kv"][layer, :, self.table[row, :length].long()].transpose(1, 2)
+            group = len(q) // len(k)
+            k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+            weights = torch.softmax(self.model.scale * (k @ q[:, :, None])[..., 0], -1)
+            found.append((weights[:, None] @ v)[:, 0].flatten())
+        return torch.stack(found)
 
     def run(self) -> list[list[torch.Tensor]]:
         steps: list[list[torch.Tensor]] = []
@@ -220,10 +239,11 @@ class Forward:
                 return
 
 
-@pytest.fixture(params=["oracle", "last_query"])
+@pytest.fixture(params=[("oracle", False), ("last_query", True)], ids=["oracle", "apart"])
 def settings(request: pytest.FixtureRequest) -> RankSettings:
+    policy, is_apart = request.param
     selection = {
-        "policy": request.param,
+        "policy": policy,
         "budget_tokens": 16,
         "resident_factor": 1.0,
         "num_sink_tokens": 4,
@@ -235,6 +255,7 @@ def settings(request: pytest.FixtureRequest) -> RankSettings:
     return RankSettings.model_validate(
         {
             "selection": json.loads(json.dumps(selection_values(selection), default=vars)),
+            "placement": {"link": "shared", "two_gpus": is_apart},
             "cache": {"capacity_tokens": 1024},
             "exchange": {"heartbeat_interval_s": 0.2},
         }

@@ -41,6 +41,7 @@ def connection() -> Connection:
     tensors.allocate_all(flag_specs(LAYERS, BATCH))
     tensors.allocate("streams", (LAYERS, BATCH, HIDDEN), torch.float32)
     tensors.allocate("queries", (LAYERS, BATCH, HEADS, DIM), torch.float32)
+    tensors.allocate("remote_outputs", (BATCH, HEADS, DIM), torch.float32, "inference")
     tensors.allocate("step_rows", (BATCH,), torch.int64)
     tensors.allocate("step_lengths", (BATCH,), torch.int64)
     tensors.allocate("flags", (FlagIndex(LAYERS).count, WORDS_APART), torch.int64)
@@ -100,6 +101,49 @@ def test_a_step_goes_from_one_side_to_the_other(
     assert link.lost_step == 0
     assert not _is_lost(engine)
     assert [entry.step for entry in connection.announced] == [1, 2]
+
+
+def test_an_exact_layer_gets_its_output_from_where_the_k_v_are(
+    link: LinkSide, engine: EngineSide, connection: Connection
+) -> None:
+    assert link.begin(_entry(1), _step())
+    engine.begin(1)
+    query, output = torch.randn(2, HEADS, DIM), torch.randn(2, HEADS, DIM)
+    link.put_query(1, query)
+    engine.await_query(1, 2)
+    engine.put_output(1, output)
+    assert link.await_output(1, 2)
+    assert torch.equal(connection.tensors["remote_outputs"][:2], output)
+    engine.finish()
+    link.raise_end()
+    assert link.lost_step == 0
+    assert link.begin(_entry(2), _step())
+    link.await_output(1, 2)  # each row's flag is the step before's
+    link.raise_end()
+    assert link.lost_step == 2
+
+
+def test_a_row_whose_output_is_missing_is_waited_for(link: LinkSide, engine: EngineSide) -> None:
+    assert link.begin(_entry(1), _step())
+    engine.begin(1)
+    engine.put_output(1, torch.randn(1, HEADS, DIM))
+    link.await_output(1, 2)
+    link.raise_end()
+    assert link.lost_step == 1
+
+
+def test_a_stream_that_is_sent_beside_arrives_before_it_is_joined(
+    connection: Connection, engine: EngineSide
+) -> None:
+    link = LinkSide(connection, LAYERS, timeout_s=1.0, sends_beside=True)  # type: ignore[arg-type]
+    assert link.begin(_entry(1), _step())
+    engine.begin(1)
+    stream = torch.randn(2, HIDDEN)
+    link.put_stream_beside(2, stream)
+    link.join_sent()
+    engine.await_input(2, 2)
+    assert torch.equal(connection.tensors["streams"][2, :2], stream)
+    assert not _is_lost(engine)
 
 
 def test_what_was_not_answered_in_time_is_told_with_the_next_step(

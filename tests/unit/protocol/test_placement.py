@@ -4,7 +4,8 @@
 import pytest
 from pydantic import ValidationError
 
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
 from tandemkv.cache_rank.protocol.settings import RankSettings
 
 
@@ -24,6 +25,44 @@ def test_what_follows_from_the_link(
     assert (found.maps_memory, found.attends_to_pool) == (maps, whole)
 
 
+@pytest.mark.parametrize(
+    ("link", "two_gpus", "far"),
+    [
+        ("local", False, False),
+        ("local", True, False),
+        ("peer", False, True),
+        ("shared", False, False),
+        ("shared", True, True),
+    ],
+)
+def test_k_v_may_lie_on_another_gpu_than_the_model(link: str, two_gpus: bool, far: bool) -> None:
+    found = Placement.model_validate({"link": link, "two_gpus": two_gpus})
+    assert (found.has_far_pool, found.attends_to_pool) == (far, not far)
+    assert ("on a GPU of its own" in found.describe()) is far
+
+
+@pytest.mark.parametrize(
+    ("link", "device", "value", "two_gpus"),
+    [
+        ("shared", "cuda", None, True),
+        ("shared", "cuda", "1", False),
+        ("shared", "cuda", "apart", True),
+        ("shared", "cpu", None, False),
+        ("shared", "cpu", "1", False),
+        ("shared", "cpu", "apart", True),
+        ("peer", "cuda", None, False),
+        ("local", "cuda", "apart", False),
+    ],
+)
+def test_two_processes_have_a_gpu_each_unless_tests_give_them_one(
+    link: str, device: str, value: str | None, two_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ONE_DEVICE_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(ONE_DEVICE_VARIABLE, value)
+    assert lies_on_two_gpus(link, device) is two_gpus
+
+
 def test_it_is_told_in_one_line_with_its_reason() -> None:
     found = Placement(link="peer", model_device="cuda", engine_device="cuda", reason="asked for")
     text = "link peer: model on cuda, cache rank driven by SGLang's process, on a GPU of its own"
@@ -33,10 +72,12 @@ def test_it_is_told_in_one_line_with_its_reason() -> None:
     assert found.info() == {"link": "peer", "cache_ranks": "0", "placement": found.describe()}
 
 
-def test_ranks_compare_the_link_alone() -> None:
+def test_ranks_compare_the_link_and_whether_there_are_two_gpus() -> None:
     ours = RankSettings(placement=Placement(link="shared", reason="--transport shared was given"))
     theirs = RankSettings(placement=Placement(link="shared", engine_device="cuda", reason="alone"))
     assert ours.flat() == theirs.flat()
     assert ours.flat()["placement.link"] == "shared"
+    apart = RankSettings(placement=Placement(link="shared", two_gpus=True))
+    assert apart.flat()["placement.two_gpus"] != ours.flat()["placement.two_gpus"]
     with pytest.raises(ValidationError):
         Placement.model_validate({"link": "carrier pigeon"})

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandemkv.server.evaluation.quality.report import compact_json
+from tandemkv.server.evaluation.compact_json import compact_json
 
 TASK: dict[str, Any] = {
     "title": "Needle", "definition": "d", "source": "s", "measure": "score", "samples": 4,

@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from tandemkv.server.evaluation.quality.bootstrap import block_interval, mean_interval
+from tandemkv.server.evaluation.quality.bootstrap import (
+    block_interval,
+    mean_interval,
+    paired_interval,
+    score_interval,
+)
 
 
 def test_interval_of_independent_values_is_the_normal_one() -> None:
@@ -59,3 +66,49 @@ def test_nothing_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="required"):
             call()
+
+
+def test_right_and_wrong_answers_have_wilson_s_interval() -> None:
+    """10 of 10 and 8 of 10: the textbook's figures."""
+    found = score_interval([1.0] * 10)
+    assert (found.mean, found.high) == (1.0, pytest.approx(1.0))
+    assert found.low == pytest.approx(0.7225, abs=1e-4)
+    found = score_interval([1.0] * 8 + [0.0] * 2)
+    assert (found.low, found.high) == (
+        pytest.approx(0.4902, abs=1e-4),
+        pytest.approx(0.9433, abs=1e-4),
+    )
+    assert score_interval([0.5, 1.0]) == mean_interval([0.5, 1.0])
+
+
+def test_equal_answers_leave_a_difference_possible() -> None:
+    """Of 200 pairs without a difference: less than one point."""
+    ones = [1.0] * 200
+    found = paired_interval(ones, ones)
+    assert (found.mean, found.low, found.high) == (
+        0.0,
+        pytest.approx(-0.0097, abs=1e-4),
+        -found.low,
+    )
+    lost = paired_interval([0.0] * 6 + ones[6:], ones)
+    assert lost.mean == pytest.approx(-0.03)
+    assert -0.06 < lost.low < -0.03 < lost.high < 0.0
+    assert paired_interval([0.5] * 4, [1.0] * 4) == mean_interval([-0.5] * 4)
+
+
+def test_the_paired_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(4)
+    hits = 0
+    for _ in range(400):
+        dense = generator.random(100) < 0.9
+        ours = np.where(generator.random(100) < 0.05, generator.random(100) < 0.5, dense)
+        # In 5 % of the pairs the answer is drawn anew: right in half of them.
+        found = paired_interval(ours.astype(float), dense.astype(float))
+        hits += found.low <= 0.05 * (0.5 - 0.9) <= found.high
+    assert 0.91 <= hits / 400 <= 0.995
+
+
+@pytest.mark.parametrize("function", [score_interval, lambda x: paired_interval(x, x)])
+def test_no_answers_are_an_error(function: Callable[[list[float]], object]) -> None:
+    with pytest.raises(ValueError, match="non-empty"):
+        function([])

@@ -16,7 +16,12 @@ from tandemkv.server.evaluation.corpus import Corpus
 from tandemkv.server.evaluation.quality import campaign
 from tandemkv.server.evaluation.quality.campaign import Campaign, prepare
 from tandemkv.server.evaluation.quality.request import Request
-from tandemkv.server.evaluation.quality.served import AS_SERVED, differences, named
+from tandemkv.server.evaluation.quality.served import (
+    AS_SERVED,
+    dense_note,
+    differences,
+    named,
+)
 from tandemkv.server.preflight import resolve_settings
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import Sourced, load_settings, to_yaml
@@ -156,6 +161,16 @@ def test_as_served_takes_what_serve_would_take(
     assert found.digest_of(served, "niah_single") != changed.digest_of(other, "niah_single")
     with pytest.raises(SettingsError, match=r"add --set cache\.capacity_tokens="):
         prepared("cpu", "cache.capacity_tokens=512", policy=None, bare=True, as_served=True)
+
+
+def test_dense_against_dense_is_told() -> None:
+    """`serve` on a GPU may attend to everything for prompts as short as these."""
+    told = dense_note({"dense_tokens": 34000}, 32768)
+    assert told is not None
+    assert "up to 34000 tokens" in told
+    assert "--set selection.dense_tokens=0" in told
+    assert dense_note({"dense_tokens": 34000}, 34001) is None
+    assert dense_note({"dense_tokens": None}, 100) is None
 
 
 def test_what_a_gpu_decides_stays_open_in_the_file_that_a_server_is_started_with() -> None:

@@ -39,6 +39,7 @@ def test_help_names_tasks_and_options() -> None:
     assert code == 0
     for word in (
         *("--policies", "--budgets", "--tasks", "--samples", "--out", "--jobs", "--corpus"),
+        *("--as-served", "--grid", "--compare", "--pareto", "records", "@8k", "long_generation"),
         *("--report-only", "niah_multi_value", "file:PATH", "+late", "docs/quality.md"),
     ):
         assert word in text, word

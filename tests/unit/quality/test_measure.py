@@ -27,7 +27,11 @@ class Numbers:
 
 
 def ask(server: Any, samples: Sequence[Sample], **options: Any) -> TaskResult:
-    given: dict[str, Any] = {"concurrency": 2, "continuations": {}, "on_answer": lambda: None}
+    given: dict[str, Any] = {
+        "concurrency": 2,
+        "continuations": {},
+        "on_answer": lambda sample: None,
+    }
     return measure(
         server,
         task="t",

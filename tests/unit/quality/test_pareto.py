@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import io
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 import report_world as world
+from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.bench.report import Row, make_report, write_report
-from tandemkv.server.evaluation.quality.pareto import DENSE, pareto
+from tandemkv.server.evaluation.quality.pareto import DENSE, pareto, pareto_view
 from tandemkv.server.evaluation.quality.pareto_plot import draw_pareto
 
 FAST, SLOW, POOR = (
@@ -70,6 +72,16 @@ def test_rows_are_joined_by_setting_and_the_front_is_marked(tmp_path: Path) -> N
     assert (first.low, first.high) == (pytest.approx(1.0), pytest.approx(3.0))
 
 
+def test_the_front_is_shown_fastest_first(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(pareto_view(pareto(quality_file(tmp_path), decode_file(tmp_path))))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = text[text.index("perplexity") :]
+    assert shown.index("K 512, c 1, cap 32") < shown.index("K 2048, c 2, cap 128")
+    assert "+0.50 (+0.00 to +1.00)" in shown
+    assert "K 256" not in text
+
+
 def test_a_panel_a_task_and_a_batch_of_contexts(tmp_path: Path) -> None:
     more = Row(f"queued_tpot_ms_grid-{FAST}_8x64k", 8.0, "ms")
     found = pareto(quality_file(tmp_path), decode_file(tmp_path, more))
@@ -85,6 +97,13 @@ def test_a_panel_a_task_and_a_batch_of_contexts(tmp_path: Path) -> None:
     assert "K 512, c 1, cap 32, 128 samples, int4" in text
     draw_pareto(found, tmp_path / "again")
     assert (tmp_path / "again.svg").read_text() == text
+
+
+def test_some_tasks_alone(tmp_path: Path) -> None:
+    files = quality_file(tmp_path), decode_file(tmp_path)
+    assert [item.task for item in pareto(*files, ["perplexity"])] == ["perplexity"]
+    with pytest.raises(SettingsError, match="no task records in it, only niah_single, perplexity"):
+        pareto(*files, ["records"])
 
 
 def test_nothing_in_common_names_both_sides(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -18,6 +19,7 @@ from tandemkv.server.evaluation.quality import report
 from tandemkv.server.evaluation.quality.configurations import Configuration
 from tandemkv.server.evaluation.quality.report import write_campaign, write_report
 from tandemkv.server.evaluation.quality.report_markdown import tables
+from tandemkv.server.evaluation.quality.report_settings import settings_table
 from tandemkv.server.evaluation.quality.results import (
     Answer,
     Probes,
@@ -261,3 +263,47 @@ def test_errors_name_the_file(out: Path, tmp_path: Path) -> None:
     (folder / "perplexity.json").unlink()
     with pytest.raises(SettingsError, match="no result is of the tasks"):
         summarise(other, read_runs(out / "runs"))
+
+
+def test_settings_stand_beside_those_of_serve(out: Path) -> None:
+    served = {"budget_tokens": 1024, "fetch_cap": 64, "index_dtype": "int4", "late_layers": 0}
+    own = served | {"budget_tokens": 316, "fetch_cap": 316, "late_layers": 1}
+    row = rows_of(out)["look_ahead"]
+    other = rows_of(out)["SnapKV"]
+    refused = msgspec.structs.replace(row, budget="5%", settings={"refused": "too few"})
+    rows = [msgspec.structs.replace(row, settings=own), refused, other]
+    table = settings_table({"served": served}, rows)
+    assert [line[0] for line in table.rows] == [
+        "`tandemkv serve` here", "look_ahead, 25%", "look_ahead, 5%",
+    ]  # fmt: skip
+    assert table.rows[0][1:6] == ["1024", "open", "64", "open", "int4"]
+    assert table.rows[1][1:6] == ["316", "open", "316", "open", "int4"]
+    assert table.rows[1][-1] == "late_layers 1 (0)"
+    assert table.rows[2][-1] == "refused: too few"
+    assert {len(line) for line in table.rows} == {len(table.header)}
+    table = settings_table({"served": {"refused": "no room"}}, [])
+    assert table.rows[0][0] == "serve would refuse: no room"
+
+
+def test_long_generation_is_told_by_quarters(tmp_path: Path) -> None:
+    task = {**DESCRIBED["tasks"]["perplexity"], "measure": "long", "title": "Long"}
+    described = {**DESCRIBED, "tasks": {"long": task}}
+    dense = Configuration(
+        system="sglang", policy="dense", budget="all", attended_tokens=None, num_layers=10
+    )
+    ours = Configuration(
+        system="tandemkv", policy="look_ahead", budget="as served", attended_tokens=25,
+        num_layers=10,
+    )  # fmt: skip
+    levels = [Answer(name="0", nll=[1.0] * 96 + [1.02] * 32, best=[3] * 128)]
+    reference = [Answer(name="0", nll=[1.0] * 128, best=[3] * 64 + [4] * 64)]
+    runs = [
+        (dense, {"long": result("long", reference)}),
+        (ours, {"long": result("long", levels)}),
+    ]
+    summary = summarise(described, runs)
+    (table,) = [t for t in tables(described, summary) if t.title == "Long generation"]
+    assert table.rows[0][3:] == ["perplexity 2.718"] * 4 + ["–"]
+    assert table.rows[1][3] == "+0.00 % (+0.00 to +0.00), 1.000"
+    assert table.rows[1][6] == "+2.02 % (+2.02 to +2.02), 0.000"
+    assert table.rows[1][7] == "+2.02 % (+2.02 to +2.02)"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -307,3 +308,28 @@ def test_parts_ask_their_own_samples_and_count_for_themselves(
     assert whole is not None
     assert whole.samples_digest == kept.samples_digest
     assert [answer.name for answer in whole.answers] == ["0", "1", "2", "3"]
+
+
+def test_what_a_server_measured_at_its_start_is_kept_for_open_settings(
+    campaign: Campaign, started: list[Any]
+) -> None:
+    """Also when the same command finds everything done, and starts no server."""
+    plain = campaign.configurations[-1]
+    opened = msgspec.structs.replace(
+        plain, selection={"policy": "look_ahead", "budget_tokens": 128}, budget="K 128",
+        policy="look_ahead", is_open=True, resolved={"budget_tokens": 128},
+    )  # fmt: skip
+    changed = dataclasses.replace(campaign, configurations=[campaign.configurations[0], opened])
+    for _ in range(2):
+        run(changed)
+        found = {c.slug: c for c, _ in read_runs(changed.runs)}
+        assert found[opened.slug].resolved == {
+            "budget_tokens": 128, "measured_at_start": {"plan_refresh_steps": 1.0},
+        }  # fmt: skip
+    assert [name for name, _ in started] == ["dense", "look_ahead"]
+
+
+def test_time_left_counts_tokens_read_and_decoded() -> None:
+    short = Sample(name="a", mode="generate", context_ids=[1] * 640, num_new_tokens=6)
+    long = Sample(name="b", mode="force", context_ids=[1] * 64, forced_ids=[], num_new_tokens=499)
+    assert (runner.work_of(short), runner.work_of(long)) == (16.0, 500.0)

@@ -18,9 +18,9 @@ from tandemkv.server.evaluation.quality.samples import (
     write_samples,
 )
 from tandemkv.server.evaluation.quality.scorers import SCORERS
-from tandemkv.server.evaluation.quality.tasks.base import TaskInputs
+from tandemkv.server.evaluation.quality.tasks.base import TaskInputs, fitting
 from tandemkv.server.evaluation.quality.tasks.registry import TASKS, find_tasks
-from tandemkv.server.evaluation.tokenizing import PromptBuilder
+from tandemkv.server.evaluation.tokenizing import Prompt, PromptBuilder
 
 ASKING = [
     "niah_single",
@@ -201,6 +201,11 @@ def test_a_corpus_of_files_folders_and_json(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SettingsError, match="not UTF-8"):
         read_corpus([tmp_path / "bad.txt"])
+    package = read_corpus([Path("package:pytest")])
+    assert list(package.texts) == ["package:pytest"]
+    assert "unit and functional testing" in package.texts["package:pytest"]
+    with pytest.raises(SettingsError, match="no such package is installed"):
+        read_corpus([Path("package:no_such_package")])
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(SettingsError, match="object of name to text"):
         read_corpus([tmp_path / "list.json"])
@@ -223,3 +228,23 @@ def test_samples_survive_their_file(inputs: TaskInputs, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{}\n")
     with pytest.raises(SettingsError, match="not a file of samples"):
         read_samples(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3, 40, 1, 1, 25), (7,) * 50, (40, 1)])
+@pytest.mark.parametrize("limit", [5, 6, 100, 1000, 5003])
+def test_the_longest_prompt_that_fits_is_found_in_few_steps(
+    sizes: tuple[int, ...], limit: int
+) -> None:
+    """Whatever the sizes say; well if they are right."""
+    lengths = [3, 40, 1, 1, 25]
+    built: list[int] = []
+
+    def build(count: int) -> Prompt:
+        built.append(count)
+        return Prompt([0] * (5 + sum(lengths[i % 5] for i in range(count))), [])
+
+    prompt, count = fitting(build, limit, what="x", sizes=sizes)
+    assert len(prompt) <= limit < len(build(count + 1))
+    assert len(prompt) == len(build(count))
+    assert len(built) <= 2 + (8 if len(sizes) == 5 else 40)
+    assert len(set(built)) >= len(built) - 2

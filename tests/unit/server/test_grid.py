@@ -111,3 +111,11 @@ def test_bench_times_exactly_the_settings_that_the_grid_names(tmp_path: Path) ->
         assert settings.stress_selection == ("streaming" not in name)
     sparse = found["grid-k512-c2-cap32-s128-int4-xnone"].settings
     assert sparse["selection.num_recent_tokens"] == 128
+
+
+def test_the_example_is_a_grid() -> None:
+    example = Path(__file__).resolve().parents[3] / "docs/quality/grid.yaml"
+    found = read_grid(example, "cuda")
+    assert 15 <= len(found) <= 30
+    assert "streaming-2180" in found
+    assert "k1024-c1-cap256-s128-native-xnone" in found

@@ -48,10 +48,12 @@ CONFIG = {
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretend that there are some GPUs of 139 GiB."""
+    """Pretend that there are some GPUs of 139 GiB, with peer access unless told otherwise."""
+    monkeypatch.delenv(ONE_DEVICE_VARIABLE, raising=False)
 
-    def pretend(count: int, gib: int = 139) -> None:
+    def pretend(count: int, gib: int = 139, *, peers: bool = True) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: peers)
         memory = SimpleNamespace(total_memory=gib << 30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
 
@@ -105,6 +107,36 @@ def test_two_gpus_split_the_heads(tmp_path: Path, gpus: Any) -> None:
     settings, said = resolve(tmp_path)
     assert (settings.cache_ranks, settings.tensor_parallel) == (0, 2)
     assert "1+1" in said[0]
+
+
+@pytest.mark.parametrize("given", [{"cache_ranks": 1}, {"transport": "shared"}])
+def test_a_cache_rank_on_two_gpus_is_a_process_that_maps_memory(
+    tmp_path: Path, gpus: Any, given: dict[str, Any]
+) -> None:
+    gpus(2)
+    settings, said = resolve(tmp_path, **given)
+    placement = settings.rank_settings.placement
+    assert (placement.link, placement.num_cache_ranks) == ("shared", 1)
+    assert placement.two_gpus
+    assert not placement.attends_to_pool
+    assert settings.selection.dense_tokens is None
+    assert settings.selection.late_layers == 1
+    assert "on a GPU of its own" in said[0]
+
+
+def test_two_gpus_are_a_pair_of_processes_where_that_is_fastest(
+    tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Head maps keep a model on one GPU, so that no split over two is faster.
+    maps = ((0, 1, 2, 3, 4, 5, 6, 7), (1, 0, 2, 3, 4, 5, 6, 7)) * 18
+    share = LayerShare(tuple(0 for _ in range(36)), maps)
+    monkeypatch.setattr(placement_choice, "find_share", lambda *_: share)
+    gpus(2)
+    settings, said = resolve(tmp_path)
+    assert (settings.cache_ranks, settings.wished_link) == (1, "shared"), said
+    gpus(2, peers=False)
+    settings, said = resolve(tmp_path)
+    assert (settings.cache_ranks, settings.tensor_parallel) == (0, 1), said
 
 
 def test_gpus_that_the_heads_do_not_divide_into_are_left(tmp_path: Path, gpus: Any) -> None:
@@ -237,6 +269,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, gpus: Any
     ("count", "changes", "said"),
     [
         (1, {"cache_ranks": 1, "transport": "peer"}, "needs 2 GPUs, 1 seen"),
+        (1, {"cache_ranks": 1}, "needs 2 GPUs, 1 seen"),
+        (2, {"cache_ranks": 1, "cache": {"capacity_tokens": 1 << 21}}, "each cache GPU needs"),
         (1, {"cache_ranks": 0, "tensor_parallel": 2}, "needs 2 GPUs, 1 seen"),
         (1, {"cache_ranks": 0, "cache": {"capacity_tokens": 1 << 21}}, "GiB usable"),
     ],
@@ -311,7 +345,9 @@ def test_every_placement_has_late_layers_and_a_w_q_of_its_own(
         ({"late_layers": 2}, "peer", 2),
         ({"exact_layers": [0, 1]}, "peer", None),
         ({"policy": "async_spade"}, "peer", None),
-        ({}, "shared", None),
+        ({}, "shared", 1),
+        ({"late_layers": 0}, "shared", 0),
+        ({"policy": "async_spade"}, "shared", None),
     ],
 )
 def test_a_first_layer_is_late_between_two_gpus(

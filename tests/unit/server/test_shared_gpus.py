@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
@@ -25,14 +26,31 @@ def test_others_are_not_concerned(placement: Placement) -> None:
     check_shared_gpus(placement, {})
 
 
-def test_two_gpus_are_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def _pretend(monkeypatch: pytest.MonkeyPatch, count: int, peers: set[tuple[int, int]]) -> None:
     monkeypatch.delenv(ONE_DEVICE_VARIABLE, raising=False)
-    with pytest.raises(SettingsError, match=r"--cache-ranks 0, or --transport peer"):
-        check_shared_gpus(_placement(), {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in peers)
 
 
-def test_one_gpu_needs_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(ONE_DEVICE_VARIABLE, "1")
+def test_two_gpus_need_peer_access_both_ways_and_no_mps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    both = {(0, 1), (1, 0)}
+    _pretend(monkeypatch, 2, both)
+    check_shared_gpus(_placement(two_gpus=True), environ)
+    for peers in (set(), {(0, 1)}, {(1, 0)}):
+        _pretend(monkeypatch, 2, peers)
+        with pytest.raises(SettingsError, match=r"cuda:0 and cuda:1 .* add --cache-ranks 0, or"):
+            check_shared_gpus(_placement(two_gpus=True), environ)
+    _pretend(monkeypatch, 1, both)
+    with pytest.raises(SettingsError, match=r"1 seen .*add --cache-ranks 0"):
+        check_shared_gpus(_placement(two_gpus=True), environ)
+
+
+@pytest.mark.parametrize("value", ["1", "apart"])
+def test_one_gpu_needs_mps(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(ONE_DEVICE_VARIABLE, value)
     environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
     with pytest.raises(SettingsError, match="nvidia-cuda-mps-control -d"):
         check_shared_gpus(_placement(), environ)

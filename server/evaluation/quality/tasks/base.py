@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -18,6 +21,7 @@ from tandemkv.server.evaluation.tokenizing import Prompt, PromptBuilder
 Measure = Literal["score", "perplexity", "agreement", "mass", "long"]
 """How the answers of a task are summarised."""
 _MOST_PIECES = 1 << 22
+_GUESSES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,10 @@ class GeneratedTask(Task):
 
     def samples(self, inputs: TaskInputs) -> list[Sample]:
         """See `Task.samples`."""
-        return [self.sample(inputs, index) for index in range(inputs.num_samples)]
+        # A fast tokenizer works beside Python, and takes most of the time.
+        is_fast = getattr(inputs.prompts.tokenizer, "is_fast", False)
+        with ThreadPoolExecutor((os.cpu_count() or 1) if is_fast else 1) as pool:
+            return list(pool.map(lambda i: self.sample(inputs, i), range(inputs.num_samples)))
 
 
 def question_sample(
@@ -129,7 +136,9 @@ def question_sample(
     )
 
 
-def fitting(build: Callable[[int], Prompt], limit: int, *, what: str) -> tuple[Prompt, int]:
+def fitting(
+    build: Callable[[int], Prompt], limit: int, *, what: str, sizes: Sequence[int] = (1,)
+) -> tuple[Prompt, int]:
     """Return the longest prompt of at most `limit` tokens, and the number that made it.
 
     Parameters
@@ -140,34 +149,57 @@ def fitting(build: Callable[[int], Prompt], limit: int, *, what: str) -> tuple[P
         Tokens.
     what : str
         Named in the error.
+    sizes : sequence of int
+        Lengths of the pieces in characters, or in any other unit; they begin anew when they run
+        out. The nearer they are to being proportional to tokens, the fewer prompts are made.
 
     Raises
     ------
     SettingsError
         If the prompt without padding is too long already.
     """
-    shortest = build(0)
-    if len(shortest) > limit:
+    known = {0: build(0)}
+    if len(known[0]) > limit:
         raise SettingsError(
-            f"{what}: needs {len(shortest)} tokens without any padding, "
+            f"{what}: needs {len(known[0])} tokens without any padding, "
             f"context_tokens={limit} is too short; raise --context-tokens"
         )
-    # Pieces are of like length, so sizes in between are guessed; halving bounds the steps.
-    longest, low, high, above = shortest, 0, 1, build(1)
-    while len(above) <= limit and high < _MOST_PIECES:
-        per_piece = (len(above) - len(shortest)) / high
-        longest, low = above, high
-        high += max(1, int((limit - len(above)) / per_piece)) if per_piece else high
-        above = build(high)
-    for step in itertools.count():
-        if high - low <= 1:
-            return longest, low
-        guess = (limit - len(longest)) / max(1, len(above) - len(longest))
-        share = 0.5 if step % 3 == 2 else guess
-        middle = min(high - 1, low + max(1, int(share * (high - low))))
-        found = build(middle)
-        if len(found) <= limit:
-            longest, low = found, middle
-        else:
-            above, high = found, middle
-    raise AssertionError("unreachable")
+    place = _Sizes(sizes)
+
+    def fits(count: int) -> bool:
+        if count not in known:
+            known[count] = build(count)
+        return len(known[count]) <= limit
+
+    guess = 1
+    for _ in range(_GUESSES):
+        fits(guess)
+        rate = (len(known[guess]) - len(known[0])) / place.size(guess)
+        guess = max(1, place.count((limit - len(known[0])) / rate)) if rate > 0 else 2 * guess
+    low, high, step = guess, guess, 1
+    while low and not fits(low):
+        low, high, step = max(0, low - step), low, 2 * step
+    while low == high or (fits(high) and high < _MOST_PIECES):
+        low, high, step = high, high + step, 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return known[low], low
+
+
+class _Sizes:
+    """Sizes of pieces that begin anew when they run out."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._totals = [0, *itertools.accumulate(sizes)]
+
+    def size(self, count: int) -> int:
+        """Size of the first `count` pieces."""
+        rounds, rest = divmod(count, len(self._totals) - 1)
+        return rounds * self._totals[-1] + self._totals[rest]
+
+    def count(self, size: float) -> int:
+        """Return how many pieces have at most this size."""
+        rounds, rest = divmod(size, self._totals[-1])
+        number = int(rounds) * (len(self._totals) - 1)
+        return number + bisect.bisect_right(self._totals, rest) - 1

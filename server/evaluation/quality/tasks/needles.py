@@ -62,7 +62,8 @@ class NeedleTask(GeneratedTask):
                 prefix.format(key=key),
             )
 
-        prompt, _ = fitting(build, inputs.context_tokens, what=self.name)
+        sizes = [len(piece) + 1 for piece in padding]
+        prompt, _ = fitting(build, inputs.context_tokens, what=self.name, sizes=sizes)
         place = order.index(needles[0])
         return question_sample(
             index,

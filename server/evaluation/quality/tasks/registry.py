@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class QuestionApart(Task):
 
     def samples(self, inputs: TaskInputs) -> list[Sample]:
         """See `Task.samples`."""
-        found, name = self._task.samples(inputs), self._task.name
+        found, name = _samples(self._task, inputs), self._task.name
         if not all(s.mode == "generate" and s.question_ids for s in found):
             raise SettingsError(
                 f"task={name}{self._suffix}: {name} asks no question; only tasks that do can have "
@@ -101,7 +102,20 @@ class AtContext(Task):
 
     def samples(self, inputs: TaskInputs) -> list[Sample]:
         """See `Task.samples`."""
-        return self._task.samples(dataclasses.replace(inputs, context_tokens=self._tokens))
+        return _samples(self._task, dataclasses.replace(inputs, context_tokens=self._tokens))
+
+
+def _samples(task: Task, inputs: TaskInputs) -> list[Sample]:
+    """Return a task's samples; those of the last few are kept, for its forms ask the same."""
+    for known, known_inputs, found in _LAST:
+        if known is task and known_inputs == inputs:
+            return found
+    found = task.samples(inputs)
+    _LAST.appendleft((task, inputs, found))
+    return found
+
+
+_LAST: collections.deque[tuple[Task, TaskInputs, list[Sample]]] = collections.deque(maxlen=8)
 
 
 def find_tasks(names: Sequence[str], contexts: Sequence[int] = ()) -> list[Task]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,10 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
 from tandemkv.server.evaluation.bench import decode
 from tandemkv.server.evaluation.bench.configurations import (
@@ -27,6 +30,7 @@ from tandemkv.server.evaluation.bench.decode import DecodeRun, run_decode
 from tandemkv.server.evaluation.bench.measured import Measured, Point
 from tandemkv.server.evaluation.spread import Spread
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import sglang_argv
 
 # Prints what one_batch prints; a configuration says by its environment how it ends.
@@ -91,7 +95,8 @@ def replace_run(run: DecodeRun, **changes: object) -> DecodeRun:
 
 def test_rows_and_ratios(run: DecodeRun) -> None:
     told: list[str] = []
-    result = run_decode(run, told.append)
+    kept: list[int] = []
+    result = run_decode(run, told.append, keep=lambda found: kept.append(len(found.rows)))
     rows = {row.figure: row for row in result.rows}
     assert result.failures == ()
     tpot = rows["tpot_ms_dense-tp2_8x64k"]
@@ -103,6 +108,7 @@ def test_rows_and_ratios(run: DecodeRun) -> None:
     assert rows["tpot_ratio_vs_tp1_8x64k"].value == pytest.approx(0.25)
     assert rows["tpot_ratio_ours_vs_dense-tp1_1x8k"].value == pytest.approx(0.25)
     assert len(rows) == 3 * 3 * 2 + 3 * 2 * 2
+    assert kept == [6, 12, len(rows)]  # what an interrupted run would have
     # One child per batch size; what it measured is said when it ends.
     assert told[:2] == ["dense-tp2: 1x8k", "  1x8k: 4.00 ms a step"]
     assert told[2] == "dense-tp2: 8x8k, 8x64k"
@@ -236,6 +242,47 @@ def test_ours_runs_in_a_run_directory_that_is_removed(run: DecodeRun, tmp_path: 
     seen = (tmp_path / "ours_batch8" / "stderr.log").read_text().split()
     assert len(seen) == 1
     assert not Path(seen[0]).exists()
+
+
+def test_a_cache_rank_that_does_not_start_fails_its_own_points_alone(
+    run: DecodeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(settings: ServeSettings, *_: Any) -> contextlib.AbstractContextManager[None]:
+        if settings.wished_link == "shared":
+            raise SettingsError("the cache rank does not answer: it needs a second GPU, 1 seen")
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(decode, "cache_rank_beside", refuse)
+    settings = {"device": "cpu", "cache_ranks": 1, "transport": "shared"}
+    table = {
+        "1+1-shared": Configuration(settings=settings, env={"FAKE_STEP_S": "0.001"}),
+        "ours": Configuration(settings={"device": "cpu"}, env={"FAKE_STEP_S": "0.001"}),
+    }
+    result = run_decode(replace_run(run, configurations=table), lambda _: None)
+    labels = {point.label for point in run.points}
+    assert {f.figure for f in result.failures} == {f"tpot_ms_1+1-shared_{x}" for x in labels}
+    assert all("needs a second GPU" in failure.reason for failure in result.failures)
+    assert {f"tpot_ms_ours_{x}" for x in labels} <= {row.figure for row in result.rows}
+
+
+@pytest.mark.parametrize(
+    ("value", "two_gpus", "late"), [(None, True, 1), ("apart", True, 1), ("1", False, None)]
+)
+def test_a_pair_of_processes_is_laid_out_for_the_gpus_that_there_are(
+    value: str | None, two_gpus: bool, late: int | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv(ONE_DEVICE_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(ONE_DEVICE_VARIABLE, value)
+    for name in ("1+1-shared", "1+1-peer"):
+        settings = BUILT_IN[name].serve_settings(
+            model_dir=tmp_path, capacity_tokens=1 << 17, batch=8
+        )
+        placement = settings.rank_settings.placement
+        is_far = two_gpus or name == "1+1-peer"
+        assert placement.has_far_pool is is_far
+        assert settings.selection.late_layers == (1 if is_far else late)
 
 
 def test_yaml_adds_and_replaces(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tandemkv.server.evaluation.bench import decode, decode_steps
 from tandemkv.server.evaluation.bench.configurations import Configuration
-from tandemkv.server.evaluation.bench.decode import DecodeRun, run_decode
+from tandemkv.server.evaluation.bench.decode import DecodeRun, decode_rows, run_decode
 from tandemkv.server.evaluation.bench.decode_steps import (
     decode_steps_argv,
     parse_result,
@@ -27,6 +27,7 @@ RESULT = [
     {
         "batch": 8, "context": 8192, "waited_ms": {"median": 8.8, "p10": 8.7, "p90": 9.1},
         "queued_ms": {"median": 8.0, "p10": 7.9, "p90": 8.1}, "memory_gib": 30.0, "counters": {},
+        "devices": ["model on cuda:0 H100", "engine on cuda:1 H100"],
     },
     {"batch": 8, "context": 65536, "error": "CUDA out of memory"},
 ]  # fmt: skip
@@ -38,6 +39,9 @@ def test_reads_points_and_errors() -> None:
     assert measured[0].waited.p90 == 9.1
     assert measured[0].queued is not None
     assert measured[0].queued.median == 8.0
+    assert measured[0].devices == ("model on cuda:0 H100", "engine on cuda:1 H100")
+    rows = decode_rows({("1+1-shared", POINTS[0]): measured[0]})
+    assert {row.note for row in rows} == {"model on cuda:0 H100; engine on cuda:1 H100"}
     assert failed == {POINTS[1]: "CUDA out of memory"}
     assert parse_result("", POINTS) == ([], {})
 

@@ -306,6 +306,8 @@ def test_every_placement_can_be_started() -> None:
         assert dense.flags == ()
         for placement in own:
             flags = dict(pairwise(placement.flags))
-            is_peer = flags.get("--transport") == "peer"
-            assert flags["--cache-ranks"] == ("1" if is_peer else "0")
-            assert int(flags.get("--tp", "1")) * (1 + is_peer) == placement.num_gpus
+            is_separate = placement.kind is PlacementKind.SEPARATE
+            assert flags["--cache-ranks"] == ("1" if is_separate else "0")
+            assert int(flags.get("--tp", "1")) * (1 + is_separate) == placement.num_gpus
+            # One pair is two processes; more are driven by the process of the model.
+            assert (flags.get("--transport") == "peer") is (is_separate and placement.tp_size > 1)

@@ -61,10 +61,9 @@ def test_built_in_shapes_have_the_published_parameter_counts(name: str, billions
 def test_separate_ranks_by_hand() -> None:
     placement = Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=2)
     memory = memory_of(placement, TINY, LOAD)
-    mailboxes = 2 * 3 * 2 * 64
     assert memory.inference.resident_set == 4 * 25 * 64  # one padding row
     assert memory.inference.kv == memory.inference.key_index == 0
-    assert memory.inference.staging == 2 * 100 * 32 + 50 * 64 + mailboxes
+    assert memory.inference.staging == memory.inference.books == 0
     assert memory.inference.weights == TINY.weight_bytes
     assert memory.cache is not None
     assert memory.cache.kv == 300 * 64 // 2
@@ -76,7 +75,13 @@ def test_separate_ranks_by_hand() -> None:
     one = memory_of(replace(placement, num_cache_gpus=1), TINY, LOAD).cache
     assert one is not None
     assert one.weights == TINY.predictor_copy_bytes("int8")
-    assert memory.cache.staging == mailboxes // 2
+    # Streams of 8 and two of four heads' queries, of two layers; two layers' prompt queries.
+    assert memory.cache.staging == (2 * 3 * (8 + 8) + 2 * 3 * 64 * 8) * 2
+    # Position and use of 20 slots of a head, of four rows; and two versions.
+    assert memory.cache.books == 3 * 2 * 4 * (2 * 4 * 2 * 20) // 2
+    idle = memory_of(placement, TINY, replace(LOAD, selects=False)).cache
+    assert idle is not None
+    assert idle.books == 0
 
 
 def test_in_process_keeps_everything_on_the_inference_gpus() -> None:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Link ``shared`` laid out for two GPUs, the CPU standing for both.
+
+Resident sets, latest tokens and samples lie apart from the pool, as on the model's GPU. Exact
+layers attend in the cache rank's process. What is attended to must be right, also after a cache
+rank was killed in the middle of steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from exactness import compare, run
+from nothing_lost import make_prompts, repeat, settings_of, undisturbed, wait_for, waiting_ranks
+from rank_servers import Server, ours
+
+from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+_ENVIRON = {ONE_DEVICE_VARIABLE: APART}
+_COVERING = {
+    "policy": "look_ahead",
+    "budget_tokens": 600,
+    "num_recent_tokens": 32,
+    "dense_while_fits": False,
+    "index_dtype": "int8",
+    "predictor_dtype": "int8",
+    "exact_layers": [1],
+    "late_layers": 1,
+}
+"""Selects in every step; a late layer, W_q in int8 and samples as served, and an exact layer."""
+_REQUESTS, _NEW_TOKENS = 6, 20
+
+
+def test_tokens_equal_stock(
+    prompts: list[list[int]], new_tokens: int, reference: list[Any]
+) -> None:
+    with ours({"selection": _COVERING}, environ=_ENVIRON) as server:
+        alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
+        assert alone["pass"], alone
+        together = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
+        assert together["pass"], f"with radix hits, four at a time: {together}"
+        inference, cache = server.values()
+        _, status = server.get("/tandemkv/status")
+    assert min(inference["sparse_rows_total"], cache["fetched_rows_total"]) > 0
+    assert inference["exact_layer_rows_total"] > 0
+    info = status["inference_rank"]["info"]
+    assert info["link"] == "shared"
+    assert "on a GPU of its own" in info["placement"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    settings = settings_of(num_requests=_REQUESTS, standby=True)
+    with ours(settings, environ=_ENVIRON) as found:
+        yield found
+
+
+def test_killed_in_the_middle_of_a_step(server: Server) -> None:
+    prompts = make_prompts(_REQUESTS)
+    want = undisturbed(server, prompts, _NEW_TOKENS)
+    for seed in (1, 2):
+        wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
+        found = repeat(server, prompts, want, _NEW_TOKENS, random.Random(seed))
+        assert found["in_flight"] == found["ended"] == found["same_tokens"] == _REQUESTS, found
+        assert found["restored_rows"] == _REQUESTS, found
+        assert found["reseeded_rows"] == found["rows_left"] == found["slots_left"] == 0, found

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mapped memory of two GPUs: who owns which tensor, who may use it, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import GRANULARITY, FakeDriver
+
+from tandemkv.cache_rank.protocol import shared_devices
+from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError
+from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.protocol.shared_devices import engine_homes, gpu_uuids, inference_homes
+from tandemkv.cache_rank.protocol.shared_region import (
+    RegionSizes,
+    check_region,
+    part_books,
+    pools_of,
+    specs_by_life,
+)
+
+MODEL = ModelSpec(
+    architecture="LlamaForCausalLM", num_layers=3, num_qo_heads=4, num_kv_heads=2, head_dim=8,
+    hidden_size=32, max_context=64, dtype="float32", model_hash="0",
+)  # fmt: skip
+SELECTION = SelectionSettings(
+    budget_tokens=16, num_sink_tokens=4, num_recent_tokens=8, sample_tokens=6
+)
+SIZES = RegionSizes(num_slots=40, num_rows=5, page_size=4, is_apart=True)
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+BESIDE_THE_MODEL = {
+    "resident_k", "resident_v", "sample_k", "sample_v", "sample_log_weight", "req_to_token",
+    "outputs", "remote_outputs", "to_inference",
+}  # fmt: skip
+BESIDE_THE_ENGINE = {
+    "kv", "streams", "queries", "seed_queries", "step_rows", "step_lengths", "to_engine",
+}  # fmt: skip
+ON_THE_HOST = {"flags", "ring"}
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver()
+    driver.install(monkeypatch)
+    return driver
+
+
+def homes_of(here: torch.device) -> Homes:
+    return Homes(inference=FIRST, engine=SECOND, here=here)
+
+
+def made_by(homes: Homes) -> MappedTensors:
+    tensors = MappedTensors(homes)
+    for specs in specs_by_life(MODEL, SELECTION, SIZES, on_gpu=homes.are_on_gpu):
+        tensors.allocate_all(specs)
+    return tensors
+
+
+def mapped_by(homes: Homes, made: MappedTensors) -> MappedTensors:
+    tensors = MappedTensors(homes)
+    for spec, descriptor in zip(made.specs, made.descriptors, strict=True):
+        tensors.attach(spec, os.dup(descriptor))
+    return tensors
+
+
+def test_each_region_names_its_owner() -> None:
+    owners: dict[str, set[str]] = {"inference": set(), "engine": set(), "host": set()}
+    for specs in specs_by_life(MODEL, SELECTION, SIZES, on_gpu=True):
+        for spec in specs:
+            owners[spec.home].add(spec.name)
+    assert owners["inference"] == BESIDE_THE_MODEL
+    assert owners["engine"] == BESIDE_THE_ENGINE
+    assert owners["host"] == ON_THE_HOST
+
+
+def test_one_device_has_the_sets_behind_the_tokens() -> None:
+    near = replace(SIZES, is_apart=False)
+    specs = {s.name: s for each in specs_by_life(MODEL, SELECTION, near, on_gpu=True) for s in each}
+    assert BESIDE_THE_MODEL & set(specs) == {
+        "sample_log_weight", "req_to_token", "outputs", "to_inference",
+    }  # fmt: skip
+    slots = 40 + 5 * SELECTION.num_resident
+    assert specs["kv"].shape == (3, 2, -(-slots // 4) * 4, 2, 8)
+
+
+def test_memory_is_made_on_its_owner_and_opened_to_both(driver: FakeDriver) -> None:
+    made = made_by(homes_of(FIRST))
+    for gpu, names in ((0, BESIDE_THE_MODEL), (1, BESIDE_THE_ENGINE)):
+        wanted = sorted(-(-made_spec(made, n).nbytes // GRANULARITY) * GRANULARITY for n in names)
+        assert sorted(size for owner, size in driver.created if owner == gpu) == wanted
+    assert all(sorted(users) == [0, 1] for users in driver.opened.values())
+    # The engine maps what came, and makes its books on its own GPU.
+    seen = mapped_by(homes_of(SECOND), made)
+    assert len(driver.created) == len(BESIDE_THE_MODEL) + len(BESIDE_THE_ENGINE)
+    books = MappedTensors(homes_of(SECOND))
+    books.allocate("resident_positions", (3, 5, 2, 4), torch.int32)
+    assert driver.created[-1][0] == 1
+    assert all(sorted(users) == [0, 1] for users in driver.opened.values())
+    for tensors in (made, seen, books):
+        tensors.close()
+    assert driver.num_mapped == 0
+
+
+def made_spec(tensors: MappedTensors, name: str) -> Any:
+    return next(spec for spec in tensors.specs if spec.name == name)
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_what_the_engine_writes_is_what_the_model_reads(on_gpus: bool, driver: FakeDriver) -> None:
+    """Of two owners on a host, both anonymous files, as of two GPUs."""
+    made = made_by(homes_of(FIRST) if on_gpus else Homes.on_host())
+    seen = mapped_by(homes_of(SECOND) if on_gpus else Homes.on_host(), made)
+    assert bool(driver.created) is on_gpus
+    assert part_books(seen, MODEL, SELECTION, SIZES).specs == ()
+    check_region(seen, MODEL, SELECTION, SIZES)
+    pools = pools_of(seen, MODEL, SELECTION, SIZES)
+    assert pools.is_far
+    assert pools.num_slots == 40
+    assert pools.num_rows == 5
+    width = SELECTION.num_resident + SELECTION.num_recent_tokens
+    for layer, (k, v) in enumerate(pools.resident):
+        assert k.shape == v.shape == (5, width, 2, 8)
+        k[layer + 1, 2] = 10 + layer
+        v[layer + 1, 3] = 20 + layer
+    pools.k[1][39] = 5.0
+    assert pools.log_weight is not None
+    pools.log_weight[2, 4] = 7.0
+    for layer in range(3):
+        assert bool((made["resident_k"][layer, layer + 1, 2] == 10 + layer).all())
+        assert bool((made["resident_v"][layer, layer + 1, 3] == 20 + layer).all())
+    assert bool((made["kv"][1, 0, 39] == 5.0).all())
+    assert bool((made["sample_log_weight"][2, 4] == 7.0).all())
+    made.close()
+
+
+def test_another_layout_is_refused(driver: FakeDriver) -> None:
+    made = made_by(homes_of(FIRST))
+    near = replace(SIZES, is_apart=False)
+    with pytest.raises(ProtocolError, match=r"'kv' must be .*; start both ranks with the same"):
+        check_region(made, MODEL, SELECTION, near)
+    made.close()
+
+
+def test_gpus_without_peer_access_are_refused_at_start(driver: FakeDriver) -> None:
+    driver.peers = {(1, 0)}
+    with pytest.raises(SettingsError, match=r"cuda:0 and cuda:1 .*peer access.*--cache-ranks 0"):
+        made_by(homes_of(FIRST))
+    assert driver.num_mapped == 0
+
+
+def test_a_full_gpu_is_one_clear_error(driver: FakeDriver) -> None:
+    driver.free = GRANULARITY
+    tensors = MappedTensors(homes_of(FIRST))
+    with pytest.raises(SettingsError, match=r"kv needs 0\.\d+ GiB, cuda:1 has .*--cache-tokens"):
+        tensors.allocate("kv", (1 << 16,), torch.float32, "engine")
+    with pytest.raises(SettingsError, match=r"sets needs .*cuda:0 has"):
+        tensors.allocate("sets", (1 << 16,), torch.float32, "inference")
+    assert tensors.specs == ()
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Two GPUs, of which each has a name of its own."""
+
+    def properties(gpu: torch.device) -> Any:
+        return SimpleNamespace(uuid=f"GPU-{gpu.index}")
+
+    monkeypatch.delenv(ONE_DEVICE_VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _gpu: None)
+    monkeypatch.setattr(shared_devices.torch.cuda, "get_device_properties", properties)
+    return monkeypatch
+
+
+def test_both_processes_name_the_same_gpus(gpus: pytest.MonkeyPatch) -> None:
+    ours, theirs = engine_homes(torch.device("cuda")), inference_homes(FIRST)
+    assert (ours.inference, ours.engine, ours.here) == (FIRST, SECOND, SECOND)
+    assert (theirs.inference, theirs.engine, theirs.here) == (FIRST, SECOND, FIRST)
+    assert gpu_uuids(ours) == gpu_uuids(theirs) == ("GPU-0", "GPU-1")
+    assert gpu_uuids(Homes.on_host()) == ()
+    for value in ("1", APART):
+        gpus.setenv(ONE_DEVICE_VARIABLE, value)
+        assert engine_homes(torch.device("cuda")).engine == FIRST
+    gpus.delenv(ONE_DEVICE_VARIABLE)
+    gpus.setattr(torch.cuda, "device_count", lambda: 1)
+    for make in (lambda: engine_homes(torch.device("cuda")), lambda: inference_homes(FIRST)):
+        with pytest.raises(SettingsError, match=r"second GPU, 1 seen.*--cache-ranks 0"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (("GPU-0", "GPU-1"), None),
+        (("GPU-1", "GPU-0"), r"the model's GPU is GPU-1 as .* GPU-0 as .*CUDA_VISIBLE_DEVICES"),
+        (("GPU-0", "GPU-2"), r"the cache rank's GPU is GPU-2 as .*same GPUs in the same order"),
+        ((), r"the inference rank is on the host's CPU, the cache rank on GPUs; .*--device"),
+    ],
+)
+def test_an_index_that_means_another_gpu_is_refused_in_the_handshake(
+    theirs: tuple[str, ...], said: str | None
+) -> None:
+    settings, token = RankSettings(), b"t" * 32
+    hello = make_hello(
+        token=token, model=MODEL, settings=settings, max_rows=4, page_size=4, gpus=theirs
+    )
+    refused = check_hello(
+        hello, token=token, model=MODEL, settings=settings, page_size=4, gpus=("GPU-0", "GPU-1")
+    )
+    if said is None:
+        assert refused is None
+        return
+    assert refused is not None
+    assert refused.field == "gpus"
+    assert re.search(said, refused.message), refused.message
