@@ -32,6 +32,7 @@ _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention"
 _LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+_FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 
 
 _num_rows = 0
@@ -83,6 +84,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         *(resume_hooks.hooks() if settings.placement.maps_memory else []),
         *_group_hooks(),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
+        (_FUSED_WRITE, _never_fused, HookType.AROUND),
     ]
 
 
@@ -93,6 +95,11 @@ def _group_hooks() -> list[Hook]:
         (_NEW_GROUP, alone.around_new_group, HookType.AROUND),
         (_MONITORED_BARRIER, alone.around_monitored_barrier, HookType.AROUND),
     ]
+
+
+def _never_fused(_original: Callable[[Any], bool], _forward_batch: Any) -> bool:
+    # Some models let RoPE's kernel write K/V; the backend writes them, and not to this pool alone.
+    return False
 
 
 def _support_triton_hook(backend: str) -> Hook:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
+
+from .live_model import architecture_of, layers_of
 
 LayerInput = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 LayerNormed = Callable[[int, torch.Tensor], None]
@@ -17,66 +20,89 @@ LayerNormed = Callable[[int, torch.Tensor], None]
 def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
     """Register a forward pre-hook on every decoder layer of an SGLang model.
 
-    SGLang calls a layer of its Llama and Qwen models as ``layer(positions, hidden_states,
-    forward_batch, residual)``; the residual stream is ``hidden_states + residual``, or
-    ``hidden_states`` alone in the first layer, where `residual` is None.
+    SGLang gives a layer its `hidden_states`, and most models also a `residual`. The residual
+    stream is their sum, or `hidden_states` alone in the first layer, where `residual` is None, and
+    in models whose layers take none.
 
     Raises
     ------
     ContractError
-        If the model has no ``model.layers``.
+        If the model has no ``model.layers``, or a layer takes no ``hidden_states``.
     """
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if layers is None:
-        raise ContractError(
-            f"{type(model).__name__} has no model.layers; this model's decoder layers cannot be "
-            "hooked, serve it with stock SGLang"
-        )
 
-    def hook_for(layer: int) -> Callable[..., None]:
+    def hook_for(layer: int, names: tuple[str, ...]) -> Callable[..., None]:
         def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            bound = dict(zip(("positions", "hidden_states", "forward_batch", "residual"), args))  # noqa: B905
-            bound.update(kwargs)
+            bound = {**dict(zip(names, args)), **kwargs}  # noqa: B905
             if getattr(bound["hidden_states"], "_sglang_needs_allreduce_fusion", False):
                 raise ContractError(
                     "SGLang fuses a layer's all-reduce into the next layer's norm, so its input "
-                    "is not the residual stream; disable that fusion in SGLang"
+                    "is not the residual stream; disable that fusion in SGLang "
+                    "(--enforce-disable-flashinfer-allreduce-fusion)"
                 )
-            on_layer_input(layer, bound["hidden_states"], bound["residual"])
+            on_layer_input(layer, bound["hidden_states"], bound.get("residual"))
 
         return hook
 
-    for index, module in enumerate(layers):
-        module.register_forward_pre_hook(hook_for(index), with_kwargs=True)
+    for index, module in enumerate(layers_of(model)):
+        names = tuple(inspect.signature(module.forward).parameters)
+        if "hidden_states" not in names:
+            raise ContractError(
+                f"{type(module).__name__} takes {names}, and no hidden_states; this model's "
+                "decoder layers cannot be hooked, serve it with stock SGLang"
+            )
+        module.register_forward_pre_hook(hook_for(index, names), with_kwargs=True)
 
 
 def install_norm_hooks(model: Any, on_normed: LayerNormed) -> None:
-    """Register a forward hook on the first norm of every decoder layer of an SGLang model.
+    """Register a hook on the first norm of every decoder layer of an SGLang model.
 
     It gets the residual stream ``[B, hidden]`` that was normalised, in memory that nothing writes
     to until the layer has attended: SGLang's norms add their two inputs in place. A norm that is
-    fused with the all-reduce before it is not called as a module, and no hook with it.
+    fused with the all-reduce before it is not called as a module, and no hook with it. Where
+    attention reads the stream as it is, the hook is on the attention, before it.
 
     Raises
     ------
     ContractError
-        If a layer has no ``input_layernorm``.
+        If a layer lacks the norm that its architecture has.
     """
-
-    def hook_for(layer: int) -> Callable[..., None]:
-        def hook(_module: Any, args: tuple[Any, ...], output: Any) -> None:
-            on_normed(layer, output[1] if isinstance(output, tuple) else args[0])
-
-        return hook
-
-    for index, module in enumerate(model.model.layers):
-        norm = getattr(module, "input_layernorm", None)
+    name = architecture_of(model).attention_norm
+    for index, module in enumerate(layers_of(model)):
+        if name is None:
+            attention = getattr(module, "self_attn", None)
+            if attention is None:
+                raise _lacks(module, "self_attn")
+            names = tuple(inspect.signature(attention.forward).parameters)
+            hook = _before_attention(index, names, on_normed)
+            attention.register_forward_pre_hook(hook, with_kwargs=True)
+            continue
+        norm = getattr(module, name, None)
         if norm is None:
-            raise ContractError(
-                f"{type(module).__name__} has no input_layernorm; a second GPU cannot select for "
-                "this model, serve it with --cache-ranks 0"
-            )
-        norm.register_forward_hook(hook_for(index))
+            raise _lacks(module, name)
+        norm.register_forward_hook(_behind_norm(index, on_normed))
+
+
+def _behind_norm(layer: int, on_normed: LayerNormed) -> Callable[..., None]:
+    def hook(_module: Any, args: tuple[Any, ...], output: Any) -> None:
+        on_normed(layer, output[1] if isinstance(output, tuple) else args[0])
+
+    return hook
+
+
+def _before_attention(
+    layer: int, names: tuple[str, ...], on_normed: LayerNormed
+) -> Callable[..., None]:
+    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        on_normed(layer, {**dict(zip(names, args)), **kwargs}["hidden_states"])  # noqa: B905
+
+    return hook
+
+
+def _lacks(module: Any, name: str) -> ContractError:
+    return ContractError(
+        f"{type(module).__name__} has no {name}; a second GPU cannot select for this model, serve "
+        "it with --cache-ranks 0"
+    )
 
 
 def install_logits_hook(model: Any, on_logits: Callable[[], None]) -> None:

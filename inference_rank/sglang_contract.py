@@ -142,6 +142,13 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.layers.rotary_embedding.rope_variant.Llama3RotaryEmbedding": ("head_size",),
     "sglang.srt.layers.rotary_embedding.yarn.YaRNScalingRotaryEmbedding": ("head_size",),
+    "sglang.srt.layers.rotary_embedding.base.LinearScalingRotaryEmbedding": ("head_size",),
+    "sglang.srt.layers.rotary_embedding.rope_variant.DynamicNTKScalingRotaryEmbedding": (
+        "head_size",
+    ),
+    "sglang.srt.models.minimax_m2.MiniMaxM2RMSNormTP": ("hidden_size", "eps"),
+    "sglang.srt.models.utils.enable_fused_set_kv_buffer": ("forward_batch",),
+    "sglang.srt.runtime_context.get_parallel": (),
     "sglang.srt.entrypoints.http_server.app.build_middleware_stack": (),
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server": (
         "server_args",

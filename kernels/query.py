@@ -24,10 +24,8 @@ class QueryWeights:
 
     Attributes
     ----------
-    norm : torch.Tensor
-        ``[hidden_size]``, float: of the RMS norm before attention.
-    norm_eps : float
-        Of that norm, ``>= 0``.
+    head_dim : int
+        Elements of a head, even.
     weight : torch.Tensor
         ``[num_qo_heads * head_dim, hidden_size]``, of the dtype of the hidden states, or int8 with
         `weight_scale`.
@@ -36,19 +34,30 @@ class QueryWeights:
         There if and only if `weight` is int8 (`quantize_query_weight`).
     bias : torch.Tensor, optional
         ``[num_qo_heads * head_dim]``, float.
+    norm : torch.Tensor, optional
+        ``[hidden_size]``, float: of the RMS norm before attention. None if attention reads the
+        residual stream as it is.
+    norm_eps : float
+        Of that norm, ``>= 0``.
     query_norm : torch.Tensor, optional
-        ``[head_dim]``, float: of an RMS norm over each head.
+        ``[head_dim]``, float: of an RMS norm over each head; or ``[num_qo_heads * head_dim]``: of
+        one over all heads together.
     query_norm_eps : float
         Of that norm, ``>= 0``.
+    rotates_neighbours : bool
+        Whether RoPE turns elements ``2 i`` and ``2 i + 1`` of a head together, and not ``i`` and
+        ``i + rotary_dim / 2`` (NeoX style).
     """
 
-    norm: torch.Tensor
-    norm_eps: float
+    head_dim: int
     weight: torch.Tensor
     weight_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    norm_eps: float = 0.0
     query_norm: torch.Tensor | None = None
     query_norm_eps: float = 0.0
+    rotates_neighbours: bool = False
 
 
 def predict_query(
@@ -58,6 +67,8 @@ def predict_query(
     cos_sin: torch.Tensor,
 ) -> torch.Tensor:
     """Return ``rope(query_norm(W norm(hidden) + bias))``; two launches on a GPU.
+
+    What `weights` lacks of that is left out.
 
     Parameters
     ----------
@@ -69,8 +80,9 @@ def predict_query(
     weights : QueryWeights
         Of the layer.
     cos_sin : torch.Tensor
-        ``[num_positions, head_dim]``, float: cosines, then sines, of the angles of each position
-        (NeoX style: the two halves of a head are rotated), with any scaling in them.
+        ``[num_positions, rotary_dim]``, float: cosines, then sines, of the angles of each position,
+        with any scaling in them. The first `rotary_dim` elements of a head are rotated, the others
+        are left as they are; even, ``0 < rotary_dim <= head_dim``.
 
     Returns
     -------
@@ -93,18 +105,22 @@ def predict_query(
     dims = Dims()
     dims.check("hidden", hidden, "num_tokens hidden_size", FLOATS)
     dims.check("positions", positions, "num_tokens", INTS)
-    dims.check("cos_sin", cos_sin, "num_positions head_dim", FLOATS)
+    dims.check("cos_sin", cos_sin, "num_positions rotary_dim", FLOATS)
     _check_weights(dims, weights, hidden.dtype)
-    if dims["head_dim"] % 2 or dims["head_dim"] == 0 or dims["width"] % dims["head_dim"]:
-        fail("cos_sin.shape", tuple(cos_sin.shape), "[num_positions, head_dim], head_dim even")
+    if dims["rotary_dim"] % 2 or not 0 < dims["rotary_dim"] <= weights.head_dim:
+        required = f"[num_positions, rotary_dim], even and {weights.head_dim} at most"
+        fail("cos_sin.shape", tuple(cos_sin.shape), required)
     run = resolve("query", "predict_query", hidden.device)
     query: torch.Tensor = run(hidden, positions, weights, cos_sin)
     return query
 
 
 def _check_weights(dims: Dims, weights: QueryWeights, dtype: torch.dtype) -> None:
-    dims.check("weights.norm", weights.norm, "hidden_size", FLOATS)
+    if weights.norm is not None:
+        dims.check("weights.norm", weights.norm, "hidden_size", FLOATS)
     dims.check("weights.weight", weights.weight, "width hidden_size", FLOATS + INT8)
+    if weights.head_dim < 2 or weights.head_dim % 2 or dims["width"] % weights.head_dim:
+        fail("weights.head_dim", weights.head_dim, f"even, and a divisor of {dims['width']}")
     is_int8, scale = weights.weight.dtype == torch.int8, weights.weight_scale
     if is_int8 != (scale is not None):
         given = "None" if scale is None else "given"
@@ -114,7 +130,9 @@ def _check_weights(dims: Dims, weights: QueryWeights, dtype: torch.dtype) -> Non
     if weights.bias is not None:
         dims.check("weights.bias", weights.bias, "width", FLOATS)
     if weights.query_norm is not None:
-        dims.check("weights.query_norm", weights.query_norm, "head_dim", FLOATS)
+        is_of_head = len(weights.query_norm) == weights.head_dim
+        layout = "head_dim" if is_of_head else "width"
+        dims.check("weights.query_norm", weights.query_norm, layout, FLOATS)
     if not is_int8 and weights.weight.dtype != dtype:
         fail("weights.weight.dtype", weights.weight.dtype, f"{dtype}, as hidden")
     if min(weights.norm_eps, weights.query_norm_eps) < 0:

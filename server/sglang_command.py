@@ -20,6 +20,7 @@ CPU_CHUNK_TOKENS = 2048
 """Default of --chunked-prefill-size on cpu: bounds the memory of one forward pass."""
 
 _CUDA_FLAGS = ("--device", "cuda", "--cuda-graph-backend-prefill", "disabled")
+_NO_FUSED_REDUCE = "--enforce-disable-flashinfer-allreduce-fusion"
 _SHARED_GPU_ENV = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Streams that wait for the other process must not hold up others in a queue of the GPU."""
 _CPU_FLAGS = (
@@ -71,7 +72,8 @@ def sglang_argv(
         # What a lost cache rank cut short is known when a pass is over: none may be under way then.
         argv += ["--disable-overlap-schedule"]
     if settings.tensor_parallel > 1:
-        argv += ["--tp-size", str(settings.tensor_parallel)]
+        # SGLang switches this on for some models, and a layer's input is then a part of the sum.
+        argv += ["--tp-size", str(settings.tensor_parallel), _NO_FUSED_REDUCE]
     chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
     if chunk is not None and chunk % page_size:
         raise SettingsError(

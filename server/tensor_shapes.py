@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the tensors of an unquantised checkpoint with its ``config.json``.
 
-The layout is that of Llama, Mistral, Qwen2 and Qwen3 in Hugging Face's files. Names that are not
-known are passed over; a checkpoint in which nothing is known (fused projections, another prefix)
+The layout is that of the model's architecture in Hugging Face's files. Names that are not known
+are passed over: experts, and all of a checkpoint in which nothing is known (another prefix), which
 is therefore accepted.
 """
 
@@ -11,6 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from tandemkv.cache_rank.protocol.architectures import Architecture
+from tandemkv.cache_rank.protocol.model_spec import architecture_of_config
 
 Shape = tuple[int, ...]
 
@@ -54,23 +57,41 @@ def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> Non
 
 def _expected(config: Mapping[str, Any]) -> tuple[dict[str, Shape | None], dict[str, Shape | None]]:
     """Return the shapes of a layer's weights and of the others; None where config has no number."""
+    entry = architecture_of_config(config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or hidden // heads)
-    inner, vocabulary = _number(config, "intermediate_size"), _number(config, "vocab_size")
+    vocabulary = _number(config, "vocab_size")
     table = (vocabulary, hidden) if vocabulary else None
-    layer: dict[str, Shape | None] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (heads * head_dim, hidden),
-        "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
-        "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
-        "self_attn.o_proj.weight": (hidden, heads * head_dim),
-        "mlp.gate_proj.weight": (inner, hidden) if inner else None,
-        "mlp.up_proj.weight": (inner, hidden) if inner else None,
-        "mlp.down_proj.weight": (hidden, inner) if inner else None,
-    }
+    norms = (entry.attention_norm, *entry.other_norms)
+    layer: dict[str, Shape | None] = {f"{name}.weight": (hidden,) for name in norms if name}
+    query, key = heads * head_dim, kv_heads * head_dim
+    layer |= {f"self_attn.{name}.weight": shape for name, shape in (
+        (("qkv_proj", (query + 2 * key, hidden)),)
+        if entry.fused_qkv
+        else (("q_proj", (query, hidden)), ("k_proj", (key, hidden)), ("v_proj", (key, hidden)))
+    )}  # fmt: skip
+    layer["self_attn.o_proj.weight"] = (hidden, query)
+    if entry.query_norm != "none":
+        is_whole = entry.query_norm == "layer"
+        layer["self_attn.q_norm.weight"] = (query if is_whole else head_dim,)
+        layer["self_attn.k_norm.weight"] = (key if is_whole else head_dim,)
+    if entry.experts is None:
+        layer |= _mlp(entry, hidden, _number(config, "intermediate_size"))
     return layer, {_EMBEDDING: table, _NORM: (hidden,), _HEAD: table}
+
+
+def _mlp(entry: Architecture, hidden: int, inner: int | None) -> dict[str, Shape | None]:
+    """Return the shapes of a dense MLP's weights."""
+    if inner is None:
+        found: dict[str, Shape | None] = {"up_proj": None, "down_proj": None}
+    elif entry.fused_gate_up:
+        found = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+    else:
+        found = {"up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        if entry.mlp_matrices == 3:
+            found["gate_proj"] = (inner, hidden)
+    return {f"mlp.{name}.weight": shape for name, shape in found.items()}
 
 
 def _check_layers(
@@ -89,13 +110,12 @@ def _check_layers(
                     f"model.layers.{layer}.{part} (it has {_count_attention(layers)} layers)"
                 )
     # Layers for predicting several tokens may follow; those are counted elsewhere.
-    beyond = [
-        layer for layer in layers if layer >= wanted and "self_attn.q_proj.weight" in layers[layer]
-    ]
+    projection = next(part for part in parts if part.startswith("self_attn."))
+    beyond = [layer for layer in layers if layer >= wanted and projection in layers[layer]]
     if beyond and not config.get("num_nextn_predict_layers"):
         raise ValueError(
             f"num_hidden_layers={wanted}, but the checkpoint has {_count_attention(layers)} layers",
-            f"model.layers.{min(beyond)}.self_attn.q_proj.weight",
+            f"model.layers.{min(beyond)}.{projection}",
         )
 
 

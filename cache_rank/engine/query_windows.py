@@ -79,11 +79,16 @@ class DeviceQueryWindows:
             self._starts = allocate("query_window_starts", (num_rows,), torch.int64)
         if allocate is None or not self._starts.any():  # else they are an earlier engine's
             self._starts.fill_(_NEVER)
+        self._order: torch.Tensor | None = None
+        self._back: torch.Tensor | None = None
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
         if options.unrotate:
             rotary = policy.context.rotary
             assert rotary is not None  # the policy's constructor asks for it
+            if rotary.order is not None:
+                self._order = rotary.order.to(device)
+                self._back = self._order.argsort()
             offsets = 1 + torch.arange(self._size, dtype=torch.float64)
             angles = torch.outer(offsets, rotary.inv_freq.cpu().double())
             self._cos = angles.cos().float().to(device)
@@ -106,7 +111,7 @@ class DeviceQueryWindows:
 
         `layer` counts the selecting layers.
         """
-        queries, positions = queries[-self._size :], positions[-self._size :]
+        queries, positions = self._ordered(queries[-self._size :]), positions[-self._size :]
         self._windows[layer, row, positions % self._size] = queries.to(self._windows.dtype)
         self._starts[row] = positions[0]
 
@@ -115,7 +120,7 @@ class DeviceQueryWindows:
     ) -> None:
         """Take note of a step's queries ``[B, Hq, D]`` without a prediction."""
         self._windows[layer].index_put_(
-            (rows, positions % self._size), query.to(self._windows.dtype)
+            (rows, positions % self._size), self._ordered(query).to(self._windows.dtype)
         )
 
     def push_and_predict(
@@ -123,8 +128,8 @@ class DeviceQueryWindows:
     ) -> torch.Tensor:
         """Take note of a step's queries and predict ``[B, Hq, D]`` float32, for the next step."""
         ridge = self._ridge
-        return push_and_predict(
-            query,
+        predicted = push_and_predict(
+            self._ordered(query),
             rows,
             positions,
             self._windows[layer],
@@ -136,3 +141,8 @@ class DeviceQueryWindows:
             sign=ridge.sign,
             normalise=ridge.normalise,
         )
+        return predicted if self._back is None else predicted[..., self._back]
+
+    def _ordered(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return queries in the order in which halves of heads are turned (`Rotary.order`)."""
+        return queries if self._order is None else queries[..., self._order]

@@ -116,10 +116,32 @@ class PolicyCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The rotary embedding of a model: ``inv_freq`` ``[head_dim / 2]`` float32, and its factor."""
+    """The rotary embedding of a model, as a rotation of the two halves of a head.
+
+    Attributes
+    ----------
+    inv_freq : torch.Tensor
+        ``[head_dim / 2]``, float32; 0 where nothing is turned.
+    scaling : float
+        Factor of what is turned.
+    order : torch.Tensor, optional
+        ``[head_dim]``, int64: where the elements of a head lie before they are put in the order in
+        which its halves are turned. None if they are in that order.
+    """
 
     inv_freq: torch.Tensor
     scaling: float = 1.0
+    order: torch.Tensor | None = None
+
+    def to_halves(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., head_dim]`` in the order in which halves are turned."""
+        return queries if self.order is None else queries[..., self.order.to(queries.device)]
+
+    def from_halves(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., head_dim]`` in the model's order."""
+        if self.order is None:
+            return queries
+        return queries[..., self.order.argsort().to(queries.device)]
 
 
 @dataclass(frozen=True, slots=True)

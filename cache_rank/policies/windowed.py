@@ -55,7 +55,8 @@ class WindowedPolicy(ScoringPolicy):
     """Keeps the latest W + 1 queries of each request and layer, in float32.
 
     With ``unrotate`` (default) the window holds queries without RoPE, and the
-    prediction is rotated to the position that will use it.
+    prediction is rotated to the position that will use it. Where RoPE does not turn the halves of
+    a head, the window has its elements in another order (`Rotary.order`).
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
@@ -103,12 +104,11 @@ class WindowedPolicy(ScoringPolicy):
         predicted = self.predict(windows, counts[:, None].expand(windows.shape[:2]))
         if self._rotary is None:
             return predicted
-        return apply_rope(
-            predicted.contiguous(),
-            request.use_positions,
-            self._rotary.inv_freq,
-            scaling=self._rotary.scaling,
+        rotary = self._rotary
+        turned = apply_rope(
+            predicted.contiguous(), request.use_positions, rotary.inv_freq, scaling=rotary.scaling
         )
+        return rotary.from_halves(turned)
 
     def release(self, owner: Owner) -> None:
         """See `Policy.release`."""
@@ -116,6 +116,9 @@ class WindowedPolicy(ScoringPolicy):
 
     def _unrotate(self, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         queries = queries.float().contiguous()
-        if self._rotary is None:
+        rotary = self._rotary
+        if rotary is None:
             return queries
-        return unapply_rope(queries, positions, self._rotary.inv_freq, scaling=self._rotary.scaling)
+        return unapply_rope(
+            rotary.to_halves(queries), positions, rotary.inv_freq, scaling=rotary.scaling
+        )

@@ -7,8 +7,9 @@ A handle that was imported cannot be exported again: whoever is to pass memory o
 descriptor. Memory of this kind cannot be passed with ``cudaIpc``.
 
 Memory of either GPU is made by either process: making and mapping it takes no context on its owner.
-Each mapping is opened to both GPUs. Where they have no peer access CUDA refuses that, when ranks
-start and not in a step.
+A mapping is opened to every GPU of the two that the process works on, its own at least: so each
+GPU reaches the memory of both. Where they have no peer access CUDA refuses that, when ranks start
+and not in a step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class GpuMemory:
     here : torch.device
         The GPU whose kernels use it in this process: `owner`, or one with peer access to it.
     users : Sequence[torch.device]
-        All GPUs that may use what this process maps.
+        All GPUs that may use what this process maps, those of them that it has a context on.
 
     Raises
     ------
@@ -120,15 +121,16 @@ class GpuMemory:
                 ) from error
         finally:
             self._call(cuda.cuMemRelease, handle)  # the mapping holds the memory
-        access = [self._access_of(user) for user in self._users]
+        users = [gpu for gpu in self._users if gpu == self._here or self._has_context(gpu)]
+        access = [self._access_of(user) for user in users]
         try:
             self._call(cuda.cuMemSetAccess, address, size, access, len(access))
         except RuntimeError as error:
             self.unmap(address, nbytes)
             raise SettingsError(
-                f"{' and '.join(map(str, self._users))} cannot both use the memory of "
-                f"{self._owner}: {error}; transport=shared needs two GPUs with peer access to each "
-                "other: use --cache-ranks 0"
+                f"{' and '.join(map(str, users))} cannot use the memory of {self._owner}: {error}; "
+                "transport=shared needs two GPUs with peer access to each other: use "
+                "--cache-ranks 0"
             ) from error
         storage = torch._C._construct_storage_from_data_pointer(address, self._here, nbytes)
         memory = torch.empty(0, dtype=torch.uint8, device=self._here)
@@ -140,6 +142,14 @@ class GpuMemory:
         size = self._rounded(nbytes)
         self._call(self._cuda.cuMemUnmap, address, size)
         self._call(self._cuda.cuMemAddressFree, address, size)
+
+    def _has_context(self, gpu: torch.device) -> bool:
+        """Whether this process works on `gpu`: to a GPU without a context nothing can be opened."""
+        device = self._call(self._cuda.cuDeviceGet, gpu.index)
+        result, _, is_active = self._cuda.cuDevicePrimaryCtxGetState(device)
+        if result != self._cuda.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuDevicePrimaryCtxGetState of {gpu}: {result.name}")
+        return bool(is_active)
 
     def _access_of(self, user: torch.device) -> Any:
         access = self._cuda.CUmemAccessDesc()

@@ -79,7 +79,10 @@ def check_hello(
     theirs, ours = msgspec.structs.asdict(hello.model), msgspec.structs.asdict(model)
     for field in ("model_hash", *(name for name in ours if name != "model_hash")):
         if theirs[field] != ours[field]:
-            return _refuse(field, theirs[field], ours[field])
+            # None is a value of a model's field; of a setting it means that a side lacks it.
+            return _refuse(
+                field, *("None" if x is None else x for x in (theirs[field], ours[field]))
+            )
     if hello.page_size != page_size:
         return _refuse("page_size", hello.page_size, page_size)
     flat = settings.flat()

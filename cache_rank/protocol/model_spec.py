@@ -6,30 +6,29 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
+from .architectures import Architecture, find_architecture
+from .attention_config import check_attention, softmax_scale
 from .errors import ProtocolError, UnsupportedModelError
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Context = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
+Scale = Annotated[float, msgspec.Meta(gt=0, le=1024)]
 
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
 _HASHED_BYTES = 1 << 20
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Shape and identity of a model.
 
-    `max_context` is in tokens; `dtype` is the torch name of the KV dtype, e.g. ``float32``.
+    `max_context` is in tokens; `dtype` is the torch name of the KV dtype, e.g. ``float32``;
+    `softmax_scale` is None where it is ``1 / sqrt(head_dim)``.
     """
 
     architecture: Text
@@ -41,6 +40,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     max_context: Context
     dtype: Text
     model_hash: Text
+    softmax_scale: Scale | None = None
 
     @property
     def gqa_group_size(self) -> int:
@@ -50,6 +50,8 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     @property
     def scale(self) -> float:
         """Softmax scale of the attention logits."""
+        if self.softmax_scale is not None:
+            return self.softmax_scale
         return 1.0 / math.sqrt(self.head_dim)
 
 
@@ -90,6 +92,18 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     return config
 
 
+def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
+    """Return the entry of the architecture that a ``config.json`` names.
+
+    Raises
+    ------
+    UnsupportedModelError
+        With the reason, if it is not supported.
+    """
+    named = config.get("architectures")
+    return find_architecture(str(named[0]) if isinstance(named, list) and named else "unknown")
+
+
 def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = None) -> ModelSpec:
     """Read and check the shape of the model in `model_dir`.
 
@@ -108,18 +122,12 @@ def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = No
         If the attention is not plain grouped-query attention over the whole context.
     """
     config = read_config(model_dir)
-    architecture = str((config.get("architectures") or ["unknown"])[0])
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"architecture={architecture} is not supported; supported: "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)} (grouped-query attention, "
-            "no MLA, no hybrid layers)"
-        )
-    _check_layers(model_dir, config)
+    entry = architecture_of_config(config)
+    check_attention(config, entry, name=model_dir.name)
     try:
         heads = int(config["num_attention_heads"])
         spec = ModelSpec(
-            architecture=architecture,
+            architecture=entry.name,
             num_layers=int(config["num_hidden_layers"]),
             num_qo_heads=heads,
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
@@ -128,6 +136,7 @@ def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = No
             max_context=max_context or int(config["max_position_embeddings"]),
             dtype=dtype,
             model_hash=model_hash(model_dir),
+            softmax_scale=softmax_scale(config, entry),
         )
         msgspec.convert(msgspec.structs.astuple(spec), ModelSpec)  # what a message may carry
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -141,22 +150,6 @@ def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = No
             f"num_key_value_heads={spec.num_kv_heads}"
         )
     return spec
-
-
-def _check_layers(model_dir: Path, config: dict[str, Any]) -> None:
-    other = set(config.get("layer_types") or []) - {"full_attention"}
-    # Mistral's window is used without being asked for, where there is one.
-    has_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
-    if "sliding_attention" in other or (has_window and config.get("sliding_window")):
-        raise UnsupportedModelError(
-            f"model={model_dir.name}: sliding-window attention is not supported; "
-            "serve this model with stock SGLang"
-        )
-    if other:
-        raise UnsupportedModelError(
-            f"model={model_dir.name}: layers of type {', '.join(sorted(other))} are not supported, "
-            "only full_attention; serve this model with stock SGLang"
-        )
 
 
 def model_hash(model_dir: Path) -> str:

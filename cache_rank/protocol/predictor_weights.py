@@ -17,8 +17,9 @@ from .errors import ProtocolError
 from .mapped_tensors import MappedTensors
 
 PREDICTOR_PREFIX = "predict_"
-_OPTIONAL = ("weight_scale", "bias", "query_norm")
+_OPTIONAL = ("norm", "weight_scale", "bias", "query_norm")
 _EPSILONS = "epsilons"
+_FORM = "form"
 _COS_SIN = "cos_sin"
 
 
@@ -32,9 +33,9 @@ def put_weights(
     tensors : MappedTensors
         Where they are made.
     layers : Sequence[QueryWeights]
-        Of each layer; all have the same fields.
+        Of each layer; all have the same fields, `head_dim` and `rotates_neighbours`.
     cos_sin : torch.Tensor
-        ``[num_positions, head_dim]``; see `tandemkv.kernels.query.predict_query`.
+        ``[num_positions, rotary_dim]``; see `tandemkv.kernels.query.predict_query`.
 
     Raises
     ------
@@ -42,7 +43,7 @@ def put_weights(
         If there is no memory for them.
     """
     first = layers[0]
-    names = ["norm", "weight", *(n for n in _OPTIONAL if getattr(first, n) is not None)]
+    names = ["weight", *(n for n in _OPTIONAL if getattr(first, n) is not None)]
     for name in names:
         part: torch.Tensor = getattr(first, name)
         out = tensors.allocate(
@@ -55,6 +56,8 @@ def put_weights(
     tensors.allocate(PREDICTOR_PREFIX + _EPSILONS, shape, torch.float32, "host").copy_(
         torch.tensor(epsilons)
     )
+    form = torch.tensor([first.head_dim, int(first.rotates_neighbours)], dtype=torch.int32)
+    tensors.allocate(PREDICTOR_PREFIX + _FORM, (2,), form.dtype, "host").copy_(form)
     tensors.allocate(
         PREDICTOR_PREFIX + _COS_SIN, tuple(cos_sin.shape), cos_sin.dtype, "engine"
     ).copy_(cos_sin)
@@ -77,23 +80,26 @@ class MappedPredictor:
     """
 
     def __init__(self, tensors: MappedTensors, num_layers: int) -> None:
-        names = ("norm", "weight", _EPSILONS, _COS_SIN)
+        names = ("weight", _EPSILONS, _FORM, _COS_SIN)
         missing = [name for name in names if PREDICTOR_PREFIX + name not in tensors]
         if missing:
             raise ProtocolError(f"weights of the prediction lack {missing}; use one version")
         parts = {
             name: tensors[PREDICTOR_PREFIX + name]
-            for name in ("norm", "weight", *_OPTIONAL)
+            for name in ("weight", *_OPTIONAL)
             if PREDICTOR_PREFIX + name in tensors
         }
         wrong = [name for name, part in parts.items() if len(part) != num_layers]
         if wrong:
             raise ProtocolError(f"weights of the prediction: {wrong} are of another model")
         epsilons = tensors[PREDICTOR_PREFIX + _EPSILONS].tolist()
+        head_dim, rotates_neighbours = tensors[PREDICTOR_PREFIX + _FORM].tolist()
         self._cos_sin = tensors[PREDICTOR_PREFIX + _COS_SIN]
         self._layers = [
             QueryWeights(
                 **{name: part[layer] for name, part in parts.items()},
+                head_dim=head_dim,
+                rotates_neighbours=bool(rotates_neighbours),
                 norm_eps=norm_eps,
                 query_norm_eps=query_norm_eps,
             )

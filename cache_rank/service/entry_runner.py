@@ -93,18 +93,26 @@ class EntryRunner:
         """
         self._step = entry.step
         self._signals.begin(entry.step)
+        changed: Sequence[StepRow] = ()
         try:
             if entry.kind is EntryKind.EXTEND:
-                self._extend(entry)
+                changed = self._extend(entry)
             elif entry.kind is EntryKind.RESUME:
                 self._resume(entry)
             elif entry.kind is EntryKind.DECODE:
-                self._decode(entry)
+                changed = self._decode(entry)
             else:
                 self._prepare(entry)
         except StepAbortedError:
             if self._is_gone():
                 raise
+        if self._program.selects_for_next_step:
+            # The next step waits for nothing else: it must not be done before this one is kept.
+            self._record(*self._ids(changed))
+            self._signals.settle()
+        else:
+            self._signals.settle()
+            self._record(*self._ids(changed))
         self._signals.finish()
 
     def _resume(self, entry: StepEntry) -> None:
@@ -139,7 +147,8 @@ class EntryRunner:
     def _ids(self, rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
         return [row.row for row in rows], [row.generation for row in rows]
 
-    def _extend(self, entry: StepEntry) -> None:
+    def _extend(self, entry: StepEntry) -> Sequence[StepRow]:
+        """Do a prefill step; returns the rows whose books it has changed."""
         engine, rows = self._engine, entry.rows
         self._signals.await_begin()
         # The radix cache may rewrite a row while its prompt is still being scored.
@@ -165,9 +174,10 @@ class EntryRunner:
                     engine.seed(layer, request, row.row, window)
                     first += row.window
                 self._signals.raise_ready(layer)
-        self._record(*self._ids([row for _, row in seeds]))
+        return [row for _, row in seeds]
 
-    def _decode(self, entry: StepEntry) -> None:
+    def _decode(self, entry: StepEntry) -> Sequence[StepRow]:
+        """Do a decode step; returns the rows whose books it has changed."""
         engine, kind, size = self._engine, _DECODE_KINDS[entry.variant], len(entry.rows)
         self._signals.await_begin()
         grown = [row.row for row in entry.rows if row.flags & GROWN]
@@ -184,8 +194,7 @@ class EntryRunner:
         if not self._graphs.replay(str(kind), size):
             self._select(kind, size)
         changed = entry.rows if kind is DecodeKind.SELECTING else ()
-        changed = tuple(r for r in entry.rows if r.row and (r in changed or r.flags & GROWN))
-        self._record(*self._ids(changed))
+        return tuple(r for r in entry.rows if r.row and (r in changed or r.flags & GROWN))
 
     def _load(
         self, kind: DecodeKind, rows: torch.Tensor, lengths: torch.Tensor, *, num_cold: int,

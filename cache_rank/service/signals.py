@@ -56,8 +56,11 @@ class EngineSignals(Protocol):
     def put_output(self, layer: int, output: torch.Tensor) -> None:
         """Hand over the output ``[B, Hq, D]`` of a layer that attends here, and tell of it."""
 
+    def settle(self) -> None:
+        """Tell the forward pass that nothing it shares is read or written for the step any more."""
+
     def finish(self) -> None:
-        """Tell that all work of the step has ended."""
+        """Tell that all work of the step has ended, and can be done again from its copies."""
 
 
 class HostSignals:
@@ -133,6 +136,9 @@ class HostSignals:
         assert self._outputs is not None
         self._outputs[: len(output)].copy_(output)
         self.raise_ready(layer)
+
+    def settle(self) -> None:
+        """See `EngineSignals.settle`: the forward pass waits for the step's end."""
 
     def finish(self) -> None:
         """See `EngineSignals.finish`."""

@@ -87,9 +87,16 @@ class StreamSignals:
         out, flags = self._outputs[:size].flatten(1), self._flags.ready(layer, size)
         send_rows(rows, None, out, flags, step=self._step, lost=self._lost)
 
+    def settle(self) -> None:
+        """See `EngineSignals.settle`: the next step of the forward pass waits for this.
+
+        Copies of books may be made behind it, for no kernel of the forward pass reads or writes
+        them, and what a step waits for is behind them in the engine's stream.
+        """
+        raise_flags(self._flags.finished, step=self._step, lost=self._lost)
+
     def finish(self) -> None:
         """See `EngineSignals.finish`; the hosts hear at once that it is queued."""
-        raise_flags(self._flags.finished, step=self._step, lost=self._lost)
         self._progress += 1
         self._host.raise_to(self._at.PROGRESS, self._progress)
 

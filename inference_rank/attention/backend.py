@@ -60,7 +60,9 @@ class ResidentBackend(AttentionBackend):
         self._runtime, self._probe = runtime, probe
         self._seed_window, self._num_resident = seed_window, num_resident
         self._dense, self._lengths = dense, dense.base
-        self._pool = runner.req_to_token_pool
+        # SGLang's models find both here.
+        self.req_to_token_pool = self._pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
         self._sparse: FlashInferResident | PagedResident = (
             FlashInferResident(runner, home.table, home.pool, home.samples)
             if device.type == "cuda"

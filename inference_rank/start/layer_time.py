@@ -46,7 +46,7 @@ class LayerTime:
     def counted(self) -> str:
         """What `us` is, in words."""
         if self.weights_us is None:
-            return "not measured: the layer's matrices are packed or quantised"
+            return "not measured: the layer has experts, or its matrices are packed or quantised"
         if self.of_graph:
             return "captured decode step without selection, and attention"
         return "matrices, norms and attention only, a lower bound"

@@ -39,6 +39,7 @@ from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
 from tandemkv.inference_rank.links.peer_memory import seen_from, with_index
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
+from tandemkv.inference_rank.live_model import check_live_attention
 from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
 
@@ -296,7 +297,13 @@ def full_backend(runner: Any) -> Any:
 
 
 def local_model_spec(runner: Any) -> ModelSpec:
-    """Shape of the model with the heads of this tensor-parallel rank."""
+    """Shape of the model with the heads of this tensor-parallel rank.
+
+    Raises
+    ------
+    UnsupportedModelError, ContractError
+        If the model cannot be served, or SGLang has built another one.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     config, tp_size = runner.model_config, int(get_parallel().attn_tp_size)
@@ -305,11 +312,13 @@ def local_model_spec(runner: Any) -> ModelSpec:
         dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         max_context=int(runner.req_to_token_pool.req_to_token.shape[1]),
     )
-    return msgspec.structs.replace(
+    model = msgspec.structs.replace(
         model,
         num_qo_heads=model.num_qo_heads // tp_size,
         num_kv_heads=int(config.get_num_kv_heads(tp_size)),
     )
+    check_live_attention(runner.model, model)
+    return model
 
 
 def check_sizes(runner: Any, settings: RankSettings) -> None:

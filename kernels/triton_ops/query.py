@@ -2,7 +2,7 @@
 """Triton version of `tandemkv.kernels.query`: project in parts, then add up and rotate.
 
 1. Several programs per block of outputs each multiply a part of the hidden dimension, and leave
-   float32 sums. The norm before is a factor of a row: its sum of squares comes beside.
+   float32 sums. A norm before is a factor of a row: its sum of squares comes beside.
 2. One program per token and head adds the parts up, normalises and rotates.
 
 Programs are small: beside a scan of all keys, which fills the registers of a GPU, a program waits
@@ -53,6 +53,8 @@ _LIMITED_TOKENS = 8
 # Keeps products of large hidden values and norm weights inside float16 (beyond 4 million they
 # are cut off); a power of two.
 _FLOAT16_FACTOR = 1 / 64
+# Elements of a layer's query whose squares are added up at once, where one norm is over all heads.
+_LAYER_BLOCK = 256
 
 
 @triton.jit
@@ -60,7 +62,8 @@ def _project_kernel(
     hidden, norm, weight, parts, squares, num_tokens, hidden_size, width, factor,
     hidden_stride, weight_stride,
     BLOCK_OUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    PART_SIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+    PART_SIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, NORMED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     follow(CHAINED)
     row = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -79,9 +82,10 @@ def _project_kernel(
         x = tl.load(
             tokens + at[:, None], mask=(at < hidden_size)[:, None] & is_token[None, :], other=0.0
         ).to(tl.float32)  # fmt: skip
-        scaled = tl.load(norm + at, mask=at < hidden_size, other=0.0).to(tl.float32) * factor
-        total += tl.sum(x * x, 0)
-        x = x * scaled[:, None]
+        if NORMED:
+            scaled = tl.load(norm + at, mask=at < hidden_size, other=0.0).to(tl.float32) * factor
+            total += tl.sum(x * x, 0)
+            x = x * scaled[:, None]
         if hidden.dtype.element_ty == tl.float16:
             x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
         x = x.to(hidden.dtype.element_ty)
@@ -91,7 +95,7 @@ def _project_kernel(
         parts + (base + token).to(tl.int64)[None, :] * width + row[:, None], acc,
         mask=is_row[:, None] & is_token[None, :],
     )  # fmt: skip
-    if tl.program_id(0) == 0:
+    if NORMED and tl.program_id(0) == 0:
         tl.store(squares + base + token, total, mask=is_token)
 
 
@@ -100,44 +104,74 @@ def _rotate_kernel(
     parts, squares, weight_scale, bias, query_norm, positions, cos_sin, out,
     num_tokens, num_heads, hidden_size, num_parts, num_positions, width, factor, eps, query_eps,
     cos_sin_stride,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, CHAINED: tl.constexpr,
+    NORMED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    LAYER_WIDTH: tl.constexpr, NEIGHBOURS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     follow(CHAINED)
     token, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     at, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK_S)
     inside, is_part = at < HALF, part < num_parts
+    # Pairs of elements of a head. Those that are not turned come behind the TURNED that are.
+    if NEIGHBOURS:
+        low, high = 2 * at, 2 * at + 1
+    elif TURNED == HALF:
+        low, high = at, HALF + at
+    else:
+        low = tl.where(at < TURNED, at, 2 * at)
+        high = tl.where(at < TURNED, TURNED + at, 2 * at + 1)
     # What is long on its way is asked for first.
     position = tl.load(positions + token).to(tl.int64)
-    rows = parts + (part * num_tokens + token).to(tl.int64)[:, None] * width + head * 2 * HALF
+    sums = parts + (part * num_tokens + token).to(tl.int64)[:, None] * width
+    rows = sums + head * 2 * HALF
     mask = is_part[:, None] & inside[None, :]
-    first = tl.sum(tl.load(rows + at[None, :], mask=mask, other=0.0), 0)
-    second = tl.sum(tl.load(rows + (HALF + at)[None, :], mask=mask, other=0.0), 0)
-    total = tl.sum(tl.load(squares + part * num_tokens + token, mask=is_part, other=0.0), 0)
+    first = tl.sum(tl.load(rows + low[None, :], mask=mask, other=0.0), 0)
+    second = tl.sum(tl.load(rows + high[None, :], mask=mask, other=0.0), 0)
     # A row that nobody reads may have any position.
     position = tl.minimum(tl.maximum(position, 0), num_positions - 1)
     angles = cos_sin + position * cos_sin_stride
-    cos = tl.load(angles + at, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(angles + HALF + at, mask=inside, other=0.0).to(tl.float32)
-    unit = 1.0 / (tl.sqrt(total / hidden_size + eps) * factor)
+    is_turned = inside & (at < TURNED)
+    cos = tl.load(angles + at, mask=is_turned, other=1.0).to(tl.float32)
+    sin = tl.load(angles + TURNED + at, mask=is_turned, other=0.0).to(tl.float32)
+    unit = 1.0
+    if NORMED:
+        total = tl.sum(tl.load(squares + part * num_tokens + token, mask=is_part, other=0.0), 0)
+        unit = 1.0 / (tl.sqrt(total / hidden_size + eps) * factor)
     first, second = first * unit, second * unit
     if HAS_SCALE:
         own = weight_scale + head * 2 * HALF
-        first *= tl.load(own + at, mask=inside, other=0.0)
-        second *= tl.load(own + HALF + at, mask=inside, other=0.0)
+        first *= tl.load(own + low, mask=inside, other=0.0)
+        second *= tl.load(own + high, mask=inside, other=0.0)
     if HAS_BIAS:
         own = bias + head * 2 * HALF
-        first += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
-        second += tl.load(own + HALF + at, mask=inside, other=0.0).to(tl.float32)
+        first += tl.load(own + low, mask=inside, other=0.0).to(tl.float32)
+        second += tl.load(own + high, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
-        square = tl.sum(first * first + second * second, 0) / (2 * HALF)
+        own = query_norm
+        if LAYER_WIDTH > 0:
+            own += head * 2 * HALF
+            # Each head's program adds up the squares of all heads: no third launch.
+            squared = tl.zeros([BLOCK_W], tl.float32)
+            for start in range(0, LAYER_WIDTH, BLOCK_W):
+                column = start + tl.arange(0, BLOCK_W)
+                is_column = column < LAYER_WIDTH
+                block = is_part[:, None] & is_column[None, :]
+                value = tl.sum(tl.load(sums + column[None, :], mask=block, other=0.0), 0) * unit
+                if HAS_SCALE:
+                    value *= tl.load(weight_scale + column, mask=is_column, other=0.0)
+                if HAS_BIAS:
+                    value += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+                squared += value * value
+            square = tl.sum(squared, 0) / LAYER_WIDTH
+        else:
+            square = tl.sum(first * first + second * second, 0) / (2 * HALF)
         unit = 1.0 / tl.sqrt(square + query_eps)
-        first *= unit * tl.load(query_norm + at, mask=inside, other=0.0).to(tl.float32)
-        second *= unit * tl.load(query_norm + HALF + at, mask=inside, other=0.0).to(tl.float32)
+        first *= unit * tl.load(own + low, mask=inside, other=0.0).to(tl.float32)
+        second *= unit * tl.load(own + high, mask=inside, other=0.0).to(tl.float32)
     target = out + tl.program_id(0).to(tl.int64) * 2 * HALF
     kind = out.dtype.element_ty
-    tl.store(target + at, (first * cos - second * sin).to(kind), mask=inside)
-    tl.store(target + HALF + at, (second * cos + first * sin).to(kind), mask=inside)
+    tl.store(target + low, (first * cos - second * sin).to(kind), mask=inside)
+    tl.store(target + high, (second * cos + first * sin).to(kind), mask=inside)
 
 
 def predict_query(
@@ -148,15 +182,40 @@ def predict_query(
 ) -> torch.Tensor:
     """Predict; see `tandemkv.kernels.query.predict_query`."""
     num_tokens, hidden_size = hidden.shape
-    width, head_dim = len(weights.weight), cos_sin.shape[1]
+    width, head_dim = len(weights.weight), weights.head_dim
     num_heads = width // head_dim
     out = hidden.new_empty((num_tokens, num_heads, head_dim))
     if not out.numel():
         return out
-    scale = weights.weight_scale
     _check_dense(hidden, positions, weights, cos_sin)
+    parts, squares, factor = _project(hidden, weights)
+    num_parts, scale = len(parts), weights.weight_scale
+    has_bias, has_norm = weights.bias is not None, weights.query_norm is not None
+    chained = is_chained(hidden.device)
+    _rotate_kernel[(num_tokens * num_heads,)](
+        parts, squares, hidden if scale is None else scale, weights.bias if has_bias else hidden,
+        weights.query_norm if has_norm else hidden, positions, cos_sin, out,
+        num_tokens, num_heads, hidden_size, num_parts, len(cos_sin), width, factor,
+        float(weights.norm_eps), float(weights.query_norm_eps), cos_sin.stride(0),
+        NORMED=weights.norm is not None, HAS_SCALE=scale is not None, HAS_BIAS=has_bias,
+        HAS_NORM=has_norm, LAYER_WIDTH=_layer_width(weights),
+        NEIGHBOURS=weights.rotates_neighbours, TURNED=cos_sin.shape[1] // 2, HALF=head_dim // 2,
+        BLOCK=triton.next_power_of_2(head_dim // 2), BLOCK_S=triton.next_power_of_2(num_parts),
+        BLOCK_W=_LAYER_BLOCK, CHAINED=chained, launch_pdl=chained, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _project(
+    hidden: torch.Tensor, weights: QueryWeights
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return sums of parts ``[parts, B, width]``, their squares ``[parts, B]``, and their factor.
+
+    Float32. The squares are those of the hidden states, and not written where nothing normalises.
+    """
+    (num_tokens, hidden_size), width = hidden.shape, len(weights.weight)
     block_t = min(64, max(8, triton.next_power_of_2(num_tokens)))
-    tiles = TILES["native" if scale is None else "int8"]
+    tiles = TILES["native" if weights.weight_scale is None else "int8"]
     blocks = triton.cdiv(width, tiles.block_out)
     num_steps = triton.cdiv(hidden_size, tiles.block_k)
     num_parts = min(_MAX_PARTS, max(1, round(tiles.programs / blocks)), num_steps)
@@ -164,32 +223,29 @@ def predict_query(
     num_parts = triton.cdiv(hidden_size, part_size)
     parts = torch.empty((num_parts, num_tokens, width), device=hidden.device)
     squares = torch.empty((num_parts, num_tokens), device=hidden.device)
-    factor = _FLOAT16_FACTOR if hidden.dtype == torch.float16 else 1.0
+    norm = weights.norm
+    factor = _FLOAT16_FACTOR if hidden.dtype == torch.float16 and norm is not None else 1.0
     kind = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
     # The interpreter multiplies bfloat16 as if its bits were integers.
     multiplied = torch.float32 if _INTERPRETED else hidden.dtype
     chained = is_chained(hidden.device)
     _project_kernel[(blocks, num_parts, triton.cdiv(num_tokens, block_t))](
-        hidden, weights.norm, weights.weight, parts, squares,
+        hidden, hidden if norm is None else norm, weights.weight, parts, squares,
         num_tokens, hidden_size, width, factor,
         hidden.stride(0), weights.weight.stride(0),
         BLOCK_OUT=tiles.block_out, BLOCK_T=block_t, BLOCK_K=tiles.block_k, PART_SIZE=part_size,
         DOT=kind[multiplied], PRECISION="ieee" if hidden.dtype == torch.float32 else "tf32",
-        CHAINED=chained, launch_pdl=chained, num_warps=tiles.warps,
+        NORMED=norm is not None, CHAINED=chained, launch_pdl=chained, num_warps=tiles.warps,
         num_stages=tiles.stages if hidden.dtype != torch.float32 else 2,
         maxnreg=tiles.registers if block_t <= _LIMITED_TOKENS else None,
     )  # fmt: skip
-    has_bias, has_norm = weights.bias is not None, weights.query_norm is not None
-    _rotate_kernel[(num_tokens * num_heads,)](
-        parts, squares, hidden if scale is None else scale, weights.bias if has_bias else hidden,
-        weights.query_norm if has_norm else hidden, positions, cos_sin, out,
-        num_tokens, num_heads, hidden_size, num_parts, len(cos_sin), width, factor,
-        float(weights.norm_eps), float(weights.query_norm_eps), cos_sin.stride(0),
-        HAS_SCALE=scale is not None, HAS_BIAS=has_bias, HAS_NORM=has_norm, HALF=head_dim // 2,
-        BLOCK=triton.next_power_of_2(head_dim // 2), BLOCK_S=triton.next_power_of_2(num_parts),
-        CHAINED=chained, launch_pdl=chained, num_warps=1,
-    )  # fmt: skip
-    return out
+    return parts, squares, factor
+
+
+def _layer_width(weights: QueryWeights) -> int:
+    """Return over how many elements a layer's query is normalised; 0 for each head by itself."""
+    norm = weights.query_norm
+    return 0 if norm is None or len(norm) == weights.head_dim else len(norm)
 
 
 def _check_dense(

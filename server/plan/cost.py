@@ -144,7 +144,7 @@ def predict_step(
     """
     tp_size, layers, batch = placement.tp_size, shape.num_layers, load.concurrency
     per_request = cost.request_layer_us if tp_size == 1 else cost.tp_request_layer_us
-    weights_us = shape.step_weight_bytes / tp_size / cost.weight_bandwidth * 1e6
+    weights_us = shape.step_weight_bytes(batch) / tp_size / cost.weight_bandwidth * 1e6
     overhead_us = layers * (cost.layer_overhead_us + batch * per_request)
     dense_us = attention_us(shape, batch, load.context_tokens, tp_size, cost)
     if placement.kind is PlacementKind.DENSE or not load.is_sparse:

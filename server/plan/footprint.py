@@ -174,7 +174,7 @@ def activation_bytes(shape: ModelShape, load: Workload, tp_size: int) -> int:
     Residual, normed and attention streams, the MLP's gate, up and product, and the logits in
     float32 with their softmax.
     """
-    width = 4 * shape.hidden_size + _shard(3 * shape.intermediate_size, tp_size)
+    width = 4 * shape.hidden_size + _shard(3 * shape.mlp_width, tp_size)
     logits = 2 * load.concurrency * shape.vocab_size * 4
     return load.chunk_tokens * width * shape.item_bytes + logits
 

@@ -8,17 +8,47 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tandemkv.cache_rank.protocol.architectures import Architecture
+from tandemkv.cache_rank.protocol.attention_config import check_attention
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
-from tandemkv.cache_rank.protocol.model_spec import SUPPORTED_ARCHITECTURES, read_config
+from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
 
+_SAME_COUNT = ("num_experts", "num_local_experts")
+"""Two names of one number: some checkpoints have the one, and transformers writes the other."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """The sizes of a dense decoder with grouped-query attention that matter for a plan.
+class ExpertShape:
+    """The mixture of experts in the MLP of a layer.
 
-    `item_bytes` is the size of one weight and of one K or V element.
+    Attributes
+    ----------
+    count, per_token : int
+        Experts of a layer, and those that a token goes through.
+    size, shared_size : int
+        Inner width of one of them, and of all that every token goes through together.
+    num_dense_layers : int
+        First layers of the model, which have an MLP of the model's `intermediate_size` instead.
+    """
+
+    count: int
+    per_token: int
+    size: int
+    shared_size: int = 0
+    num_dense_layers: int = 0
+
+    def read_by(self, batch: int) -> float:
+        """Return how many experts of a layer a step of `batch` tokens reads, as if by chance."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder with grouped-query attention that matter for a plan.
+
+    `item_bytes` is the size of one weight and of one K or V element; `mlp_matrices` is 3 with a
+    gate, else 2; `experts` is None for a dense model.
     """
 
     name: str
@@ -31,26 +61,64 @@ class ModelShape:
     vocab_size: int
     tied_embeddings: bool = False
     item_bytes: int = 2
+    mlp_matrices: int = 3
+    experts: ExpertShape | None = None
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one decoder layer besides its MLP: q, k, v, o and two norms."""
+        qo = 2 * self.hidden_size * self.num_qo_heads * self.head_dim
+        kv = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+        return qo + kv + 2 * self.hidden_size
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: q, k, v, o, gate, up, down and two norms."""
-        qo = 2 * self.hidden_size * self.num_qo_heads * self.head_dim
-        kv = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
-        return qo + kv + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        """Parameters of one decoder layer; of one with experts, where the model has those."""
+        count = None if self.experts is None else self.experts.count
+        return self.attention_parameters + round(self._mlp_parameters(count))
 
     @property
     def weight_bytes(self) -> int:
         """All weights."""
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
-        total = self.num_layers * self.layer_parameters + embeddings + self.hidden_size
-        return total * self.item_bytes
+        count = None if self.experts is None else self.experts.count
+        total = self._all_layers(count) + embeddings + self.hidden_size
+        return round(total) * self.item_bytes
+
+    def step_weight_bytes(self, batch: int) -> int:
+        """Return the bytes of weights that one decode step of `batch` requests reads.
+
+        Of the input embedding these are only a few rows, which do not count, and of experts those
+        that `batch` tokens go through.
+        """
+        head = self.vocab_size * self.hidden_size
+        count = None if self.experts is None else self.experts.read_by(batch)
+        return round(self._all_layers(count) + head) * self.item_bytes
 
     @property
-    def step_weight_bytes(self) -> int:
-        """Weights that one decode step reads: of the input embedding only a few rows."""
-        head = self.vocab_size * self.hidden_size
-        return (self.num_layers * self.layer_parameters + head) * self.item_bytes
+    def mlp_width(self) -> int:
+        """Inner width of the MLPs that one token goes through in a layer, the widest of them."""
+        experts = self.experts
+        if experts is None:
+            return self.intermediate_size
+        own = experts.per_token * experts.size + experts.shared_size
+        return max(own, self.intermediate_size) if experts.num_dense_layers else own
+
+    def _all_layers(self, experts_read: float | None) -> float:
+        """Parameters of all layers, with so many experts in each that has some."""
+        total = self.num_layers * (self.attention_parameters + self._mlp_parameters(experts_read))
+        if self.experts is not None:
+            surplus = self._mlp_parameters(None) - self._mlp_parameters(experts_read)
+            total += self.experts.num_dense_layers * surplus
+        return total
+
+    def _mlp_parameters(self, experts_read: float | None) -> float:
+        """Parameters of an MLP, or of as many experts with the router and what all tokens use."""
+        matrix = self.mlp_matrices * self.hidden_size
+        if self.experts is None or experts_read is None:
+            return matrix * self.intermediate_size
+        own = matrix * (experts_read * self.experts.size + self.experts.shared_size)
+        return own + self.experts.count * self.hidden_size
 
     @property
     def predictor_bytes(self) -> int:
@@ -133,12 +201,8 @@ def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> Mode
     UnsupportedModelError
         If a field is missing or the architecture is not a supported one.
     """
-    architecture = str((config.get("architectures") or ["unknown"])[0])
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"architecture={architecture} is not supported; supported: "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
+    entry = architecture_of_config(config)
+    check_attention(config, entry, name=name)
     try:
         heads = int(config["num_attention_heads"])
         return ModelShape(
@@ -148,13 +212,46 @@ def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> Mode
             num_qo_heads=heads,
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-            intermediate_size=int(config["intermediate_size"]),
+            intermediate_size=_dense_size(config, entry),
             vocab_size=int(config["vocab_size"]),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             item_bytes=ITEM_BYTES[dtype],
+            mlp_matrices=entry.mlp_matrices,
+            experts=_experts(config, entry),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UnsupportedModelError(
             f"model={name}: config.json lacks or garbles a field of the model's shape "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+def _dense_size(config: Mapping[str, Any], entry: Architecture) -> int:
+    """Inner width of an MLP; a model all of whose layers have experts need not name one."""
+    size = config.get("intermediate_size")
+    if size is None and entry.experts is not None and not entry.experts.dense_layers:
+        return 0
+    return int(config["intermediate_size"])
+
+
+def _experts(config: Mapping[str, Any], entry: Architecture) -> ExpertShape | None:
+    names = entry.experts
+    if names is None:
+        return None
+    field = names.count
+    if field not in config and field in _SAME_COUNT:
+        field = next((name for name in _SAME_COUNT if name in config), field)
+    count, per_token = int(config[field]), int(config[names.per_token])
+    if not 0 < per_token <= count:
+        raise ValueError(f"{names.per_token}={per_token} of {field}={count} experts")
+    shared = int(config[names.shared_size]) if names.shared_size else 0
+    if names.shared_count:
+        shared *= int(config.get(names.shared_count) or 0)
+    dense = int(config.get(names.dense_layers) or 0) if names.dense_layers else 0
+    return ExpertShape(
+        count=count,
+        per_token=per_token,
+        size=int(config[names.size]),
+        shared_size=shared,
+        num_dense_layers=min(dense, int(config["num_hidden_layers"])),
+    )

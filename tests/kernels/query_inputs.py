@@ -8,6 +8,8 @@ import torch
 
 from tandemkv.kernels.query import QueryWeights, quantize_query_weight
 
+FORMS = ("partial", "neighbours", "partial neighbours", "layer", "raw layer", "raw partial")
+
 
 class QueryInputs(NamedTuple):
     """Arguments of `predict_query`."""
@@ -25,12 +27,18 @@ def query_inputs(
     *,
     has_bias: bool,
     has_norm: bool,
+    form: str = "",
 ) -> QueryInputs:
-    """Draw tokens, hidden size, heads, head dimension; weights are a slice of a wider tensor."""
+    """Draw tokens, hidden size, heads, head dimension; weights are a slice of a wider tensor.
+
+    `form` lists what is unlike Llama: ``partial`` and ``neighbours`` of RoPE, ``raw`` for no norm
+    before the projection, ``layer`` for a norm over all heads.
+    """
     num_tokens, hidden_size, heads, dim = sizes
     torch.manual_seed(num_tokens)
     width = heads * dim
-    angles = torch.arange(500)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
+    turned = dim // 4 if "partial" in form else dim // 2
+    angles = torch.arange(500)[:, None] * 100.0 ** (-torch.arange(turned) / turned)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape).to(dtype).to(device)
@@ -40,12 +48,14 @@ def query_inputs(
         hidden=draw(num_tokens, hidden_size) * 3,
         positions=torch.randint(0, 500, (num_tokens,), device=device),
         weights=QueryWeights(
-            norm=1 + draw(hidden_size) / 4,
+            head_dim=dim,
+            norm=None if "raw" in form else 1 + draw(hidden_size) / 4,
             norm_eps=1e-3,
             weight=wide.to(dtype).to(device)[:width],
             bias=draw(width) if has_bias else None,
-            query_norm=1 + draw(dim) / 4 if has_norm else None,
+            query_norm=1 + draw(width if "layer" in form else dim) / 4 if has_norm else None,
             query_norm_eps=1e-2,
+            rotates_neighbours="neighbours" in form,
         ),
         cos_sin=torch.cat((angles.cos(), angles.sin()), -1).to(device),
     )
@@ -68,12 +78,24 @@ def predict_in_float64(
     weight = weights.weight.double()
     if weights.weight_scale is not None:
         weight = weight * weights.weight_scale.double()[:, None]
-    query = normed(hidden.double(), weights.norm, weights.norm_eps) @ weight.T
+    query = hidden.double()
+    if weights.norm is not None:
+        query = normed(query, weights.norm, weights.norm_eps)
+    query = query @ weight.T
     if weights.bias is not None:
         query = query + weights.bias.double()
-    query = query.view(len(hidden), -1, cos_sin.shape[1])
     if weights.query_norm is not None:
+        query = query.view(len(hidden), -1, len(weights.query_norm))
         query = normed(query, weights.query_norm, weights.query_norm_eps)
+    query = query.reshape(len(hidden), -1, weights.head_dim)
+    turned = cos_sin.shape[1] // 2
     cos, sin = cos_sin.double()[positions][:, None].chunk(2, -1)
-    first, second = query.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    found = query.clone()
+    for pair in range(turned):
+        one, other = (
+            (2 * pair, 2 * pair + 1) if weights.rotates_neighbours else (pair, pair + turned)
+        )
+        first, second = query[..., one], query[..., other]
+        found[..., one] = first * cos[..., pair] - second * sin[..., pair]
+        found[..., other] = second * cos[..., pair] + first * sin[..., pair]
+    return found

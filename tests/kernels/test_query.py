@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from own_process import run_cases
-from query_inputs import predict_in_float64, query_inputs, with_int8
+from query_inputs import FORMS, predict_in_float64, query_inputs, with_int8
 from tolerances import assert_close
 
 from tandemkv.kernels.query import QueryWeights, predict_query, quantize_query_weight
@@ -31,6 +31,16 @@ def test_reference_equals_float64(has_bias: bool, has_norm: bool, dtype: torch.d
     else:
         assert float((got.double() - want).abs().max()) < 0.06
         assert float(torch.cosine_similarity(got.double(), want, dim=-1).min()) > 0.9999
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_other_forms_equal_float64(form: str, is_int8: bool) -> None:
+    given = query_inputs(
+        (5, 96, 3, 16), torch.float32, "cpu", has_bias=True, has_norm=True, form=form
+    )
+    given = with_int8(given) if is_int8 else given
+    assert_close(predict_query(*given), predict_in_float64(*given))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -80,7 +90,7 @@ def test_a_quantized_weight_is_within_half_a_scale(dtype: torch.dtype) -> None:
 def test_by_hand() -> None:
     """One head of two, a hidden state of (3, 4): the norm makes it (3, 4) / sqrt(12.5)."""
     weights = QueryWeights(
-        norm=torch.ones(2), norm_eps=0.0, weight=torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+        head_dim=2, norm=torch.ones(2), weight=torch.tensor([[1.0, 0.0], [0.0, 2.0]])
     )
     quarter_turn = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # cosine and sine, positions 0 and 1
     hidden = torch.tensor([[3.0, 4.0], [3.0, 4.0]])
@@ -107,5 +117,9 @@ def test_errors_say_what_is_required() -> None:
         wrong = replace(given.weights, weight=weight, weight_scale=wrong_scale)
         with pytest.raises(ValueError, match=message):
             predict_query(*given._replace(weights=wrong))
+    with pytest.raises(ValueError, match=r"weights.head_dim=3: must be even, and a divisor of 8"):
+        predict_query(*given._replace(weights=replace(given.weights, head_dim=3)))
+    with pytest.raises(ValueError, match=r"cos_sin.shape=\(500, 4\).*even and 2 at most"):
+        predict_query(*given._replace(weights=replace(given.weights, head_dim=2, query_norm=None)))
     with pytest.raises(ValueError, match="epsilons"):
         predict_query(*given._replace(weights=replace(given.weights, norm_eps=-1.0)))

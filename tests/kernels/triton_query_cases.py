@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from query_inputs import predict_in_float64, query_inputs, with_int8
+from query_inputs import FORMS, predict_in_float64, query_inputs, with_int8
 from tolerances import TOLERANCES, Tolerance, assert_close
 
 from tandemkv.kernels.query import QueryWeights
@@ -50,10 +50,31 @@ def test_int8_equals_float64(
     assert_close(got, predict_in_float64(*given), tolerance_of(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_other_forms_equal_float64(dtype: torch.dtype, form: str, is_int8: bool) -> None:
+    given = query_inputs((5, 300, 3, 24), dtype, DEVICE, has_bias=True, has_norm=True, form=form)
+    given = with_int8(given) if is_int8 else given
+    assert_close(
+        triton_query.predict_query(*given), predict_in_float64(*given), tolerance_of(dtype)
+    )
+
+
+def test_a_norm_over_many_heads_equals_float64() -> None:
+    """More elements than are squared at once, and no multiple of them."""
+    given = query_inputs(
+        (3, 128, 27, 24), torch.float32, DEVICE, has_bias=False, has_norm=True, form="layer"
+    )
+    want = predict_in_float64(*given)
+    assert_close(triton_query.predict_query(*given), want, tolerance_of(torch.float32))
+
+
 def test_every_code_is_multiplied_exactly() -> None:
     """One hidden state of 1, and so a query of the codes themselves, in eighths."""
     codes = torch.arange(-127, 129, device=DEVICE).clamp(max=127).to(torch.int8)[:, None]
     weights = QueryWeights(
+        head_dim=64,
         norm=torch.ones(16, device=DEVICE, dtype=torch.bfloat16),
         norm_eps=0.0,
         weight=torch.nn.functional.pad(codes, (0, 15)).contiguous(),

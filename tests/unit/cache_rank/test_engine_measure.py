@@ -165,6 +165,7 @@ def test_weights_of_samples_go_the_same_way_as_in_a_step(
 
 def test_windows_are_timed_too(tmp_path: Path) -> None:
     config = {
+        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": QUERY_HEADS * DIM,
         "num_attention_heads": QUERY_HEADS,

@@ -47,11 +47,17 @@ class Turned(MeanQueryPolicy):
         return -super().predict(windows, counts)
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    """A directory with nothing but ``config.json``, as with dummy weights."""
+@pytest.fixture(params=["llama", "glm4"])
+def model_dir(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A directory with nothing but ``config.json``, as with dummy weights.
+
+    GLM-4 turns neighbours, and in half of a head only.
+    """
+    is_glm = request.param == "glm4"
     config = {
-        "model_type": "llama",
+        "architectures": ["Glm4ForCausalLM" if is_glm else "LlamaForCausalLM"],
+        "model_type": request.param,
+        "head_dim": DIM,
         "hidden_size": QUERY_HEADS * DIM,
         "num_attention_heads": QUERY_HEADS,
         "num_key_value_heads": HEADS,

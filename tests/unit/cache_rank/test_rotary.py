@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rotary embedding of a model's configuration, against transformers' own."""
 
+import json
+
 import pytest
 import torch
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -13,7 +21,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.ernie4_5 import modeling_ernie4_5
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.glm4_moe import modeling_glm4_moe
+from transformers.models.llama import modeling_llama
 
 from tandemkv.cache_rank.engine.rotary import read_rotary
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
@@ -42,6 +53,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CASES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"head_dim": 16}),
     "llama-bias": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True}),
@@ -55,7 +67,27 @@ CASES = {
     "mistral": (MistralForCausalLM, MistralConfig, {"head_dim": 16, "sliding_window": None}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24}),
-}
+    "neighbours": (Ernie4_5ForCausalLM, Ernie4_5Config, {"head_dim": 16, "pad_token_id": None}),
+    "half-neighbours": (
+        Glm4ForCausalLM,
+        Glm4Config,
+        {"head_dim": 16, "pad_token_id": None, "rope_parameters": HALF},
+    ),
+    "half-yarn": (
+        Glm4ForCausalLM,
+        Glm4Config,
+        {"head_dim": 16, "pad_token_id": None, "rope_parameters": HALF | YARN},
+    ),
+    "half": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig,
+        {"head_dim": 16, "rope_parameters": HALF, "moe_intermediate_size": 16,
+         "n_routed_experts": 2, "num_experts_per_tok": 1},
+    ),
+}  # fmt: skip
+TURNS = {
+    "glm4": modeling_glm4, "glm4_moe": modeling_glm4_moe, "ernie4_5": modeling_ernie4_5,
+}  # fmt: skip
 
 
 def make_model(path, model_class, config_class, changes):
@@ -63,6 +95,9 @@ def make_model(path, model_class, config_class, changes):
     config = config_class(**SHAPE, architectures=[model_class.__name__], **changes)
     model = model_class(config).eval()
     model.save_pretrained(path)
+    if model_class is Ernie4_5ForCausalLM:  # of another name in published checkpoints
+        file = path / "config.json"
+        file.write_text(file.read_text().replace("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"))
     return model
 
 
@@ -72,10 +107,28 @@ def test_queries_are_turned_as_transformers_does(tmp_path, case):
     dim = model.model.layers[0].self_attn.head_dim
     query, positions = torch.randn(1, 4, 5, dim), torch.tensor([0, 3, 77, 128, 255])
     cos, sin = model.model.rotary_emb(torch.randn(1, 5, 32), positions.unsqueeze(0))
-    want, _ = apply_rotary_pos_emb(query, query, cos, sin)
+    module = TURNS.get(model.config.model_type, modeling_llama)
+    want, _ = module.apply_rotary_pos_emb(query, query, cos, sin)
     rotary = read_rotary(tmp_path)
-    got = apply_rope(query[0].transpose(0, 1), positions, rotary.inv_freq, scaling=rotary.scaling)
+    halves = rotary.to_halves(query[0].transpose(0, 1)).contiguous()
+    got = apply_rope(halves, positions, rotary.inv_freq, scaling=rotary.scaling)
+    got = rotary.from_halves(got)
+    if case == "half-yarn":  # what is turned is left unscaled, here and where it is turned back
+        scaling = model.model.rotary_emb.attention_scaling
+        assert scaling > 1.1
+        got = torch.cat((got[..., : dim // 2] * scaling, got[..., dim // 2 :]), -1)
     torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_minimax_names_the_part_that_is_turned(tmp_path):
+    config = SHAPE | {
+        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 16,
+        "rotary_dim": 4, "rope_theta": 1e4, "num_local_experts": 2, "num_experts_per_tok": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rotary = read_rotary(tmp_path)
+    assert rotary.inv_freq.tolist() == pytest.approx([1.0, 0.01, 0, 0, 0, 0, 0, 0])
+    assert rotary.order.tolist() == [0, 1, 4, 6, 8, 10, 12, 14, 2, 3, 5, 7, 9, 11, 13, 15]
 
 
 def test_length_dependent_rope_is_refused(tmp_path):

@@ -101,10 +101,17 @@ class Layer(nn.Module):
         self._index, self._attend = index, attend
         self.input_layernorm = nn.Identity()
 
-    def forward(self, _positions: Any, hidden: torch.Tensor, batch: Any, _residual: Any) -> Any:
-        self.input_layernorm(hidden)
-        self._attend(self._index, batch)
-        return torch.randn_like(hidden)
+    def forward(
+        self, positions: Any, hidden_states: torch.Tensor, forward_batch: Any, residual: Any
+    ) -> Any:
+        del positions, residual
+        self.input_layernorm(hidden_states)
+        self._attend(self._index, forward_batch)
+        return torch.randn_like(hidden_states)
+
+
+class LlamaForCausalLM(nn.Module):
+    """A model whose class has an architecture's name, as SGLang's have."""
 
 
 def kv_of(tokens: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,7 +162,7 @@ class World:
             max_batch=ROWS1 - 1,
             predict_query=lambda _, hidden, __: hidden.view(-1, QUERY_HEADS, DIM).clone(),
         )
-        self.model = nn.Module()
+        self.model = LlamaForCausalLM()
         self.model.model = nn.Module()
         self.model.model.layers = nn.ModuleList(Layer(i, self.attend) for i in range(LAYERS))
         self.model.logits_processor = nn.Identity()

@@ -14,7 +14,11 @@ from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.links.layer_streams import LayerStreams
 from tandemkv.inference_rank.links.look_ahead import LookAhead
 from tandemkv.inference_rank.links.side_stream import SideStream
-from tandemkv.inference_rank.residual_hooks import install_logits_hook, install_norm_hooks
+from tandemkv.inference_rank.residual_hooks import (
+    install_logits_hook,
+    install_norm_hooks,
+    install_residual_hooks,
+)
 
 CPU, LAYERS, WIDTH = torch.device("cpu"), 4, 3
 
@@ -39,16 +43,21 @@ class Layer(nn.Module):
         self._is_fused = is_fused
 
     def forward(
-        self, positions: Any, hidden: torch.Tensor, batch: Any, residual: torch.Tensor | None
+        self,
+        positions: Any,
+        hidden_states: torch.Tensor,
+        forward_batch: Any,
+        residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the layer's own output and the residual stream before it."""
+        hidden = hidden_states
         norm = self.input_layernorm.forward if self._is_fused else self.input_layernorm
         if residual is None:
             residual = hidden
             hidden = norm(hidden)
         else:
             hidden, residual = norm(hidden, residual)
-        batch.attend()
+        forward_batch.attend()
         return torch.ones_like(hidden), residual
 
 
@@ -80,12 +89,45 @@ class Rank:
         self.seen.append(("fetch", layer))
 
 
+class RawAttention(nn.Module):
+    """Reads the residual stream as it is."""
+
+    def forward(
+        self, positions: Any, hidden_states: torch.Tensor, forward_batch: Any
+    ) -> torch.Tensor:
+        forward_batch.attend()
+        return torch.ones_like(hidden_states)
+
+
+class RawLayer(nn.Module):
+    """Like OLMo-2's: no norm before attention, and no residual beside the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = RawAttention()
+
+    def forward(
+        self, positions: Any, hidden_states: torch.Tensor, forward_batch: Any
+    ) -> torch.Tensor:
+        return hidden_states + self.self_attn(positions, hidden_states, forward_batch)
+
+
+def as_model(architecture: str, layers: Any) -> Any:
+    """Return what SGLang calls a model of that architecture."""
+    model = type(architecture, (), {})()
+    model.model = SimpleNamespace(layers=layers)
+    return model
+
+
 def step(
-    rank: Any, *, selecting: bool = True, sends_beside: bool = False, is_fused: bool = False
-) -> LookAhead:
+    rank: Any, *, selecting: bool = True, sends_beside: bool = False, is_fused: bool = False,
+    is_raw: bool = False,
+) -> LookAhead:  # fmt: skip
     """Run a step of one request whose stream is 5, 6, 7, 8 at the entries of the layers."""
-    layers = nn.ModuleList(Layer(is_fused=is_fused) for _ in range(LAYERS))
-    model = SimpleNamespace(model=SimpleNamespace(layers=layers))
+    layers = nn.ModuleList(
+        RawLayer() if is_raw else Layer(is_fused=is_fused) for _ in range(LAYERS)
+    )
+    model = as_model("Olmo2ForCausalLM" if is_raw else "LlamaForCausalLM", layers)
     side = SideStream(CPU, CPU, LAYERS, num_lanes=2, max_batch=2, is_far=sends_beside)
     ahead = LookAhead(
         model, rank, side,
@@ -100,7 +142,10 @@ def step(
     hidden, residual = torch.full((1, WIDTH), 5.0), None
     batch = SimpleNamespace(attend=ahead.join_sent)
     for layer in layers:
-        hidden, residual = layer(None, hidden, batch, residual)
+        if is_raw:
+            hidden = layer(None, hidden, batch)
+        else:
+            hidden, residual = layer(None, hidden, batch, residual)
     return ahead
 
 
@@ -120,6 +165,13 @@ def test_what_is_selected_when(late: int, sends_beside: bool) -> None:
     assert ahead.is_pending is (late > 0)
 
 
+@pytest.mark.parametrize("sends_beside", [False, True])
+def test_layers_without_a_norm_before_attention(sends_beside: bool) -> None:
+    rank = Rank(())
+    step(rank, sends_beside=sends_beside, is_raw=True)
+    assert [x[1:] for x in rank.seen if x[0] == "ahead"] == [(0, 5.0), (1, 5.0), (2, 6.0), (3, 7.0)]
+
+
 def test_other_steps_select_nothing() -> None:
     rank = Rank((0,))
     assert not step(rank, selecting=False).is_pending
@@ -133,9 +185,17 @@ def test_a_norm_that_is_not_called_as_a_module_stops_the_capture() -> None:
 
 
 def test_models_without_what_is_hooked_are_refused() -> None:
-    layers = SimpleNamespace(layers=[nn.Linear(1, 1)])
+    layers = [nn.Linear(1, 1)]
     with pytest.raises(ContractError, match=r"Linear has no input_layernorm.*--cache-ranks 0"):
-        install_norm_hooks(SimpleNamespace(model=layers), lambda layer, stream: None)
+        install_norm_hooks(as_model("LlamaForCausalLM", layers), lambda layer, stream: None)
+    with pytest.raises(ContractError, match=r"Linear has no self_attn.*--cache-ranks 0"):
+        install_norm_hooks(as_model("Olmo2ForCausalLM", layers), lambda layer, stream: None)
+    with pytest.raises(ContractError, match=r"GptOss.*sinks.*docs/models\.md"):
+        install_norm_hooks(as_model("GptOssForCausalLM", layers), lambda layer, stream: None)
+    with pytest.raises(ContractError, match=r"Linear takes .*no hidden_states"):
+        install_residual_hooks(as_model("LlamaForCausalLM", layers), lambda *_: None)
+    with pytest.raises(ContractError, match=r"no model\.layers"):
+        install_residual_hooks(nn.Identity(), lambda *_: None)
     with pytest.raises(ContractError, match=r"no logits_processor.*--late-layers 0"):
         install_logits_hook(SimpleNamespace(), lambda: None)
 

@@ -93,7 +93,9 @@ def make_model(
         if has_norm:
             attention.q_norm = norm(DIM)
         layers.append(SimpleNamespace(input_layernorm=norm(HIDDEN), self_attn=attention))
-    return SimpleNamespace(model=SimpleNamespace(layers=layers))
+    model = type("Qwen3ForCausalLM" if has_norm else "LlamaForCausalLM", (), {})()
+    model.model = SimpleNamespace(layers=layers)
+    return model
 
 
 @pytest.mark.parametrize(("has_bias", "has_norm"), [(False, False), (True, False), (False, True)])
@@ -185,6 +187,10 @@ def test_far_modules_that_are_called_keep_the_weights_as_they_are() -> None:
     assert torch.equal(found[0], found[1])
 
 
+class DualChunkRotaryEmbedding(RotaryEmbedding):
+    """One that is not known to be plain."""
+
+
 @pytest.mark.parametrize("change", ["norm", "rotary"])
 def test_modules_that_do_more_are_called(change: str) -> None:
     model = make_model(has_bias=False, has_norm=True, norm=RMSNorm, rotary=RotaryEmbedding)
@@ -192,13 +198,68 @@ def test_modules_that_do_more_are_called(change: str) -> None:
     if change == "norm":
         layer.self_attn.q_norm.variance_size_override = 2
     else:
-        layer.self_attn.rotary_emb.rotary_dim = DIM // 2
+        layer.self_attn.rotary_emb = DualChunkRotaryEmbedding()
     predict = LiveQueryPredictor(
         model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
     )
     predict.load()
     with pytest.raises(NotImplementedError):  # of these modules, which have no forward
         predict(1, torch.randn(5, HIDDEN), torch.arange(5))
+
+
+def test_layers_unlike_the_list_are_refused() -> None:
+    model = make_model(has_bias=False, has_norm=True)
+    type(model).__name__ = "LlamaForCausalLM"
+    with pytest.raises(ContractError, match=r"LlamaForCausalLM is not known to.*docs/models\.md"):
+        load(model)
+    type(model).__name__ = "ApertusForCausalLM"
+    with pytest.raises(ContractError, match=r"layer 0 has no attention_layernorm"):
+        load(model)
+    type(model).__name__ = "GPT2LMHeadModel"
+    with pytest.raises(ContractError, match=r"GPT2LMHeadModel is not supported.*docs/models\.md"):
+        load(model)
+
+
+def load(model: Any) -> None:
+    LiveQueryPredictor(model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")).load()
+
+
+def test_a_projection_that_is_packed_for_amx_is_refused() -> None:
+    model = make_model(has_bias=False, has_norm=False)
+    model.model.layers[0].self_attn.qkv_proj.use_intel_amx_backend = True
+    with pytest.raises(ContractError, match=r"AMX.*--dtype float32"):
+        load(model)
+
+
+def test_each_rank_takes_its_part_of_a_norm_over_all_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its query has the direction of the whole layer's, and another length."""
+    from sglang.srt import runtime_context
+
+    half, hidden, positions = 2, torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
+    layer = make_model(has_bias=False, has_norm=True, norm=RMSNorm, rotary=RotaryEmbedding)
+    layer = layer.model.layers[0]
+    weight, norm = torch.randn(2 * half * DIM, HIDDEN), RMSNorm(2 * half * DIM)
+    layer.self_attn.q_norm = norm
+    found = []
+    for rank, num_ranks in ((0, 1), (0, 2), (1, 2)):
+        place = SimpleNamespace(attn_tp_rank=rank, attn_tp_size=num_ranks)
+        monkeypatch.setattr(runtime_context, "get_parallel", lambda place=place: place)
+        heads = 2 * half // num_ranks
+        own = weight[rank * heads * DIM :]
+        layer.self_attn.qkv_proj = SimpleNamespace(weight=own, bias=None)
+        model = type("OlmoeForCausalLM", (), {})()
+        model.model = SimpleNamespace(layers=[layer])
+        predict = LiveQueryPredictor(
+            model, num_qo_heads=heads, head_dim=DIM, device=torch.device("cpu")
+        )
+        predict.load()
+        found.append(predict(0, hidden, positions))
+    whole, parts = found[0], torch.cat(found[1:], 1)
+    assert not torch.allclose(parts, whole, rtol=1e-3)
+    cosine = torch.cosine_similarity(parts, whole, dim=-1)
+    torch.testing.assert_close(cosine, torch.ones_like(cosine))
 
 
 def test_other_layers_are_refused() -> None:

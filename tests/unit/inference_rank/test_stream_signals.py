@@ -97,6 +97,7 @@ def test_a_step_goes_from_one_side_to_the_other(
         torch.testing.assert_close(connection.tensors["queries"][2, :2], query)
         link.raise_end()
         engine.await_end()
+        engine.settle()
         engine.finish()
     assert link.lost_step == 0
     assert not _is_lost(engine)
@@ -114,6 +115,7 @@ def test_an_exact_layer_gets_its_output_from_where_the_k_v_are(
     engine.put_output(1, output)
     assert link.await_output(1, 2)
     assert torch.equal(connection.tensors["remote_outputs"][:2], output)
+    engine.settle()
     engine.finish()
     link.raise_end()
     assert link.lost_step == 0
@@ -151,6 +153,7 @@ def test_what_was_not_answered_in_time_is_told_with_the_next_step(
 ) -> None:
     assert link.begin(_entry(1), _step())
     engine.begin(1)
+    engine.settle()
     engine.finish()
     assert link.begin(_entry(2), _step())
     link.await_ready(0)  # nobody has raised it
@@ -183,6 +186,7 @@ def test_a_rehearsal_neither_waits_nor_raises(link: LinkSide, engine: EngineSide
     with engine.masked():
         engine.await_begin()
         engine.raise_ready(0)
+        engine.settle()
         engine.finish()
     assert link.lost_step == 0
     assert link.begin(_entry(1), _step())

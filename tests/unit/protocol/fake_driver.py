@@ -37,10 +37,13 @@ class FakeDriver:
         Who may use whose memory; everybody its own.
     free : int
         Bytes that each GPU has.
+    contexts : set of int
+        GPUs that the process works on.
     """
 
     peers: set[tuple[int, int]] = field(default_factory=lambda: {(0, 1), (1, 0)})
     free: int = 1 << 30
+    contexts: set[int] = field(default_factory=set)
     created: list[tuple[int, int]] = field(default_factory=list)
     opened: dict[int, list[int]] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
@@ -109,6 +112,12 @@ class FakeDriver:
             return (Result.CUDA_ERROR_INVALID_DEVICE,)
         self.opened[address] = users
         return (Result.CUDA_SUCCESS,)
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[Result, int]:
+        return Result.CUDA_SUCCESS, ordinal
+
+    def cuDevicePrimaryCtxGetState(self, device: int) -> tuple[Result, int, int]:
+        return Result.CUDA_SUCCESS, 0, int(device in self.contexts)
 
     def cuMemUnmap(self, address: int, _size: int) -> tuple[Result]:
         del self._maps[address]

@@ -60,7 +60,7 @@ def test_equal_sides_agree() -> None:
 @pytest.mark.parametrize("field", ModelSpec.__struct_fields__)
 def test_each_model_field_is_named(field: str) -> None:
     old = getattr(MODEL, field)
-    new = old + 1 if isinstance(old, int) else old + "x"
+    new = 0.5 if old is None else old + 1 if isinstance(old, int) else old + "x"
     refused = _check(_hello(model=msgspec.structs.replace(MODEL, **{field: new})))
     assert refused is not None
     assert refused.field == field

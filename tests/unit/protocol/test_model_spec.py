@@ -38,6 +38,28 @@ def test_shape_is_read(tmp_path: Path) -> None:
     assert read_model_spec(tmp_path, dtype="float32", max_context=64).max_context == 64
 
 
+def test_granite_has_a_softmax_scale_of_its_own(tmp_path: Path) -> None:
+    changes = {"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.015625}
+    spec = read_model_spec(_write(tmp_path, **changes), dtype="float32")
+    assert spec.scale == 0.015625
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 256},  # of Qwen 2 it counts only with use_sliding_window
+        {"sliding_window": 256, "use_sliding_window": False},
+        {"architectures": ["Phi3ForCausalLM"], "sliding_window": 512},  # as long as the context
+        {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+        {"attn_type_list": [1, 1, 1], "attn_logit_softcapping": None},
+        {"rope_scaling": {"type": "yarn", "factor": 2}},
+    ],
+)
+def test_fields_that_change_nothing(tmp_path: Path, changes: dict[str, object]) -> None:
+    assert read_model_spec(_write(tmp_path, **changes), dtype="float32").num_layers == 3
+
+
 def test_the_longest_contexts_there_are_fit_into_a_message(tmp_path: Path) -> None:
     spec = read_model_spec(_write(tmp_path, max_position_embeddings=1 << 22), dtype="float32")
     frame = msgspec.msgpack.encode(spec)
@@ -60,7 +82,24 @@ def test_without_kv_heads_each_head_has_its_own(tmp_path: Path) -> None:
         ({"architectures": None}, "unknown"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"use_sliding_window": True, "sliding_window": 128}, "sliding-window"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 256}, "sliding-window"),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 256}, "sliding-window"),
+        ({"architectures": ["GptOssForCausalLM"]}, r"attention sinks.*docs/models\.md"),
+        ({"architectures": ["GlmForCausalLM"]}, r"not in the list.*docs/models\.md"),
+        ({"architectures": "Qwen2ForCausalLM"}, "unknown"),
+        ({"layer_types": ["linear_attention"]}, "linear_attention are not supported"),
+        ({"attn_type_list": [1, 0, 1]}, "linear_attention are not supported"),
+        ({"attn_logit_softcapping": 30.0}, r"capped \(attn_logit_softcapping\)"),
+        ({"dual_chunk_attention_config": {"chunk_size": 64}}, "chunks of a long context"),
+        ({"kv_lora_rank": 64}, "MLA"),
+        ({"attention_multiplier": 0.5}, "attention_multiplier=0.5 is another softmax scale"),
+        ({"query_pre_attn_scalar": 256}, "another softmax scale"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_type=longrope"),
+        ({"architectures": ["GraniteForCausalLM"]}, "garbles.*attention_multiplier"),
+        (
+            {"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0},
+            "garbles.*attention_multiplier=0.0 must be above 0",
+        ),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_attention_heads": None}, "num_attention_heads"),
         ({"num_attention_heads": "many"}, "garbles"),

@@ -93,19 +93,26 @@ def test_one_device_has_the_sets_behind_the_tokens() -> None:
     assert specs["kv"].shape == (3, 2, -(-slots // 4) * 4, 2, 8)
 
 
-def test_memory_is_made_on_its_owner_and_opened_to_both(driver: FakeDriver) -> None:
+@pytest.mark.parametrize("on_both", [False, True])
+def test_memory_is_made_on_its_owner_and_opened_to_who_works_on_it(
+    on_both: bool, driver: FakeDriver
+) -> None:
+    driver.contexts = {0, 1} if on_both else {0}
     made = made_by(homes_of(FIRST))
     for gpu, names in ((0, BESIDE_THE_MODEL), (1, BESIDE_THE_ENGINE)):
         wanted = sorted(-(-made_spec(made, n).nbytes // GRANULARITY) * GRANULARITY for n in names)
         assert sorted(size for owner, size in driver.created if owner == gpu) == wanted
-    assert all(sorted(users) == [0, 1] for users in driver.opened.values())
+    assert all(users == ([0, 1] if on_both else [0]) for users in driver.opened.values())
     # The engine maps what came, and makes its books on its own GPU.
+    num_made, driver.contexts = len(driver.opened), {0, 1} if on_both else {1}
     seen = mapped_by(homes_of(SECOND), made)
     assert len(driver.created) == len(BESIDE_THE_MODEL) + len(BESIDE_THE_ENGINE)
     books = MappedTensors(homes_of(SECOND))
     books.allocate("resident_positions", (3, 5, 2, 4), torch.int32)
     assert driver.created[-1][0] == 1
-    assert all(sorted(users) == [0, 1] for users in driver.opened.values())
+    seen_by_engine = list(driver.opened.values())[num_made:]
+    assert len(seen_by_engine) == num_made + 1
+    assert all(users == ([1, 0] if on_both else [1]) for users in seen_by_engine)
     for tensors in (made, seen, books):
         tensors.close()
     assert driver.num_mapped == 0
@@ -141,6 +148,7 @@ def test_what_the_engine_writes_is_what_the_model_reads(on_gpus: bool, driver: F
     assert bool((made["kv"][1, 0, 39] == 5.0).all())
     assert bool((made["sample_log_weight"][2, 4] == 7.0).all())
     made.close()
+    seen.close()
 
 
 def test_another_layout_is_refused(driver: FakeDriver) -> None:
@@ -153,7 +161,8 @@ def test_another_layout_is_refused(driver: FakeDriver) -> None:
 
 def test_gpus_without_peer_access_are_refused_at_start(driver: FakeDriver) -> None:
     driver.peers = {(1, 0)}
-    with pytest.raises(SettingsError, match=r"cuda:0 and cuda:1 .*peer access.*--cache-ranks 0"):
+    said = r"cuda:0 cannot use the memory of cuda:1.*peer access.*--cache-ranks 0"
+    with pytest.raises(SettingsError, match=said):
         made_by(homes_of(FIRST))
     assert driver.num_mapped == 0
 

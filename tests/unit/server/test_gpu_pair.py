@@ -183,3 +183,15 @@ def test_passes_of_a_pair_are_captured_but_not_overlapped() -> None:
     assert "--disable-overlap-schedule" in pair
     assert "--disable-cuda-graph" not in pair
     assert "--disable-overlap-schedule" not in argv(ServeSettings(model="m", cache_ranks=0))
+
+
+def test_a_layer_of_a_tensor_parallel_model_is_given_the_whole_sum() -> None:
+    """SGLang leaves the all-reduce to the next layer's norm in some models, unless told not to."""
+
+    def argv(tensor_parallel: int) -> tuple[str, ...]:
+        settings = ServeSettings(model="m", cache_ranks=0, tensor_parallel=tensor_parallel)
+        return sglang_argv(settings, model_dir=Path("/m"), device="cuda", dtype="bfloat16", port=1)
+
+    flag = "--enforce-disable-flashinfer-allreduce-fusion"
+    assert flag in argv(2)
+    assert flag not in argv(1)

@@ -46,7 +46,7 @@ def test_tiny_model_by_hand() -> None:
     assert TINY.layer_parameters == 2 * 128 + 2 * 64 + 3 * 128 + 16
     assert TINY.weight_bytes == 2 * (2 * 784 + 2 * 80 + 8)
     assert replace(TINY, tied_embeddings=True).weight_bytes == 2 * (2 * 784 + 80 + 8)
-    assert TINY.step_weight_bytes == 2 * (2 * 784 + 80)
+    assert TINY.step_weight_bytes(4) == 2 * (2 * 784 + 80)
     assert TINY.predictor_bytes == 2 * (2 * 8 * 17)
     assert TINY.predictor_copy_bytes("native") == TINY.predictor_bytes
     assert TINY.predictor_copy_bytes("int8") == 2 * (16 * (8 + 4) + 2 * 8)
@@ -187,12 +187,69 @@ def test_a_model_directory_gives_the_shape_of_its_config(tmp_path: Path) -> None
     assert find_shape(str(tmp_path), dtype="float32").item_bytes == 4
 
 
+MIXTURES = {
+    46.70: {
+        "architectures": ["MixtralForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+        "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    30.53: {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 48, "hidden_size": 2048,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "moe_intermediate_size": 768, "vocab_size": 151936, "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    14.32: {
+        "architectures": ["Qwen2MoeForCausalLM"], "num_hidden_layers": 24, "hidden_size": 2048,
+        "num_attention_heads": 16, "moe_intermediate_size": 1408, "vocab_size": 151936,
+        "shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4,
+    },
+    106.85: {
+        "architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 46, "hidden_size": 4096,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 151552,
+        "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("billions", MIXTURES)
+def test_mixtures_of_experts_have_the_published_parameter_counts(billions: float) -> None:
+    shape = shape_of_config(MIXTURES[billions], name="m", dtype="bfloat16")
+    assert shape.weight_bytes / 2 == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_go_through() -> None:
+    """Qwen3-30B-A3B: 3.35 billion parameters a token, 0.31 of them the input embedding."""
+    shape = shape_of_config(MIXTURES[30.53], name="m", dtype="bfloat16")
+    table = 151936 * 2048
+    assert shape.step_weight_bytes(1) / 2 + table == pytest.approx(3.35e9, rel=2e-3)
+    # Of two tokens with 8 of 128 experts each, half an expert is shared on average.
+    layer = 15.5 * 3 * 768 * 2048 + 128 * 2048 + shape.attention_parameters
+    assert shape.step_weight_bytes(2) == pytest.approx(2 * (48 * layer + table), rel=1e-6)
+    assert shape.step_weight_bytes(4096) == pytest.approx(shape.weight_bytes - 2 * table, rel=1e-6)
+    assert shape.mlp_width == 8 * 768
+
+
+def test_models_without_a_gate_have_two_matrices() -> None:
+    config = CONFIG | {"architectures": ["ArceeForCausalLM"]}
+    shape = shape_of_config(config, name="m", dtype="bfloat16")
+    assert QWEN.layer_parameters - shape.layer_parameters == 4096 * 12288
+
+
 def test_wrong_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="qwen3-8b"):
         find_shape(str(tmp_path / "nothing"))
     with pytest.raises(SettingsError, match="dtype=int3"):
         find_shape("qwen3-8b", dtype="int3")
-    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"num_experts_per_tok=9 of num_local_experts=8"
+    ):
+        shape_of_config(MIXTURES[46.70] | {"num_experts_per_tok": 9}, name="m", dtype="bfloat16")
+    with pytest.raises(UnsupportedModelError, match=r"sliding-window.*docs/models\.md"):
+        shape_of_config(MIXTURES[46.70] | {"sliding_window": 4096}, name="m", dtype="bfloat16")
+    with pytest.raises(UnsupportedModelError, match=r"MambaForCausalLM.*docs/models\.md"):
         shape_of_config({"architectures": ["MambaForCausalLM"]}, name="m", dtype="bfloat16")
     lacking = {key: value for key, value in CONFIG.items() if key != "intermediate_size"}
     with pytest.raises(UnsupportedModelError, match="intermediate_size"):

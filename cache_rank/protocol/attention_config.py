@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a ``config.json`` says of a model's attention, and what of it cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .architectures import SEE_DOCS, Architecture
+from .errors import UnsupportedModelError
+
+_STOCK = f"serve this model with stock SGLang ({SEE_DOCS})"
+_OTHER_ATTENTION = {
+    "attn_logit_softcapping": "its attention logits are capped",
+    "attn_logit_cap": "its attention logits are capped",
+    "attn_temperature_tuning": "the scale of its attention depends on the position",
+    "llama_4_scaling": "the scale of its attention depends on the position",
+    "dual_chunk_attention_config": "it attends to chunks of a long context in different ways",
+    "kv_lora_rank": "its attention is over compressed K/V (MLA)",
+}
+"""Fields that change what attention is, whatever the architecture. Set to null, 0 or false they
+mean nothing."""
+_OTHER_SCALES = ("attention_multiplier", "query_pre_attn_scalar")
+_BATCH_DEPENDENT_ROPE = ("longrope", "su")
+
+
+def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str) -> None:
+    """Refuse a model whose attention is not the same in all layers, over the whole context.
+
+    Parameters
+    ----------
+    config : Mapping[str, Any]
+        Contents of ``config.json``.
+    entry : Architecture
+        Of the model.
+    name : str
+        Shown to the user.
+
+    Raises
+    ------
+    UnsupportedModelError
+        With the field and the reason.
+    """
+    other = _layer_kinds(config) - {"full_attention"}
+    if "sliding_attention" in other or _has_window(config, entry):
+        raise UnsupportedModelError(
+            f"model={name}: sliding-window attention is not supported; {_STOCK}"
+        )
+    if other:
+        raise UnsupportedModelError(
+            f"model={name}: layers of type {', '.join(sorted(other))} are not supported, "
+            f"only full_attention; {_STOCK}"
+        )
+    for field, reason in _OTHER_ATTENTION.items():
+        if config.get(field):
+            raise UnsupportedModelError(f"model={name}: {reason} ({field}); {_STOCK}")
+    for field in _OTHER_SCALES:
+        if config.get(field) is not None and field != entry.scale_field:
+            raise UnsupportedModelError(
+                f"model={name}: {field}={config[field]} is another softmax scale than "
+                f"{entry.name} has in SGLang; {_STOCK}"
+            )
+    kind = rope_type(config)
+    if kind in _BATCH_DEPENDENT_ROPE:
+        raise UnsupportedModelError(
+            f"model={name}: rope_type={kind} turns a key by factors that depend on the other "
+            f"requests of its batch, so keys of one request may not fit one query; {_STOCK}"
+        )
+
+
+def rope_type(config: Mapping[str, Any]) -> str:
+    """Return the kind of rotary embedding, ``default`` if none is named."""
+    for field in ("rope_parameters", "rope_scaling"):
+        found = config.get(field)
+        if isinstance(found, Mapping):
+            kind = found.get("rope_type") or found.get("type")
+            if kind:
+                return str(kind)
+    return "default"
+
+
+def softmax_scale(config: Mapping[str, Any], entry: Architecture) -> float | None:
+    """Return the factor of the attention logits; None where it is ``1 / sqrt(head_dim)``.
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        If the field that the architecture takes it from is missing or no positive number.
+    """
+    if not entry.scale_field:
+        return None
+    scale = float(config[entry.scale_field])
+    if not 0 < scale <= 1024:
+        raise ValueError(f"{entry.scale_field}={scale} must be above 0, and 1024 at most")
+    return scale
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> set[str]:
+    kinds = {str(kind) for kind in config.get("layer_types") or []}
+    # MiniMax's own field: 1 is full attention, 0 is linear.
+    if any(kind != 1 for kind in config.get("attn_type_list") or []):
+        kinds.add("linear_attention")
+    return kinds
+
+
+def _has_window(config: Mapping[str, Any], entry: Architecture) -> bool:
+    window = config.get("sliding_window")
+    if not window or not config.get("use_sliding_window", entry.window_counts):
+        return False
+    # A window that no request can outgrow is none: Phi-3 writes one of its longest context.
+    limit = config.get("max_position_embeddings")
+    return not (isinstance(limit, int) and isinstance(window, int) and window >= limit)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoder layer of SGLang's makes its query with."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tandemkv.cache_rank.protocol.architectures import Architecture
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.kernels.query import QueryWeights, quantize_query_weight
+
+_PLAIN_ROTARY = {
+    "RotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "DynamicNTKScalingRotaryEmbedding",
+}
+"""SGLang's rotary embeddings that do no more than look up `cos_sin_cache`."""
+_PLAIN_NORMS = {"RMSNorm", "MiniMaxM2RMSNormTP"}
+"""SGLang's norms that are an RMS norm; their relatives weigh otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryPlace:
+    """Where a rank predicts, and what of the model it has.
+
+    Attributes
+    ----------
+    num_heads, head_dim : int
+        Query heads of this rank, and their size.
+    device : torch.device
+        Where to predict.
+    is_far : bool
+        Whether that is another GPU than the model's, or to be taken for one.
+    is_int8 : bool
+        Whether to keep W_q in int8, where the whole prediction is one operation.
+    """
+
+    num_heads: int
+    head_dim: int
+    device: torch.device
+    is_far: bool
+    is_int8: bool
+
+    @property
+    def width(self) -> int:
+        """Elements of a layer's query."""
+        return self.num_heads * self.head_dim
+
+    def here(self, module: Any) -> Any:
+        """Return `module`, or a copy on the device that predicts."""
+        if not self.is_far or module is None:
+            return module
+        return copy.deepcopy(module).to(self.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryLayer:
+    """A layer's modules and weights; `weight` is that of `fused` where it is not None."""
+
+    place: QueryPlace
+    norm: Any
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    query_norm: Any
+    is_normed_whole: bool
+    rotary: Any
+    fused: QueryWeights | None
+
+    @classmethod
+    def of(cls, name: str, layer: Any, entry: Architecture, place: QueryPlace) -> QueryLayer:
+        """Take what is needed of a decoder layer.
+
+        Parameters
+        ----------
+        name : str
+            Of the layer, for errors.
+        layer : Any
+            SGLang's decoder layer.
+        entry : Architecture
+            Of its model.
+        place : QueryPlace
+            Where to predict.
+
+        Raises
+        ------
+        ContractError
+            If the layer is not built as `entry` says, or its projection is quantised.
+        """
+        attention: Any = getattr(layer, "self_attn", None)
+        projection = _checked_projection(name, attention)
+        norm = place.here(_attention_norm(name, layer, entry))
+        query_norm = place.here(getattr(attention, "q_norm", None))
+        _check_query_norm(name, query_norm, entry)
+        rotary = place.here(attention.rotary_emb)
+        bias = getattr(projection, "bias", None)
+        plain = cls(
+            place=place,
+            norm=norm,
+            weight=projection.weight.detach()[: place.width],
+            bias=None if bias is None else bias.detach()[: place.width].to(place.device),
+            query_norm=query_norm,
+            is_normed_whole=query_norm is not None and entry.query_norm == "layer",
+            rotary=rotary,
+            fused=None,
+        )
+        norms = [x for x in (norm, query_norm) if x is not None]
+        if all(map(_is_plain_norm, norms)) and type(rotary).__name__ in _PLAIN_ROTARY:
+            fused = plain._in_one_operation(name)
+            return replace(plain, weight=fused.weight, fused=fused)
+        return replace(plain, weight=plain.weight.to(place.device))
+
+    def _in_one_operation(self, name: str) -> QueryWeights:
+        place, norm, query_norm = self.place, self.norm, self.query_norm
+        weight, scale, own_norm = self.weight, None, None
+        if place.is_int8:
+            weight, scale = quantize_query_weight(weight, place.device)
+        if query_norm is not None:
+            size = place.width if self.is_normed_whole else place.head_dim
+            own_norm = _own_part(name, query_norm.weight.detach(), size)
+        return QueryWeights(
+            head_dim=place.head_dim,
+            weight=weight.to(place.device),
+            weight_scale=scale,
+            bias=self.bias,
+            norm=None if norm is None else norm.weight.detach(),
+            norm_eps=0.0 if norm is None else float(norm.variance_epsilon),
+            query_norm=own_norm,
+            query_norm_eps=0.0 if query_norm is None else float(query_norm.variance_epsilon),
+            rotates_neighbours=not self.rotary.is_neox_style,
+        )
+
+    def call(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``, by the layer's modules."""
+        size, place = len(hidden), self.place
+        normed = hidden if self.norm is None else self.norm(hidden)
+        query = F.linear(normed, self.weight, self.bias)
+        if self.query_norm is not None and self.is_normed_whole:
+            query = self.query_norm(query)
+        elif self.query_norm is not None:
+            query = self.query_norm(query.view(-1, place.head_dim))
+        # The rotary kernels take a key too, and work in place; nobody reads this one.
+        query = query.view(size, place.width)
+        query, _ = self.rotary(positions, query, query.new_empty(size, place.head_dim))
+        return query.view(size, place.num_heads, place.head_dim)
+
+
+def _checked_projection(name: str, attention: Any) -> Any:
+    projection = getattr(attention, "qkv_proj", None)
+    weight = getattr(projection, "weight", None)
+    if weight is None or not hasattr(attention, "rotary_emb"):
+        raise ContractError(
+            f"{name} has no self_attn.qkv_proj.weight or rotary_emb; look_ahead cannot read "
+            "its query projection"
+        )
+    if not weight.is_floating_point() or weight.element_size() < 2:
+        raise ContractError(
+            f"{name}: qkv_proj is quantised ({weight.dtype}); look_ahead needs an unquantised "
+            "one: serve another checkpoint of the model"
+        )
+    if getattr(projection, "use_intel_amx_backend", False):
+        raise ContractError(
+            f"{name}: SGLang has packed qkv_proj for AMX, and look_ahead cannot read it; use "
+            "--dtype float32, which SGLang leaves as it is"
+        )
+    return projection
+
+
+def _attention_norm(name: str, layer: Any, entry: Architecture) -> Any:
+    if entry.attention_norm is None:
+        return None
+    norm = getattr(layer, entry.attention_norm, None)
+    if norm is None:
+        raise ContractError(f"{name} has no {entry.attention_norm} (see docs/models.md)")
+    return norm
+
+
+def _check_query_norm(name: str, query_norm: Any, entry: Architecture) -> None:
+    if query_norm is not None and entry.query_norm == "none":
+        raise ContractError(
+            f"{name} normalises its queries, and {entry.name} is not known to (see docs/models.md)"
+        )
+
+
+def _own_part(name: str, weight: torch.Tensor, size: int) -> torch.Tensor:
+    """Return this rank's part ``[size]`` of a norm's weight, of which SGLang may keep the whole."""
+    if len(weight) == size:
+        return weight
+    from sglang.srt.runtime_context import get_parallel
+
+    rank, num_ranks = int(get_parallel().attn_tp_rank), int(get_parallel().attn_tp_size)
+    if len(weight) != num_ranks * size:
+        raise ContractError(
+            f"{name}: the norm of its queries has {len(weight)} weights, not {size} for each of "
+            f"{num_ranks} ranks (see docs/models.md)"
+        )
+    return weight[rank * size : (rank + 1) * size]
+
+
+def _is_plain_norm(norm: Any) -> bool:
+    """Whether `norm` is an RMS norm over whole vectors."""
+    is_named_so = type(norm).__name__ in _PLAIN_NORMS
+    return is_named_so and getattr(norm, "variance_size_override", None) is None

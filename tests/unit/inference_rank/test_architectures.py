@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every architecture of the list: tokens of stock SGLang, and queries of the model's definition.
+
+A tiny random model of each runs through SGLang's ModelRunner on a CPU. ``docs/models.md`` has what
+these tests show.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import LAYERS, LENGTHS, MODELS, MODES, STEPS, Reference, prompts, write_model
+
+from tandemkv.cache_rank.protocol.architectures import ARCHITECTURES
+from tandemkv.cache_rank.protocol.model_spec import read_config, read_model_spec
+from tandemkv.server.plan.shape import shape_of_config
+from tandemkv.server.tensor_shapes import check_shapes
+
+pytestmark = pytest.mark.timeout(600)
+
+SHORT, LONG = range(len(LENGTHS))
+QUERY_TOLERANCE = 5e-6
+"""Of the largest element; float32 against float64. Found: 3e-7."""
+STREAM_TOLERANCE = dict.fromkeys(MODELS, 1e-5) | {"apertus": 2e-3}
+"""SGLang keeps the constants of Apertus' activation in bfloat16, which moves its streams."""
+
+
+class Found(NamedTuple):
+    """A model, and what its runs have left."""
+
+    name: str
+    folder: Path
+    stock: dict[str, torch.Tensor]
+    exact: dict[str, torch.Tensor]
+    sparse: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the models that the chosen tests need, one after the other in one process."""
+    folder = tmp_path_factory.mktemp("runs")
+    items = [item for item in request.session.items if item.path == request.path]
+    names = {item.callspec.params["found"] for item in items if hasattr(item, "callspec")}
+    names = [name for name in MODELS if name in names]
+    for name in names:
+        write_model(name, folder / "models" / name)
+    here = Path(__file__).parent
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH")))),
+    }  # fmt: skip
+    command = [sys.executable, "-P", str(here / "model_runs.py"), str(folder), *names]
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest, runs: Path) -> Found:
+    """Results of one model; a run that failed fails each of its tests, with what it printed."""
+    name = request.param
+    results = []
+    for mode in MODES:
+        path = runs / f"{name}-{mode}.safetensors"
+        assert path.is_file(), f"{mode}:\n{path.with_suffix('.log').read_text()[-4000:]}"
+        results.append(load_file(path))
+    return Found(name, runs / "models" / name, *results)
+
+
+every_model = pytest.mark.parametrize("found", MODELS, indirect=True)
+
+
+def test_every_architecture_has_a_model() -> None:
+    assert {model.architecture for model in MODELS.values()} == set(ARCHITECTURES)
+
+
+@every_model
+def test_exact_gives_the_tokens_of_stock(found: Found) -> None:
+    assert torch.equal(found.exact["tokens"], found.stock["tokens"])
+    difference = (found.exact["logits"] - found.stock["logits"]).abs().max()
+    assert float(difference) < 1e-5
+    assert found.exact["rows"].tolist() == [0, 0, STEPS * len(LENGTHS)]
+    assert len(found.stock["tokens"].unique()) > 4, "the model says the same whatever it is asked"
+
+
+@every_model
+def test_what_fits_the_resident_set_gives_the_tokens_of_stock(found: Found) -> None:
+    assert torch.equal(found.sparse["tokens"][:, SHORT], found.stock["tokens"][:, SHORT])
+    difference = found.sparse["logits"][:, SHORT] - found.stock["logits"][:, SHORT]
+    assert float(difference.abs().max()) < 1e-4
+
+
+@every_model
+def test_a_longer_prompt_is_attended_to_in_part(found: Found) -> None:
+    """Its prompt is computed by SGLang; its first decode step already differs."""
+    assert found.sparse["rows"].tolist() == [STEPS, STEPS, 0]
+    difference = (found.sparse["logits"] - found.stock["logits"])[:, LONG].abs().amax(-1)
+    assert float(difference[0]) < 1e-5
+    assert float(difference[1]) > 1e-2
+    assert bool(found.sparse["logits"].isfinite().all())
+
+
+@every_model
+def test_queries_equal_float64_of_their_streams(found: Found) -> None:
+    """In one operation, in another process, and module by module."""
+    reference, sparse = Reference(found.name, found.folder), found.sparse
+    assert set(sparse["layers"].tolist()) == set(range(LAYERS))
+    assert len(sparse["layers"]) == LAYERS * STEPS
+    for at, layer in enumerate(sparse["layers"].tolist()):
+        want = reference.query(layer, sparse["streams"][at], sparse["positions"][at])
+        limit = QUERY_TOLERANCE * float(want.abs().max())
+        for way in ("live", "mapped", "by_modules"):
+            error = (sparse[way][at].double() - want).abs().max()
+            assert float(error) < limit, (way, layer, at)
+
+
+@every_model
+def test_streams_are_those_that_the_layer_before_is_given(found: Found) -> None:
+    """Of the request that attends to everything, and so has the streams of the model itself."""
+    tokens = prompts()[SHORT].tolist() + found.stock["tokens"][:, SHORT].tolist()
+    streams, _ = Reference(found.name, found.folder).streams(tokens)
+    limit = STREAM_TOLERANCE[found.name] * float(streams.abs().max())
+    sparse, length = found.sparse, LENGTHS[SHORT]
+    positions = sparse["positions"][:, SHORT]
+    assert set(positions.tolist()) == set(range(length, length + STEPS))
+    for at, layer in enumerate(sparse["layers"].tolist()):
+        # The first layer has none before it: its own stream.
+        want = streams[max(0, layer - 1), positions[at]]
+        assert float((sparse["streams"][at, SHORT].double() - want).abs().max()) < limit, layer
+
+
+@every_model
+def test_the_checkpoint_is_what_the_list_says(found: Found) -> None:
+    config = read_config(found.folder)
+    spec = read_model_spec(found.folder, dtype="float32")
+    scale = config.get("attention_multiplier", spec.head_dim**-0.5)
+    assert spec.scale == pytest.approx(scale)
+    tensors = load_file(found.folder / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_shapes(shapes, config)
+    entry = ARCHITECTURES[spec.architecture]
+    query = "qkv_proj" if entry.fused_qkv else "q_proj"
+    for part in (f"self_attn.{query}", *filter(None, (entry.attention_norm, *entry.other_norms))):
+        name = f"model.layers.1.{part}.weight"
+        wrong = {**shapes, name: (shapes[name][0] + 1, *shapes[name][1:])}
+        with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+            check_shapes(wrong, config)
+    shape = shape_of_config(config, name=found.name, dtype="float32")
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    # Biases, norms of queries and a router's own numbers are not counted.
+    assert 0.98 * parameters < shape.weight_bytes / 4 <= parameters

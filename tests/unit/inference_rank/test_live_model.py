@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang has built is compared with what the configuration says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.inference_rank.live_model import check_live_attention
+
+SPEC = ModelSpec(
+    architecture="GraniteForCausalLM",
+    num_layers=2,
+    num_qo_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    hidden_size=64,
+    max_context=128,
+    dtype="float32",
+    model_hash="0",
+    softmax_scale=0.11,
+)
+
+
+def make_model(**changes: object) -> Any:
+    """Two layers as SGLang builds them, the second with `changes` to its attention."""
+    built = {
+        "tp_q_head_num": 4, "tp_k_head_num": 2, "head_dim": 16, "v_head_dim": 16, "scaling": 0.11,
+        "sliding_window_size": -1, "logit_cap": 0.0,
+    }  # fmt: skip
+    attentions = [SimpleNamespace(**built), SimpleNamespace(**{**built, **changes})]
+    layers = [SimpleNamespace(self_attn=SimpleNamespace(attn=x)) for x in attentions]
+    model = type("GraniteForCausalLM", (), {})()
+    model.model = SimpleNamespace(layers=layers)
+    return model
+
+
+def test_what_is_as_the_configuration_says_is_accepted() -> None:
+    check_live_attention(make_model(), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"scaling": 0.25}, r"layer 1.*softmax scale 0\.25, not 0\.11.*docs/models\.md"),
+        ({"sliding_window_size": 1023}, r"window 1023, not -1"),
+        ({"logit_cap": 30.0}, r"cap of logits 30\.0, not 0\.0"),
+        ({"head_dim": 32, "v_head_dim": 32}, r"head_dim 32, not 16; v_head_dim 32, not 16"),
+        ({"tp_k_head_num": 4}, r"KV heads 4, not 2"),
+    ],
+)
+def test_differences_are_named(changes: dict[str, object], match: str) -> None:
+    with pytest.raises(ContractError, match=match):
+        check_live_attention(make_model(**changes), SPEC)
+
+
+def test_a_scale_that_the_configuration_does_not_have_is_found() -> None:
+    plain = msgspec.structs.replace(SPEC, softmax_scale=None)
+    with pytest.raises(ContractError, match=r"softmax scale 0\.11, not 0\.25"):
+        check_live_attention(make_model(), plain)
+
+
+def test_layers_without_attention_are_refused() -> None:
+    model = make_model()
+    del model.model.layers[1].self_attn
+    with pytest.raises(ContractError, match=r"layer 1 has no self_attn\.attn"):
+        check_live_attention(model, SPEC)

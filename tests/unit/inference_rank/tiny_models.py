@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random models of a few hundred kilobytes, one or more of each architecture in the list.
+
+Weights are large enough that tokens depend on what is attended to. They are drawn and written by
+transformers, whose modules in float64 are also what SGLang's streams and our queries are compared
+with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from transformers.modeling_utils import AttentionInterface
+
+VOCABULARY = 512
+LAYERS = 3
+LENGTHS, STEPS = (80, 400), 12
+"""Of the prompts, which are decoded together, and of what follows them."""
+MODES = {"stock": "", "exact": "exact", "sparse": "look_ahead"}
+"""Ways to run a model, with our policy; none with SGLang's own backend."""
+_SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512,
+}  # fmt: skip
+_HALF = _PLAIN | {"partial_rotary_factor": 0.5}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GRANITE = {
+    "attention_multiplier": 0.11, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+    "logits_scaling": 2.0, "rope_parameters": _PLAIN,
+}  # fmt: skip
+
+
+class TinyModel(NamedTuple):
+    """A model by its entry in the list, transformers' names, and what differs from Llama's."""
+
+    architecture: str
+    kind: str
+    changes: dict[str, Any]
+    written: Mapping[str, Any] = MappingProxyType({})
+    """Fields of ``config.json`` that published checkpoints have and transformers does not write."""
+
+
+MODELS = {
+    "llama": TinyModel("LlamaForCausalLM", "Llama", {"rope_parameters": _PLAIN}),
+    "llama-3.1": TinyModel(
+        "LlamaForCausalLM", "Llama", {"head_dim": 32, "rope_parameters": _LLAMA3}
+    ),
+    "mistral": TinyModel("MistralForCausalLM", "Mistral", {"head_dim": 32, "sliding_window": None}),
+    "qwen2": TinyModel("Qwen2ForCausalLM", "Qwen2", {}),
+    "qwen3": TinyModel("Qwen3ForCausalLM", "Qwen3", {"head_dim": 32}),
+    "qwen3-yarn": TinyModel(
+        "Qwen3ForCausalLM", "Qwen3", {"head_dim": 32, "rope_parameters": _YARN}
+    ),
+    "qwen2-moe": TinyModel(
+        "Qwen2MoeForCausalLM",
+        "Qwen2Moe",
+        {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    ),
+    "qwen3-moe": TinyModel(
+        "Qwen3MoeForCausalLM", "Qwen3Moe", {**_EXPERTS, "head_dim": 32, "moe_intermediate_size": 32}
+    ),
+    "mixtral": TinyModel("MixtralForCausalLM", "Mixtral", {**_LOCAL, "sliding_window": None}),
+    "glm4": TinyModel(
+        "Glm4ForCausalLM",
+        "Glm4",
+        {"head_dim": 32, "attention_bias": True, "rope_parameters": _HALF},
+    ),
+    "glm4-moe": TinyModel(
+        "Glm4MoeForCausalLM",
+        "Glm4Moe",
+        {
+            "head_dim": 32, "attention_bias": True, "use_qk_norm": True, "rope_parameters": _HALF,
+            "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        },
+    ),
+    "minimax-m2": TinyModel(
+        "MiniMaxM2ForCausalLM",
+        "MiniMaxM2",
+        {**_LOCAL, "head_dim": 32, "rope_parameters": _HALF},
+        {
+            "rotary_dim": 16, "use_qk_norm": True, "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid", "use_routing_bias": True, "attn_type_list": [1] * LAYERS,
+        },
+    ),
+    "phi-4": TinyModel("Phi3ForCausalLM", "Phi3", {"rope_parameters": _PLAIN}),
+    "granite": TinyModel("GraniteForCausalLM", "Granite", _GRANITE),
+    "granite-moe": TinyModel("GraniteMoeForCausalLM", "GraniteMoe", {**_GRANITE, **_LOCAL}),
+    "olmo2": TinyModel("Olmo2ForCausalLM", "Olmo2", {"rope_parameters": _PLAIN}),
+    "olmoe": TinyModel(
+        "OlmoeForCausalLM",
+        "Olmoe",
+        {**_EXPERTS, "num_key_value_heads": 4, "rope_parameters": _PLAIN},
+    ),
+    "arcee": TinyModel("ArceeForCausalLM", "Arcee", {"head_dim": 32, "rope_parameters": _PLAIN}),
+    "apertus": TinyModel(
+        "ApertusForCausalLM", "Apertus", {"head_dim": 32, "rope_parameters": _PLAIN}
+    ),
+    "ernie4.5": TinyModel("Ernie4_5_ForCausalLM", "Ernie4_5", {"head_dim": 32}),
+    "ernie4.5-moe": TinyModel(
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 1, "moe_layer_start_index": 1,
+        },
+    ),
+}  # fmt: skip
+
+
+def prompts() -> list[np.ndarray]:
+    """Return the same tokens each time."""
+    draw = np.random.default_rng(3)
+    return [draw.integers(3, 500, length).astype(np.int32) for length in LENGTHS]
+
+
+def write_model(name: str, folder: Path) -> None:
+    """Write ``config.json`` and weights of a model, always the same."""
+    architecture, kind, changes, written = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**_SHAPE, **changes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key and parameter.dim() == 1:
+                parameter.uniform_(0.6, 1.4)
+            else:
+                parameter.normal_(0.0, 0.2)
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": [architecture], **written}
+    path.write_text(json.dumps(config))
+
+
+class Reference:
+    """A model in float64, by transformers' modules."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        AttentionInterface.register("captured", _attend)
+        kind = MODELS[name].kind
+        self._model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="captured"
+        )
+        self._model.eval()
+        if hasattr(self._model, "set_experts_implementation"):
+            self._model.set_experts_implementation("eager")
+
+    @torch.no_grad()
+    def streams(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what each layer is given ``[layers, n, hidden]``, and logits ``[n, vocab]``."""
+        seen: list[torch.Tensor] = []
+        hooks = [
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs: seen.append((args or (kwargs["hidden_states"],))[0][0]),
+                with_kwargs=True,
+            )
+            for layer in self._model.model.layers
+        ]
+        logits = self._model(torch.tensor([tokens]), use_cache=False).logits[0]
+        for hook in hooks:
+            hook.remove()
+        return torch.stack(seen), logits
+
+    @torch.no_grad()
+    def query(self, layer: int, stream: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return a layer's query ``[n, Hq, D]`` for a stream ``[n, hidden]`` of any tokens."""
+        module, stream = self._model.model.layers[layer], stream.double()[None]
+        angles = self._model.model.rotary_emb(stream, positions[None])
+        module(stream, position_embeddings=angles, position_ids=positions[None])
+        found: torch.Tensor = module.self_attn.captured[0]
+        return found.transpose(0, 1)
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any,
+    *, scaling: float, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attend causally, in float64 to the end, and keep the query ``[1, Hq, n, D]``."""
+    module.captured = query
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2), None

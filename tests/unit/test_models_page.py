@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``docs/models.md`` has the rows that the list of architectures makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandemkv.cache_rank.protocol.architectures import ARCHITECTURES, REFUSED, Architecture
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+RAN_ON_GPU = {
+    "LlamaForCausalLM": "H200, SmolLM2",
+    "Qwen3ForCausalLM": "H200, dummy weights of the 8B shape",
+}
+"""What reports under ``docs`` show: quality/smollm2-4k-h200 and benchmarks/decode.json."""
+STAND_INS = {
+    "Qwen2MoeForCausalLM": "1",
+    "MiniMaxM2ForCausalLM": "2",
+    "Ernie4_5_MoeForCausalLM": "3",
+}
+"""Numbers of the page's notes on parts of SGLang that do not run on every CPU."""
+
+
+def differs(entry: Architecture) -> str:
+    """Return what an entry says, in words."""
+    found = []
+    if entry.attention_norm is None:
+        found.append("attention reads the residual stream without a norm")
+    if entry.query_norm == "head":
+        found.append("norm of each query head")
+    if entry.query_norm == "layer":
+        found.append("norm over all query heads")
+    if entry.rotates == "neighbours":
+        found.append("RoPE turns neighbours")
+    if entry.scale_field:
+        found.append(f"softmax scale `{entry.scale_field}`")
+    if entry.fused_qkv:
+        found.append("one tensor for q, k, v")
+    if entry.experts is not None:
+        found.append("experts")
+    if entry.mlp_matrices == 2:
+        found.append("MLP without a gate")
+    return "; ".join(found)
+
+
+def row(entry: Architecture) -> str:
+    """Return an entry's row of the table; `test_architectures` shows both of its "yes"."""
+    note = f" ({STAND_INS[entry.name]})" if entry.name in STAND_INS else ""
+    cells = (
+        f"`{entry.name}`", entry.models, differs(entry), f"yes{note}", "yes",
+        RAN_ON_GPU.get(entry.name, "no"),
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_table_has_every_architecture(name: str) -> None:
+    assert row(ARCHITECTURES[name]) in PAGE.splitlines()
+
+
+def test_the_table_has_no_other_row() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `") and "ForC" in line]
+    served = [line for line in rows if line.split("`")[1] in ARCHITECTURES]
+    assert len(served) == len(ARCHITECTURES)
+    refused = {line.split("`")[1] for line in rows} - set(ARCHITECTURES)
+    assert refused <= set(REFUSED)
+
+
+@pytest.mark.parametrize("reason", sorted(set(REFUSED.values())))
+def test_every_reason_is_named_with_its_architectures(reason: str) -> None:
+    names = [f"`{name}`" for name in REFUSED if REFUSED[name] == reason]
+    assert f"| {', '.join(names)} | {reason} |" in PAGE.splitlines()
+
+
+def test_the_page_is_linked() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "(docs/models.md)" in readme
