@@ -168,6 +168,21 @@ def test_kill_9_of_torchrun_ends_all(launched: Launched) -> None:
     assert launched.text().count("stopped") == 1  # it drained
 
 
+def test_a_second_ctrl_c_to_torchrun_ends_all_at_once(launched: Launched) -> None:
+    """torchrun is gone then, while its processes still drain."""
+    launched.start_torchrun(max_restarts=0)
+    launched.wait_ready()
+    workers = launched.workers()
+    os.kill(launched.pids("sglang")[0], signal.SIGSTOP)  # it never ends by itself
+    begun = time.monotonic()
+    launched.processes[0].send_signal(signal.SIGINT)
+    launched.wait_for(lambda: "draining for at most" in launched.text())
+    launched.processes[0].send_signal(signal.SIGINT)
+    assert launched.wait() == [1]
+    launched.assert_nothing_left(*workers)
+    assert time.monotonic() - begun < 15.0  # of 2 s of drain and 15 s to end
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_cache_rank_ends_with_the_launch(launched: Launched, number: int) -> None:
     """Where no torchrun says so: the run directory of the first process is gone."""
