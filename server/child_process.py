@@ -54,6 +54,11 @@ def die_with_parent() -> Callable[[], None]:
     return prepare
 
 
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send us `number` when the thread that started us ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
 class ChildProcess:
     """A running child; it may be started again after it ended."""
 

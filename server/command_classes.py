@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -15,13 +16,29 @@ from tandemkv.cache_rank.protocol.errors import (
     UnsupportedModelError,
 )
 
-from .settings_sources import removed
+from .options import SWITCH
+from .settings import EMBEDDED_MODEL
+from .settings_sources import Sourced, removed
 
 _PASSED_THROUGH = "tandemkv.passed_through"
 
+EPILOG = "What follows -- goes to SGLang unchanged. --help-all shows all options."
+ModelArgument = Annotated[
+    str | None, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
+]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", metavar=SWITCH, help="Show the logs of both ranks.")
+]
 
-class ReportingGroup(TyperGroup):
-    """Turns errors into one line on stderr and an exit code: 2 for bad input, 1 for a failure."""
+
+class _Reporting:
+    """Turns errors into one line on stderr and an exit code: 2 for bad input, 1 for a failure.
+
+    Mixed into a command of click's.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Say of options that earlier versions had why they are gone."""
@@ -31,12 +48,13 @@ class ReportingGroup(TyperGroup):
             if reason is not None:
                 self._report(ctx, f"{name} {reason}")
                 raise typer.Exit(2)
-        return super().parse_args(ctx, args)
+        parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        return parsed
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; ``--debug`` shows tracebacks."""
         try:
-            return super().invoke(ctx)
+            return super().invoke(ctx)  # type: ignore[misc]
         except (typer.Exit, typer.Abort):
             raise
         except (SettingsError, UnsupportedModelError) as error:
@@ -60,6 +78,10 @@ class ReportingGroup(TyperGroup):
         typer.echo(f"tandemkv: error: {message}", err=True)
 
 
+class ReportingGroup(_Reporting, TyperGroup):
+    """A command of commands that reports errors in one line."""
+
+
 class ServeCommand(TyperCommand):
     """Keeps what follows ``--`` away from the parser."""
 
@@ -76,7 +98,25 @@ class ServeCommand(TyperCommand):
         return [*super().collect_usage_pieces(ctx), "[-- SGLANG ARGS]"]
 
 
+class ReportingServeCommand(_Reporting, ServeCommand):
+    """A command by itself, of its own module, that takes arguments for SGLang."""
+
+
 def passed_through(ctx: typer.Context) -> tuple[str, ...]:
     """Return what followed ``--``."""
     found: tuple[str, ...] = ctx.meta.get(_PASSED_THROUGH, ())
     return found
+
+
+def add_arguments(
+    flags: dict[str, Sourced], ctx: typer.Context, model: str | None, source: str = "MODEL"
+) -> None:
+    """Add the model, if there is one, and what followed ``--``, to `flags`.
+
+    `source` is what gave the model, for messages.
+    """
+    if model is not None:
+        flags["model"] = Sourced(model, source)
+    extra = passed_through(ctx)
+    if extra:
+        flags["sglang_args"] = Sourced(extra, "the arguments after --")

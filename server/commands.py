@@ -13,7 +13,15 @@ from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
-from .command_classes import ReportingGroup, ServeCommand, passed_through
+from .command_classes import (
+    EPILOG,
+    ConfigOption,
+    ModelArgument,
+    ReportingGroup,
+    ServeCommand,
+    VerboseOption,
+    add_arguments,
+)
 from .evaluation.bench.command import bench_app
 from .evaluation.calibrate.command import calibrate
 from .evaluation.inspect.command import inspect as inspect_command
@@ -45,12 +53,6 @@ app.command()(policies)
 app.command()(calibrate)
 app.add_typer(bench_app, name="bench")
 
-_EPILOG = "What follows -- goes to SGLang unchanged. --help-all shows all options."
-
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")
-]
-
 
 @app.callback()
 def _root(
@@ -59,14 +61,12 @@ def _root(
     """Take the options that come before the command."""
 
 
-@app.command(cls=ServeCommand, epilog=_EPILOG)
+@app.command(cls=ServeCommand, epilog=EPILOG)
 @with_flags(SERVE_FLAGS)
 def serve(
     ctx: typer.Context,
     flags: dict[str, Sourced],
-    model: Annotated[
-        str | None, typer.Argument(help=f"Model directory, or {EMBEDDED_MODEL} (embedded).")
-    ] = None,
+    model: ModelArgument = None,
     config: ConfigOption = None,
     print_settings: Annotated[
         bool,
@@ -74,20 +74,13 @@ def serve(
             "--print-settings", metavar=SWITCH, help="Print all settings as YAML and exit."
         ),
     ] = False,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", metavar=SWITCH, help="Show the logs of both ranks."),
-    ] = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Start a cache rank and SGLang, and serve until Ctrl-C.
 
     Settings: flags, then TANDEMKV_SERVE_* variables, then --config, then defaults.
     """
-    if model is not None:
-        flags["model"] = Sourced(model, "MODEL")
-    extra = passed_through(ctx)
-    if extra:
-        flags["sglang_args"] = Sourced(extra, "the arguments after --")
+    add_arguments(flags, ctx, model)
     if print_settings and model is None:
         flags.setdefault("model", Sourced(EMBEDDED_MODEL, "--print-settings"))
     settings = load_settings(flags, os.environ, config)
@@ -124,7 +117,7 @@ def cache_rank(
     run_cache_rank_process(settings, run_dir)
 
 
-@app.command("inference-rank", cls=ServeCommand, epilog=_EPILOG)
+@app.command("inference-rank", cls=ServeCommand, epilog=EPILOG)
 @with_flags(INFERENCE_FLAGS)
 def inference_rank(
     ctx: typer.Context,
@@ -141,11 +134,7 @@ def inference_rank(
 
     Its settings must equal those of the cache rank, for which it waits.
     """
-    if model is not None:
-        flags["model"] = Sourced(model, "--model")
-    extra = passed_through(ctx)
-    if extra:
-        flags["sglang_args"] = Sourced(extra, "the arguments after --")
+    add_arguments(flags, ctx, model, "--model")
     settings = load_settings(flags, os.environ, config)
     from .inference_process import become_inference_rank
 

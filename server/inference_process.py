@@ -14,10 +14,11 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
+from .cache_rank_launch import cache_rank_detail
 from .devices import as_pair
 from .launch import LaunchError
 from .preflight import ResolvedLaunch, resolve_launch
-from .serve import cache_rank_detail, refuse_live_server, sglang_folders
+from .serve import refuse_live_server, sglang_folders
 from .settings import ServeSettings
 from .sglang_command import sglang_argv, sglang_env
 

@@ -44,11 +44,14 @@ class Holder(Protocol):
 class LaunchPlan:
     """What to start and how to tell that it is ready, and gets on.
 
-    `cache_rank` is None if the inference rank is its own. `standby` takes its place when it is
+    `cache_rank` is None if the inference rank is its own, or another process starts it:
+    `awaits_cache_rank`. `standby` takes its place when it is
     lost; either may be the one that serves. `meanwhile` is what clients get while none does, for
     messages. `cache_rank_detail` returns None once
     the cache rank answers, else why it does not. `cache_rank_pulse`, with the id of a process, and
     `sglang_pulse` are asked while serving, from threads; `rules` says what follows.
+    `sglang` is None if another process starts it; then its fields are not used, and that process
+    speaks for the launch, which is over once `is_over` returns true.
     `make_holder` makes what holds memory for the ranks while the launch lives.
     `exit_timeout_s` is for a rank to end once its requests are through, before it is killed.
     `before_sglang` is called before each start of SGLang.
@@ -58,14 +61,16 @@ class LaunchPlan:
     """
 
     cache_rank: ChildSpec | None
+    awaits_cache_rank: bool = False
     standby: ChildSpec | None = None
     meanwhile: str = "requests get 503, the server stays up"
-    sglang: ChildSpec
+    sglang: ChildSpec | None
     cache_rank_detail: Callable[[], str | None]
-    server_state: Callable[[], ServerState]
+    server_state: Callable[[], ServerState] = lambda: ServerState(False, False, "no server here")
     cache_rank_pulse: Callable[[int], Pulse]
-    sglang_pulse: Callable[[], Pulse]
-    banner: str
+    sglang_pulse: Callable[[], Pulse] = lambda: Pulse(is_ready=False, stalled_s=0.0)
+    banner: str = ""
+    is_over: Callable[[], bool] = lambda: False
     rules: RestartRules
     drain_timeout_s: float
     exit_timeout_s: float = 15.0
@@ -104,19 +109,24 @@ class Launcher:
         self._plan = plan
         self._console = console
         self._verbose = verbose
-        self._sglang = SupervisedRank(
-            ChildProcess(plan.sglang),
-            Liveness(plan.sglang_pulse),
-            plan.rules,
-            console,
-            meanwhile="the server is not ready, connections are refused",
-            before_start=plan.before_sglang,
-        )
+        self._sglang = self._supervised_sglang(plan.sglang)
         self._cache_rank = self._supervised(plan.cache_rank, plan.meanwhile)
         self._standby = self._supervised(
             plan.standby, "no other cache rank is loaded, one that is lost is started anew"
         )
         self._progress = StartProgress(console)
+
+    def _supervised_sglang(self, spec: ChildSpec | None) -> SupervisedRank | None:
+        if spec is None:
+            return None
+        return SupervisedRank(
+            ChildProcess(spec),
+            Liveness(self._plan.sglang_pulse),
+            self._plan.rules,
+            self._console,
+            meanwhile="the server is not ready, connections are refused",
+            before_start=self._plan.before_sglang,
+        )
 
     def _supervised(self, spec: ChildSpec | None, meanwhile: str) -> SupervisedRank | None:
         if spec is None:
@@ -126,7 +136,7 @@ class Launcher:
         return SupervisedRank(child, liveness, self._plan.rules, self._console, meanwhile=meanwhile)
 
     def run(self) -> None:
-        """Start, serve until a signal asks to stop, shut down.
+        """Start, serve until a signal asks to stop or the launch is over, shut down.
 
         Raises
         ------
@@ -143,7 +153,8 @@ class Launcher:
                 report = self._plan.start_report()
                 if report is not None:
                     self._console.print(report)
-                self._console.print(self._plan.banner, soft_wrap=True)
+                if self._plan.banner:
+                    self._console.print(self._plan.banner, soft_wrap=True)
                 self._serve()
             except _StopRequestedError:
                 pass
@@ -159,8 +170,12 @@ class Launcher:
             with self._progress.stage("cache rank"):
                 self._cache_rank.start(self._guard)
                 self._await(self._plan.cache_rank_detail, deadline, self._cache_rank.child)
+        elif self._plan.awaits_cache_rank:
+            self._await(self._plan.cache_rank_detail, deadline)
         if self._standby is not None:
             self._standby.start(self._guard)
+        if self._sglang is None:
+            return
         self._sglang.start(self._guard)
         with self._progress.stage("SGLang loading"):
             self._await(self._loading_detail, deadline, self._sglang.child)
@@ -189,7 +204,10 @@ class Launcher:
         return state
 
     def _await(
-        self, detail: Callable[[], str | None], deadline: float, waited_for: ChildProcess
+        self,
+        detail: Callable[[], str | None],
+        deadline: float,
+        waited_for: ChildProcess | None = None,
     ) -> None:
         """Wait until `detail` returns None; fail as soon as a child ends or time is up."""
         pause = _TICK_S
@@ -200,15 +218,16 @@ class Launcher:
                 return
             self._progress.note(escape(reason))
             if time.monotonic() > deadline:
+                last = "" if waited_for is None else f"\n{tail(waited_for)}"
                 raise LaunchError(
                     f"not ready after {self._plan.rules.start_timeout_s:g} s (--start-timeout-s): "
-                    f"{reason}\n{tail(waited_for)}"
+                    f"{reason}{last}"
                 )
             self._pause(pause)
             pause = min(0.5, pause * 1.5)
 
     def _raise_if_stopped_or_ended(self) -> None:
-        if self._signals.count:
+        if self._is_asked_to_stop():
             raise _StopRequestedError
         for child in self._children():
             status = child.exit_status()
@@ -218,10 +237,13 @@ class Launcher:
     def _serve(self) -> None:
         for rank in self._ranks():
             rank.liveness.start()
-        while not self._signals.count:
+        while not self._is_asked_to_stop():
             for rank in self._ranks():
                 rank.keep()
             self._pause(_TICK_S)
+
+    def _is_asked_to_stop(self) -> bool:
+        return bool(self._signals.count) or self._plan.is_over()
 
     def _pause(self, seconds: float) -> None:
         """Sleep in short steps, so that a signal or a child's end is seen at once."""
@@ -243,7 +265,8 @@ class Launcher:
 
     def _shut_down(self, *, keep_logs: bool) -> None:
         asked = self._signals.count
-        if asked:
+        speaks = asked and self._plan.sglang is not None
+        if speaks:
             self._console.print(
                 f"draining for at most {self._plan.drain_timeout_s:g} s; once more ends it at once",
                 soft_wrap=True,
@@ -262,5 +285,5 @@ class Launcher:
             self._holder.close()
         self._guard.close()
         self._plan.clean_up(keep_logs)
-        if asked:
+        if speaks:
             self._console.print("stopped")

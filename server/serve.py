@@ -7,19 +7,32 @@ import glob
 import json
 import logging
 import os
-import signal
 from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
 from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
-from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError, TandemKVError
+from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import FAULTS_VARIABLE, enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import request_status
-from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
+from .cache_rank_launch import (
+    CACHE_RANK_LOGS,
+    INFERENCE_RANK_EXIT_S,
+    MEANWHILE,
+    PULSE_TIMEOUT_S,
+    SETTINGS_FILE,
+    STATUS_TIMEOUT_S,
+    SplitLaunch,
+    cache_rank_detail,
+    cache_rank_pulse,
+    cache_rank_specs,
+    restart_rules,
+    status_detail,
+    wants_logs,
+)
 from .child_process import ChildSpec
 from .devices import cache_rank_device, placed_alone
 from .embedded_model import cache_root
@@ -31,31 +44,25 @@ from .probes import StatusUnavailableError, server_state
 from .progress import StartProgress
 from .settings import ServeSettings
 from .settings_sources import to_yaml
-from .sglang_command import (
-    cache_rank_argv,
-    cache_rank_env,
-    served_name,
-    sglang_argv,
-    sglang_env,
-)
+from .sglang_command import served_name, sglang_argv, sglang_env
 from .start_view import start_view
-from .supervision import RestartRules
 
-SETTINGS_FILE = "cache_rank.yaml"
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_CACHE_RANK_LOGS, _SGLANG_LOG = ("cache_rank.log", "standby.log"), "sglang.log"
-_MEANWHILE = "requests wait for it, for --recovery-timeout-s at most"
-_STATUS_TIMEOUT_S = 0.5
-_INFERENCE_RANK_EXIT_S = 10.0
-"""Beyond --drain-timeout-s, for an inference rank to end its processes."""
-_PULSE_TIMEOUT_S, _HTTP_TIMEOUT_S = 2.0, 5.0
-_HANG_S = {"cpu": 15.0, "cuda": 60.0}
-"""Default of --hang-timeout-s. On a GPU the host sees a pass as one piece, compiling included."""
+_SGLANG_LOG = "sglang.log"
+_HTTP_TIMEOUT_S = 5.0
 
 
-def serve(settings: ServeSettings, console: Console, *, verbose: bool = False) -> None:
+def serve(
+    settings: ServeSettings,
+    console: Console,
+    *,
+    verbose: bool = False,
+    split: SplitLaunch | None = None,
+) -> None:
     """Check, start both ranks, serve until a signal, shut down.
+
+    With `split` SGLang alone is started here, once the cache rank answers.
 
     Raises
     ------
@@ -67,18 +74,18 @@ def serve(settings: ServeSettings, console: Console, *, verbose: bool = False) -
     progress = StartProgress(console)
     with progress.stage(f"model {settings.model}"):
         launch = resolve_launch(settings, progress.note)
-    run_dir = prepare_run_dir(launch)
+    run_dir = prepare_run_dir(launch, split)
     try:
         if enable_faults("launcher", run_dir.path):
             console.print(f"[bold red]faults are injected[/]: {FAULTS_VARIABLE} is set; for tests")
-        plan = make_plan(launch, run_dir)
+        plan = make_plan(launch, run_dir, split)
     except BaseException:
         clean_run_dir(run_dir, is_ours=settings.run_dir is None, keep_logs=False)
         raise
     Launcher(plan, console, verbose=verbose).run()
 
 
-def prepare_run_dir(launch: ResolvedLaunch) -> RunDir:
+def prepare_run_dir(launch: ResolvedLaunch, split: SplitLaunch | None = None) -> RunDir:
     """Make the run directory; refuse one in which another rank is alive.
 
     Raises
@@ -86,14 +93,14 @@ def prepare_run_dir(launch: ResolvedLaunch) -> RunDir:
     SettingsError
         If it cannot be used.
     """
-    run_dir = RunDir.create(launch.settings.run_dir)
+    run_dir = RunDir.create(launch.settings.run_dir or (split.run_dir if split else None))
     if cache_rank_detail(run_dir) is None:
         raise SettingsError(
             f"run_dir={run_dir.path}: another cache rank is running there; stop it or give "
             "another --run-dir"
         )
     refuse_live_server(run_dir)
-    for name in (*_CACHE_RANK_LOGS, _SGLANG_LOG):
+    for name in (*CACHE_RANK_LOGS, _SGLANG_LOG):
         (run_dir.path / name).unlink(missing_ok=True)
         (run_dir.path / f"{name}.1").unlink(missing_ok=True)
     run_dir.clear_sglang()
@@ -108,7 +115,7 @@ def refuse_live_server(run_dir: RunDir) -> None:
     SettingsError
         If it answers.
     """
-    if _detail(run_dir.inference_socket) is None:
+    if status_detail(run_dir.inference_socket) is None:
         raise SettingsError(
             f"run_dir={run_dir.path}: another server is running there; stop it or give another "
             "--run-dir"
@@ -137,8 +144,10 @@ def sglang_folders(run_dir: RunDir) -> dict[str, str]:
     return found
 
 
-def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
-    """Return what is to be started, and write the settings that the cache rank reads."""
+def make_plan(
+    launch: ResolvedLaunch, run_dir: RunDir, split: SplitLaunch | None = None
+) -> LaunchPlan:
+    """Return what is to be started here, and write the settings that the cache rank reads."""
     settings, device = launch.settings, launch.device
     child_settings = settings.model_copy(
         update={
@@ -150,24 +159,23 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
             "sglang_args": (),  # may hold a key
         }
     )
-    config = run_dir.path / SETTINGS_FILE
-    config.write_text(to_yaml(child_settings), encoding="utf-8")
+    fresh = run_dir.path / f"{SETTINGS_FILE}.new"  # nobody reads half of it
+    mark = "" if split is None else split.mark
+    fresh.write_text(mark + to_yaml(child_settings), encoding="utf-8")
+    fresh.replace(run_dir.path / SETTINGS_FILE)
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
-    cache_ranks = _cache_rank_specs(launch, run_dir, config)
+    cache_ranks = [] if split else cache_rank_specs(settings, run_dir)
     return LaunchPlan(
         cache_rank=cache_ranks[0] if cache_ranks else None,
+        awaits_cache_rank=split is not None and launch.placement.num_cache_ranks > 0,
         standby=cache_ranks[1] if len(cache_ranks) > 1 else None,
-        meanwhile=_MEANWHILE,
+        meanwhile=MEANWHILE,
         sglang=_sglang_spec(launch, run_dir),
         cache_rank_detail=lambda: cache_rank_detail(run_dir),
         server_state=lambda: server_state(url, instance=run_dir.instance),
         banner=banner(settings, url, run_dir.path),
-        rules=RestartRules(
-            hang_timeout_s=settings.hang_timeout_s or _HANG_S[device],
-            start_timeout_s=settings.start_timeout_s,
-            max_restarts=settings.max_restarts,
-        ),
+        rules=restart_rules(settings, device),
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         before_sglang=lambda: prepare_sglang(run_dir),
@@ -181,27 +189,6 @@ def make_plan(launch: ResolvedLaunch, run_dir: RunDir) -> LaunchPlan:
         cache_rank_pulse=lambda pid: cache_rank_pulse(run_dir, pid),
         sglang_pulse=lambda: sglang_pulse(run_dir, url),
     )
-
-
-def _cache_rank_specs(launch: ResolvedLaunch, run_dir: RunDir, config: Path) -> list[ChildSpec]:
-    """Return the cache rank and, with ``--standby``, the one that takes its place; none if local.
-
-    `config` holds the settings that they read.
-    """
-    settings = launch.settings
-    if not launch.placement.num_cache_ranks:
-        return []
-    names = ("cache rank", "standby cache rank") if settings.standby else ("cache rank",)
-    return [
-        ChildSpec(
-            name=name,
-            argv=cache_rank_argv(run_dir=run_dir.path, config=config),
-            env=cache_rank_env(os.environ, device=settings.cache_device),
-            log_path=run_dir.path / log,
-            stop_signal=signal.SIGINT,  # at once: SGLang ended before
-        )
-        for name, log in zip(names, _CACHE_RANK_LOGS, strict=False)
-    ]
 
 
 def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
@@ -225,29 +212,10 @@ def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
 def start_report(run_dir: RunDir) -> RenderableType | None:
     """Return what the inference rank measured at start; None if it does not say."""
     try:
-        reply = request_status(run_dir.inference_socket, _STATUS_TIMEOUT_S)
+        reply = request_status(run_dir.inference_socket, STATUS_TIMEOUT_S)
     except TandemKVError:
         return None  # the server answers already; a slow status must not end it
     return start_view(reply.values, reply.info)
-
-
-def cache_rank_detail(run_dir: RunDir) -> str | None:
-    """Return None if the cache rank of `run_dir` answers, else why it does not."""
-    return _detail(run_dir.heartbeat_socket)
-
-
-def cache_rank_pulse(run_dir: RunDir, pid: int) -> Pulse:
-    """Ask the cache rank of `run_dir` whether its work moves; `pid` may be waiting to be it.
-
-    Raises
-    ------
-    CacheRankError
-        If it is `pid`, and does not answer.
-    """
-    if server_pid(run_dir.heartbeat_socket) not in (None, pid):
-        return Pulse(is_ready=True, stalled_s=0.0)  # it waits: nothing is asked of it
-    reply = request_status(run_dir.heartbeat_socket, _PULSE_TIMEOUT_S)
-    return Pulse(is_ready=True, stalled_s=reply.values["stalled_s"])
 
 
 def sglang_pulse(run_dir: RunDir, url: str) -> Pulse:
@@ -261,24 +229,17 @@ def sglang_pulse(run_dir: RunDir, url: str) -> Pulse:
     state = server_state(url, _HTTP_TIMEOUT_S, instance=run_dir.instance)
     if not state.reachable:
         raise StatusUnavailableError(f"{url}: {state.detail}")
-    reply = request_status(run_dir.inference_socket, _PULSE_TIMEOUT_S)
+    reply = request_status(run_dir.inference_socket, PULSE_TIMEOUT_S)
     return Pulse(is_ready=state.ready, stalled_s=reply.values["stalled_s"])
-
-
-def _detail(socket_path: Path) -> str | None:
-    try:
-        request_status(socket_path, _STATUS_TIMEOUT_S)
-    except CacheRankError as error:
-        return str(error)
-    return None
 
 
 def clean_run_dir(run_dir: RunDir, *, is_ours: bool, keep_logs: bool) -> None:
     """Remove the run directory; of one that the user gave, what we put there.
 
-    The logs stay if `keep_logs`, and in a directory that the user gave.
+    The logs stay if `keep_logs` or a process of a split launch wants it, and in a directory that
+    the user gave.
     """
-    if is_ours and not keep_logs:
+    if is_ours and not (keep_logs or wants_logs(run_dir)):
         run_dir.remove()
     else:
         run_dir.clear()
@@ -332,7 +293,7 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
         settings=placed_alone(settings, device).rank_settings,
         max_rows=settings.max_running_requests,
         device=device,
-        drain_timeout_s=settings.drain_timeout_s + _INFERENCE_RANK_EXIT_S,
+        drain_timeout_s=settings.drain_timeout_s + INFERENCE_RANK_EXIT_S,
         standby=settings.standby,
         on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),
     )

@@ -38,7 +38,7 @@ _LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
 _MADE = (
     *_SOCKET_NAMES,
     *(f"{name}.lock" for name in _SOCKET_NAMES),
-    *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml", FAULTS_FILE),
+    *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml*", "keep-logs", FAULTS_FILE),
     *(_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm"),
 )
 """What a launch makes, as patterns; logs apart, which are for reading."""
@@ -238,11 +238,16 @@ def _remove(patterns: tuple[str, ...]) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _default_path() -> Path:
+def usual_place() -> Path:
+    """Return where run directories are made: ``XDG_RUNTIME_DIR``, or ``/tmp`` if not set."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if not (base and Path(base).is_dir() and os.access(base, os.W_OK)):
         base = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="tandemkv-", dir=base))
+    return Path(base)
+
+
+def _default_path() -> Path:
+    return Path(tempfile.mkdtemp(prefix="tandemkv-", dir=usual_place()))
 
 
 def _check_length(directory: Path) -> None:

@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,9 +136,15 @@ def model_dir() -> str:
 
 @contextlib.contextmanager
 def ours(
-    settings: dict[str, Any] | None = None, *, environ: dict[str, str] | None = None
+    settings: dict[str, Any] | None = None,
+    *,
+    environ: dict[str, str] | None = None,
+    start: Sequence[str] = ("-m", "tandemkv.server", "serve"),
 ) -> Iterator[Server]:
-    """Start ``tandemkv serve`` with a settings tree; ends it as Ctrl-C does."""
+    """Start ``tandemkv serve`` with a settings tree; ends it as Ctrl-C does.
+
+    `start` are arguments of Python that start the same another way.
+    """
     work = Path(tempfile.mkdtemp(prefix="tkv-"))
     port, run_dir = free_port(), work / "run"
     admin_key = secrets.token_hex(16)
@@ -158,7 +164,7 @@ def ours(
     config = work / "settings.yaml"
     config.write_text(yaml.safe_dump(tree))
     argv = [
-        *(sys.executable, "-P", "-m", "tandemkv.server", "serve", model_dir(), "--device", "cpu"),
+        *(sys.executable, "-P", *start, model_dir(), "--device", "cpu"),
         *("--config", str(config), "--port", str(port), "--run-dir", str(run_dir)),
     ]
     with _running(argv, work / "serve.log", signal.SIGINT, environ) as pid:

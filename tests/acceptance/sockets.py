@@ -70,7 +70,9 @@ def _role(process: psutil.Process) -> str:
         return "cache rank"
     if "sglang.launch_server" in argv:
         return "SGLang"
-    return "launcher" if "serve" in argv else " ".join(argv[:3])
+    if "serve" in argv or "tandemkv.server.torchrun" in argv:
+        return "launcher"
+    return " ".join(argv[:3])
 
 
 def _inodes(pid: int) -> set[str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server.cache_rank_launch import SETTINGS_FILE, cache_rank_detail
 from tandemkv.server.guard import Guard
-from tandemkv.server.serve import SETTINGS_FILE, cache_rank_detail
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import to_yaml
 from tandemkv.server.sglang_command import cache_rank_argv, cache_rank_env

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a launch starts a cache rank, and how it asks one of a run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandemkv.cache_rank.protocol.errors import CacheRankError
+from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.ipc import server_pid
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+
+from .child_process import ChildSpec
+from .liveness import Pulse
+from .settings import ServeSettings
+from .sglang_command import cache_rank_argv, cache_rank_env
+from .supervision import RestartRules
+
+SETTINGS_FILE = "cache_rank.yaml"
+CACHE_RANK_LOGS = ("cache_rank.log", "standby.log")
+MEANWHILE = "requests wait for it, for --recovery-timeout-s at most"
+"""What clients get while no cache rank serves, for messages."""
+STATUS_TIMEOUT_S, PULSE_TIMEOUT_S = 0.5, 2.0
+INFERENCE_RANK_EXIT_S = 10.0
+"""Beyond --drain-timeout-s, for an inference rank to end its processes."""
+_HANG_S = {"cpu": 15.0, "cuda": 60.0}
+"""Default of --hang-timeout-s. On a GPU the host sees a pass as one piece, compiling included."""
+_KEEP_LOGS_FILE = "keep-logs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLaunch:
+    """A launch of two processes of one host: one has SGLang, the other one the cache rank.
+
+    Parameters
+    ----------
+    run_dir : Path
+        Where both look, unless the settings name a run directory.
+    launch_id : str
+        By which the cache rank's process knows settings of this launch from those of an earlier.
+    """
+
+    run_dir: Path
+    launch_id: str
+
+    @property
+    def mark(self) -> str:
+        """First line of the settings that SGLang's process leaves for the other one."""
+        return f"# launch {self.launch_id}\n"
+
+
+def want_logs(run_dir: RunDir) -> None:
+    """Have the process that removes `run_dir` leave the logs; nothing if it is gone already."""
+    with contextlib.suppress(OSError):
+        (run_dir.path / _KEEP_LOGS_FILE).touch(mode=0o600)
+
+
+def wants_logs(run_dir: RunDir) -> bool:
+    """Whether another process of the launch failed, and its log is to stay."""
+    return (run_dir.path / _KEEP_LOGS_FILE).exists()
+
+
+def cache_rank_specs(
+    settings: ServeSettings,
+    run_dir: RunDir,
+    *,
+    stop_signal: signal.Signals = signal.SIGINT,
+) -> list[ChildSpec]:
+    """Return the cache rank and, with ``--standby``, the one that takes its place; none if local.
+
+    Parameters
+    ----------
+    settings : ServeSettings
+        With a placement. The processes read theirs from the run directory (`SETTINGS_FILE`).
+    run_dir : RunDir
+        Of the launch; the logs are in it.
+    stop_signal : signal.Signals
+        SIGINT ends a cache rank at once, for a launcher that has ended SGLang before; at SIGTERM
+        it waits for its inference rank to go.
+    """
+    if not settings.rank_settings.placement.num_cache_ranks:
+        return []
+    names = ("cache rank", "standby cache rank") if settings.standby else ("cache rank",)
+    return [
+        ChildSpec(
+            name=name,
+            argv=cache_rank_argv(run_dir=run_dir.path, config=run_dir.path / SETTINGS_FILE),
+            env=cache_rank_env(os.environ, device=settings.cache_device),
+            log_path=run_dir.path / log,
+            stop_signal=stop_signal,
+        )
+        for name, log in zip(names, CACHE_RANK_LOGS, strict=False)
+    ]
+
+
+def restart_rules(settings: ServeSettings, device: str) -> RestartRules:
+    """Return when a rank is ended and started again; `device` is the inference rank's."""
+    return RestartRules(
+        hang_timeout_s=settings.hang_timeout_s or _HANG_S[device],
+        start_timeout_s=settings.start_timeout_s,
+        max_restarts=settings.max_restarts,
+    )
+
+
+def cache_rank_detail(run_dir: RunDir) -> str | None:
+    """Return None if the cache rank of `run_dir` answers, else why it does not."""
+    return status_detail(run_dir.heartbeat_socket)
+
+
+def cache_rank_pulse(run_dir: RunDir, pid: int) -> Pulse:
+    """Ask the cache rank of `run_dir` whether its work moves; `pid` may be waiting to be it.
+
+    Raises
+    ------
+    CacheRankError
+        If it is `pid`, and does not answer.
+    """
+    if server_pid(run_dir.heartbeat_socket) not in (None, pid):
+        return Pulse(is_ready=True, stalled_s=0.0)  # it waits: nothing is asked of it
+    reply = request_status(run_dir.heartbeat_socket, PULSE_TIMEOUT_S)
+    return Pulse(is_ready=True, stalled_s=reply.values["stalled_s"])
+
+
+def status_detail(socket_path: Path) -> str | None:
+    """Return None if a rank answers at `socket_path`, else why it does not."""
+    try:
+        request_status(socket_path, STATUS_TIMEOUT_S)
+    except CacheRankError as error:
+        return str(error)
+    return None

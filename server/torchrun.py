@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both ranks as processes of torchrun: ``torchrun ... -m tandemkv.server.torchrun MODEL``.
+
+The first process is what ``tandemkv serve`` is, but for the cache rank: it makes the run directory,
+holds the memory, starts SGLang and keeps it running. The second one keeps the cache rank running.
+Each has its rank as a child, and starts it again when it is lost: torchrun itself, which sees one
+of its own processes end, ends all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.fault_points import enable_faults
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+
+from .cache_rank_launch import (
+    MEANWHILE,
+    SETTINGS_FILE,
+    SplitLaunch,
+    cache_rank_detail,
+    cache_rank_pulse,
+    cache_rank_specs,
+    restart_rules,
+    want_logs,
+)
+from .child_process import end_with_parent
+from .command_classes import (
+    EPILOG,
+    ConfigOption,
+    ModelArgument,
+    ReportingServeCommand,
+    VerboseOption,
+    add_arguments,
+)
+from .launch import Launcher, LaunchError, LaunchPlan
+from .options import SERVE_FLAGS, SWITCH, with_flags
+from .settings import ServeSettings
+from .settings_sources import Sourced, load_settings
+from .torchrun_roles import (
+    Role,
+    Worker,
+    agent_of,
+    check_processes,
+    drain_within,
+    forget_torchrun,
+    open_cache_ranks,
+)
+
+_PAUSE_S = 0.1
+_PROGRAM = "torchrun --nproc-per-node N -m tandemkv.server.torchrun"
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command(cls=ReportingServeCommand, epilog=EPILOG)
+@with_flags(SERVE_FLAGS)
+def torchrun(
+    ctx: typer.Context,
+    flags: dict[str, Sourced],
+    model: ModelArgument = None,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", metavar=SWITCH, help="Show tracebacks of errors.")
+    ] = False,
+) -> None:
+    """Serve as processes of torchrun: the first is SGLang's, the second the cache rank's.
+
+    N is 1 + C, with --cache-ranks C; left open, C is N - 1. SGLang starts the processes of --tp
+    itself. Options and their sources are those of `tandemkv serve`.
+    """
+    del debug  # the command's class reads it
+    add_arguments(flags, ctx, model)
+    worker = Worker.from_environment(os.environ, agent_of(os.getppid()))
+    settings = load_settings(flags, os.environ, config)
+    implied = open_cache_ranks(settings, worker)
+    if implied is not None:
+        source = f"--nproc-per-node {worker.local_world_size}"
+        flags["cache_ranks"] = Sourced(implied, source)
+        settings = load_settings(flags, os.environ, config)
+    check_processes(settings, worker)
+    forget_torchrun(os.environ)
+    settings, said = drain_within(settings, os.environ)
+    console = Console(stderr=True, highlight=False)
+    if worker.role is Role.CACHE:
+        silence: contextlib.ExitStack = ctx.obj
+        silence.close()  # what goes wrong from here on is this process's own
+        keep_cache_rank(settings, worker.launch, verbose=verbose)
+        return
+    if said:
+        console.print(said, soft_wrap=True)
+    from .serve import serve
+
+    split = worker.launch if worker.local_world_size > 1 else None
+    serve(settings, console, verbose=verbose, split=split)
+
+
+def keep_cache_rank(settings: ServeSettings, launch: SplitLaunch, *, verbose: bool = False) -> None:
+    """Keep the cache rank of `launch` running until a signal, or until the launch is over.
+
+    Parameters
+    ----------
+    settings : ServeSettings
+        As given to this process; what the first process made of them is in the run directory.
+    launch : SplitLaunch
+        Where that is.
+    verbose : bool
+        Show the cache rank's log.
+
+    Raises
+    ------
+    LaunchError
+        If the cache rank did not become ready, or ended too often.
+    typer.Exit
+        With 1, if a signal ended this process and the launch goes on: torchrun has to end it.
+    """
+    path = settings.run_dir or launch.run_dir
+    found = await_settings(path, launch, settings.start_timeout_s)
+    run_dir = RunDir.open(path)
+    enable_faults("launcher", run_dir.path)
+    Launcher(
+        cache_rank_plan(found, run_dir), Console(stderr=True, highlight=False), verbose=verbose
+    ).run()
+    if not is_over(run_dir):
+        raise typer.Exit(1)
+
+
+def await_settings(path: Path, launch: SplitLaunch, timeout_s: float) -> ServeSettings:
+    """Return the settings that the first process of `launch` leaves in `path`.
+
+    Raises
+    ------
+    LaunchError
+        If it does not within `timeout_s`.
+    """
+    config = path / SETTINGS_FILE
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, SettingsError):
+            RunDir.open(path)  # nobody else's
+            if config.read_text(encoding="utf-8").startswith(launch.mark):
+                return load_settings({}, {}, config)
+        time.sleep(_PAUSE_S)
+    raise LaunchError(
+        f"no settings of the first process in {path} after {timeout_s:g} s (--start-timeout-s); "
+        "both must be children of one torchrun: start the module with -m, in no script"
+    )
+
+
+def cache_rank_plan(settings: ServeSettings, run_dir: RunDir) -> LaunchPlan:
+    """Return what the second process starts: the cache rank, and the standby if there is one."""
+
+    def clean_up(keep_logs: bool) -> None:
+        if keep_logs:
+            want_logs(run_dir)
+
+    # The signal may come to both processes at once: requests under way need the cache rank.
+    ranks = cache_rank_specs(settings, run_dir, stop_signal=signal.SIGTERM)
+    return LaunchPlan(
+        cache_rank=ranks[0],
+        standby=ranks[1] if len(ranks) > 1 else None,
+        meanwhile=MEANWHILE,
+        sglang=None,
+        cache_rank_detail=lambda: cache_rank_detail(run_dir),
+        cache_rank_pulse=lambda pid: cache_rank_pulse(run_dir, pid),
+        is_over=lambda: is_over(run_dir),
+        rules=restart_rules(settings, settings.device_or("cpu")),
+        drain_timeout_s=settings.drain_timeout_s,
+        clean_up=clean_up,
+    )
+
+
+def is_over(run_dir: RunDir) -> bool:
+    """Whether the first process has ended the launch: it removes what it made."""
+    return not (run_dir.path / SETTINGS_FILE).exists()
+
+
+def main() -> None:
+    """Run the command. The first process speaks for all, until another has something of its own."""
+    end_with_parent(signal.SIGTERM)
+    with contextlib.ExitStack() as silence:
+        if os.environ.get("RANK", "0") != "0":
+            silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        app(prog_name=_PROGRAM, obj=silence)
+
+
+if __name__ == "__main__":
+    main()

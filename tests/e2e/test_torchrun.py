@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both ranks as processes of torchrun, over HTTP, beside what ``tandemkv serve`` answers.
+
+One server for all of it, in this order. torchrun's rendezvous is a file, so it listens nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import sockets
+from exactness import compare, run
+from rank_servers import Server, ours
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+END_S, PATIENCE_S = 30.0, 30.0
+LONG_TOKENS = 32
+SMALL = {
+    "policy": "look_ahead",
+    "budget_tokens": 96,
+    "resident_factor": 1.0,
+    "num_recent_tokens": 16,
+    "fetch_cap": 8,
+}
+SETTINGS = {"selection": SMALL}
+MODULE = "tandemkv.server.torchrun"
+OF_TORCHRUN = ("TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
+
+
+def torchrun(store: Path, processes: int) -> list[str]:
+    return [
+        *("-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(store)),
+        *("--rdzv-conf", "store_type=file", "-m", MODULE),
+    ]
+
+
+@pytest.fixture(scope="module")
+def asked(prompts: list[list[int]]) -> list[list[int]]:
+    """A prompt that fits the resident set, and two that do not."""
+    return [prompts[0], *prompts[-2:]]
+
+
+@pytest.fixture(scope="module")
+def of_serve(asked: list[list[int]], new_tokens: int) -> list[Any]:
+    """What ``tandemkv serve`` says to the prompts."""
+    with ours(SETTINGS) as server:
+        return run(server, asked, new_tokens=new_tokens, at_once=1)
+
+
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("t")
+
+
+@pytest.fixture(scope="module")
+def server(of_serve: list[Any], temporary: Path, tmp_path_factory: Any) -> Iterator[Server]:
+    del of_serve  # that server has ended: never two at a time
+    store = tmp_path_factory.mktemp("store") / "file"
+    environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(temporary)}
+    with ours(SETTINGS, environ=environ, start=torchrun(store, 2)) as started:
+        eventually(lambda: "Ctrl-C stops" in started.log.read_text(), "no banner")
+        yield started
+
+
+def eventually(condition: Any, complaint: str, timeout_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.1)
+
+
+def workers(server: Server) -> list[psutil.Process]:
+    """Processes of torchrun, by rank."""
+    below = psutil.Process(server.pid).children()
+    return sorted(below, key=lambda process: int(process.environ()["RANK"]))
+
+
+def long_answer(server: Server, prompt: list[int]) -> list[int]:
+    body = {"max_new_tokens": LONG_TOKENS, "temperature": 0, "ignore_eos": True}
+    found = server.generate(input_ids=prompt, sampling_params=body)
+    return list(found["output_ids"])
+
+
+def rows(server: Server) -> float:
+    return server.values()[0]["request_rows"]
+
+
+def test_tokens_are_those_of_serve(
+    server: Server, of_serve: list[Any], asked: list[list[int]], new_tokens: int
+) -> None:
+    found = compare(run(server, asked, new_tokens=new_tokens, at_once=1), of_serve)
+    assert found["pass"], found
+    inference, cache = server.values()
+    assert inference["sparse_rows_total"] > 0
+    assert cache["fetched_rows_total"] > 0
+
+
+def test_each_process_has_its_role_and_sglang_hears_nothing_of_torchrun(server: Server) -> None:
+    first, second = workers(server)
+    children = {first.pid: "sglang.launch_server", second.pid: "cache-rank"}
+    for worker in (first, second):
+        for child in worker.children():
+            assert not [name for name in child.environ() if name.startswith(OF_TORCHRUN)]
+        argvs = [child.cmdline() for child in worker.children()]
+        assert sum(children[worker.pid] in argv for argv in argvs) == 1
+    assert server.run_dir is not None
+    assert {path.name for path in server.run_dir.glob("*.log")} == {"cache_rank.log", "sglang.log"}
+
+
+def test_nothing_listens_on_tcp_but_http(server: Server) -> None:
+    found = sockets.listening(server)  # torchrun's own process included
+    tcp = [each for each in found if each.kind.startswith("tcp")]
+    assert [each.port for each in tcp] == [int(server.url.rpartition(":")[2])]
+    assert [each for each in found if sockets.purpose(each, server) is None] == []
+
+
+def test_a_killed_cache_rank_is_started_again_by_its_process(
+    server: Server, asked: list[list[int]]
+) -> None:
+    want = long_answer(server, asked[-1])
+    before, killed = workers(server), server.cache_rank_pid()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(long_answer, server, asked[-1])
+        eventually(lambda: rows(server) > 0, "the request does not start")
+        os.kill(killed, signal.SIGKILL)
+        assert answer.result(timeout=120) == want
+    assert workers(server) == before
+    again = psutil.Process(server.cache_rank_pid())
+    assert again.pid != killed
+    assert again.ppid() == before[1].pid
+    assert "cache rank ended: signal SIGKILL" in server.log.read_text()
+
+
+def test_sigterm_drains_and_leaves_nothing(
+    server: Server, asked: list[list[int]], temporary: Path
+) -> None:
+    agent, processes = psutil.Process(server.pid), server.processes()
+    segments = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            segments |= {item.path for item in process.memory_maps()}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(long_answer, server, asked[-1])
+        eventually(lambda: rows(server) > 0, "the request does not start")
+        agent.send_signal(signal.SIGTERM)
+        assert len(answer.result(timeout=END_S)) == LONG_TOKENS
+    agent.wait(END_S)
+    eventually(
+        lambda: not any(map(psutil.Process.is_running, processes)), "processes are left", 5.0
+    )
+    assert server.log.read_text().count("\nstopped\n") == 1  # one speaks for all
+    assert server.run_dir is not None
+    assert {path.suffix for path in server.run_dir.iterdir()} == {".log"}
+    # torchrun removes its own folder at no signal.
+    assert [path for path in temporary.iterdir() if "torchelastic" not in path.name] == []
+    shared = [path for path in segments if path.startswith("/dev/shm/")]
+    assert [path for path in shared if Path(path).exists()] == []

@@ -1,0 +1,68 @@
+"""The module of torchrun over fake ranks: ``fake_torchrun.py DIRECTORY CACHE_MODE OPTION...``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tandemkv.server import cache_rank_launch, torchrun
+from tandemkv.server.liveness import Pulse
+from tandemkv.server.torchrun_roles import Role
+
+FAKE = Path(__file__).with_name("fake_rank.py")
+root, cache_mode, *arguments = sys.argv[1:]
+
+
+def fake(name: str, mode: str) -> Callable[..., tuple[str, ...]]:
+    argv = (sys.executable, "-I", "-S", str(FAKE), name, root, mode)
+    return lambda *_, **__: argv
+
+
+def cache_rank_detail(_: Any) -> str | None:
+    return None if Path(root, "cache.up").exists() else "cache is silent"
+
+
+def fake_server() -> None:
+    for name in ("cache.up", "sglang.up"):  # of ranks that torchrun had before
+        Path(root, name).unlink(missing_ok=True)
+    from tandemkv.server import serve
+    from tandemkv.server.placement_choice import placement_of
+    from tandemkv.server.preflight import ResolvedLaunch
+    from tandemkv.server.probes import ServerState
+
+    def resolve(settings: Any, *_: Any) -> ResolvedLaunch:
+        placed = settings.model_copy(update={"placement": placement_of(settings, "cpu", "test")})
+        spec: Any = type("Spec", (), {"dtype": "float32"})()
+        return ResolvedLaunch(
+            settings=placed, model_dir=Path(root), spec=spec, device="cpu", port=1
+        )
+
+    def state(*_: Any, **__: Any) -> ServerState:
+        is_up = Path(root, "sglang.up").exists()
+        return ServerState(reachable=is_up, ready=is_up, detail="sglang is silent")
+
+    patched: Any = serve
+    patched.resolve_launch = resolve
+    patched.sglang_argv = fake("sglang", "serve")
+    patched.cache_rank_detail = cache_rank_detail
+    patched.server_state = state
+    patched.sglang_pulse = lambda *_: Pulse(is_ready=True, stalled_s=0.0)
+    patched.start_report = lambda _: None
+
+
+def main() -> None:
+    patched: Any = torchrun
+    patched.cache_rank_detail = cache_rank_detail
+    patched.cache_rank_pulse = lambda *_: Pulse(is_ready=True, stalled_s=0.0)
+    launch: Any = cache_rank_launch
+    launch.cache_rank_argv = fake("cache", cache_mode)
+    if torchrun.Worker.from_environment(torchrun.os.environ, "").role is Role.INFERENCE:
+        fake_server()
+    sys.argv[1:] = arguments
+    torchrun.main()
+
+
+if __name__ == "__main__":
+    main()

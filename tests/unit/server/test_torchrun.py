@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module of torchrun over fake ranks: how everything ends, whoever ends first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server.cache_rank_launch import SETTINGS_FILE, SplitLaunch
+from tandemkv.server.launch import LaunchError
+from tandemkv.server.torchrun import app, await_settings, cache_rank_plan
+
+SCRIPT = Path(__file__).with_name("fake_torchrun.py")
+PATIENCE_S = 60.0
+OPTIONS = (
+    *("smollm2", "--device", "cpu", "--cache-tokens", "4096", "--max-context", "2048"),
+    *("--max-restarts", "1", "--drain-timeout-s", "2"),
+)
+
+
+class Launched:
+    """torchrun's process, or processes in its place, over fake ranks in `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.output = root / "output.log"
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def environment(self, **more: str) -> dict[str, str]:
+        of_torchrun = ("TORCHELASTIC", "RANK", "LOCAL_", "GROUP_")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(of_torchrun)}
+        return env | {"XDG_RUNTIME_DIR": str(self.root), "TMPDIR": str(self.root)} | more
+
+    def start(self, argv: list[str], **more: str) -> None:
+        with self.output.open("ab") as file:
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", *argv],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=self.environment(**more),
+                    start_new_session=True,
+                )
+            )
+
+    def start_torchrun(self, max_restarts: int) -> None:
+        self.start(
+            [
+                *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+                *("--max-restarts", str(max_restarts)),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(self.root / "store")),
+                *("--rdzv-conf", "store_type=file", str(SCRIPT), str(self.root), "serve", *OPTIONS),
+            ],
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        )
+
+    def start_workers(self, cache_mode: str, *options: str, count: int = 2) -> None:
+        """Start what torchrun would; the test is the agent."""
+        for rank in range(count):
+            self.start(
+                [str(SCRIPT), str(self.root), cache_mode, *OPTIONS, *options],
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                LOCAL_WORLD_SIZE=str(count),
+                GROUP_WORLD_SIZE="1",
+                TORCHELASTIC_RUN_ID="none",
+                TORCHELASTIC_RESTART_COUNT="0",
+            )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def pids(self, name: str = "") -> list[int]:
+        path = self.root / "pids"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [int(line.split()[1]) for line in lines if line.startswith(name)]
+
+    def workers(self) -> list[psutil.Process]:
+        """By rank."""
+        below = psutil.Process(self.processes[0].pid).children()
+        return sorted(below, key=lambda process: int(process.environ()["RANK"]))
+
+    def run_dirs(self) -> list[Path]:
+        return list(self.root.glob("tandemkv-*"))
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def wait_ready(self, count: int = 1) -> None:
+        def is_ready() -> bool:
+            assert not any(process.poll() for process in self.processes), self.text()
+            return self.text().count("Ctrl-C stops") == count
+
+        self.wait_for(is_ready)
+
+    def wait(self) -> list[int]:
+        return [process.wait(PATIENCE_S) for process in self.processes]
+
+    def assert_nothing_left(self, *more: psutil.Process) -> None:
+        def is_alive(pid: int) -> bool:
+            try:
+                return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                return False
+
+        pids = [*self.pids(), *(process.pid for process in more)]
+        self.wait_for(lambda: not any(map(is_alive, pids)))
+        self.wait_for(lambda: not self.run_dirs())
+
+
+@pytest.fixture
+def launched() -> Iterator[Launched]:
+    root = Path(tempfile.mkdtemp(prefix="tkv-"))  # short: sockets lie in it
+    found = Launched(root)
+    yield found
+    left = [*found.pids()]
+    for process in found.processes:
+        if process.poll() is None:
+            left += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+            process.kill()
+        process.wait()
+    for pid in left:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(root)
+
+
+def test_torchrun_ends_all_when_one_of_its_processes_is_killed(launched: Launched) -> None:
+    """A cache rank is started again by its process; without that process all end, or start anew."""
+    launched.start_torchrun(max_restarts=1)
+    launched.wait_ready()
+    workers, run_dirs = launched.workers(), launched.run_dirs()
+    assert len(run_dirs) == 1
+    os.kill(launched.pids("cache")[0], signal.SIGKILL)
+    launched.wait_for(lambda: len(launched.pids("cache")) == 2)
+    assert psutil.Process(launched.pids("cache")[1]).ppid() == workers[1].pid
+    assert launched.workers() == workers
+    workers[1].kill()
+    launched.wait_ready(2)
+    assert set(launched.workers()).isdisjoint(workers)
+    assert launched.run_dirs() != run_dirs
+    launched.workers()[0].kill()
+    assert launched.wait() == [1]
+    launched.assert_nothing_left(*workers)
+
+
+def test_kill_9_of_torchrun_ends_all(launched: Launched) -> None:
+    launched.start_torchrun(max_restarts=0)
+    launched.wait_ready()
+    workers = launched.workers()
+    launched.processes[0].kill()
+    launched.assert_nothing_left(*workers)
+    assert launched.text().count("stopped") == 1  # it drained
+
+
+def test_a_second_ctrl_c_to_torchrun_ends_all_at_once(launched: Launched) -> None:
+    """torchrun is gone then, while its processes still drain."""
+    launched.start_torchrun(max_restarts=0)
+    launched.wait_ready()
+    workers = launched.workers()
+    os.kill(launched.pids("sglang")[0], signal.SIGSTOP)  # it never ends by itself
+    begun = time.monotonic()
+    launched.processes[0].send_signal(signal.SIGINT)
+    launched.wait_for(lambda: "draining for at most" in launched.text())
+    launched.processes[0].send_signal(signal.SIGINT)
+    assert launched.wait() == [1]
+    launched.assert_nothing_left(*workers)
+    assert time.monotonic() - begun < 15.0  # of 2 s of drain and 15 s to end
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_cache_rank_ends_with_the_launch(launched: Launched, number: int) -> None:
+    """Where no torchrun says so: the run directory of the first process is gone."""
+    launched.start_workers("serve")
+    launched.wait_ready()
+    launched.processes[0].send_signal(number)
+    assert launched.wait() == [0 if number == signal.SIGTERM else -number, 0]
+    launched.assert_nothing_left()
+
+
+def test_the_process_of_the_cache_rank_fails_if_it_ends_before_the_launch(
+    launched: Launched,
+) -> None:
+    """torchrun takes no notice of a process that ends well, and the server would wait for ever."""
+    launched.start_workers("serve")
+    launched.wait_ready()
+    launched.processes[1].terminate()
+    assert launched.processes[1].wait(PATIENCE_S) == 1
+    assert launched.processes[0].poll() is None
+    launched.processes[0].terminate()
+    assert launched.processes[0].wait(PATIENCE_S) == 0
+    launched.assert_nothing_left()
+
+
+def test_a_cache_rank_that_ends_too_often_is_reported_and_its_log_stays(
+    launched: Launched,
+) -> None:
+    launched.start_workers("die")
+    assert launched.processes[1].wait(PATIENCE_S) == 1
+    assert "error: cache rank ended: exit code 3" in launched.text()
+    launched.processes[0].terminate()  # as torchrun does then
+    assert launched.processes[0].wait(PATIENCE_S) == 0
+    (run_dir,) = launched.run_dirs()
+    assert [path.name for path in run_dir.iterdir()] == ["cache_rank.log"]
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "said"),
+    [
+        ((), 3, "cache_ranks=2 (from --nproc-per-node 3): 2 cache ranks are not available"),
+        (("--cache-ranks", "0"), 2, "started 2 processes, and these settings have 1"),
+        (("--no-such-option",), 2, "No such option"),
+    ],
+)
+def test_a_refusal_is_said_once_and_by_the_first(
+    launched: Launched, options: tuple[str, ...], count: int, said: str
+) -> None:
+    launched.start_workers("serve", *options, count=count)
+    assert launched.wait() == [2] * count
+    assert launched.text().count(said) == 1
+    assert launched.pids() == []
+    assert launched.run_dirs() == []
+
+
+def test_without_torchrun_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    result = CliRunner().invoke(app, ["smollm2"])
+    assert result.exit_code == 2
+    assert "torchrun --standalone --nproc-per-node N -m tandemkv.server.torchrun" in result.stderr
+    assert "tandemkv serve" in result.stderr
+
+
+def test_help_is_that_of_serve() -> None:
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).stdout
+    for part in ("N is 1 + C", "--cache-ranks", "--tp", "--api-key-file", "SGLANG ARGS"):
+        assert part in text
+
+
+def test_settings_of_another_launch_are_not_taken(tmp_path: Path) -> None:
+    """A run directory that the user gave may hold those of a launch that was killed."""
+    path = tmp_path / "run"
+    mine, other = (SplitLaunch(run_dir=path, launch_id=name) for name in ("mine", "other"))
+    config = RunDir.create(path).path / SETTINGS_FILE
+    config.write_text(f"{other.mark}model: there\n")
+    with pytest.raises(LaunchError, match="no settings of the first process"):
+        await_settings(path, mine, 0.3)
+    config.write_text(f"{mine.mark}model: here\nstandby: true\ndrain_timeout_s: 7\n")
+    found = await_settings(path, mine, 5.0)
+    assert found.model == "here"
+
+
+def test_a_directory_of_somebody_else_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    launch = SplitLaunch(run_dir=path, launch_id="mine")
+    path.mkdir(mode=0o755)
+    path.chmod(0o755)
+    (path / SETTINGS_FILE).write_text(f"{launch.mark}model: theirs\n")
+    with pytest.raises(LaunchError):
+        await_settings(path, launch, 0.3)
+
+
+def test_the_second_process_starts_what_the_settings_say(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    run_dir = RunDir.create(path)
+    launch = SplitLaunch(run_dir=path, launch_id="x")
+    (path / SETTINGS_FILE).write_text(
+        f"{launch.mark}model: here\nstandby: true\ndrain_timeout_s: 7\nmax_restarts: 3\n"
+    )
+    plan = cache_rank_plan(await_settings(path, launch, 5.0), run_dir)
+    assert plan.cache_rank is not None
+    assert plan.standby is not None
+    assert plan.sglang is None
+    # A signal that both processes get leaves it to requests under way.
+    assert plan.cache_rank.stop_signal == signal.SIGTERM
+    assert plan.cache_rank.argv[-1] == str(path / SETTINGS_FILE)
+    assert (plan.drain_timeout_s, plan.rules.max_restarts) == (7.0, 3)
+    assert not plan.is_over()
+    plan.clean_up(False)
+    assert not (path / "keep-logs").exists()
+    plan.clean_up(True)
+    assert (path / "keep-logs").exists()
+    run_dir.clear()
+    assert plan.is_over()
+    assert not (path / "keep-logs").exists()
