@@ -193,8 +193,8 @@ class EntryRunner:
         self._signals.raise_loaded()
         if not self._graphs.replay(str(kind), size):
             self._select(kind, size)
-        changed = entry.rows if kind is DecodeKind.SELECTING else ()
-        return tuple(r for r in entry.rows if r.row and (r in changed or r.flags & GROWN))
+        selects = kind is DecodeKind.SELECTING
+        return tuple(r for r in entry.rows if r.row and (selects or r.flags & GROWN))
 
     def _load(
         self, kind: DecodeKind, rows: torch.Tensor, lengths: torch.Tensor, *, num_cold: int,
