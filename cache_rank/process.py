@@ -106,7 +106,7 @@ def run_cache_rank(
 
 def load_all(model_dir: Path, settings: RankSettings, device: torch.device) -> None:
     """Do what takes long before an epoch begins: imports, compiling, CUDA."""
-    model = read_model_spec(model_dir, dtype="float32")
+    model = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
     make_policy(model, settings, model_dir, device=device)
     torch.zeros(1, device=device)
 

@@ -33,8 +33,9 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
     """
     global _server
     check_hooks_applied(hook_targets)
-    is_local = runtime_module.settings_from_environment().placement.num_cache_ranks == 0
-    check_server_args(runner.server_args, is_local=is_local)
+    settings = runtime_module.settings_from_environment()
+    is_local = settings.placement.num_cache_ranks == 0
+    check_server_args(runner.server_args, is_local=is_local, kv_dtype=settings.cache.kv_dtype)
     if runner.ps.tp_rank:
         return  # one rank answers for all of a tensor-parallel group
     run_dir = runtime_module.run_dir_from_environment()
@@ -44,7 +45,7 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
         MetricsPublisher(status, None if is_local else run_dir.heartbeat_socket).start()
 
 
-def check_server_args(args: Any, *, is_local: bool) -> None:
+def check_server_args(args: Any, *, is_local: bool, kv_dtype: str) -> None:
     """Refuse options of SGLang that read or write the KV pool behind our back.
 
     Raises
@@ -57,7 +58,7 @@ def check_server_args(args: Any, *, is_local: bool) -> None:
         "--disaggregation-mode": getattr(args, "disaggregation_mode", "null") != "null",
         "--speculative-algorithm": bool(getattr(args, "speculative_algorithm", None)),
         "--enable-mixed-chunk": bool(getattr(args, "enable_mixed_chunk", False)),
-        "--kv-cache-dtype": getattr(args, "kv_cache_dtype", "auto") != "auto",
+        "--kv-cache-dtype": getattr(args, "kv_cache_dtype", "auto") != kv_dtype,
         "--tp-size": getattr(args, "tp_size", 1) != 1 and not is_local,
         "--pp-size": getattr(args, "pp_size", 1) != 1,
         "--dp-size": getattr(args, "dp_size", 1) != 1,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import FLOATS, INT32, INT64, INTS, Dims
+from tandemkv.kernels.check import INT32, INT64, INTS, KV_FLOATS, Dims
 from tandemkv.kernels.dispatch import resolve
 
 
@@ -53,7 +53,7 @@ def append_tokens(
     Parameters
     ----------
     k, v : torch.Tensor
-        ``[num_reqs, num_kv_heads, head_dim]``, float.
+        ``[num_reqs, num_kv_heads, head_dim]``, float or float8_e4m3fn.
     rows, slots : torch.Tensor
         ``[num_reqs]``, int32 or int64. Row of each request, and slot of its token. Of
         requests with equal row and slot (padding) any one wins.
@@ -73,8 +73,8 @@ def append_tokens(
     """
     dims = Dims()
     res, token = "num_rows num_slots num_kv_heads head_dim", "num_reqs num_kv_heads head_dim"
-    dims.check("k", k, token, FLOATS)
-    dims.check("v", v, token, FLOATS)
+    dims.check("k", k, token, KV_FLOATS)
+    dims.check("v", v, token, KV_FLOATS)
     dims.check("rows", rows, "num_reqs", INTS)
     dims.check("slots", slots, "num_reqs", INTS)
     dims.check("k_res", k_res, res, (k.dtype,))

@@ -6,7 +6,7 @@
 
 import torch
 
-from tandemkv.kernels.check import FLOATS, INTS, Dims, fail
+from tandemkv.kernels.check import FLOATS, INTS, KV_FLOATS, Dims, fail
 from tandemkv.kernels.dispatch import resolve
 
 
@@ -27,7 +27,7 @@ def attend_paged(
     q : torch.Tensor
         ``[num_reqs, num_qo_heads, head_dim]``, float.
     k_pool, v_pool : torch.Tensor
-        ``[num_slots, num_kv_heads, head_dim]``, float.
+        ``[num_slots, num_kv_heads, head_dim]``, float or float8_e4m3fn.
     slots : torch.Tensor
         ``[num_reqs, max_pages]``, int32 or int64. Page that each run of `page_size` logical
         positions lies in, hence their slots if that is 1; only what holds ``[0, hi)`` is read.
@@ -53,8 +53,8 @@ def attend_paged(
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
-    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS)
-    dims.check("v_pool", v_pool, "num_slots num_kv_heads head_dim", FLOATS)
+    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", KV_FLOATS)
+    dims.check("v_pool", v_pool, "num_slots num_kv_heads head_dim", KV_FLOATS)
     dims.check_groups("num_qo_heads", "num_kv_heads")
     dims.check("slots", slots, "num_reqs max_pages", INTS)
     dims.check("hi", hi, "num_reqs", INTS)

@@ -10,6 +10,8 @@ from typing import NoReturn
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+KV_FLOATS = (*FLOATS, torch.float8_e4m3fn)
+"""What K/V may be kept in: keys and values are read as they are, without a scale."""
 FLOAT32 = (torch.float32,)
 INTS = (torch.int32, torch.int64)
 INT32 = (torch.int32,)

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import BOOL, FLOAT32, FLOATS, INT8, INT32, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import (
+    BOOL,
+    FLOAT32,
+    INT8,
+    INT32,
+    INTS,
+    KV_FLOATS,
+    Dims,
+    check_int,
+    fail,
+)
 from tandemkv.kernels.dispatch import resolve
 from tandemkv.kernels.samples import check_num_samples
 
@@ -57,7 +67,7 @@ def exchange_rows(
     Parameters
     ----------
     k_pool, v_pool : torch.Tensor
-        ``[num_pool_slots, num_kv_heads, head_dim]``, float or int8.
+        ``[num_pool_slots, num_kv_heads, head_dim]``, float, float8_e4m3fn or int8.
     slots : torch.Tensor
         ``[num_reqs, max_pages]``, int32 or int64. Page table: position ``p`` is in slot
         ``slots[req, p // page_size] * page_size + p % page_size``.
@@ -91,8 +101,8 @@ def exchange_rows(
     check_int("page_size", page_size, minimum=1)
     dims = Dims()
     pool, res = "num_pool_slots num_kv_heads head_dim", "num_rows num_slots num_kv_heads head_dim"
-    dims.check("k_pool", k_pool, pool, FLOATS + INT8)
-    dims.check("v_pool", v_pool, pool, FLOATS + INT8)
+    dims.check("k_pool", k_pool, pool, KV_FLOATS + INT8)
+    dims.check("v_pool", v_pool, pool, KV_FLOATS + INT8)
     dims.check("slots", slots, "num_reqs max_pages", INTS)
     dims.check("fetch_pos", fetch_pos, "num_reqs num_kv_heads cap", INT32)
     dims.check("fetch_slot", fetch_slot, "num_reqs num_kv_heads cap", INT32)

@@ -9,7 +9,7 @@ in a completed page are not in the index).
 
 import torch
 
-from tandemkv.kernels.check import FLOATS, INT8, INTS, Dims, fail
+from tandemkv.kernels.check import INT8, INTS, KV_FLOATS, Dims, fail
 from tandemkv.kernels.dispatch import resolve
 
 _UINT8, _FLOAT16 = (torch.uint8,), (torch.float16,)
@@ -21,7 +21,7 @@ def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Parameters
     ----------
     k : torch.Tensor
-        ``[num_tokens, num_kv_heads, head_dim]``, float, finite.
+        ``[num_tokens, num_kv_heads, head_dim]``, float or float8_e4m3fn, finite.
 
     Returns
     -------
@@ -37,7 +37,7 @@ def quantize_int8(k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         If `k` differs from the above, finiteness aside, which is not checked.
     """
     dims = Dims()
-    dims.check("k", k, "num_tokens num_kv_heads head_dim", FLOATS)
+    dims.check("k", k, "num_tokens num_kv_heads head_dim", KV_FLOATS)
     result: tuple[torch.Tensor, torch.Tensor] = resolve("quantize", "quantize_int8", k.device)(k)
     return result
 
@@ -50,7 +50,7 @@ def append_int8(
     Parameters
     ----------
     k_pool : torch.Tensor
-        ``[num_slots, num_kv_heads, head_dim]``, float, finite.
+        ``[num_slots, num_kv_heads, head_dim]``, float or float8_e4m3fn, finite.
     slots : torch.Tensor
         ``[n]``, int32 or int64. Slots written since; negative ones are skipped.
         The range is not checked on a GPU.
@@ -59,7 +59,7 @@ def append_int8(
         num_kv_heads]``, float32, as from `quantize_int8`; written at `slots`.
     """
     dims = Dims()
-    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS)
+    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", KV_FLOATS)
     dims.check("slots", slots, "num_tokens", INTS)
     dims.check("codes", codes, "num_slots num_kv_heads head_dim", INT8)
     dims.check("scale", scale, "num_slots num_kv_heads", (torch.float32,))
@@ -69,7 +69,7 @@ def append_int8(
 def _check_int4(
     dims: Dims, k_pool: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS)
+    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", KV_FLOATS)
     dims.check("codes", codes, "num_pages num_kv_heads page_size half_dim", _UINT8)
     dims.check("scales", scales, "num_pages num_kv_heads two head_dim", _FLOAT16)
     if dims["two"] != 2 or dims["head_dim"] != 2 * dims["half_dim"]:
@@ -86,7 +86,7 @@ def quantize_int4_pages(
     Parameters
     ----------
     k_pool : torch.Tensor
-        ``[num_pages * page_size, num_kv_heads, head_dim]``, float, finite and
+        ``[num_pages * page_size, num_kv_heads, head_dim]``, float or float8_e4m3fn, finite and
         within float16's range; `head_dim` even.
     pages : torch.Tensor
         ``[n]``, int32 or int64. Pages to quantize; negative ones are skipped.

@@ -23,6 +23,7 @@ from tandemkv.kernels.check import (
     INT32,
     INT64,
     INTS,
+    KV_FLOATS,
     Dims,
     check_counts,
     check_int,
@@ -181,8 +182,8 @@ def attend_samples(
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
-    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS)
-    dims.check("v_pool", v_pool, "num_slots num_kv_heads head_dim", FLOATS)
+    dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", KV_FLOATS)
+    dims.check("v_pool", v_pool, "num_slots num_kv_heads head_dim", KV_FLOATS)
     dims.check_groups("num_qo_heads", "num_kv_heads")
     dims.check("slots", slots, "num_reqs num_samples", INTS)
     dims.check("rows", rows, "num_reqs", INTS)

@@ -6,7 +6,7 @@ request when prefill ends (`score_window`).
 
 Kinds of keys, by the dtype of `k_pool`
     native
-        ``[num_slots, num_kv_heads, head_dim]``, float.
+        ``[num_slots, num_kv_heads, head_dim]``, float or float8_e4m3fn.
     int8
         The same shape, and `k_scale` ``[num_slots, num_kv_heads]``, float, from
         `quantize_int8` or `append_int8`.
@@ -21,7 +21,17 @@ from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import BOOL, FLOAT32, FLOATS, INT8, INTS, Dims, check_int, fail
+from tandemkv.kernels.check import (
+    BOOL,
+    FLOAT32,
+    FLOATS,
+    INT8,
+    INTS,
+    KV_FLOATS,
+    Dims,
+    check_int,
+    fail,
+)
 from tandemkv.kernels.dispatch import resolve
 
 POOLINGS = ("softmax_mean", "max_logit", "mean_logit")
@@ -119,7 +129,7 @@ def check_keys(
         if dims["two"] != 2:
             fail("k_scale.shape[2]", dims["two"], "2 (scale, zero)")
     else:
-        dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", FLOATS + INT8)
+        dims.check("k_pool", k_pool, "num_slots num_kv_heads head_dim", KV_FLOATS + INT8)
         if k_scale is not None:
             dims.check("k_scale", k_scale, "num_slots num_kv_heads", FLOATS)
         if (k_pool.dtype == torch.int8) != (k_scale is not None):
@@ -250,7 +260,7 @@ def score_keys(
     other `lo`, `hi` and `slots` (these are not checked there). Queries are
     rounded to the dtype that tensor cores multiply in: the keys' own for native
     ones (float32 stays float32), float16 after division by the head's largest
-    element for quantized ones. No key is dequantized: an int8 scale multiplies
+    element for quantized ones and float8_e4m3fn. No key is dequantized: an int8 scale multiplies
     the logit; an int4 scale is folded into the query, page by page, and the
     query times the zeros is added. Between the two passes of ``softmax_mean``
     logits stand in float16 relative to the maximum of at most 64 tokens.
@@ -318,8 +328,8 @@ def score_window(
     logits stay in registers: the first leaves the queries' sums of exponentials,
     for a bounded number of parts, and the second the scores. Queries are rounded
     to the dtype that tensor cores multiply in: the keys' own for native ones,
-    float16 relative to the largest element for quantized ones (which is exact
-    for bfloat16 queries but for what is tiny). int4 keys are dequantized to
+    float16 relative to the largest element for quantized ones and float8_e4m3fn (which
+    is exact for bfloat16 queries but for what is tiny). int4 keys are dequantized to
     float16 in registers; an int8 scale multiplies the logit. Nothing is compiled
     again for another length of the prompt.
     """

@@ -68,7 +68,8 @@ def estimate_memory(
         Of both ranks.
     """
     item = _ITEM_BYTES.get(spec.dtype, 4)
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item
+    kv_item = 1 if settings.cache.stored_dtype else item
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * kv_item
     selection = settings.selection
     files = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     config = read_config(model_dir)

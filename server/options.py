@@ -70,7 +70,7 @@ ROW_FLAGS: tuple[Flag, ...] = (
     *_flags(CAPACITY, "", "max-context max-running-requests"),
 )
 RANK_FLAGS: tuple[Flag, ...] = (
-    *_flags(CAPACITY, "cache", "cache-tokens=capacity_tokens"),
+    *_flags(CAPACITY, "cache", "cache-tokens=capacity_tokens kv-cache-dtype=kv_dtype"),
     *_flags(SELECTION, "selection", "policy budget-tokens resident-factor index-dtype"),
     *_flags(
         RESIDENT, "selection",

@@ -25,7 +25,7 @@ from .plan.choose import (
 )
 from .plan.placement import Placement as GpuPlacement
 from .plan.placement import PlacementKind, possible_placements
-from .plan.shape import shape_of_config
+from .plan.shape import ModelShape, shape_of_config
 from .plan.workload import Workload
 from .settings import ServeSettings
 from .shared_gpus import are_peers
@@ -220,9 +220,14 @@ def _check_gpus(
         tp_size=tp_size,
         num_cache_gpus=tp_size if has_cache_gpus else 0,
     )
-    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    shape = _shape(settings, spec, model_dir)
     gpu_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus))
     check_fits(planned, shape, _load(settings, spec), gpu_bytes=gpu_bytes)
+
+
+def _shape(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> ModelShape:
+    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    return shape.with_kv_dtype(settings.cache.kv_dtype)
 
 
 def _load(settings: ServeSettings, spec: ModelSpec) -> Workload:
@@ -243,7 +248,7 @@ def _with_dense_tokens(
     selection = settings.selection
     if selection.dense_tokens is not None or not selection.dense_while_fits:
         return settings
-    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    shape = _shape(settings, spec, model_dir)
     if selection.declared.keeps_sink_only:  # which attend to so much at any length
         return settings
     load, tp_size = _load(settings, spec), settings.tensor_parallel
@@ -282,7 +287,7 @@ def _predicted_fastest(
 ) -> tuple[ServeSettings, str]:
     """Take what `tandemkv plan` predicts to be fastest on these GPUs."""
     num_gpus = torch.cuda.device_count()
-    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    shape = _shape(settings, spec, model_dir)
     # No head follows one of another GPU.
     crosses = _crosses_heads(find_share(settings.selection, spec))
     available = {

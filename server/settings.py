@@ -212,6 +212,11 @@ class ServeSettings(BaseModel):
                 f"tensor_parallel={self.tensor_parallel} needs --cache-ranks 0 or --transport peer "
                 "in this version"
             )
+        if self.cache.stored_dtype and self.selection.declared.attends:
+            raise ValueError(
+                f"policy={self.selection.policy} attends to K and V itself, in the model's dtype, "
+                f"and kv_dtype={self.cache.kv_dtype}; use --kv-cache-dtype auto, or another policy"
+            )
         if self.standby and self.wished_link in ("local", "peer"):
             raise ValueError(
                 f"standby needs transport=shared, and transport={self.wished_link}; leave "

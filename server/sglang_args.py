@@ -22,6 +22,7 @@ _OWN_FLAG = {
     "--max-running-requests": "use --max-running-requests of tandemkv",
     "--max-total-tokens": "use --cache-tokens of tandemkv",
     "--chunked-prefill-size": "use --chunked-prefill-size of tandemkv",
+    "--kv-cache-dtype": "use --kv-cache-dtype of tandemkv",
     "--api-key": "it would be seen in command lines and logs; use --api-key-file of tandemkv",
     "--admin-api-key": "it would be seen in command lines; use --admin-key-file of tandemkv",
     "--config": "a second configuration file could undo these checks; pass the arguments singly",
@@ -70,7 +71,6 @@ _ONLY = {
     "--data-parallel-size": ("1", "data parallelism is not available in this version"),
     "--tokenizer-worker-num": ("1", "requests are checked in one HTTP process"),
     "--nnodes": ("1", "several nodes are not available in this version"),
-    "--kv-cache-dtype": ("auto", "quantised KV is not supported"),
     "--cuda-graph-backend-prefill": ("disabled", "sets of prompts are filled outside of graphs"),
 }
 _ON_CPU = {"--page-size": ("1", "SGLang pages larger than 1 need a GPU")}

@@ -65,6 +65,7 @@ def sglang_argv(
         "--page-size", str(page_size),
         "--max-running-requests", str(settings.max_running_requests),
         "--max-total-tokens", str(settings.cache.capacity_tokens),
+        "--kv-cache-dtype", settings.cache.kv_dtype,
         "--enable-metrics",
     ]  # fmt: skip
     argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS

@@ -127,8 +127,8 @@ class _Scratch:
     ) -> _Scratch:
         """Allocate at most `_MOST_BYTES` of keys, and as much of resident sets."""
         selection, (batch, context) = settings.selection, load
-        dtype = getattr(torch, model.dtype)
-        token_bytes = model.num_kv_heads * model.head_dim * dtype.itemsize
+        dtype, stored = getattr(torch, model.dtype), getattr(torch, model.stored_dtype)
+        token_bytes = model.num_kv_heads * model.head_dim * stored.itemsize
         most = min(
             max(1, _MOST_BYTES // (2 * max(1, selection.num_resident) * token_bytes)),
             max(1, _MOST_TOKENS.get(device.type, num_slots) // context),
@@ -139,6 +139,7 @@ class _Scratch:
         # The process's own generators are for sampling, and in step on all tensor-parallel ranks.
         generator = torch.Generator(device).manual_seed(0)
         keys = torch.randn(slots, *shape[2:], generator=generator, device=device, dtype=dtype)
+        keys = keys.to(stored)
         weights = torch.zeros((1, shape[0], shape[2], selection.num_samples), device=device)
         pools = EnginePools(
             k=[keys],
@@ -156,8 +157,8 @@ class _Scratch:
 
     def random(self, *size: int) -> torch.Tensor:
         """Draw normal numbers in the model's dtype."""
-        keys = self.pools.k[0]
-        return torch.randn(size, generator=self.generator, device=keys.device, dtype=keys.dtype)
+        dtype, device = getattr(torch, self.model.dtype), self.generator.device
+        return torch.randn(size, generator=self.generator, device=device, dtype=dtype)
 
     def page_tables(self, num_rows: int, context: int) -> torch.Tensor:
         """Slots of the positions of rows ``1 .. num_rows``, ``[num_rows + 1, context]`` int32."""

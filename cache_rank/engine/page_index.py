@@ -52,7 +52,7 @@ class PageBoundsIndex(NativeIndex):
         self._selection, self._size = selection, page_tokens
         _, heads, dim = pools.k[0].shape
         shape = (2, pools.num_rows, -(-max_context // self._size), heads, dim)
-        dtype, device = pools.k[0].dtype, pools.k[0].device
+        dtype, device = bounds_dtype(pools.k[0].dtype), pools.k[0].device
         self._bounds = {x: torch.zeros(shape, dtype=dtype, device=device) for x in layers}
         self._prompts: list[tuple[int, int, torch.Tensor]] = []
 
@@ -104,12 +104,17 @@ class PageBoundsIndex(NativeIndex):
         rows = torch.where(is_candidate, rows, PADDING_ROW)
         position = torch.where(is_candidate, position, num_sink)
         slots = pages.gather(1, (position // page_size)[:, None])[:, 0].long() * page_size
-        keys = self._pools.k[layer][slots + position % page_size]  # [B, H, D]
+        keys = self._pools.k[layer].index_select(0, slots + position % page_size)  # [B, H, D]
         page, bounds = position // self._size, self._bounds[layer]
         is_first = (position % self._size == 0) | (position == num_sink)
-        before = bounds[:, rows, page]
+        keys, before = keys.to(bounds.dtype), bounds[:, rows, page]
         new = torch.stack([torch.minimum(before[0], keys), torch.maximum(before[1], keys)])
         bounds[:, rows, page] = torch.where(is_first[:, None, None], keys, new)
+
+
+def bounds_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the bounds of keys: one that holds them exactly, and has an order."""
+    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
 
 
 def enter_range(
@@ -130,7 +135,7 @@ def enter_range(
     if first >= last:
         return
     begin, end = first // page_tokens, -(-last // page_tokens)
-    own = keys[slots[first:last].long()]  # [n, H, D]
+    own = keys.index_select(0, slots[first:last]).to(low.dtype)  # [n, H, D]
     page = torch.arange(first, last, device=keys.device) // page_tokens - begin
     index = page[:, None, None].expand_as(own)
     for bounds, how in ((low, "amin"), (high, "amax")):

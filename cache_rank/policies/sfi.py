@@ -190,7 +190,7 @@ def _norms(stored: StoredKV, width: int) -> torch.Tensor:
     if not width:
         return stored.k.new_zeros((len(stored.slots), stored.k.shape[1], 0), dtype=torch.float32)
     rows = [
-        torch.linalg.vector_norm(stored.k[slots[:width].long()].float(), dim=-1).t()
+        torch.linalg.vector_norm(stored.k.index_select(0, slots[:width]).float(), dim=-1).t()
         for slots in stored.slots
     ]
     return torch.stack(rows)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
+from .model_spec import FP8_KV
 from .strict import Strict
 from .token_count import TokenCount
 
@@ -42,3 +45,13 @@ class CacheSettings(Strict):
         le=1 << 30,
         description="Tokens whose K/V are held, over all requests.",
     )
+    kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        default="auto",
+        description="Dtype of K and V, in the pool and in resident sets: the model's own, or FP8 "
+        "without scales, which halves both.",
+    )
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """Torch name of the dtype of K and V; None for the model's own."""
+        return FP8_KV if self.kv_dtype == "fp8_e4m3" else None

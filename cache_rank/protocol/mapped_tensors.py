@@ -29,7 +29,17 @@ from .gpu_memory import GpuMemory
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _GIB = 1 << 30
-DTYPES = ("float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool")
+DTYPES = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "int64",
+    "int32",
+    "int8",
+    "uint8",
+    "bool",
+)
 Home = Literal["host", "inference", "engine"]
 HOMES: tuple[str, ...] = get_args(Home)
 
@@ -231,7 +241,8 @@ class MappedTensors:
             whole, self._addresses[spec.name] = gpu.map(spec.name, descriptor, spec.nbytes)
             return whole.view(dtype)
         try:
-            return torch.frombuffer(mmap.mmap(descriptor, spec.nbytes), dtype=dtype)
+            data = torch.frombuffer(mmap.mmap(descriptor, spec.nbytes), dtype=torch.uint8)
+            return data.view(dtype)
         except OSError as error:
             raise SettingsError(
                 f"memory of {spec.name} ({spec.nbytes} bytes) cannot be mapped: {error.strerror}; "

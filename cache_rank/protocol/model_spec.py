@@ -27,8 +27,9 @@ _HASHED_BYTES = 1 << 20
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Shape and identity of a model.
 
-    `max_context` is in tokens; `dtype` is the torch name of the KV dtype, e.g. ``float32``;
-    `softmax_scale` is None where it is ``1 / sqrt(head_dim)``.
+    `max_context` is in tokens; `dtype` is the torch name of the dtype that the model computes in,
+    e.g. ``float32``; `kv_dtype` that of K and V in the pool and in resident sets, None for the
+    same; `softmax_scale` is None where it is ``1 / sqrt(head_dim)``.
     """
 
     architecture: Text
@@ -41,6 +42,12 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     dtype: Text
     model_hash: Text
     softmax_scale: Scale | None = None
+    kv_dtype: Text | None = None
+
+    @property
+    def stored_dtype(self) -> str:
+        """Torch name of the dtype of K and V, where they are kept."""
+        return self.kv_dtype or self.dtype
 
     @property
     def gqa_group_size(self) -> int:
@@ -55,19 +62,20 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         return 1.0 / math.sqrt(self.head_dim)
 
 
-KV_DTYPES = ("float32", "bfloat16", "float16")
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+FP8_KV = "float8_e4m3fn"
 
 
 def model_as_claimed(ours: ModelSpec, claimed: ModelSpec) -> ModelSpec:
-    """Return our model with the KV dtype and context that the inference rank was given.
+    """Return our model with the dtype and context that the inference rank was given.
 
     Raises
     ------
     ProtocolError
-        If the dtype is none that KV is kept in.
+        If the dtype is none that is served.
     """
-    if claimed.dtype not in KV_DTYPES:
-        raise ProtocolError(f"dtype={claimed.dtype} must be one of {', '.join(KV_DTYPES)}")
+    if claimed.dtype not in COMPUTE_DTYPES:
+        raise ProtocolError(f"dtype={claimed.dtype} must be one of {', '.join(COMPUTE_DTYPES)}")
     return msgspec.structs.replace(ours, dtype=claimed.dtype, max_context=claimed.max_context)
 
 
@@ -104,7 +112,9 @@ def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
     return find_architecture(str(named[0]) if isinstance(named, list) and named else "unknown")
 
 
-def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = None) -> ModelSpec:
+def read_model_spec(
+    model_dir: Path, *, dtype: str, kv_dtype: str | None = None, max_context: int | None = None
+) -> ModelSpec:
     """Read and check the shape of the model in `model_dir`.
 
     Parameters
@@ -112,7 +122,9 @@ def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = No
     model_dir : Path
         Directory with ``config.json`` and safetensors.
     dtype : str
-        Torch name of the dtype that the KV is kept in.
+        Torch name of the dtype that the model computes in.
+    kv_dtype : str, optional
+        That of K and V, if it is another one.
     max_context : int, optional
         Longest request in tokens; the model's own limit if not given.
 
@@ -137,6 +149,7 @@ def read_model_spec(model_dir: Path, *, dtype: str, max_context: int | None = No
             dtype=dtype,
             model_hash=model_hash(model_dir),
             softmax_scale=softmax_scale(config, entry),
+            kv_dtype=None if kv_dtype == dtype else kv_dtype,
         )
         msgspec.convert(msgspec.structs.astuple(spec), ModelSpec)  # what a message may carry
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:

@@ -115,7 +115,9 @@ def kept_specs(
     beside: tuple[TensorSpec, ...] = ()
     if sizes.is_apart:
         beside = tuple(
-            TensorSpec(name, (layers, sizes.num_rows, width, heads, dim), model.dtype, "inference")
+            TensorSpec(
+                name, (layers, sizes.num_rows, width, heads, dim), model.stored_dtype, "inference"
+            )
             for name, width in _widths_beside(selection)
         )
     else:
@@ -123,7 +125,7 @@ def kept_specs(
         slots = -(-slots // sizes.page_size) * sizes.page_size
     weights = (layers, sizes.num_rows, heads, selection.num_samples)
     return (
-        TensorSpec("kv", (layers, 2, slots, heads, dim), model.dtype, "engine"),
+        TensorSpec("kv", (layers, 2, slots, heads, dim), model.stored_dtype, "engine"),
         *beside,
         TensorSpec("req_to_token", (sizes.num_rows, model.max_context), "int32", "inference"),
         TensorSpec("sample_log_weight", weights, "float32", "inference"),

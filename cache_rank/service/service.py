@@ -89,7 +89,9 @@ class SharedEngineService:
     ) -> None:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
-        self._model = read_model_spec(model_dir, dtype="float32")
+        self._model = read_model_spec(
+            model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype
+        )
         self._homes, self._gpus = homes, gpu_uuids(homes)
         self._make_policy(self._model)  # one that cannot be built is told now
         self._session: SharedSession | None = None

@@ -206,7 +206,7 @@ def _load_kernels(
 
     Compiling holds the host up for longer than the other process's GPU may wait for a step.
     """
-    dtype = getattr(torch, model.dtype)
+    dtype = getattr(torch, model.stored_dtype)
 
     def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))

@@ -9,6 +9,7 @@ no resident set at all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,6 +77,11 @@ def make_peer_pool_class(base: Any, cache_device: torch.device) -> type:
 def resident_slots(selection: SelectionSettings, max_rows1: int, page_size: int) -> int:
     """Slots that the resident sets of `max_rows1` rows take, rounded up to whole pages."""
     return -(-selection.num_resident * max_rows1 // page_size) * page_size
+
+
+def as_stored(pool: Any, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `buffers` of `pool` in the dtype that they hold; SGLang keeps FP8 as bytes."""
+    return [buffer.view(pool.dtype) for buffer in buffers]
 
 
 def token_slots(pool: Any) -> int:

@@ -139,7 +139,7 @@ class OwnSet:
         )  # fmt: skip
         index = slots[start:].long()
         for own, far in zip(self.sets[layer], self._pool.get_kv_buffer(layer), strict=True):
-            own[row].index_copy_(0, targets, far.index_select(0, index))
+            own[row][targets] = far[index]
         if self._samples is not None:
             self._samples.fill(layer, row, slots, self._pool.get_kv_buffer(layer))
 
@@ -189,10 +189,11 @@ class _WritesBoth:
         """Write the newest token of each request."""
         self._pool.set_kv_buffer(layer, location, k, v, *scales)
         table, size, index = self._table, len(k), layer.layer_id
-        shape = (size, *self._resident.k.shape[-2:])
+        shape, dtype = (size, *self._resident.k.shape[-2:]), self._resident.k.dtype
         awaited, self.awaited = self.awaited, None
         self._resident.append(
-            index, table.rows[:size], table.write_slots[:size], k.view(shape), v.view(shape),
+            index, table.rows[:size], table.write_slots[:size],
+            k.view(shape).to(dtype), v.view(shape).to(dtype),
             moves=None if self._samples is None else self._samples.moves(index, size),
             awaited=awaited,
         )  # fmt: skip

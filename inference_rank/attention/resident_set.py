@@ -53,7 +53,7 @@ class ResidentSet:
             model.num_kv_heads,
             model.head_dim,
         )
-        dtype, allocate = getattr(torch, model.dtype), allocate or zeros_on(device)
+        dtype, allocate = getattr(torch, model.stored_dtype), allocate or zeros_on(device)
         # Zeros, not empty: masked slots still enter the weighted sum, as 0 * value.
         self.k = allocate("resident_k", shape, dtype)
         self.v = allocate("resident_v", shape, dtype)

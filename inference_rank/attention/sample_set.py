@@ -62,7 +62,7 @@ class SampleSet:
             model.num_kv_heads,
             model.head_dim,
         )
-        dtype = getattr(torch, model.dtype)
+        dtype = getattr(torch, model.stored_dtype)
         self.k = allocate("sample_k", shape, dtype)
         self.v = allocate("sample_v", shape, dtype)
         self.log_weight = make_log_weights(model, selection, max_rows, allocate)

@@ -163,7 +163,7 @@ class OwnSamples:
         index, positions = self._set.positions(len(slots))
         chosen = slots[positions].long()
         for own, far in zip((self._set.k, self._set.v), pool, strict=True):
-            own[layer, row].index_copy_(0, index, far.index_select(0, chosen))
+            own[layer, row][index] = far[chosen]
 
     def leave_out(self, whole: torch.Tensor) -> None:
         """See `StepSamples.leave_out`."""

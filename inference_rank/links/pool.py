@@ -61,8 +61,9 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
                 page_size=int(self.page_size),
                 is_apart=settings.placement.has_far_pool,
             )
+            config = configurator.model_config
             model = shared_model_spec(
-                configurator.model_config.model_path, self.store_dtype, int(table.shape[1])
+                config.model_path, config.dtype, self.dtype, int(table.shape[1])
             )
             device = with_index(torch.device(self.device))
             self.mapped = make_kept_tensors(
@@ -73,7 +74,7 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
                 runtime_module.run_dir_from_environment(),
             )
             req_to_token_pool.req_to_token = self.mapped["req_to_token"]
-            kv = self.mapped["kv"]
+            kv = self.mapped["kv"].view(self.store_dtype)
             self.k_buffer = [kv[layer, 0] for layer in range(self.layer_num)]
             self.v_buffer = [kv[layer, 1] for layer in range(self.layer_num)]
             self._kv_buffer_descs = self._build_kv_buffer_descs()
@@ -82,9 +83,12 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
     return SharedKVPool
 
 
-def shared_model_spec(model_path: str, dtype: Any, max_context: int) -> ModelSpec:
-    """Return the shape of the model, with the KV dtype and the width of the request table."""
+def shared_model_spec(model_path: str, dtype: Any, kv_dtype: Any, max_context: int) -> ModelSpec:
+    """Return the shape of the model, with torch's dtypes and the width of the request table."""
     model = read_model_spec(
-        Path(model_path), dtype=str(dtype).removeprefix("torch."), max_context=max_context
+        Path(model_path),
+        dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        max_context=max_context,
     )
     return msgspec.structs.replace(model, max_context=max_context)

@@ -21,13 +21,13 @@ from tandemkv.cache_rank.protocol.engine import (
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.model_spec import FP8_KV, ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
-from tandemkv.inference_rank.attention.pool import token_slots
+from tandemkv.inference_rank.attention.pool import as_stored, token_slots
 from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
@@ -39,7 +39,7 @@ from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
 from tandemkv.inference_rank.links.peer_memory import seen_from, with_index
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
-from tandemkv.inference_rank.live_model import check_live_attention
+from tandemkv.inference_rank.live_model import check_live_attention, layers_of
 from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
 
@@ -84,6 +84,7 @@ def create_backend(runner: Any) -> ResidentBackend:
     """
     settings = runtime_module.settings_from_environment()
     check_sizes(runner, settings)
+    check_kv_dtype(runner, settings)
     if settings.placement.maps_memory:
         from .shared import create_shared_backend
 
@@ -94,7 +95,8 @@ def create_backend(runner: Any) -> ResidentBackend:
     home = make_home(runner, settings, model, device)
     pool = runner.token_to_kv_pool
     num_slots = token_slots(pool)
-    keys, values = getattr(pool, "cache_k", pool.k_buffer), getattr(pool, "cache_v", pool.v_buffer)
+    keys = as_stored(pool, getattr(pool, "cache_k", pool.k_buffer))
+    values = as_stored(pool, getattr(pool, "cache_v", pool.v_buffer))
     sets = home.sets
     log_weight = None if home.samples is None else home.samples.log_weight
     is_far = settings.placement.has_peer_gpu
@@ -174,7 +176,7 @@ def attention_probe(
     return AttentionProbe.from_environment(
         model=model,
         settings=settings,
-        keys=runner.token_to_kv_pool.k_buffer,
+        keys=as_stored(runner.token_to_kv_pool, runner.token_to_kv_pool.k_buffer),
         resident_positions=link.resident_positions,
         log_weight=None if home.samples is None else home.samples.log_weight,
         has_graphs=str(runner.device) != "cpu" and not args.disable_cuda_graph,
@@ -262,7 +264,7 @@ def make_home(
     shape = (rows1, width, model.num_kv_heads, model.head_dim)
     sets = [
         (k[num_slots:needed].view(shape), v[num_slots:needed].view(shape))
-        for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        for k, v in zip(as_stored(pool, pool.k_buffer), as_stored(pool, pool.v_buffer), strict=True)
     ]
     samples = None
     if selection.num_samples:
@@ -309,7 +311,8 @@ def local_model_spec(runner: Any) -> ModelSpec:
     config, tp_size = runner.model_config, int(get_parallel().attn_tp_size)
     model = read_model_spec(
         Path(config.model_path),
-        dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+        dtype=str(config.dtype).removeprefix("torch."),
+        kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         max_context=int(runner.req_to_token_pool.req_to_token.shape[1]),
     )
     model = msgspec.structs.replace(
@@ -319,6 +322,37 @@ def local_model_spec(runner: Any) -> ModelSpec:
     )
     check_live_attention(runner.model, model)
     return model
+
+
+def check_kv_dtype(runner: Any, settings: RankSettings) -> None:
+    """Refuse K and V of another dtype than the settings say, or with scales.
+
+    Raises
+    ------
+    SettingsError
+        With what to do.
+    """
+    wanted = settings.cache.stored_dtype or str(runner.model_config.dtype).removeprefix("torch.")
+    found = str(runner.kv_cache_dtype).removeprefix("torch.")
+    if found != wanted:
+        raise SettingsError(
+            f"the checkpoint has K and V kept in {found}, and kv_dtype={settings.cache.kv_dtype} "
+            f"means {wanted}; use --kv-cache-dtype {'fp8_e4m3' if found == FP8_KV else 'auto'}"
+        )
+    device = torch.device(runner.device)
+    if found == FP8_KV and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        raise SettingsError(
+            "kv_dtype=fp8_e4m3 takes a GPU of compute capability 8.9 or more, whose instructions "
+            "convert FP8; use --kv-cache-dtype auto"
+        )
+    for index, layer in enumerate(layers_of(runner.model)):
+        attention = layer.self_attn.attn
+        scales = [getattr(attention, f"{kind}_scale_float", None) for kind in "kv"]
+        if any(scale not in (None, 1.0) for scale in scales):
+            raise SettingsError(
+                f"layer {index}: the checkpoint has scales {scales} for K and V in FP8, which are "
+                "not supported; use --kv-cache-dtype auto with a checkpoint without them"
+            )
 
 
 def check_sizes(runner: Any, settings: RankSettings) -> None:

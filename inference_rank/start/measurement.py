@@ -88,7 +88,7 @@ class StartMeasurement:
         first = next(x for x in layers if self._rank.program.is_sparse_layer(x))
 
         def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-            dtype = getattr(torch, self._model.dtype)
+            dtype = getattr(torch, self._model.stored_dtype)
             k, v = (torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(2))
             kept.extend((k, v))
             return seen_from(self._cache_device, k), seen_from(self._cache_device, v)
@@ -113,7 +113,7 @@ class StartMeasurement:
             else:
                 attended = selection.num_resident + selection.num_recent_tokens
                 # Not the pool: with `peer` it is not where attention reads.
-                dtype = getattr(torch, self._model.dtype)
+                dtype = getattr(torch, self._model.stored_dtype)
                 heads, dim = self._model.num_kv_heads, self._model.head_dim
                 most = _MOST_BYTES // (heads * dim * dtype.itemsize)
                 shape = (min(found.batch * attended, most), heads, dim)

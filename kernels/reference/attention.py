@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference of `tandemkv.kernels.attention`: one request at a time, in float32."""
+"""Reference of `tandemkv.kernels.attention`, on a CPU: one request at a time, in float32."""
 
 import torch
 
 from tandemkv.kernels.check import fail
-from tandemkv.kernels.reference.paging import key_logits, segments, slots_of
+from tandemkv.kernels.reference.paging import rows_at, segments, slots_of
 
 
 def _attend_slots(
@@ -15,16 +15,35 @@ def _attend_slots(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with ``q`` ``[num_qo_heads, head_dim]`` to the given slots of a pool."""
-    num_qo_heads, head_dim = q.shape
-    num_kv_heads = k_pool.shape[1]
-    grouped = (q.float() * scale).reshape(num_kv_heads, -1, head_dim)
-    logits = key_logits(grouped, k_pool, slots)  # [H, G, n]
-    lse = torch.logsumexp(logits, dim=-1, keepdim=True)
-    probs = logits.sub_(lse).exp_()
-    out = torch.zeros_like(grouped)
-    for start, end, index in segments(slots, v_pool.shape[0]):
-        out += torch.bmm(probs[..., start:end], v_pool[index].float().transpose(0, 1))
-    return out.view(num_qo_heads, head_dim), lse.view(num_qo_heads)
+    grouped = q.float().reshape(k_pool.shape[1], -1, q.shape[1])  # [H, G, D]
+    parts = [
+        _attend_rows(grouped, rows_at(k_pool, index), rows_at(v_pool, index), scale)
+        for _, _, index in segments(slots, k_pool.shape[0])
+    ]
+    out, lse = parts[0]
+    if len(parts) > 1:
+        lses = torch.stack([part for _, part in parts])
+        lse = torch.logsumexp(lses, dim=0)
+        outs = torch.stack([part for part, _ in parts])
+        out = (outs * torch.exp(lses - lse).unsqueeze(-1)).sum(dim=0)
+    return out.reshape(q.shape), lse.reshape(-1)
+
+
+def _attend_rows(
+    grouped: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with ``[H, G, D]`` to ``[n, H, D]``; returns ``[H, G, D]`` and ``[H, G]``.
+
+    The query heads of a KV head are passed as its tokens, so that no key is repeated for them.
+    PyTorch's public function has no log-sum-exp.
+    """
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        grouped[None],
+        keys.float().transpose(0, 1)[None],
+        values.float().transpose(0, 1)[None],
+        scale=scale,
+    )
+    return out[0], lse[0]
 
 
 def _allocate(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

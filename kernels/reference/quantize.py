@@ -3,6 +3,8 @@
 
 import torch
 
+from tandemkv.kernels.reference.paging import rows_at
+
 _MAX = 127
 _MAX_INT4 = 15
 # The smallest normal float: zero tokens get a scale that divides safely.
@@ -22,7 +24,7 @@ def append_int8(
 ) -> None:
     """Quantize slots; see `tandemkv.kernels.quantize.append_int8`."""
     slots = slots[slots >= 0].long()
-    codes[slots], scale[slots] = quantize_int8(k_pool[slots])
+    codes[slots], scale[slots] = quantize_int8(rows_at(k_pool, slots))
 
 
 def quantize_int4_pages(

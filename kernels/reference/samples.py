@@ -3,6 +3,7 @@
 
 import torch
 
+from tandemkv.kernels.reference.paging import rows_at
 from tandemkv.kernels.slot_rules import latest_slots
 
 
@@ -132,7 +133,7 @@ def attend_samples(
         weight = log_weight[int(rows[req])]
         is_counted = weight > float("-inf")  # [H, S]
         index = slots[req].long()
-        k, v = k_pool[index].float().transpose(0, 1), v_pool[index].float().transpose(0, 1)
+        k, v = (rows_at(pool, index).float().transpose(0, 1) for pool in (k_pool, v_pool))
         v = v.masked_fill(~is_counted[..., None], 0.0)
         grouped = q[req].float().view(num_heads, -1, q.shape[-1])
         logits = torch.bmm(grouped, k.transpose(1, 2)) * scale + weight[:, None]

@@ -91,14 +91,14 @@ def _paged_kernel(
         slot = (page.to(tl.int64) * PAGE + position % PAGE)[:, None]
         mask = seen[:, None] & (dim < head_dim)[None, :]
         k = tl.load(keys + slot * k_stride_s, mask=mask, other=0.0)
-        v = tl.load(values + slot * v_stride_s, mask=mask, other=0.0)
+        v = tl.load(values + slot * v_stride_s, mask=mask, other=0.0).to(query.dtype)
         logits = tl.dot(query, tl.trans(k).to(query.dtype), input_precision=PRECISION) * scale
         logits = tl.where(seen[None, :], logits, float("-inf"))
         peak = tl.maximum(largest, tl.max(logits, 1))
         decay = tl.exp(largest - peak)
         probs = tl.exp(logits - peak[:, None])
         total = total * decay + tl.sum(probs, 1)
-        acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * decay[:, None] + tl.dot(probs.to(query.dtype), v, input_precision=PRECISION)
         largest = peak
     index = (req * num_heads * GROUP + q_head) * num_splits + split
     norm = tl.where(total > 0, total, 1.0)

@@ -111,6 +111,7 @@ def _attend_kernel(
         mask = is_counted[:, None] & (dim < head_dim)[None, :]
         k = tl.load(keys + slot * k_stride_s + dim[None, :] * k_stride_d, mask=mask, other=0.0)
         v = tl.load(values + slot * v_stride_s + dim[None, :] * v_stride_d, mask=mask, other=0.0)
+        v = v.to(query.dtype)
         logits = tl.dot(query, tl.trans(k).to(query.dtype), input_precision=PRECISION) * scale
         logits = tl.where(is_counted[None, :], logits + weight[None, :], float("-inf"))
         peak = tl.maximum(largest, tl.max(logits, 1))
@@ -118,7 +119,7 @@ def _attend_kernel(
         decay = tl.exp(largest - shift)
         probs = tl.exp(logits - shift[:, None])
         total = total * decay + tl.sum(probs, 1)
-        acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * decay[:, None] + tl.dot(probs.to(query.dtype), v, input_precision=PRECISION)
         largest = peak
     norm = tl.where(total > 0, total, 1.0)
     tl.store(to, (acc / norm[:, None]).to(out.dtype.element_ty), mask=in_query)

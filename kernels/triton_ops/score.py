@@ -16,7 +16,7 @@ from tandemkv.kernels.score import (
     make_score_scratch,
 )
 from tandemkv.kernels.triton_ops.score_scan import pool_kernel, scan_kernel
-from tandemkv.kernels.triton_ops.score_window import score_window
+from tandemkv.kernels.triton_ops.score_window import rounded_dtype, score_window
 
 __all__ = ["score_keys", "score_window"]
 
@@ -168,7 +168,7 @@ def scan(
         fail("k_scale.stride()", scales.stride(), f"{(head_dim, 1)} in the last two places")
     ranges = (lo, hi, lo if active is None else active.view(torch.int8))
     block_n = min(tuning.block_n, page_size) if kind == "int4" else tuning.block_n
-    rounded = torch.float16 if kind != "native" else k_pool.dtype
+    rounded = rounded_dtype(k_pool)
     # The interpreter multiplies bfloat16 as if its bits were integers.
     multiplied = torch.float32 if _INTERPRETED else rounded
     dim = head_dim // 2 if kind == "int4" else head_dim

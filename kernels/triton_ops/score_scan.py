@@ -213,7 +213,7 @@ def scan_kernel(
         if DIM == BLOCK_D:
             k = tl.load(keys + dim[None, :], eviction_policy="evict_first")
         else:
-            k = tl.load(keys + dim[None, :], mask=(dim < DIM)[None, :], other=0)
+            k = tl.load(keys + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
         if KIND == "int4":
             at = scale_head + page * scale_stride_s
             low_scale = tl.load(at + dim, mask=dim < DIM, other=0.0).to(ROUND)[:, None]

@@ -71,6 +71,11 @@ TUNING = {
 }
 
 
+def rounded_dtype(k_pool: torch.Tensor) -> torch.dtype:
+    """Return the dtype that keys and queries are multiplied in; it holds every key exactly."""
+    return torch.float16 if k_pool.dtype.itemsize == 1 else k_pool.dtype
+
+
 @cache
 def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
@@ -103,7 +108,7 @@ def score_window(
     kind = {torch.uint8: "int4", torch.int8: "int8"}.get(k_pool.dtype, "native")
     if kind == "int4" and scales.stride()[2:] != (head_dim, 1):
         fail("k_scale.stride()", scales.stride(), f"{(head_dim, 1)} in the last two places")
-    rounded = k_pool.dtype if kind == "native" else torch.float16
+    rounded = rounded_dtype(k_pool)
     # The interpreter multiplies bfloat16 as if its bits were integers.
     multiplied = torch.float32 if _INTERPRETED else rounded
     dim = head_dim // 2 if kind == "int4" else head_dim

@@ -73,7 +73,7 @@ def _load_keys(
     if DIM == BLOCK_D:
         k = tl.load(keys + at + dim[None, :])
     else:
-        k = tl.load(keys + at + dim[None, :], mask=in_key, other=0)
+        k = tl.load(keys + at + dim[None, :], mask=in_key, other=0.0)
     other, factor = k, row.to(tl.float32)
     if KIND == "int4":
         steps = k_scale + head.to(tl.int64) * scale_stride_h

@@ -34,7 +34,8 @@ _KEYS = (
     "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers",
 )  # fmt: skip
 NAMES = ", ".join((EMBEDDED_MODEL, *BUILT_IN_SHAPES))
-PLAN_FLAGS = tuple(flag for flag in RANK_FLAGS if flag.key in {f"selection.{key}" for key in _KEYS})
+_PLANNED = {"cache.kv_dtype", *(f"selection.{key}" for key in _KEYS)}
+PLAN_FLAGS = tuple(flag for flag in RANK_FLAGS if flag.key in _PLANNED)
 
 
 def _token_count(text: str | int) -> int:
@@ -95,8 +96,9 @@ def plan(
     Exit code 1 if no placement of tandemkv fits.
     """
     flags["model"] = Sourced(model, "--model")
+    settings = load_settings(flags, os.environ)
     load = Workload.from_selection(
-        _selection(flags, index_dtype),
+        _selection(settings.selection, index_dtype),
         context_tokens=context,
         concurrency=concurrency,
         chunk_tokens=chunked_prefill_size,
@@ -105,6 +107,7 @@ def plan(
     is_embedded = model == EMBEDDED_MODEL
     source = str(resolve_model(model, lambda _: None)) if is_embedded else model
     shape, gpu_bytes = find_shape(source, dtype=dtype), int(gpu_memory * GIB)
+    shape = shape.with_kv_dtype(settings.cache.kv_dtype)
     choice = choose_placement(shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
     if as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
@@ -120,9 +123,8 @@ def plan(
         raise typer.Exit(1)
 
 
-def _selection(flags: dict[str, Sourced], index_dtype: str | None) -> SelectionSettings:
-    """Return what would be served on a GPU with `flags`."""
-    selection = load_settings(flags, os.environ).selection
+def _selection(selection: SelectionSettings, index_dtype: str | None) -> SelectionSettings:
+    """Return what would be served on a GPU with `selection`."""
     check_policy(selection.policy)
     check_runs_on(selection, "cuda")
     if index_dtype is not None:

@@ -47,8 +47,8 @@ class ExpertShape:
 class ModelShape:
     """The sizes of a decoder with grouped-query attention that matter for a plan.
 
-    `item_bytes` is the size of one weight and of one K or V element; `mlp_matrices` is 3 with a
-    gate, else 2; `experts` is None for a dense model.
+    `item_bytes` is the size of one weight, and of one K or V element unless `kv_item_bytes` says
+    otherwise; `mlp_matrices` is 3 with a gate, else 2; `experts` is None for a dense model.
     """
 
     name: str
@@ -63,6 +63,16 @@ class ModelShape:
     item_bytes: int = 2
     mlp_matrices: int = 3
     experts: ExpertShape | None = None
+    kv_item_bytes: int | None = None
+
+    def with_kv_dtype(self, kv_dtype: str) -> ModelShape:
+        """Return the shape with K and V of a dtype, as ``cache.kv_dtype`` names it."""
+        return self if kv_dtype == "auto" else replace(self, kv_item_bytes=1)
+
+    @property
+    def key_bytes(self) -> int:
+        """One key of one KV head."""
+        return self.head_dim * (self.kv_item_bytes or self.item_bytes)
 
     @property
     def attention_parameters(self) -> int:
@@ -137,7 +147,7 @@ class ModelShape:
     @property
     def kv_layer_token_bytes(self) -> int:
         """K and V of one token in one layer, all KV heads."""
-        return 2 * self.num_kv_heads * self.head_dim * self.item_bytes
+        return 2 * self.num_kv_heads * self.key_bytes
 
     @property
     def kv_token_bytes(self) -> int:

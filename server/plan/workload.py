@@ -150,7 +150,7 @@ class Workload:
         ``native`` scans the keys themselves.
         """
         if self.index_dtype == "native":
-            return shape.head_dim * shape.item_bytes
+            return shape.key_bytes
         if self.index_dtype == "int8":
             return shape.head_dim + 4.0
         # A page of tokens shares scale and zero point, 2 + 2 bytes, per channel.

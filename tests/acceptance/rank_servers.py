@@ -174,8 +174,8 @@ def ours(
 
 
 @contextlib.contextmanager
-def stock() -> Iterator[Server]:
-    """Start stock SGLang with its torch_native backend and the same flags."""
+def stock(*more: str) -> Iterator[Server]:
+    """Start stock SGLang with its torch_native backend, the same flags and some `more`."""
     work = Path(tempfile.mkdtemp(prefix="tkv-stock-"))
     port = free_port()
     argv = [
@@ -183,6 +183,7 @@ def stock() -> Iterator[Server]:
         *("--attention-backend", "torch_native", "--host", "127.0.0.1", "--port", str(port)),
         *CPU_FLAGS,
         *("--max-running-requests", "6"),
+        *more,
     ]
     with _running(argv, work / "sglang.log", signal.SIGTERM) as pid:
         server = Server(f"http://127.0.0.1:{port}", pid, work / "sglang.log")

@@ -21,6 +21,14 @@ if DEVICE == "cpu":
 MULTIPLIED = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
 
+def on_cpu(*tensors: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_paged` of the reference, which is for a CPU."""
+    found: tuple[torch.Tensor, torch.Tensor] = attention.attend_paged(
+        *(tensor.cpu() for tensor in tensors), scale=scale
+    )
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("scaling", [1.0, 1.3])
 @pytest.mark.parametrize("dim", [6, 64, 128])
@@ -59,7 +67,7 @@ def test_attend_paged(
     unseen[slots[0].long().cpu()] = False
     k_pool[unseen], v_pool[unseen] = math.nan, math.nan
     q = torch.randn(3, heads * group, dim, device=DEVICE).to(dtype)
-    want = attention.attend_paged(q, k_pool, v_pool, slots, hi, scale=dim**-0.5)
+    want = on_cpu(q, k_pool, v_pool, slots, hi, scale=dim**-0.5)
     got = triton_attention.attend_paged(q, k_pool, v_pool, slots, hi, scale=dim**-0.5)
     assert got[0].dtype == got[1].dtype == torch.float32
     assert_close(got[0], want[0], TOLERANCES[dtype])
@@ -86,7 +94,7 @@ def test_attend_to_pages(
     slots = (pages.long()[..., None] * page_size + torch.arange(page_size, device=DEVICE)).flatten(
         1
     )
-    want = attention.attend_paged(q, k_pool, v_pool, slots, hi, scale=0.2)
+    want = on_cpu(q, k_pool, v_pool, slots, hi, scale=0.2)
     assert_close(got[0], want[0], TOLERANCES[torch.float16])
     assert_close(got[1], want[1], TOLERANCES[torch.float16])
 
@@ -97,7 +105,7 @@ def test_attend_paged_of_one_head_of_a_pool() -> None:
     slots = torch.randperm(80)[None, :70].to(DEVICE)
     hi, q = torch.tensor([70], device=DEVICE), torch.randn(1, 2, 32, device=DEVICE)
     pools = k_pool[:, 1:2], v_pool[:, 1:2]
-    want = attention.attend_paged(q, *pools, slots, hi, scale=0.2)
+    want = on_cpu(q, *pools, slots, hi, scale=0.2)
     got = triton_attention.attend_paged(q, *pools, slots, hi, scale=0.2)
     assert_close(got[0], want[0])
     assert_close(got[1], want[1])

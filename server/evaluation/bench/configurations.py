@@ -156,6 +156,7 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "selection.num_recent_tokens": 4224,
     },
     "-exact": {"selection.policy": "exact"},
+    "-fp8kv": {"cache.kv_dtype": "fp8_e4m3"},
 }
 """What is varied. ``-no-selection`` attends to as many tokens, but never chooses any."""
 
@@ -163,6 +164,14 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
 BUILT_IN: Mapping[str, Configuration] = {
     **{
         f"dense-tp{size}": Configuration(tp_size=size, flags=_DENSE_FLAGS, is_reference=True)
+        for size in (1, 2, 4, 8)
+    },
+    **{
+        f"dense-tp{size}-fp8kv": Configuration(
+            tp_size=size,
+            flags=(*_DENSE_FLAGS, "--kv-cache-dtype", "fp8_e4m3"),
+            is_reference=True,
+        )
         for size in (1, 2, 4, 8)
     },
     **{

@@ -60,14 +60,17 @@ def test_every_hook_target_is_in_the_contract(
         {"speculative_algorithm": "EAGLE"},
         {"enable_mixed_chunk": True},
         {"tp_size": 2},
+        {"kv_cache_dtype": "fp8_e4m3"},
     ],
 )
 def test_options_that_bypass_us_are_refused(args: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match=next(iter(args)).replace("_", "-")):
-        check_server_args(SimpleNamespace(**args), is_local=False)
+        check_server_args(SimpleNamespace(**args), is_local=False, kv_dtype="auto")
 
 
 def test_plain_options_are_accepted() -> None:
     plain = {"disaggregation_mode": "null", "kv_cache_dtype": "auto"}
-    check_server_args(SimpleNamespace(tp_size=1, **plain), is_local=False)
-    check_server_args(SimpleNamespace(tp_size=4, **plain), is_local=True)
+    check_server_args(SimpleNamespace(tp_size=1, **plain), is_local=False, kv_dtype="auto")
+    check_server_args(SimpleNamespace(tp_size=4, **plain), is_local=True, kv_dtype="auto")
+    args = SimpleNamespace(kv_cache_dtype="fp8_e4m3")
+    check_server_args(args, is_local=False, kv_dtype="fp8_e4m3")

@@ -53,6 +53,16 @@ def test_tiny_model_by_hand() -> None:
     assert TINY.kv_token_bytes == 2 * 2 * 2 * 4 * 2  # layers x (K, V) x heads x dim x bf16
 
 
+def test_fp8_halves_k_and_v_alone() -> None:
+    eight = QWEN.with_kv_dtype("fp8_e4m3")
+    assert 2 * eight.kv_token_bytes == QWEN.kv_token_bytes
+    assert eight.weight_bytes == QWEN.weight_bytes
+    assert QWEN.with_kv_dtype("auto") == QWEN
+    native = replace(LOAD, index_dtype="native")
+    assert native.index_head_token_bytes(eight) == 128
+    assert native.index_head_token_bytes(QWEN) == 256
+
+
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03)])
 def test_built_in_shapes_have_the_published_parameter_counts(name: str, billions: float) -> None:
     assert BUILT_IN_SHAPES[name].weight_bytes / 2 == pytest.approx(billions * 1e9, rel=2e-3)

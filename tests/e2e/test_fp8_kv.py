@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K and V in FP8: the tokens of stock SGLang with the same flag, and selections from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from exactness import compare, run
+from mapped_memory import mapped, scheduler_pid
+from rank_servers import Server, ours, stock
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+COVERING = {
+    "policy": "look_ahead",
+    "budget_tokens": 600,
+    "num_recent_tokens": 32,
+    "dense_while_fits": False,
+}
+
+
+@pytest.fixture(scope="module")
+def eight_bit_reference(prompts: list[list[int]], new_tokens: int) -> list[Any]:
+    """What stock SGLang says to the prompts, one at a time."""
+    with stock("--kv-cache-dtype", "fp8_e4m3") as server:
+        return run(server, prompts, new_tokens=new_tokens, at_once=1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Everything is selected and copied, nothing skipped."""
+    cache = {"capacity_tokens": 40_000, "kv_dtype": "fp8_e4m3"}
+    with ours({"selection": COVERING, "cache": cache}) as found:
+        yield found
+
+
+def test_tokens_equal_stock(
+    server: Server, prompts: list[list[int]], new_tokens: int, eight_bit_reference: list[Any],
+    reference: list[Any],
+) -> None:  # fmt: skip
+    alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), eight_bit_reference)
+    assert alone["pass"], alone
+    warm = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), eight_bit_reference)
+    assert warm["pass"], f"with radix hits, four at a time: {warm}"
+    inference, cache = server.values()
+    assert inference["sparse_rows_total"] > 0
+    assert cache["fetched_rows_total"] > 0
+    # FP8 is not what float32 is: else nothing of this was tested.
+    logprobs = [[x["logprobs"] for x in found] for found in (reference, eight_bit_reference)]
+    assert logprobs[0] != logprobs[1]
+
+
+def test_the_memory_is_a_quarter_of_float32(server: Server) -> None:
+    kv = mapped(scheduler_pid(server))["kv"]
+    layers, heads, dim = 30, 3, 64
+    slots = 40_000 + 1 + 7 * (4 + 2 * 600)
+    assert len(kv) == pytest.approx(layers * 2 * slots * heads * dim, rel=0.01)
