@@ -11,7 +11,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import check_dense
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
 from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
@@ -25,7 +25,7 @@ from .plan.choose import (
 )
 from .plan.placement import Placement as GpuPlacement
 from .plan.placement import PlacementKind, possible_placements
-from .plan.shape import shape_of_config
+from .plan.shape import shape_of_model
 from .plan.workload import Workload
 from .settings import ServeSettings
 from .shared_gpus import are_peers
@@ -220,7 +220,7 @@ def _check_gpus(
         tp_size=tp_size,
         num_cache_gpus=tp_size if has_cache_gpus else 0,
     )
-    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    shape = shape_of_model(model_dir, name=settings.model, dtype=spec.dtype)
     gpu_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus))
     check_fits(planned, shape, _load(settings, spec), gpu_bytes=gpu_bytes)
 
@@ -243,7 +243,7 @@ def _with_dense_tokens(
     selection = settings.selection
     if selection.dense_tokens is not None or not selection.dense_while_fits:
         return settings
-    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    shape = shape_of_model(model_dir, name=settings.model, dtype=spec.dtype)
     if selection.declared.keeps_sink_only:  # which attend to so much at any length
         return settings
     load, tp_size = _load(settings, spec), settings.tensor_parallel
@@ -282,7 +282,7 @@ def _predicted_fastest(
 ) -> tuple[ServeSettings, str]:
     """Take what `tandemkv plan` predicts to be fastest on these GPUs."""
     num_gpus = torch.cuda.device_count()
-    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    shape = shape_of_model(model_dir, name=settings.model, dtype=spec.dtype)
     # No head follows one of another GPU.
     crosses = _crosses_heads(find_share(settings.selection, spec))
     available = {
