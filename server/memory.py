@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
+from tandemkv.cache_rank.protocol.weight_formats import read_weight_format
 
 from .settings import ServeSettings
 
@@ -19,17 +20,22 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Host memory of both processes, in bytes."""
+    """Host memory of both processes, in bytes.
+
+    `predictor_bytes` is the dequantised W_q of a quantised model whose queries are predicted.
+    """
 
     cache_bytes: int
     resident_bytes: int
     weight_bytes: int
+    predictor_bytes: int = 0
     process_bytes: int = PROCESS_TREE_BYTES
 
     @property
     def total_bytes(self) -> int:
         """Sum of the parts."""
-        return self.cache_bytes + self.resident_bytes + self.weight_bytes + self.process_bytes
+        weights = self.weight_bytes + self.predictor_bytes
+        return self.cache_bytes + self.resident_bytes + weights + self.process_bytes
 
     def describe(self) -> str:
         """Return the parts in GiB."""
@@ -37,6 +43,7 @@ class MemoryEstimate:
             "cache": self.cache_bytes,
             "resident set": self.resident_bytes,
             "weights": self.weight_bytes,
+            "W_q": self.predictor_bytes,
             "processes": self.process_bytes,
         }
         return " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
@@ -75,10 +82,14 @@ def estimate_memory(
     config = read_config(model_dir)
     saved = str(config.get("dtype") or config.get("torch_dtype"))
     on_cpu = device == "cpu"
+    weights = read_weight_format(model_dir, config)
+    predicts = selection.declared.predicts_from_hidden and weights is not None
+    layer = spec.num_qo_heads * spec.head_dim * spec.hidden_size
     return MemoryEstimate(
         cache_bytes=settings.cache.capacity_tokens * token_bytes if on_cpu else 0,
         resident_bytes=settings.max_running_requests * selection.row_tokens * token_bytes
         if on_cpu
         else 0,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,
+        predictor_bytes=spec.num_layers * layer * item if on_cpu and predicts else 0,
     )

@@ -11,7 +11,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import check_dense
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
 from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
@@ -25,7 +25,7 @@ from .plan.choose import (
 )
 from .plan.placement import Placement as GpuPlacement
 from .plan.placement import PlacementKind, possible_placements
-from .plan.shape import ModelShape, shape_of_config
+from .plan.shape import ModelShape, shape_of_model
 from .plan.workload import Workload
 from .settings import ServeSettings
 from .shared_gpus import are_peers
@@ -226,7 +226,7 @@ def _check_gpus(
 
 
 def _shape(settings: ServeSettings, spec: ModelSpec, model_dir: Path) -> ModelShape:
-    shape = shape_of_config(read_config(model_dir), name=settings.model, dtype=spec.dtype)
+    shape = shape_of_model(model_dir, name=settings.model, dtype=spec.dtype)
     return shape.with_kv_dtype(settings.cache.kv_dtype)
 
 

@@ -15,6 +15,7 @@ from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.inference_rank.edge.keys import Keys
 
+from .adapters import check_adapters
 from .devices import (
     choose_cache_device,
     policy_devices,
@@ -25,6 +26,7 @@ from .memory import estimate_memory, gib
 from .model_files import check_model_files
 from .placement_choice import resolve_placement
 from .ports import choose_port
+from .query_weights import check_query_weights
 from .settings import EMBEDDED_MODEL, ServeSettings
 from .sglang_args import check_sglang_args
 from .shared_gpus import check_shared_gpus
@@ -63,7 +65,7 @@ def resolve_launch(
     SettingsError
         If the settings do not fit this machine, the model or this version.
     UnsupportedModelError
-        If the model cannot be served.
+        If the model cannot be served, or its queries cannot be predicted.
     ModelFilesError
         If a file of the model is missing, damaged, or does not fit the others.
     """
@@ -78,6 +80,7 @@ def resolve_launch(
         ),
     )
     check_sglang_args(settings.sglang_args, device=device)
+    check_adapters(settings.sglang_args)
     Keys.read(settings.edge)  # SGLang's process would fail at them half a minute later
     settings = resolve_cache_device(settings, device)
     port = choose_port(settings.host, settings.port)
@@ -87,6 +90,7 @@ def resolve_launch(
     config = read_config(model_dir)
     check_model(settings, spec, config)
     check_model_files(model_dir, config, settings.sglang_args)
+    check_query_weights(settings, model_dir, config)
     settings = resolve_settings(settings, spec, model_dir, device=device, progress=progress)
     check_shared_gpus(settings.rank_settings.placement)
     check_selection(settings, spec, device)

@@ -50,8 +50,6 @@ _REFUSED = {
     "--enable-http2": "the checks of requests are made for uvicorn",
     "--fastapi-root-path": "the checks of requests go by the path as it comes",
     "--enable-custom-logit-processor": "requests would carry pickled code",
-    "--enable-lora": "adapters are not supported",
-    "--lora-paths": "adapters are not supported",
 }
 _REFUSED_FAMILIES = {
     "--hicache-": "HiCache is not supported: the cache rank already keeps the KV",

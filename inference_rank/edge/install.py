@@ -9,6 +9,7 @@ from typing import Any
 
 from tandemkv.inference_rank import runtime as runtime_module
 
+from .adapters import adapters_of
 from .keys import Keys
 from .limits import Limits
 from .middleware import Edge
@@ -47,7 +48,7 @@ def install(
         If a key file or what the launcher handed over cannot be used.
     """
     global _is_installed
-    settings = edge_settings()
+    settings, rank_settings = edge_settings(), runtime_module.settings_from_environment()
     limits = Limits(
         settings=settings,
         vocab_size=int(manager.model_config.vocab_size),
@@ -55,7 +56,8 @@ def install(
         max_running_requests=int(server_args.max_running_requests),
         model_names=frozenset({str(server_args.served_model_name), MODEL_NAME}),
         has_grammars=server_args.grammar_backend != "none",
-        is_evaluation=runtime_module.settings_from_environment().evaluation,
+        is_evaluation=rank_settings.evaluation,
+        adapters=adapters_of(server_args, rank_settings.selection),
     )
     keys = Keys.read(settings)
     own_key = secrets.token_hex(32)

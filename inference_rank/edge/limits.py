@@ -9,6 +9,22 @@ from .settings import EdgeSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """LoRA adapters that SGLang has loaded.
+
+    Attributes
+    ----------
+    names : frozenset of str
+        Of those that it was started with; no route loads others.
+    unserved : str
+        Why no request may name one, and what to do; empty if it may.
+    """
+
+    names: frozenset[str]
+    unserved: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What the checks of a request compare with.
 
@@ -29,6 +45,8 @@ class Limits:
         and answers 500 to a stream with logprobs.
     is_evaluation : bool
         Whether forced tokens and emptying the prefix cache are open to all.
+    adapters : Adapters, optional
+        Of a server with LoRA; else None.
     """
 
     settings: EdgeSettings
@@ -38,6 +56,7 @@ class Limits:
     model_names: frozenset[str]
     has_grammars: bool = True
     is_evaluation: bool = False
+    adapters: Adapters | None = None
 
     @property
     def prompt_bytes(self) -> int:

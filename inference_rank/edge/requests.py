@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .adapters import lora_path, model_and_adapter
 from .limits import Limits
 from .refusal import RequestRefusedError, shown
 from .sampling import (
@@ -89,6 +90,7 @@ _OPENAI: dict[str, Check] = {
     "stream_options": _STREAM_OPTIONS,
     "response_format": mapping(GRAMMAR),
     "cache_salt": _SHORT,
+    "lora_path": lora_path,
     "return_token_ids": boolean,
     "return_cached_tokens_details": boolean,
 }
@@ -180,6 +182,7 @@ _NATIVE: dict[str, Check] = {
     "top_logprobs_num": integer(0, most_logprobs),
     "token_ids_logprob": list_of(integer(0, last_token_id), 1024),
     "extra_key": _SHORT,
+    "lora_path": lora_path,
 }
 _TOKENIZE: dict[str, Check] = {
     "model": _MODEL,
@@ -271,7 +274,7 @@ def _check(
         raise RequestRefusedError(
             400, f"{required} is missing", param=required, code="missing_required_parameter"
         )
-    model = body.get("model", MODEL_NAME)
+    model = model_and_adapter(body.get("model", MODEL_NAME), limits)
     if model not in limits.model_names:
         names = ", ".join(sorted(limits.model_names - {MODEL_NAME}))
         raise RequestRefusedError(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch.nn.functional as F
 from tandemkv.cache_rank.protocol.architectures import Architecture
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.kernels.query import QueryWeights, quantize_query_weight
+
+from .query_projection import QueryPlace, read_projection
 
 _PLAIN_ROTARY = {
     "RotaryEmbedding",
@@ -24,40 +25,6 @@ _PLAIN_ROTARY = {
 """SGLang's rotary embeddings that do no more than look up `cos_sin_cache`."""
 _PLAIN_NORMS = {"RMSNorm", "MiniMaxM2RMSNormTP"}
 """SGLang's norms that are an RMS norm; their relatives weigh otherwise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryPlace:
-    """Where a rank predicts, and what of the model it has.
-
-    Attributes
-    ----------
-    num_heads, head_dim : int
-        Query heads of this rank, and their size.
-    device : torch.device
-        Where to predict.
-    is_far : bool
-        Whether that is another GPU than the model's, or to be taken for one.
-    is_int8 : bool
-        Whether to keep W_q in int8, where the whole prediction is one operation.
-    """
-
-    num_heads: int
-    head_dim: int
-    device: torch.device
-    is_far: bool
-    is_int8: bool
-
-    @property
-    def width(self) -> int:
-        """Elements of a layer's query."""
-        return self.num_heads * self.head_dim
-
-    def here(self, module: Any) -> Any:
-        """Return `module`, or a copy on the device that predicts."""
-        if not self.is_far or module is None:
-            return module
-        return copy.deepcopy(module).to(self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +41,15 @@ class QueryLayer:
     fused: QueryWeights | None
 
     @classmethod
-    def of(cls, name: str, layer: Any, entry: Architecture, place: QueryPlace) -> QueryLayer:
+    def of(
+        cls, name: str, index: int, layer: Any, entry: Architecture, place: QueryPlace
+    ) -> QueryLayer:
         """Take what is needed of a decoder layer.
 
         Parameters
         ----------
-        name : str
-            Of the layer, for errors.
+        name, index : str, int
+            Of the layer: for errors, and in the checkpoint.
         layer : Any
             SGLang's decoder layer.
         entry : Architecture
@@ -90,21 +59,20 @@ class QueryLayer:
 
         Raises
         ------
-        ContractError
-            If the layer is not built as `entry` says, or its projection is quantised.
+        ContractError, UnsupportedModelError
+            If the layer is not built as `entry` says, or its projection cannot be read.
         """
         attention: Any = getattr(layer, "self_attn", None)
-        projection = _checked_projection(name, attention)
+        weight, bias = read_projection(name, index, attention, place)
         norm = place.here(_attention_norm(name, layer, entry))
         query_norm = place.here(getattr(attention, "q_norm", None))
         _check_query_norm(name, query_norm, entry)
         rotary = place.here(attention.rotary_emb)
-        bias = getattr(projection, "bias", None)
         plain = cls(
             place=place,
             norm=norm,
-            weight=projection.weight.detach()[: place.width],
-            bias=None if bias is None else bias.detach()[: place.width].to(place.device),
+            weight=weight,
+            bias=None if bias is None else bias.to(place.device),
             query_norm=query_norm,
             is_normed_whole=query_norm is not None and entry.query_norm == "layer",
             rotary=rotary,
@@ -149,27 +117,6 @@ class QueryLayer:
         query = query.view(size, place.width)
         query, _ = self.rotary(positions, query, query.new_empty(size, place.head_dim))
         return query.view(size, place.num_heads, place.head_dim)
-
-
-def _checked_projection(name: str, attention: Any) -> Any:
-    projection = getattr(attention, "qkv_proj", None)
-    weight = getattr(projection, "weight", None)
-    if weight is None or not hasattr(attention, "rotary_emb"):
-        raise ContractError(
-            f"{name} has no self_attn.qkv_proj.weight or rotary_emb; look_ahead cannot read "
-            "its query projection"
-        )
-    if not weight.is_floating_point() or weight.element_size() < 2:
-        raise ContractError(
-            f"{name}: qkv_proj is quantised ({weight.dtype}); look_ahead needs an unquantised "
-            "one: serve another checkpoint of the model"
-        )
-    if getattr(projection, "use_intel_amx_backend", False):
-        raise ContractError(
-            f"{name}: SGLang has packed qkv_proj for AMX, and look_ahead cannot read it; use "
-            "--dtype float32, which SGLang leaves as it is"
-        )
-    return projection
 
 
 def _attention_norm(name: str, layer: Any, entry: Architecture) -> Any:

@@ -10,9 +10,11 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.live_model import architecture_of, layers_of
+from tandemkv.inference_rank.query_checkpoint import QueryCheckpoint
 from tandemkv.kernels.query import QueryWeights, predict_query
 
-from .query_layer import QueryLayer, QueryPlace
+from .query_layer import QueryLayer
+from .query_projection import QueryPlace
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +25,10 @@ class LiveQueryPredictor:
     The model's architecture tells what of that a layer has (`Architecture`). Under tensor
     parallelism each rank predicts its own heads. A norm over all heads is then taken over the
     rank's own, which changes a query's length, and not its direction. On the model's own GPU no
-    weight is held twice, but for an int8 copy. Where a layer is built of plain RMS norms and
-    rotary embeddings its query is made in one operation (`tandemkv.kernels.query`), else by calling
-    the layer's modules.
+    weight is held twice, but for an int8 copy, and for the W_q of a quantised model, which is
+    dequantised once (`read_projection`). Where a layer is built of plain RMS norms and rotary
+    embeddings its query is made in one operation (`tandemkv.kernels.query`), else by calling the
+    layer's modules.
 
     On another GPU the weights are copies, made by `load` and not refreshed. With
     `is_int8`, where a query is made in one operation, ``W_q`` is a copy with a scale per row:
@@ -44,7 +47,10 @@ class LiveQueryPredictor:
         Whether that is another GPU than the model's, or to be taken for one.
     is_int8 : bool
         Whether to keep a copy of W_q in int8, where the whole prediction is one operation.
-
+    dtype : torch.dtype
+        Of the hidden states, and so of a dequantised W_q.
+    checkpoint : QueryCheckpoint, optional
+        Files that a quantised W_q is read from; None if the model was not loaded from any.
     """
 
     def __init__(
@@ -56,6 +62,8 @@ class LiveQueryPredictor:
         device: torch.device,
         is_far: bool = False,
         is_int8: bool = False,
+        dtype: torch.dtype = torch.float32,
+        checkpoint: QueryCheckpoint | None = None,
     ) -> None:
         self._model = model
         self._place = QueryPlace(
@@ -64,6 +72,8 @@ class LiveQueryPredictor:
             device=device,
             is_far=is_far,
             is_int8=is_int8,
+            dtype=dtype,
+            checkpoint=checkpoint,
         )
         self._layers: list[QueryLayer] = []
 
@@ -72,12 +82,12 @@ class LiveQueryPredictor:
 
         Raises
         ------
-        ContractError
-            If the layers are built otherwise, or the projection is quantised.
+        ContractError, UnsupportedModelError
+            If the layers are built otherwise, or a quantised projection cannot be read.
         """
         name, entry = type(self._model).__name__, architecture_of(self._model)
         self._layers = [
-            QueryLayer.of(f"{name}, layer {i}", layer, entry, self._place)
+            QueryLayer.of(f"{name}, layer {i}", i, layer, entry, self._place)
             for i, layer in enumerate(layers_of(self._model))
         ]
         num_fused = sum(layer.fused is not None for layer in self._layers)

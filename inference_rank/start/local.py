@@ -41,6 +41,7 @@ from tandemkv.inference_rank.links.peer_memory import seen_from, with_index
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.live_model import check_live_attention, layers_of
 from tandemkv.inference_rank.occupancy import Occupancy
+from tandemkv.inference_rank.query_checkpoint import checkpoint_of
 from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
 
 from .measurement import StartMeasurement, agree_over_ranks
@@ -110,6 +111,8 @@ def create_backend(runner: Any) -> ResidentBackend:
         device=cache_device,
         is_far=is_far,
         is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=is_far) == "int8",
+        dtype=runner.dtype,
+        checkpoint=checkpoint_of(runner),
     )
     rank = create_engine(
         model=model,

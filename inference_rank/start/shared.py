@@ -22,6 +22,7 @@ from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.shared import SharedLink
 from tandemkv.inference_rank.links.signals import HostSignals, StreamSignals
 from tandemkv.inference_rank.occupancy import Occupancy
+from tandemkv.inference_rank.query_checkpoint import checkpoint_of
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 from tandemkv.inference_rank.resume.recovery import Recovery, State
@@ -182,6 +183,8 @@ def _put_predictor(
         device=torch.device(runner.device),
         is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=settings.placement.has_far_pool)
         == "int8",
+        dtype=runner.dtype,
+        checkpoint=checkpoint_of(runner),
     )
     predictor.load()
     put_weights(mapped, *predictor.weights())

@@ -92,10 +92,12 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     rows = (load.concurrency + 1) * (load.row_tokens if is_own else load.set_tokens)
     resident = _shard(rows * shape.kv_token_bytes, tp_size)
     index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
+    dequantised = shape.predictor_bytes if shape.is_quantised and load.predicts else 0
     if placement.kind is PlacementKind.IN_PROCESS:
+        copy = dequantised
         if load.own_predictor_dtype != "native":
             copy = shape.predictor_copy_bytes(load.own_predictor_dtype)
-            model["weights"] += _shard(copy, tp_size)
+        model["weights"] += _shard(copy, tp_size)
         return PlacementMemory(
             inference=Footprint(
                 kv=_shard(kv, tp_size),
@@ -105,6 +107,8 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
                 **model,
             )
         )
+    # While the start hands W_q to the cache GPU, the model's GPU holds all of it.
+    model["weights"] += _shard(dequantised, tp_size)
     caches = placement.num_cache_gpus
     dtype = load.predictor_dtype if placement.is_paired else "native"
     return PlacementMemory(

@@ -12,6 +12,7 @@ from tandemkv.cache_rank.protocol.architectures import Architecture
 from tandemkv.cache_rank.protocol.attention_config import check_attention
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
+from tandemkv.cache_rank.protocol.weight_formats import read_weight_format
 
 _SAME_COUNT = ("num_experts", "num_local_experts")
 """Two names of one number: some checkpoints have the one, and transformers writes the other."""
@@ -49,6 +50,8 @@ class ModelShape:
 
     `item_bytes` is the size of one weight, and of one K or V element unless `kv_item_bytes` says
     otherwise; `mlp_matrices` is 3 with a gate, else 2; `experts` is None for a dense model.
+    `matrix_bits` is the size of an element of the layers' matrices if those are quantised, else 0;
+    their norms and routers are counted with them, embeddings and output are not quantised.
     """
 
     name: str
@@ -64,6 +67,7 @@ class ModelShape:
     mlp_matrices: int = 3
     experts: ExpertShape | None = None
     kv_item_bytes: int | None = None
+    matrix_bits: float = 0.0
 
     def with_kv_dtype(self, kv_dtype: str) -> ModelShape:
         """Return the shape with K and V of a dtype, as ``cache.kv_dtype`` names it."""
@@ -73,6 +77,11 @@ class ModelShape:
     def key_bytes(self) -> int:
         """One key of one KV head."""
         return self.head_dim * (self.kv_item_bytes or self.item_bytes)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the layers' matrices are, so that W_q is held once more to predict queries."""
+        return self.matrix_bits > 0
 
     @property
     def attention_parameters(self) -> int:
@@ -92,8 +101,8 @@ class ModelShape:
         """All weights."""
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
         count = None if self.experts is None else self.experts.count
-        total = self._all_layers(count) + embeddings + self.hidden_size
-        return round(total) * self.item_bytes
+        others = embeddings + self.hidden_size
+        return self._layer_bytes(self._all_layers(count)) + others * self.item_bytes
 
     def step_weight_bytes(self, batch: int) -> int:
         """Return the bytes of weights that one decode step of `batch` requests reads.
@@ -103,7 +112,7 @@ class ModelShape:
         """
         head = self.vocab_size * self.hidden_size
         count = None if self.experts is None else self.experts.read_by(batch)
-        return round(self._all_layers(count) + head) * self.item_bytes
+        return self._layer_bytes(self._all_layers(count)) + head * self.item_bytes
 
     @property
     def mlp_width(self) -> int:
@@ -113,6 +122,12 @@ class ModelShape:
             return self.intermediate_size
         own = experts.per_token * experts.size + experts.shared_size
         return max(own, self.intermediate_size) if experts.num_dense_layers else own
+
+    def _layer_bytes(self, parameters: float) -> int:
+        """Bytes of so many parameters of layers."""
+        if self.is_quantised:
+            return round(parameters * self.matrix_bits / 8)
+        return round(parameters) * self.item_bytes
 
     def _all_layers(self, experts_read: float | None) -> float:
         """Parameters of all layers, with so many experts in each that has some."""
@@ -132,7 +147,7 @@ class ModelShape:
 
     @property
     def predictor_bytes(self) -> int:
-        """What queries are predicted with: W_q and norm of every layer, the model's own."""
+        """What queries are predicted with: W_q, dequantised, and norm of every layer."""
         width = self.num_qo_heads * self.head_dim + 1
         return self.num_layers * self.hidden_size * width * self.item_bytes
 
@@ -191,11 +206,19 @@ def find_shape(model: str, *, dtype: str = "bfloat16") -> ModelShape:
             f"model={model}: neither a model directory nor a built-in shape "
             f"({', '.join(BUILT_IN_SHAPES)}); nothing is downloaded"
         )
-    return shape_of_config(read_config(path), name=path.resolve().name, dtype=dtype)
+    return shape_of_model(path, name=path.resolve().name, dtype=dtype)
+
+
+def shape_of_model(model_dir: Path, *, name: str, dtype: str) -> ModelShape:
+    """Return the shape of a model directory; arguments and errors as of `shape_of_config`."""
+    config = read_config(model_dir)
+    weights = read_weight_format(model_dir, config)
+    bits = 0.0 if weights is None else weights.bits
+    return replace(shape_of_config(config, name=name, dtype=dtype), matrix_bits=bits)
 
 
 def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> ModelShape:
-    """Return the shape that a ``config.json`` describes.
+    """Return the shape that a ``config.json`` describes, its matrices unquantised.
 
     Parameters
     ----------

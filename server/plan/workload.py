@@ -29,6 +29,7 @@ class Workload:
     nothing hides. Between two GPUs `num_late` first layers are selected for in the step
     before, and the copy of W_q has `predictor_dtype`, ``native`` or ``int8``. In the inference
     rank's own GPU `own_predictor_dtype` is ``native``, the model's W_q, or an ``int8`` copy.
+    `predicts` says that queries are predicted, with which a quantised W_q is held once more.
     `seed_window` is the number of last queries of a prompt that its set is chosen with.
     """
 
@@ -48,6 +49,7 @@ class Workload:
     num_late: int = 0
     predictor_dtype: str = "int8"
     own_predictor_dtype: str = "native"
+    predicts: bool = True
     seed_window: int = 64
 
     def __post_init__(self) -> None:
@@ -105,6 +107,7 @@ class Workload:
             seed_window=selection.seed_window,
             predictor_dtype=changed.predictor_dtype_of(on_peer_gpu=True),
             own_predictor_dtype=changed.predictor_dtype_of(on_peer_gpu=False),
+            predicts=timing is Timing.SAME_STEP_HIDDEN,
         )
 
     @property

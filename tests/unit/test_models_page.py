@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandemkv.cache_rank.protocol.architectures import ARCHITECTURES, REFUSED, Architecture
+from tandemkv.cache_rank.protocol.weight_formats import UNREADABLE
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
@@ -78,3 +79,10 @@ def test_every_reason_is_named_with_its_architectures(reason: str) -> None:
 def test_the_page_is_linked() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "(docs/models.md)" in readme
+
+
+def test_formats_that_are_refused_have_their_reasons() -> None:
+    part = PAGE.partition("\n## Quantised weights\n")[2]
+    found = [line for line in part.splitlines() if line.startswith("| `") and line.count("|") == 3]
+    rows = [f"| `{method}` | {reason} |" for method, reason in UNREADABLE.items()]
+    assert found == ["| `quant_method` | reason |", *rows]

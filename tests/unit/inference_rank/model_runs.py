@@ -3,11 +3,14 @@
 
     python model_runs.py FOLDER NAME...
     python model_runs.py FOLDER --cache-rank NAME
+    python model_runs.py FOLDER --adapter NAME
 
 ``FOLDER/models/NAME`` are models. Each is run by SGLang's own backend and by ours, each time in a
 copy of this process: importing SGLang takes many seconds, and its state is global. What was found
 is ``FOLDER/NAME-MODE.safetensors``, and what was printed ``FOLDER/NAME-MODE.log``. The second form
-runs one model with a cache rank in a process of its own, for ``FOLDER/NAME-two.safetensors``.
+runs one model with a cache rank in a process of its own, for ``FOLDER/NAME-two.safetensors``. The
+third loads the LoRA adapter ``FOLDER/adapter`` beside a model, for
+``FOLDER/NAME-MODE-adapter.safetensors``; the longer prompt names it if no queries are predicted.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import adapters_without_a_gpu
+import quantised_without_a_gpu
 import sglang_without_a_gpu
 import torch
 from safetensors.torch import save_file
@@ -55,12 +60,12 @@ _LIMIT_S = 120
 Seen = list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def server_args(model: Path, backend: str) -> Any:
+def server_args(model: Path, backend: str, **more: Any) -> Any:
     return ServerArgs(
         model_path=str(model), attention_backend=backend, device="cpu", dtype="float32",
         max_total_tokens=CAPACITY, max_running_requests=4, chunked_prefill_size=CAPACITY,
         disable_cuda_graph=True, disable_overlap_schedule=True, sampling_backend="pytorch",
-        grammar_backend="none", skip_tokenizer_init=True,
+        grammar_backend="none", skip_tokenizer_init=True, **more,
     )  # fmt: skip
 
 
@@ -103,14 +108,15 @@ def watch(seen: Seen) -> list[LiveQueryPredictor]:
     return made
 
 
-def run(model: Path, mode: str, out: Path) -> None:
+def run(model: Path, mode: str, out: Path, adapter: Path | None = None) -> None:
     """Run a model with the engine, if there is one, in this process."""
     seen: Seen = []
     policy = MODES[mode]
     if policy:
         hand_over(settings_of(model, policy), out.with_suffix(".run"))
     predictors = watch(seen) if policy else []
-    found = decode(model, "tandemkv" if policy else "torch_native", started=seen.clear)
+    backend, predicts = "tandemkv" if policy else "torch_native", mode == "sparse"
+    found = decode(model, backend, started=seen.clear, adapter=adapter, names_it=not predicts)
     if predictors:
         found |= predictions(predictors[0], seen)
     save_file({name: value.contiguous() for name, value in found.items()}, out)
@@ -118,15 +124,26 @@ def run(model: Path, mode: str, out: Path) -> None:
 
 @torch.no_grad()
 def decode(
-    model: Path, backend: str, started: Callable[[], None] = lambda: None
+    model: Path,
+    backend: str,
+    started: Callable[[], None] = lambda: None,
+    *,
+    adapter: Path | None = None,
+    names_it: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Decode both prompts together, greedily; `started` is called behind the start."""
-    args = server_args(model, backend)
+    """Decode both prompts together, greedily; `started` is called behind the start.
+
+    With `names_it` the longer one, which is the second, is of the adapter that is loaded.
+    """
+    more = {} if adapter is None else adapters_without_a_gpu.arguments(adapter)
+    args = server_args(model, backend, **more)
     one_batch._set_envs_and_config(args)
     one_batch.get_tokenizer = lambda *_, **__: None
     bench, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
     started()
     requests = one_batch.prepare_synthetic_inputs_for_latency_test(len(LENGTHS), 0, prompts())
+    if adapter is not None and names_it:
+        requests[1].lora_id = args.lora_paths[0].lora_id
     token, logits, batch = bench.extend(requests)
     tokens, all_logits = [token], [logits]
     for _ in range(STEPS):
@@ -164,7 +181,9 @@ def predictions(predictor: LiveQueryPredictor, seen: Seen) -> dict[str, torch.Te
     put_weights(mapped, *predictor.weights())
     elsewhere = MappedPredictor(mapped, len(predictor._layers))
     by_modules = [predictor._layers[layer].call(h.clone(), at) for layer, h, at, _ in seen]
+    weights = [layer.weight for layer in predictor._layers]
     return {
+        "weights": torch.stack(weights),
         "layers": torch.tensor([layer for layer, *_ in seen]),
         "streams": torch.stack([hidden for _, hidden, _, _ in seen]),
         "positions": torch.stack([at.long() for _, _, at, _ in seen]),
@@ -174,7 +193,7 @@ def predictions(predictor: LiveQueryPredictor, seen: Seen) -> dict[str, torch.Te
     }
 
 
-def run_in_copy(model: Path, mode: str, out: Path) -> None:
+def run_in_copy(model: Path, mode: str, out: Path, adapter: Path | None = None) -> None:
     """Fork, and wait; what fails leaves no file but its log."""
     child = os.fork()
     if child:
@@ -185,7 +204,7 @@ def run_in_copy(model: Path, mode: str, out: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        run(model, mode, out)
+        run(model, mode, out, adapter)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -198,17 +217,23 @@ def main() -> None:
     """Run every model in every mode, or one with a cache rank."""
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     sglang_without_a_gpu.install()
+    quantised_without_a_gpu.install()
     check_contract()  # imports all that the plugin does
     if names[0] == "--cache-rank":
         run_with_cache_rank(folder / "models" / names[1], folder / f"{names[1]}-two.safetensors")
         os._exit(0)  # past SGLang's threads, which wait for the other process
+    adapter = folder / "adapter" if names[0] == "--adapter" else None
+    names, end = (names, "") if adapter is None else (names[1:], "-adapter")
+    if adapter is not None:
+        adapters_without_a_gpu.install()
     server_args(folder / "models" / names[0], "torch_native")  # and what SGLang's start does
     for mode, policy in MODES.items():
         if policy and RUN_DIR_VARIABLE not in os.environ:  # from here on with the plugin
             hand_over(settings_of(folder / "models" / names[0], policy), folder / "run")
             load_the_plugin()
         for name in names:
-            run_in_copy(folder / "models" / name, mode, folder / f"{name}-{mode}.safetensors")
+            out = folder / f"{name}-{mode}{end}.safetensors"
+            run_in_copy(folder / "models" / name, mode, out, adapter)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ these tests show.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from program_runs import run_program
 from safetensors.torch import load_file
 from tiny_models import LAYERS, LENGTHS, MODELS, MODES, STEPS, Reference, prompts, write_model
 
@@ -53,21 +51,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         write_model(name, folder / "models" / name)
     run_program(folder, *names)
     return folder
-
-
-def run_program(folder: Path, *arguments: str) -> None:
-    """Run ``model_runs.py``, and fail with what it says if it does."""
-    here = Path(__file__).parent
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH")))),
-    }  # fmt: skip
-    command = [sys.executable, "-P", str(here / "model_runs.py"), str(folder), *arguments]
-    run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=500
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.fixture

@@ -181,7 +181,7 @@ def test_addresses() -> None:
         ["--cuda-graph-backend-decode", "breakable"],
         ["--ssl-certfile", "x.pem"], ["--ssl-key=x.pem"], ["--api-key", "k"], ["--admin-api=k"],
         ["--enable-http2"], ["--fastapi-root-path", "/x"], ["--tokenizer-worker-num", "2"],
-        ["--enable-custom-logit-processor"], ["--enable-lora"], ["--lora-paths", "x"],
+        ["--enable-custom-logit-processor"],
     ],
 )  # fmt: skip
 def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``W_q`` of a decoder layer: from SGLang's module, or from the files if that is quantised."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.inference_rank.dequantize import dequantize_fp8
+from tandemkv.inference_rank.query_checkpoint import WITHOUT_PREDICTION, QueryCheckpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryPlace:
+    """Where a rank predicts, and what of the model it has.
+
+    Attributes
+    ----------
+    num_heads, head_dim : int
+        Query heads of this rank, and their size.
+    device : torch.device
+        Where to predict.
+    is_far : bool
+        Whether that is another GPU than the model's, or to be taken for one.
+    is_int8 : bool
+        Whether to keep W_q in int8, where the whole prediction is one operation.
+    dtype : torch.dtype
+        Of hidden states, and so of a W_q that the model has in a quantised form only.
+    checkpoint : QueryCheckpoint, optional
+        Where such a W_q is read from. None where the model was not loaded from its safetensors.
+    """
+
+    num_heads: int
+    head_dim: int
+    device: torch.device
+    is_far: bool
+    is_int8: bool
+    dtype: torch.dtype = torch.float32
+    checkpoint: QueryCheckpoint | None = None
+
+    @property
+    def width(self) -> int:
+        """Elements of a layer's query."""
+        return self.num_heads * self.head_dim
+
+    def here(self, module: Any) -> Any:
+        """Return `module`, or a copy on the device that predicts."""
+        if not self.is_far or module is None:
+            return module
+        return copy.deepcopy(module).to(self.device)
+
+
+def read_projection(
+    name: str, layer: int, attention: Any, place: QueryPlace
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return ``W_q`` and its bias, the rows of this rank.
+
+    An unquantised module's are views of its tensors. What is quantised is read from the checkpoint
+    and dequantised here, once. Where SGLang has loaded no files (``--load-format dummy``), the
+    module's float8 blocks are dequantised, the one layout that its kernels leave as it was.
+
+    Parameters
+    ----------
+    name, layer : str, int
+        Of the layer: for errors, and in the checkpoint.
+    attention : Any
+        Its ``self_attn``.
+    place : QueryPlace
+        Where to predict.
+
+    Returns
+    -------
+    weight : torch.Tensor
+        ``[num_heads * head_dim, hidden_size]``: of the module's dtype on its device, or of
+        ``place.dtype`` on ``place.device`` if dequantised.
+    bias : torch.Tensor or None
+        ``[num_heads * head_dim]``, likewise.
+
+    Raises
+    ------
+    ContractError
+        If there is no projection, or its layout is not known.
+    UnsupportedModelError
+        If the checkpoint's is not.
+    """
+    projection = getattr(attention, "qkv_proj", None)
+    projection = getattr(projection, "base_layer", projection)  # under LoRA adapters
+    weight = getattr(projection, "weight", None)
+    has_weight = weight is not None or getattr(projection, "quant_method", None) is not None
+    if not has_weight or not hasattr(attention, "rotary_emb"):
+        raise ContractError(
+            f"{name} has no self_attn.qkv_proj.weight or rotary_emb; look_ahead cannot read "
+            "its query projection"
+        )
+    bias = getattr(projection, "bias", None)
+    own = None if bias is None else bias.detach()[: place.width]
+    if weight is not None and weight.is_floating_point() and weight.element_size() >= 2:
+        if getattr(projection, "use_intel_amx_backend", False):
+            raise ContractError(
+                f"{name}: SGLang has packed qkv_proj for AMX, and look_ahead cannot read it; use "
+                "--dtype float32, which SGLang leaves as it is"
+            )
+        return weight.detach()[: place.width], own
+    if place.checkpoint is None:
+        return _live_blocks(name, projection, place), own
+    rows, where = _own_rows(name, place.checkpoint, place.width), place.device
+    if own is not None:  # kernels permute a bias with its matrix
+        own = place.checkpoint.bias(layer, rows, dtype=place.dtype, device=where)
+    return place.checkpoint.weight(layer, rows, dtype=place.dtype, device=where), own
+
+
+def _own_rows(name: str, checkpoint: QueryCheckpoint, width: int) -> range:
+    """Return which rows of all query heads this tensor-parallel rank has."""
+    total, rank = checkpoint.num_query_rows, 0
+    if total != width:
+        from sglang.srt.runtime_context import get_parallel
+
+        rank, num_ranks = int(get_parallel().attn_tp_rank), int(get_parallel().attn_tp_size)
+        if num_ranks * width != total:
+            raise ContractError(
+                f"{name}: {num_ranks} ranks of {width} query rows are not the {total} of the "
+                "checkpoint (see docs/models.md)"
+            )
+    return range(rank * width, (rank + 1) * width)
+
+
+def _live_blocks(name: str, projection: Any, place: QueryPlace) -> torch.Tensor:
+    """Dequantise float8 blocks ``[rows, columns]`` of a module, whose first rows are q's."""
+    weight = getattr(projection, "weight", None)
+    method = getattr(projection, "quant_method", None)
+    block = getattr(method, "weight_block_size", None)
+    scale = getattr(projection, "weight_scale_inv", None)
+    if weight is None or weight.dtype != torch.float8_e4m3fn or block is None or scale is None:
+        kind = "packed" if weight is None else str(weight.dtype)
+        raise ContractError(
+            f"{name}: qkv_proj is quantised ({kind}), and SGLang has not loaded it from "
+            "safetensors that W_q could be read from: use --load-format auto, or "
+            f"{WITHOUT_PREDICTION}"
+        )
+    rows, columns = weight.shape
+    blocks = (-(-rows // block[0]), -(-columns // block[1]))
+    is_plain = scale.dtype == torch.float32 and not getattr(scale, "format_ue8m0", False)
+    is_packed = getattr(projection, "use_intel_amx_backend", False)
+    if tuple(scale.shape) != blocks or not is_plain or is_packed:
+        raise ContractError(
+            f"{name}: SGLang has repacked the float8 blocks of qkv_proj (scales "
+            f"{list(scale.shape)}, {scale.dtype}); {WITHOUT_PREDICTION}"
+        )
+    return dequantize_fp8(
+        weight.detach()[: place.width],
+        scale.detach(),
+        first_row=0,
+        block=(int(block[0]), int(block[1])),
+        dtype=place.dtype,
+    )
