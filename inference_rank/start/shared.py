@@ -182,6 +182,7 @@ def _put_predictor(
         device=torch.device(runner.device),
         is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=settings.placement.has_far_pool)
         == "int8",
+        skipped=model.windowed_layers,
     )
     predictor.load()
     put_weights(mapped, *predictor.weights())

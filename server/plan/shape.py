@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.architectures import Architecture
-from tandemkv.cache_rank.protocol.attention_config import check_attention
+from tandemkv.cache_rank.protocol.attention_config import check_attention, windowed_layers
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
 
@@ -48,7 +48,8 @@ class ModelShape:
     """The sizes of a decoder with grouped-query attention that matter for a plan.
 
     `item_bytes` is the size of one weight and of one K or V element; `mlp_matrices` is 3 with a
-    gate, else 2; `experts` is None for a dense model.
+    gate, else 2; `experts` is None for a dense model; `windowed_layers` attend to `window` tokens,
+    and nothing is selected for them.
     """
 
     name: str
@@ -63,6 +64,13 @@ class ModelShape:
     item_bytes: int = 2
     mlp_matrices: int = 3
     experts: ExpertShape | None = None
+    windowed_layers: tuple[int, ...] = ()
+    window: int = 0
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers that attend to the whole context."""
+        return self.num_layers - len(self.windowed_layers)
 
     @property
     def attention_parameters(self) -> int:
@@ -122,9 +130,9 @@ class ModelShape:
 
     @property
     def predictor_bytes(self) -> int:
-        """What queries are predicted with: W_q and norm of every layer, the model's own."""
+        """What queries are predicted with: W_q and norm of the full layers, the model's own."""
         width = self.num_qo_heads * self.head_dim + 1
-        return self.num_layers * self.hidden_size * width * self.item_bytes
+        return self.num_full_layers * self.hidden_size * width * self.item_bytes
 
     def predictor_copy_bytes(self, dtype: str) -> int:
         """Return what a cache GPU keeps of that: a copy, or W_q in int8 with scales per row."""
@@ -132,7 +140,7 @@ class ModelShape:
             return self.predictor_bytes
         width = self.num_qo_heads * self.head_dim
         layer = width * (self.hidden_size + 4) + self.hidden_size * self.item_bytes
-        return self.num_layers * layer
+        return self.num_full_layers * layer
 
     @property
     def kv_layer_token_bytes(self) -> int:
@@ -143,6 +151,11 @@ class ModelShape:
     def kv_token_bytes(self) -> int:
         """K and V of one token, all layers."""
         return self.num_layers * self.kv_layer_token_bytes
+
+    @property
+    def set_token_bytes(self) -> int:
+        """K and V of one token of a resident set, which full layers have."""
+        return self.num_full_layers * self.kv_layer_token_bytes
 
 
 BUILT_IN_SHAPES: Mapping[str, ModelShape] = {
@@ -214,10 +227,12 @@ def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> Mode
             head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
             intermediate_size=_dense_size(config, entry),
             vocab_size=int(config["vocab_size"]),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=bool(config.get("tie_word_embeddings", entry.ties_embeddings)),
             item_bytes=ITEM_BYTES[dtype],
             mlp_matrices=entry.mlp_matrices,
             experts=_experts(config, entry),
+            windowed_layers=windowed_layers(config, entry),
+            window=int(config.get("sliding_window") or 0) if entry.full_every else 0,
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UnsupportedModelError(
