@@ -87,6 +87,9 @@ def _with_sinks(forward: Callable[..., torch.Tensor], is_decode: bool) -> Any:
 def _adjustments(args: Any) -> None:
     """Let gpt-oss run with ``torch_native``, which takes sinks here."""
     resolved = args._resolved_attention_backends
+    if "torch_native" not in resolved():
+        _adjust(args)
+        return
     args._resolved_attention_backends = lambda: tuple(
         "triton" if name == "torch_native" else name for name in resolved()
     )

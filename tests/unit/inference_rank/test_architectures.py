@@ -30,6 +30,8 @@ QUERY_TOLERANCE = 5e-6
 """Of the largest element; float32 against float64. Found: 3e-7."""
 STREAM_TOLERANCE = dict.fromkeys(MODELS, 1e-5) | {"apertus": 2e-3}
 """SGLang keeps the constants of Apertus' activation in bfloat16, which moves its streams."""
+EXACT_TOLERANCE = dict.fromkeys(MODELS, 1e-5) | {"gpt-oss": 1e-4}
+"""Both are SGLang's attention, but for sinks: stock's are by definition, in another order."""
 LOGIT_TOLERANCE = dict.fromkeys(MODELS, 1e-4) | {"apertus": 5e-3}
 """Of the largest logit."""
 
@@ -95,7 +97,7 @@ def test_every_architecture_has_a_model() -> None:
 def test_exact_gives_the_tokens_of_stock(found: Found) -> None:
     assert torch.equal(found.exact["tokens"], found.stock["tokens"])
     difference = (found.exact["logits"] - found.stock["logits"]).abs().max()
-    assert float(difference) < 1e-5
+    assert float(difference) < EXACT_TOLERANCE[found.name]
     assert found.exact["rows"].tolist() == [0, 0, STEPS * len(LENGTHS)]
     assert len(found.stock["tokens"].unique()) > 4, "the model says the same whatever it is asked"
 
