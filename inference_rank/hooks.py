@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from tandemkv.cache_rank.protocol.attention_config import windowed_layers
 from tandemkv.cache_rank.protocol.fault_points import reach
+from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
 from tandemkv.inference_rank import progress, single_process_group, teacher_forcing
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention import graph_variants
@@ -33,6 +36,7 @@ _LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 _FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
+_ADJUSTMENTS = "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
 
 
 _num_rows = 0
@@ -85,6 +89,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         *_group_hooks(),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
         (_FUSED_WRITE, _never_fused, HookType.AROUND),
+        (_ADJUSTMENTS, _as_a_backend_with_sinks(backend), HookType.AROUND),
     ]
 
 
@@ -100,6 +105,21 @@ def _group_hooks() -> list[Hook]:
 def _never_fused(_original: Callable[[Any], bool], _forward_batch: Any) -> bool:
     # Some models let RoPE's kernel write K/V; the backend writes them, and not to this pool alone.
     return False
+
+
+def _as_a_backend_with_sinks(backend: str) -> Callable[..., None]:
+    # SGLang runs gpt-oss with the backends of a list only: those that take its sinks, as ours does.
+    def adjust(original: Callable[..., None], args: Any, *rest: Any, **options: Any) -> None:
+        resolved = args._resolved_attention_backends
+        args._resolved_attention_backends = lambda: tuple(
+            "triton" if name == backend else name for name in resolved()
+        )
+        try:
+            original(args, *rest, **options)
+        finally:
+            del args._resolved_attention_backends
+
+    return adjust
 
 
 def _support_triton_hook(backend: str) -> Hook:
@@ -153,7 +173,9 @@ def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
         kwargs["mha_pool_class"] = make_shared_pool_class(base, self, _req_to_token_pool)
         return original(self, **kwargs)
     extra = resident_slots(selection, _num_rows, int(self.pool_page_size))
-    kwargs["mha_pool_class"] = make_local_pool_class(base, extra)
+    config = read_config(Path(self.model_config.model_path))
+    windowed = windowed_layers(config, architecture_of_config(config))
+    kwargs["mha_pool_class"] = make_local_pool_class(base, extra, windowed)
     return original(self, **kwargs)
 
 

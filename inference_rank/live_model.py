@@ -47,7 +47,7 @@ def check_live_attention(model: Any, spec: ModelSpec) -> None:
     """Compare each layer's attention, as SGLang has built it, with what `spec` says of it.
 
     The specification is read from ``config.json``. Where SGLang reads the file otherwise, or gives
-    a layer a window, the engine would score keys by another rule than attention has.
+    another layer a window, the engine would score keys by another rule than attention has.
 
     Parameters
     ----------
@@ -73,10 +73,12 @@ def check_live_attention(model: Any, spec: ModelSpec) -> None:
             "KV heads": (int(attention.tp_k_head_num), spec.num_kv_heads),
             "head_dim": (int(attention.head_dim), spec.head_dim),
             "v_head_dim": (int(attention.v_head_dim), spec.head_dim),
-            "window": (int(attention.sliding_window_size), -1),
             "cap of logits": (float(attention.logit_cap), 0.0),
         }
         wrong = [f"{name} {a}, not {b}" for name, (a, b) in found.items() if a != b]
+        window, has_window = int(attention.sliding_window_size), index in spec.windowed_layers
+        if (window >= 0) != has_window:
+            wrong.append(f"window {window}, not {'one' if has_window else -1}")
         if not math.isclose(float(attention.scaling), spec.scale, rel_tol=1e-6):
             wrong.append(f"softmax scale {attention.scaling}, not {spec.scale}")
         if wrong:

@@ -77,6 +77,9 @@ def estimate_memory(
     item = _ITEM_BYTES.get(spec.dtype, 4)
     kv_item = 1 if settings.cache.stored_dtype else item
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * kv_item
+    # In memory that two processes map each layer has as many slots.
+    is_local = settings.rank_settings.placement.link == "local"
+    num_full = spec.num_layers - (len(spec.windowed_layers) if is_local else 0)
     selection = settings.selection
     files = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     config = read_config(model_dir)
@@ -87,7 +90,9 @@ def estimate_memory(
     layer = spec.num_qo_heads * spec.head_dim * spec.hidden_size
     return MemoryEstimate(
         cache_bytes=settings.cache.capacity_tokens * token_bytes if on_cpu else 0,
-        resident_bytes=settings.max_running_requests * selection.row_tokens * token_bytes
+        resident_bytes=settings.max_running_requests
+        * selection.row_tokens
+        * (token_bytes // spec.num_layers * num_full)
         if on_cpu
         else 0,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,

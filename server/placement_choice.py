@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandemkv.cache_rank.protocol.engine import check_dense
+from tandemkv.cache_rank.protocol.engine_program import check_windows
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
@@ -123,11 +124,13 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             "none; leave --standby out, or use --transport shared"
         )
     check_dense(settings.selection, placement)
-    if settings.selection.num_late > settings.selection.most_late(spec.num_layers):
+    check_windows(spec, placement)
+    most_late = settings.selection.most_late(spec.num_layers, spec.windowed_layers)
+    if settings.selection.num_late > most_late:
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: too many for {spec.num_layers} layers: "
             "all must have attended when a step's last selection begins; use --late-layers "
-            f"{settings.selection.most_late(spec.num_layers)}"
+            f"{most_late}"
         )
 
 
@@ -295,7 +298,7 @@ def _predicted_fastest(
         for planned in possible_placements(shape, num_gpus)
         if planned.kind is PlacementKind.IN_PROCESS and (planned.tp_size == 1 or not crosses)
     }
-    if num_gpus >= 2 and are_peers():
+    if num_gpus >= 2 and are_peers() and not spec.windowed_layers:
         available.add("1+1")
     if not available:  # neither GPU can use the other
         num_gpus, available = 1, {"in-process-tp1"}

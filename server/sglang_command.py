@@ -67,6 +67,8 @@ def sglang_argv(
         "--max-total-tokens", str(settings.cache.capacity_tokens),
         "--kv-cache-dtype", settings.cache.kv_dtype,
         "--enable-metrics",
+        # One pool for all layers, sliding windows or not: resident sets lie behind its tokens.
+        "--disable-hybrid-swa-memory",
     ]  # fmt: skip
     argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
     if device != "cpu" and settings.rank_settings.placement.maps_memory:

@@ -51,7 +51,7 @@ def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> Non
     for name, wanted in others.items():
         if name in tensors:
             _check_shape(name, tensors[name], wanted)
-        elif is_known and not (name == _HEAD and config.get("tie_word_embeddings")):
+        elif is_known and not (name == _HEAD and _is_tied(config)):
             raise ValueError(f"the checkpoint has no tensor {name}{_tied(name)}")
 
 
@@ -131,6 +131,10 @@ def _check_shape(name: str, shape: Shape, wanted: Shape | None) -> None:
 def _number(config: Mapping[str, Any], name: str) -> int | None:
     value = config.get(name)
     return value if isinstance(value, int) and value > 0 else None
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("tie_word_embeddings", architecture_of_config(config).ties_embeddings))
 
 
 def _tied(name: str) -> str:

@@ -62,6 +62,7 @@ def resolve_calibration(
         found, origin = _find("kascade", selection, model)
         assert found.kascade is not None
         share = share_of(found.kascade.anchors, found.kascade.head_maps)
+    _check_windows(share, model)
     if capabilities.timing is not Timing.SAME_STEP_QUERY:
         _check_exact_anchors(share, selection)
     return Resolved(share=share, origin=origin)
@@ -135,6 +136,17 @@ def check_model(found: Calibration, model: ModelSpec, policy: str, name: str) ->
             f"({found.model.model_id}, hash {found.model.model_hash}, here {model.model_hash}); "
             f"{again}"
         )
+
+
+def _check_windows(share: LayerShare, model: ModelSpec) -> None:
+    windowed = set(model.windowed_layers)
+    for layer, source in enumerate(share.sources):
+        if source in windowed and layer not in windowed:
+            full = ",".join(str(x) for x in range(model.num_layers) if x not in windowed)
+            raise CalibrationError(
+                f"layer {layer} follows anchor {source}, which attends to a sliding window and "
+                f"selects nothing; use --anchors with some of {full}"
+            )
 
 
 def _check_exact_anchors(share: LayerShare, selection: SelectionSettings) -> None:

@@ -65,7 +65,7 @@ def measure(
         make_sets=make_sets,
     )  # fmt: skip
     rank = create(
-        model=msgspec.structs.replace(model, num_layers=1),
+        model=msgspec.structs.replace(model, num_layers=1, windowed_layers=()),
         settings=_every_step(settings),
         pools=scratch.pools,
         max_batch=scratch.batch,

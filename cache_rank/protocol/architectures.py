@@ -66,6 +66,15 @@ class Architecture:
         Field of ``config.json`` that is the softmax scale; empty for ``1 / sqrt(head_dim)``.
     window_counts : bool
         Whether a `sliding_window` is one without `use_sliding_window`.
+    full_every : int
+        Every so many layers one attends to the whole context, where ``layer_types`` does not say
+        which. The others attend to a sliding window and are SGLang's. 0: all are alike.
+    has_sinks : bool
+        Whether each query head has a learned logit that takes a share of its softmax.
+    scales_rope : bool
+        Whether the layers' ``rotary_emb`` has the scaling of RoPE that attention uses.
+    ties_embeddings : bool
+        Whether input and output embedding are one where ``tie_word_embeddings`` is missing.
     fused_qkv, fused_gate_up : bool
         Whether the checkpoint has one tensor for q, k and v, or for gate and up.
     mlp_matrices : int
@@ -82,6 +91,10 @@ class Architecture:
     rotates: Literal["halves", "neighbours"] = "halves"
     scale_field: str = ""
     window_counts: bool = False
+    full_every: int = 0
+    has_sinks: bool = False
+    scales_rope: bool = True
+    ties_embeddings: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
     mlp_matrices: int = 3
@@ -197,6 +210,27 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 dense_layers="moe_layer_start_index",
             ),
         ),
+        Architecture(
+            name="Gemma3ForCausalLM",
+            models="Gemma 3 270M, 1B (text)",
+            other_norms=(
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+            query_norm="head",
+            scale_field="query_pre_attn_scalar",
+            full_every=6,
+            scales_rope=False,
+            ties_embeddings=True,
+        ),
+        Architecture(
+            name="GptOssForCausalLM",
+            models="gpt-oss 20B, 120B",
+            full_every=2,
+            has_sinks=True,
+            experts=Experts(count="num_local_experts", size="intermediate_size"),
+        ),
     )
 }
 
@@ -210,9 +244,7 @@ REFUSED: Mapping[str, str] = {
     "Glm4MoeLiteForCausalLM": _MLA,
     "KimiK25ForConditionalGeneration": _MLA,
     "MiniCPM3ForCausalLM": _MLA,
-    "GptOssForCausalLM": f"it has attention sinks, and {_SLIDING}",
     "Gemma2ForCausalLM": f"it caps its attention logits, and {_SLIDING}",
-    "Gemma3ForCausalLM": _SLIDING,
     "Gemma3ForConditionalGeneration": _SLIDING,
     "Cohere2ForCausalLM": _SLIDING,
     "Exaone4ForCausalLM": _SLIDING,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ _OTHER_ATTENTION = {
     "llama_4_scaling": "the scale of its attention depends on the position",
     "dual_chunk_attention_config": "it attends to chunks of a long context in different ways",
     "kv_lora_rank": "its attention is over compressed K/V (MLA)",
+    "use_bidirectional_attention": "its tokens attend to later ones",
 }
 """Fields that change what attention is, whatever the architecture. Set to null, 0 or false they
 mean nothing."""
@@ -25,7 +27,7 @@ _BATCH_DEPENDENT_ROPE = ("longrope", "su")
 
 
 def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str) -> None:
-    """Refuse a model whose attention is not the same in all layers, over the whole context.
+    """Refuse a model with layers whose attention is neither over the whole context nor SGLang's.
 
     Parameters
     ----------
@@ -42,6 +44,8 @@ def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str
         With the field and the reason.
     """
     other = _layer_kinds(config) - {"full_attention"}
+    if entry.full_every:
+        other -= {"sliding_attention"}
     if "sliding_attention" in other or _has_window(config, entry):
         raise UnsupportedModelError(
             f"model={name}: sliding-window attention is not supported; {_STOCK}"
@@ -66,12 +70,42 @@ def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str
             f"model={name}: rope_type={kind} turns a key by factors that depend on the other "
             f"requests of its batch, so keys of one request may not fit one query; {_STOCK}"
         )
+    if kind != "default" and not entry.scales_rope:
+        raise UnsupportedModelError(
+            f"model={name}: rope_type={kind}: SGLang turns keys by model.rotary_emb, and the "
+            f"layers' own rotary_emb, which queries are predicted with, has no scaling; {_STOCK}"
+        )
+
+
+def windowed_layers(config: Mapping[str, Any], entry: Architecture) -> tuple[int, ...]:
+    """Return the layers that attend to a sliding window, ascending.
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        If ``config.json`` does not say it, or all layers do.
+    """
+    if not entry.full_every:
+        return ()
+    count, kinds = int(config["num_hidden_layers"]), config.get("layer_types")
+    if kinds is None:
+        every = int(config.get("sliding_window_pattern") or entry.full_every)
+        found = tuple(x for x in range(count) if (x + 1) % every)
+    elif len(kinds) < count:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {count} layers")
+    else:
+        found = tuple(x for x in range(count) if kinds[x] == "sliding_attention")
+    if len(found) == count:
+        raise ValueError("no layer attends to the whole context, so there is nothing to select")
+    return found
 
 
 def rope_type(config: Mapping[str, Any]) -> str:
-    """Return the kind of rotary embedding, ``default`` if none is named."""
+    """Return the kind of rotary embedding of full attention, ``default`` if none is named."""
     for field in ("rope_parameters", "rope_scaling"):
         found = config.get(field)
+        if isinstance(found, Mapping) and "full_attention" in found:
+            found = found["full_attention"]  # one for each kind of layer
         if isinstance(found, Mapping):
             kind = found.get("rope_type") or found.get("type")
             if kind:
@@ -92,7 +126,7 @@ def softmax_scale(config: Mapping[str, Any], entry: Architecture) -> float | Non
     scale = float(config[entry.scale_field])
     if not 0 < scale <= 1024:
         raise ValueError(f"{entry.scale_field}={scale} must be above 0, and 1024 at most")
-    return scale
+    return 1.0 / math.sqrt(scale) if entry.scale_field == "query_pre_attn_scalar" else scale
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> set[str]:

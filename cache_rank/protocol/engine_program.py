@@ -13,6 +13,7 @@ from enum import StrEnum
 from .errors import SettingsError
 from .messages import PolicyTraits, Timing
 from .model_spec import ModelSpec
+from .placement import Placement
 from .settings import RankSettings
 
 OWN_SELECTIONS = PolicyTraits()
@@ -26,6 +27,22 @@ class DecodeKind(StrEnum):
     INDEXING = "tandemkv-indexing"
     SELECTING = "tandemkv-selecting"
     """Indexes, too."""
+
+
+def check_windows(model: ModelSpec, placement: Placement) -> None:
+    """Refuse a model with sliding-window layers whose K/V would be on another GPU.
+
+    Raises
+    ------
+    SettingsError
+        With what to pass.
+    """
+    if model.windowed_layers and placement.has_far_pool:
+        raise SettingsError(
+            f"{model.architecture} has layers with a sliding window, which attend where the model "
+            f"is, and with transport={placement.link} on two GPUs K/V lie on the other one; use "
+            "--cache-ranks 0"
+        )
 
 
 class EngineProgram:
@@ -63,7 +80,8 @@ class EngineProgram:
     Raises
     ------
     SettingsError
-        If a late layer has not attended where the last layer with targets begins.
+        If a late layer has not attended where the last layer with targets begins, or a
+        sliding-window layer's K/V are on another GPU.
     """
 
     def __init__(
@@ -79,7 +97,10 @@ class EngineProgram:
     ) -> None:
         selection = settings.selection
         self.num_layers, self._num_kv_heads = model.num_layers, model.num_kv_heads
-        self._traits, self._exact_layers = traits, frozenset(selection.exact_layer_ids)
+        check_windows(model, settings.placement)
+        # To the engine a layer with a window is one that SGLang attends in.
+        self._exact_layers = frozenset((*selection.exact_layer_ids, *model.windowed_layers))
+        self._traits = traits
         self._ahead = selection.declared.layers_ahead
         self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
         self.attends = timing is Timing.SAME_STEP_ATTENTION
@@ -99,7 +120,8 @@ class EngineProgram:
         self._sparse = frozenset(range(model.num_layers)) - exact
         self.index_interval = 1 if keeps_queries else index_interval
         self.refresh_every = selection.refresh_steps
-        count, most = selection.num_late, selection.most_late(model.num_layers)
+        count = selection.num_late
+        most = selection.most_late(model.num_layers, model.windowed_layers)
         if count > most:
             raise SettingsError(
                 f"late_layers={count}: too many for {model.num_layers} layers; use at most {most}"

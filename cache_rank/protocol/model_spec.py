@@ -13,13 +13,15 @@ from typing import Annotated, Any
 import msgspec
 
 from .architectures import Architecture, find_architecture
-from .attention_config import check_attention, softmax_scale
+from .attention_config import check_attention, softmax_scale, windowed_layers
 from .errors import ProtocolError, UnsupportedModelError
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Context = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 Scale = Annotated[float, msgspec.Meta(gt=0, le=1024)]
+Layer = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+Layers = Annotated[tuple[Layer, ...], msgspec.Meta(max_length=1 << 12)]
 
 _HASHED_BYTES = 1 << 20
 
@@ -29,7 +31,8 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     `max_context` is in tokens; `dtype` is the torch name of the dtype that the model computes in,
     e.g. ``float32``; `kv_dtype` that of K and V in the pool and in resident sets, None for the
-    same; `softmax_scale` is None where it is ``1 / sqrt(head_dim)``.
+    same; `softmax_scale` is None where it is ``1 / sqrt(head_dim)``; `windowed_layers` attend to a
+    sliding window, by SGLang's own backend.
     """
 
     architecture: Text
@@ -43,6 +46,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     model_hash: Text
     softmax_scale: Scale | None = None
     kv_dtype: Text | None = None
+    windowed_layers: Layers = ()
 
     @property
     def stored_dtype(self) -> str:
@@ -150,6 +154,7 @@ def read_model_spec(
             model_hash=model_hash(model_dir),
             softmax_scale=softmax_scale(config, entry),
             kv_dtype=None if kv_dtype == dtype else kv_dtype,
+            windowed_layers=windowed_layers(config, entry),
         )
         msgspec.convert(msgspec.structs.astuple(spec), ModelSpec)  # what a message may carry
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:

@@ -19,21 +19,25 @@ from .mapped_tensors import MappedTensors
 PREDICTOR_PREFIX = "predict_"
 _OPTIONAL = ("norm", "weight_scale", "bias", "query_norm")
 _EPSILONS = "epsilons"
+_NUMBERS = "layers"
 _FORM = "form"
 _COS_SIN = "cos_sin"
 
 
 def put_weights(
-    tensors: MappedTensors, layers: Sequence[QueryWeights], cos_sin: torch.Tensor
+    tensors: MappedTensors, layers: Sequence[QueryWeights | None], cos_sin: torch.Tensor
 ) -> None:
-    """Copy the weights of all layers into mapped tensors of the engine's home.
+    """Copy the weights of the layers that are predicted for into mapped tensors.
+
+    They are of the engine's home.
 
     Parameters
     ----------
     tensors : MappedTensors
         Where they are made.
-    layers : Sequence[QueryWeights]
-        Of each layer; all have the same fields, `head_dim` and `rotates_neighbours`.
+    layers : Sequence[QueryWeights or None]
+        Of each layer, None where nothing is predicted; all have the same fields, `head_dim` and
+        `rotates_neighbours`.
     cos_sin : torch.Tensor
         ``[num_positions, rotary_dim]``; see `tandemkv.kernels.query.predict_query`.
 
@@ -42,17 +46,22 @@ def put_weights(
     SettingsError
         If there is no memory for them.
     """
-    first = layers[0]
+    numbers = [layer for layer, weights in enumerate(layers) if weights is not None]
+    kept = [weights for weights in layers if weights is not None]
+    first = kept[0]
     names = ["weight", *(n for n in _OPTIONAL if getattr(first, n) is not None)]
     for name in names:
         part: torch.Tensor = getattr(first, name)
         out = tensors.allocate(
-            PREDICTOR_PREFIX + name, (len(layers), *part.shape), part.dtype, "engine"
+            PREDICTOR_PREFIX + name, (len(kept), *part.shape), part.dtype, "engine"
         )
-        for layer, weights in enumerate(layers):
-            out[layer].copy_(getattr(weights, name))
-    epsilons = [[x.norm_eps, x.query_norm_eps] for x in layers]
-    shape = (len(layers), 2)
+        for place, weights in enumerate(kept):
+            out[place].copy_(getattr(weights, name))
+    tensors.allocate(PREDICTOR_PREFIX + _NUMBERS, (len(kept),), torch.int32, "host").copy_(
+        torch.tensor(numbers, dtype=torch.int32)
+    )
+    epsilons = [[x.norm_eps, x.query_norm_eps] for x in kept]
+    shape = (len(kept), 2)
     tensors.allocate(PREDICTOR_PREFIX + _EPSILONS, shape, torch.float32, "host").copy_(
         torch.tensor(epsilons)
     )
@@ -80,7 +89,7 @@ class MappedPredictor:
     """
 
     def __init__(self, tensors: MappedTensors, num_layers: int) -> None:
-        names = ("weight", _EPSILONS, _FORM, _COS_SIN)
+        names = ("weight", _NUMBERS, _EPSILONS, _FORM, _COS_SIN)
         missing = [name for name in names if PREDICTOR_PREFIX + name not in tensors]
         if missing:
             raise ProtocolError(f"weights of the prediction lack {missing}; use one version")
@@ -89,22 +98,26 @@ class MappedPredictor:
             for name in ("weight", *_OPTIONAL)
             if PREDICTOR_PREFIX + name in tensors
         }
-        wrong = [name for name, part in parts.items() if len(part) != num_layers]
+        numbers = tensors[PREDICTOR_PREFIX + _NUMBERS].tolist()
+        wrong = [name for name, part in parts.items() if len(part) != len(numbers)]
+        wrong += [_NUMBERS] if max(numbers, default=0) >= num_layers else []
         if wrong:
             raise ProtocolError(f"weights of the prediction: {wrong} are of another model")
         epsilons = tensors[PREDICTOR_PREFIX + _EPSILONS].tolist()
         head_dim, rotates_neighbours = tensors[PREDICTOR_PREFIX + _FORM].tolist()
         self._cos_sin = tensors[PREDICTOR_PREFIX + _COS_SIN]
-        self._layers = [
-            QueryWeights(
-                **{name: part[layer] for name, part in parts.items()},
+        self._layers = {
+            layer: QueryWeights(
+                **{name: part[place] for name, part in parts.items()},
                 head_dim=head_dim,
                 rotates_neighbours=bool(rotates_neighbours),
                 norm_eps=norm_eps,
                 query_norm_eps=query_norm_eps,
             )
-            for layer, (norm_eps, query_norm_eps) in enumerate(epsilons)
-        ]
+            for place, (layer, (norm_eps, query_norm_eps)) in enumerate(
+                zip(numbers, epsilons, strict=True)
+            )
+        }
 
     def __call__(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``; `hidden` stays as it is."""

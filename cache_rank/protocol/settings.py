@@ -8,6 +8,7 @@ embed this tree.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -208,12 +209,13 @@ class SelectionSettings(Strict):
         may = self.declared.predicts_from_hidden and 0 not in self.exact_layer_ids
         return int(may and not self.share_layers)
 
-    def most_late(self, num_layers: int) -> int:
+    def most_late(self, num_layers: int, windowed: Collection[int] = ()) -> int:
         """Return how many late layers a model of `num_layers` may have.
 
         All must have attended where the last layer that is selected for has its selection begun.
+        Nothing is selected for `windowed` layers.
         """
-        selecting = set(range(num_layers)) - set(self.exact_layer_ids)
+        selecting = set(range(num_layers)) - {*self.exact_layer_ids, *windowed}
         return max(0, max(selecting, default=0) - self.declared.layers_ahead)
 
     def predictor_dtype_of(self, *, on_peer_gpu: bool) -> str:

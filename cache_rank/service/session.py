@@ -212,7 +212,7 @@ def _load_kernels(
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return k, v
 
-    exact = settings.selection.exact_layer_ids
+    exact = {*settings.selection.exact_layer_ids, *model.windowed_layers}
     layers = (x for x in range(model.num_layers) if x not in exact)
     layer = next(layers, 0)
     measure_selection(

@@ -70,6 +70,7 @@ class ResidentBackend(AttentionBackend):
         )
         self._num_layers = int(runner.model_config.num_hidden_layers)
         self._is_sparse = [self._program.is_sparse_layer(x) for x in range(self._num_layers)]
+        self._windowed: tuple[int, ...] = runtime.model.windowed_layers
         # Exact layers: by SGLang's backend here, or by the GPU that has the K/V.
         self._needs_full = not (all(self._is_sparse) or is_far)
         self._kind = self.captured_kind = DecodeKind.DENSE
@@ -124,7 +125,7 @@ class ResidentBackend(AttentionBackend):
         )
         index = layer.layer_id
         if not self._is_decode:
-            queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+            queries = _dense_view(q, layer)
             self._index_and_seed(
                 index, forward_batch, [queries[start:end] for start, end in self._windows]
             )
@@ -136,7 +137,7 @@ class ResidentBackend(AttentionBackend):
     ) -> torch.Tensor:  # fmt: skip
         """Decode attention of one layer."""
         index, size, link = layer.layer_id, forward_batch.batch_size, self.link
-        query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        query = _dense_view(q, layer)
         link.enter_attention(index)
         link.select_with_query(index, query, k, v, layer, forward_batch, save_kv_cache)
         if not self._is_sparse[index]:
@@ -154,7 +155,7 @@ class ResidentBackend(AttentionBackend):
                 wait_flags(awaited)
             out = self._sparse.attend(
                 q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse,
-                rest=link.attend_selected(index, query),
+                rest=link.attend_selected(index, query), sinks=kwargs.get("sinks"),
             )  # fmt: skip
             if self._probe is not None:
                 self._probe.after_layer(index, query, self._pool.req_to_token)
@@ -377,7 +378,8 @@ class ResidentBackend(AttentionBackend):
         num_sparse = int((lengths > num_dense).sum())
         counters.decode_steps_total += 1
         counters.dense_rows_total += len(lengths) - num_sparse
-        counters.exact_layer_rows_total += num_sparse * self._is_sparse.count(False)
+        num_exact = self._is_sparse.count(False) - len(self._windowed)
+        counters.exact_layer_rows_total += num_sparse * num_exact
         if not any(self._is_sparse):
             counters.exact_rows_total += num_sparse
             attended = lengths
@@ -388,3 +390,10 @@ class ResidentBackend(AttentionBackend):
                 attended = attended + (lengths - attended).clamp(max=self._home.samples.num_samples)
         counters.attended_tokens_total += int(attended.sum())
         counters.context_tokens_total += int(lengths.sum())
+
+
+def _dense_view(q: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Return ``[n, Hq, D]``; of what a model has transposed, ``[1, n, Hq, D]``, a copy."""
+    if q.dim() == 4:
+        q = q.contiguous()
+    return q.view(-1, layer.tp_q_head_num, layer.head_dim)

@@ -9,7 +9,7 @@ no resident set at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,24 +18,46 @@ from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.inference_rank.links.peer_memory import enable_peer_access, seen_from, with_index
 
 
-def make_local_pool_class(base: Any, num_extra: int) -> type:
+def make_local_pool_class(base: Any, num_extra: int, windowed: Collection[int] = ()) -> type:
     """Return a subclass of SGLang's ``MHATokenToKVPool`` with `num_extra` more slots per layer.
 
-    SGLang's allocator does not know them: it goes by the pool's `size`, which stays.
+    SGLang's allocator does not know them: it goes by the pool's `size`, which stays. `windowed`
+    layers have none of them.
     """
 
     class LocalKVPool(base):
         """K/V of all requests, and of the resident sets."""
 
         size: int
+        layer_num: int
+        k_buffer: list[torch.Tensor]
+        v_buffer: list[torch.Tensor]
 
         def _create_buffers(self) -> None:
             size = self.size
             self.size = size + num_extra
             try:
-                super()._create_buffers()
+                if windowed:
+                    self._create_layer_by_layer(size)
+                else:
+                    super()._create_buffers()
             finally:
                 self.size = size
+
+        def _create_layer_by_layer(self, size: int) -> None:
+            count, keys, values = self.layer_num, list[torch.Tensor](), list[torch.Tensor]()
+            self.layer_num = 1
+            try:
+                for layer in range(count):
+                    self.size = size + (0 if layer in windowed else num_extra)
+                    super()._create_buffers()
+                    keys += self.k_buffer
+                    values += self.v_buffer
+            finally:
+                self.layer_num = count
+            self.k_buffer, self.v_buffer = keys, values
+            self._kv_buffer_descs = self._build_kv_buffer_descs()
+            self._init_data_ptrs_and_strides()
 
         def _finalize_allocation_log(self, num_tokens: int) -> None:
             super()._finalize_allocation_log(num_tokens + num_extra)

@@ -16,6 +16,7 @@ from tandemkv.kernels.step_tables import load_attended, load_ring
 
 from .graph_variants import PlansApart
 from .samples import LOG2_UNIT, StepSamples
+from .sinks import join_sinks
 
 
 class AttendTable:
@@ -136,6 +137,21 @@ class RingTable(AttendTable):
         )  # fmt: skip
 
 
+class _WithoutWindows:
+    """A model runner as a backend sees it that attends in full layers only.
+
+    In a model with sliding windows FlashInfer's backend would have a second set of wrappers.
+    """
+
+    sliding_window_size = None
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
 class ResidentAttention(Protocol):
     """Attends to what an `AttendTable` lists."""
 
@@ -147,12 +163,13 @@ class ResidentAttention(Protocol):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
         save_kv_cache: bool, *, with_samples: bool, rest: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write k, v at the step's slots, and return ``[B, Hq * D]``.
 
         Samples, if there are any, are left out unless `with_samples`. `rest`
         ``[B, Hq, D + 1]`` float32 is output and natural log-sum-exp over tokens that are attended
-        to elsewhere, on a CPU only.
+        to elsewhere, on a CPU only. `sinks` ``[Hq]`` are those of a model that has them.
         """
 
 
@@ -172,7 +189,7 @@ class FlashInferResident:
         self._table, self._samples, self._pool = table, samples, pool
         max_batch = len(table.slots)
         self._backend = FlashInferAttnBackend(
-            runner,
+            _WithoutWindows(runner),
             skip_prefill=True,
             kv_indptr_buf=torch.zeros(max_batch + 1, dtype=torch.int32, device=table.slots.device),
             kv_last_page_len_buf=torch.ones(
@@ -223,10 +240,12 @@ class FlashInferResident:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
         save_kv_cache: bool, *, with_samples: bool, rest: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `ResidentAttention.attend`."""
         assert rest is None  # whatever attends elsewhere does so on a CPU
-        if self._samples is None or not with_samples:
+        samples = self._samples if with_samples else None
+        if samples is None and sinks is None:
             found: torch.Tensor = self._backend.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache
             )
@@ -243,9 +262,10 @@ class FlashInferResident:
             logits_soft_cap=layer.logit_cap, k_scale=layer.k_scale_float,
             v_scale=layer.v_scale_float,
         )  # fmt: skip
-        self._samples.attend(
-            layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=LOG2_UNIT
-        )
+        if sinks is not None:
+            out, lse = join_sinks(out, lse, sinks, lse_unit=LOG2_UNIT)
+        if samples is not None:
+            samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=LOG2_UNIT)
         return out.view(len(query), -1)
 
 
@@ -263,6 +283,7 @@ class PagedResident:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
         save_kv_cache: bool, *, with_samples: bool, rest: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `ResidentAttention.attend`."""
         if save_kv_cache:
@@ -277,6 +298,8 @@ class PagedResident:
             query, keys, values, self._table.slots[:size], self._table.attended[:size],
             scale=layer.scaling,
         )  # fmt: skip
+        if sinks is not None:
+            out, lse = join_sinks(out, lse, sinks)
         if self._samples is not None and with_samples:
             self._samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=1.0)
         if rest is not None:

@@ -25,6 +25,8 @@ _PLAIN_ROTARY = {
 """SGLang's rotary embeddings that do no more than look up `cos_sin_cache`."""
 _PLAIN_NORMS = {"RMSNorm", "MiniMaxM2RMSNormTP"}
 """SGLang's norms that are an RMS norm; their relatives weigh otherwise."""
+_OFFSET_NORMS = {"Gemma3RMSNorm"}
+"""Those whose weights count from one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +93,16 @@ class QueryLayer:
             weight, scale = quantize_query_weight(weight, place.device)
         if query_norm is not None:
             size = place.width if self.is_normed_whole else place.head_dim
-            own_norm = _own_part(name, query_norm.weight.detach(), size)
+            own_norm = _own_part(name, _weight_of(query_norm), size)
         return QueryWeights(
             head_dim=place.head_dim,
             weight=weight.to(place.device),
             weight_scale=scale,
             bias=self.bias,
-            norm=None if norm is None else norm.weight.detach(),
-            norm_eps=0.0 if norm is None else float(norm.variance_epsilon),
+            norm=None if norm is None else _weight_of(norm),
+            norm_eps=_epsilon_of(norm),
             query_norm=own_norm,
-            query_norm_eps=0.0 if query_norm is None else float(query_norm.variance_epsilon),
+            query_norm_eps=_epsilon_of(query_norm),
             rotates_neighbours=not self.rotary.is_neox_style,
         )
 
@@ -152,5 +154,18 @@ def _own_part(name: str, weight: torch.Tensor, size: int) -> torch.Tensor:
 
 def _is_plain_norm(norm: Any) -> bool:
     """Whether `norm` is an RMS norm over whole vectors."""
-    is_named_so = type(norm).__name__ in _PLAIN_NORMS
+    is_named_so = type(norm).__name__ in _PLAIN_NORMS | _OFFSET_NORMS
     return is_named_so and getattr(norm, "variance_size_override", None) is None
+
+
+def _weight_of(norm: Any) -> torch.Tensor:
+    """Return what a normalised vector is multiplied with: the weight, or a copy that is 1 more."""
+    weight: torch.Tensor = norm.weight.detach()
+    return 1.0 + weight.float() if type(norm).__name__ in _OFFSET_NORMS else weight
+
+
+def _epsilon_of(norm: Any) -> float:
+    if norm is None:
+        return 0.0
+    is_offset = type(norm).__name__ in _OFFSET_NORMS
+    return float(norm.eps if is_offset else norm.variance_epsilon)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class LiveQueryPredictor:
         Of the hidden states, and so of a dequantised W_q.
     checkpoint : QueryCheckpoint, optional
         Files that a quantised W_q is read from; None if the model was not loaded from any.
+    skipped : Collection[int]
+        Layers that attend to a sliding window, and that nothing is predicted for.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class LiveQueryPredictor:
         is_int8: bool = False,
         dtype: torch.dtype = torch.float32,
         checkpoint: QueryCheckpoint | None = None,
+        skipped: Collection[int] = (),
     ) -> None:
         self._model = model
         self._place = QueryPlace(
@@ -75,7 +79,8 @@ class LiveQueryPredictor:
             dtype=dtype,
             checkpoint=checkpoint,
         )
-        self._layers: list[QueryLayer] = []
+        self._skipped = frozenset(skipped)
+        self._layers: list[QueryLayer | None] = []
 
     def load(self) -> None:
         """Take what is needed of each layer; only for policies that predict queries.
@@ -87,48 +92,63 @@ class LiveQueryPredictor:
         """
         name, entry = type(self._model).__name__, architecture_of(self._model)
         self._layers = [
-            QueryLayer.of(f"{name}, layer {i}", i, layer, entry, self._place)
+            None
+            if i in self._skipped
+            else QueryLayer.of(f"{name}, layer {i}", i, layer, entry, self._place)
             for i, layer in enumerate(layers_of(self._model))
         ]
-        num_fused = sum(layer.fused is not None for layer in self._layers)
+        kept = self._kept
+        num_fused = sum(layer.fused is not None for layer in kept)
         is_int8 = self._place.is_int8
         logger.info(
             "queries of %d of %d layers in one operation%s",
-            num_fused, len(self._layers), ", W_q in int8" if is_int8 and num_fused else "",
+            num_fused, len(kept), ", W_q in int8" if is_int8 and num_fused else "",
         )  # fmt: skip
-        if is_int8 and num_fused < len(self._layers):
+        if is_int8 and num_fused < len(kept):
             logger.warning(
                 "predictor_dtype=int8: %d layers of %s are built of other norms or rotary "
-                "embeddings, and keep W_q as it is", len(self._layers) - num_fused, name,
+                "embeddings, and keep W_q as it is", len(kept) - num_fused, name,
             )  # fmt: skip
 
-    def weights(self) -> tuple[list[QueryWeights], torch.Tensor]:
+    @property
+    def _kept(self) -> list[QueryLayer]:
+        return [layer for layer in self._layers if layer is not None]
+
+    def weights(self) -> tuple[list[QueryWeights | None], torch.Tensor]:
         """Return what predicts in one operation: weights of each layer, and the rotation.
 
         Returns
         -------
-        layers : list of QueryWeights
-            Of each layer.
+        layers : list of QueryWeights or None
+            Of each layer; None where nothing is predicted.
         cos_sin : torch.Tensor
             ``[num_positions, rotary_dim]``; see `predict_query`.
 
         Raises
         ------
         ContractError
-            If a layer's query takes more than one operation.
+            If a layer's query takes more than one operation, or layers turn queries differently.
         """
-        fused = [layer.fused for layer in self._layers]
-        found = [weights for weights in fused if weights is not None]
-        if len(found) < len(fused):
+        kept = self._kept
+        if any(layer.fused is None for layer in kept):
             raise ContractError(
                 f"{type(self._model).__name__} is built of other norms or rotary embeddings than "
                 "those that another process can predict queries with; use --cache-ranks 0"
             )
-        return found, self._layers[0].rotary.cos_sin_cache
+        cos_sin: torch.Tensor = kept[0].rotary.cos_sin_cache
+        others = (x.rotary.cos_sin_cache for x in kept if x.rotary is not kept[0].rotary)
+        if not all(torch.equal(cos_sin, other) for other in others):
+            raise ContractError(
+                f"{type(self._model).__name__}: layers that attend to the whole context turn "
+                "queries by different angles, and another process has one table; use --cache-ranks "
+                "0"
+            )
+        return [None if layer is None else layer.fused for layer in self._layers], cos_sin
 
     def __call__(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``; `hidden` stays as it is."""
         own = self._layers[layer]
+        assert own is not None  # nothing is selected for skipped layers
         if own.fused is None:
             return own.call(hidden, positions)
         # Looked up anew: SGLang may put a longer cache in its place.

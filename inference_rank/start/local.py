@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSetting
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
+from tandemkv.inference_rank.attention.native_sinks import NativeSinks
 from tandemkv.inference_rank.attention.pool import as_stored, token_slots
 from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
@@ -39,7 +41,11 @@ from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
 from tandemkv.inference_rank.links.peer_memory import seen_from, with_index
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
-from tandemkv.inference_rank.live_model import check_live_attention, layers_of
+from tandemkv.inference_rank.live_model import (
+    architecture_of,
+    check_live_attention,
+    layers_of,
+)
 from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.query_checkpoint import checkpoint_of
 from tandemkv.inference_rank.refresh import RefreshSchedule, Vocabulary, schedule_for
@@ -113,6 +119,7 @@ def create_backend(runner: Any) -> ResidentBackend:
         is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=is_far) == "int8",
         dtype=runner.dtype,
         checkpoint=checkpoint_of(runner),
+        skipped=model.windowed_layers,
     )
     rank = create_engine(
         model=model,
@@ -258,17 +265,8 @@ def make_home(
                 resident.samples, num_resident=width, num_dense=num_dense, **sample_sizes
             )
         return OwnSet(pool, RingTable(**sizes), resident, own)
-    needed = num_slots + rows1 * width
-    if pool.k_buffer[0].shape[0] < needed:
-        raise ContractError(
-            f"SGLang's pool has {pool.k_buffer[0].shape[0]} slots, resident sets need {needed}: it "
-            "was not built by the plugin"
-        )
     shape = (rows1, width, model.num_kv_heads, model.head_dim)
-    sets = [
-        (k[num_slots:needed].view(shape), v[num_slots:needed].view(shape))
-        for k, v in zip(as_stored(pool, pool.k_buffer), as_stored(pool, pool.v_buffer), strict=True)
-    ]
+    sets = _behind_tokens(pool, num_slots, shape, model.windowed_layers)
     samples = None
     if selection.num_samples:
         if mapped is not None:
@@ -281,6 +279,32 @@ def make_home(
     )
 
 
+def _behind_tokens(
+    pool: Any, num_slots: int, shape: tuple[int, int, int, int], windowed: Collection[int]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each layer's resident sets of `shape` ``[rows, R, H, D]``; R is 0 in `windowed` ones.
+
+    Raises
+    ------
+    ContractError
+        If there is no room for them behind the `num_slots` of tokens.
+    """
+    sets = []
+    stored = (as_stored(pool, pool.k_buffer), as_stored(pool, pool.v_buffer))
+    for layer, buffers in enumerate(zip(*stored, strict=True)):
+        width = 0 if layer in windowed else shape[1]
+        needed = num_slots + shape[0] * width
+        if len(buffers[0]) < needed:
+            raise ContractError(
+                f"SGLang's pool has {len(buffers[0])} slots, resident sets need {needed}: it was "
+                "not built by the plugin"
+            )
+        own = (shape[0], width, *shape[2:])
+        k, v = (buffer[num_slots:needed].view(own) for buffer in buffers)
+        sets.append((k, v))
+    return sets
+
+
 def _beside_the_model(mapped: MappedTensors) -> Allocate:
     """Return what gives the tensors on the model's GPU, which the engine writes to."""
 
@@ -291,8 +315,15 @@ def _beside_the_model(mapped: MappedTensors) -> Allocate:
 
 
 def full_backend(runner: Any) -> Any:
-    """SGLang's own attention backend for the device."""
-    if torch.device(runner.device).type == "cuda":
+    """SGLang's own attention backend for the device, one that takes sinks if the model has them."""
+    is_cuda = torch.device(runner.device).type == "cuda"
+    if architecture_of(runner.model).has_sinks:
+        if not is_cuda:
+            return NativeSinks(runner)
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+        return TritonAttnBackend(runner)
+    if is_cuda:
         from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
         return FlashInferAttnBackend(runner, init_new_workspace=True)

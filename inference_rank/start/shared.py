@@ -185,6 +185,7 @@ def _put_predictor(
         == "int8",
         dtype=runner.dtype,
         checkpoint=checkpoint_of(runner),
+        skipped=model.windowed_layers,
     )
     predictor.load()
     put_weights(mapped, *predictor.weights())

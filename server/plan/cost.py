@@ -147,21 +147,25 @@ def predict_step(
     weights_us = shape.step_weight_bytes(batch) / tp_size / cost.weight_bandwidth * 1e6
     overhead_us = layers * (cost.layer_overhead_us + batch * per_request)
     dense_us = attention_us(shape, batch, load.context_tokens, tp_size, cost)
+    full = shape.num_full_layers
+    window_tokens = min(load.context_tokens, shape.window)
+    windows_us = (layers - full) * attention_us(shape, batch, window_tokens, tp_size, cost)
     if placement.kind is PlacementKind.DENSE or not load.is_sparse:
         return StepTime(
             weights_ms=weights_us / 1e3,
             overhead_ms=overhead_us / 1e3,
-            attention_ms=layers * dense_us / 1e3,
+            attention_ms=(full * dense_us + windows_us) / 1e3,
         )
-    overhead_us += layers * batch * cost.sparse_request_us
-    exact = min(len(load.exact_layers), layers)
-    sparse = layers - exact
+    overhead_us += full * batch * cost.sparse_request_us
+    exact = min(len(set(load.exact_layers) - set(shape.windowed_layers)), full)
+    sparse = full - exact
     set_tokens = min(load.context_tokens, load.set_tokens)
     resident_us = attention_us(shape, batch, set_tokens, tp_size, cost)
     resident_us += samples_us(shape, load, tp_size, cost)
     model_us = (weights_us + overhead_us) / layers + resident_us
     # What follows an anchor takes its rows and no more.
-    scanned = min(1.0, load.num_scanned(layers) / max(1, sparse))
+    num_scanned = load.num_scanned(layers, shape.windowed_layers)
+    scanned = min(1.0, num_scanned / max(1, sparse))
     if placement.kind is PlacementKind.IN_PROCESS:
         select_us, exposed_us = _own_selection(placement, shape, load, scanned, cost)
         exact_us = dense_us
@@ -175,7 +179,7 @@ def predict_step(
     return StepTime(
         weights_ms=weights_us / 1e3,
         overhead_ms=overhead_us / 1e3,
-        attention_ms=sparse * resident_us / 1e3,
+        attention_ms=(sparse * resident_us + windows_us) / 1e3,
         exact_layers_ms=exact * exact_us / 1e3,
         exposed_selection_ms=sparse * exposed_us / 1e3,
         selection_ms=sparse * select_us / 1e3,
@@ -257,7 +261,7 @@ def selection_us(
     `predictor_dtype` is that of the W_q that is read, a copy unless ``native``.
     """
     size = shape.predictor_copy_bytes(predictor_dtype)
-    predictor = size / shape.num_layers / num_shards / cost.weight_bandwidth
+    predictor = size / shape.num_full_layers / num_shards / cost.weight_bandwidth
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
     scan = scan_us(shape, load, num_shards, cost)
     topk = keys * 4 / cost.topk_bandwidth

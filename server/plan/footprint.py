@@ -90,7 +90,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     # In one process samples stay where the pool has them.
     is_own = placement.kind is not PlacementKind.IN_PROCESS
     rows = (load.concurrency + 1) * (load.row_tokens if is_own else load.set_tokens)
-    resident = _shard(rows * shape.kv_token_bytes, tp_size)
+    resident = _shard(rows * shape.set_token_bytes, tp_size)
     index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
     dequantised = shape.predictor_bytes if shape.is_quantised and load.predicts else 0
     if placement.kind is PlacementKind.IN_PROCESS:
@@ -129,9 +129,9 @@ def index_bytes(shape: ModelShape, load: Workload) -> int:
     """Bytes of the key index beside the KV, unsharded; none if keys are scanned as they are."""
     if load.index_dtype == "native" or not load.selects:
         return 0
-    layers = shape.num_layers
+    layers = shape.num_full_layers
     if load.anchors is not None:
-        layers = load.num_scanned(layers)
+        layers = load.num_scanned(shape.num_layers, shape.windowed_layers)
     heads = layers * shape.num_kv_heads
     return math.ceil(load.total_tokens * heads * load.index_head_token_bytes(shape))
 
@@ -157,7 +157,7 @@ def book_bytes(shape: ModelShape, load: Workload) -> int:
     """
     if not load.selects:
         return 0
-    slots = shape.num_layers * (load.concurrency + 1) * shape.num_kv_heads * load.num_resident
+    slots = shape.num_full_layers * (load.concurrency + 1) * shape.num_kv_heads * load.num_resident
     return BOOK_COPIES * 2 * 4 * slots
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.architectures import Architecture
-from tandemkv.cache_rank.protocol.attention_config import check_attention
+from tandemkv.cache_rank.protocol.attention_config import check_attention, windowed_layers
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
 from tandemkv.cache_rank.protocol.weight_formats import read_weight_format
@@ -52,6 +52,7 @@ class ModelShape:
     otherwise; `mlp_matrices` is 3 with a gate, else 2; `experts` is None for a dense model.
     `matrix_bits` is the size of an element of the layers' matrices if those are quantised, else 0;
     their norms and routers are counted with them, embeddings and output are not quantised.
+    `windowed_layers` attend to `window` tokens, and nothing is selected for them.
     """
 
     name: str
@@ -68,6 +69,8 @@ class ModelShape:
     experts: ExpertShape | None = None
     kv_item_bytes: int | None = None
     matrix_bits: float = 0.0
+    windowed_layers: tuple[int, ...] = ()
+    window: int = 0
 
     def with_kv_dtype(self, kv_dtype: str) -> ModelShape:
         """Return the shape with K and V of a dtype, as ``cache.kv_dtype`` names it."""
@@ -82,6 +85,11 @@ class ModelShape:
     def is_quantised(self) -> bool:
         """Whether the layers' matrices are, so that W_q is held once more to predict queries."""
         return self.matrix_bits > 0
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers that attend to the whole context."""
+        return self.num_layers - len(self.windowed_layers)
 
     @property
     def attention_parameters(self) -> int:
@@ -147,9 +155,9 @@ class ModelShape:
 
     @property
     def predictor_bytes(self) -> int:
-        """What queries are predicted with: W_q, dequantised, and norm of every layer."""
+        """What queries are predicted with: W_q, dequantised, and norm of the full layers."""
         width = self.num_qo_heads * self.head_dim + 1
-        return self.num_layers * self.hidden_size * width * self.item_bytes
+        return self.num_full_layers * self.hidden_size * width * self.item_bytes
 
     def predictor_copy_bytes(self, dtype: str) -> int:
         """Return what a cache GPU keeps of that: a copy, or W_q in int8 with scales per row."""
@@ -157,7 +165,7 @@ class ModelShape:
             return self.predictor_bytes
         width = self.num_qo_heads * self.head_dim
         layer = width * (self.hidden_size + 4) + self.hidden_size * self.item_bytes
-        return self.num_layers * layer
+        return self.num_full_layers * layer
 
     @property
     def kv_layer_token_bytes(self) -> int:
@@ -168,6 +176,11 @@ class ModelShape:
     def kv_token_bytes(self) -> int:
         """K and V of one token, all layers."""
         return self.num_layers * self.kv_layer_token_bytes
+
+    @property
+    def set_token_bytes(self) -> int:
+        """K and V of one token of a resident set, which full layers have."""
+        return self.num_full_layers * self.kv_layer_token_bytes
 
 
 BUILT_IN_SHAPES: Mapping[str, ModelShape] = {
@@ -247,10 +260,12 @@ def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> Mode
             head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
             intermediate_size=_dense_size(config, entry),
             vocab_size=int(config["vocab_size"]),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=bool(config.get("tie_word_embeddings", entry.ties_embeddings)),
             item_bytes=ITEM_BYTES[dtype],
             mlp_matrices=entry.mlp_matrices,
             experts=_experts(config, entry),
+            windowed_layers=windowed_layers(config, entry),
+            window=int(config.get("sliding_window") or 0) if entry.full_every else 0,
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UnsupportedModelError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -115,9 +116,10 @@ class Workload:
         """Tokens whose KV is kept."""
         return self.capacity_tokens or self.context_tokens * self.concurrency
 
-    def num_scanned(self, num_layers: int) -> int:
-        """Layers whose keys are scanned, of `num_layers`."""
-        sparse = max(0, num_layers - len(self.exact_layers))
+    def num_scanned(self, num_layers: int, windowed: Sequence[int] = ()) -> int:
+        """Layers whose keys are scanned, of `num_layers`; those of `windowed` are not."""
+        others = {*self.exact_layers, *windowed}
+        sparse = max(0, num_layers - len(others))
         if self.anchors is None:
             return sparse
         if not self.anchors:
@@ -125,7 +127,7 @@ class Workload:
         from tandemkv.cache_rank.calibration.resolve import share_of
 
         sources = share_of(self.anchors, ((),) * num_layers).sources
-        return len({sources[x] for x in range(num_layers) if x not in self.exact_layers})
+        return len({sources[x] for x in range(num_layers) if x not in others})
 
     @property
     def set_tokens(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models built unlike the embedded one: query norms, biases, scaled RoPE.
+"""Models built unlike the embedded one: query norms, biases, scaled RoPE, sliding windows.
 
 Weights are random, and large enough that tokens depend on what is attended to.
 """
@@ -31,6 +31,15 @@ LLAMA3 = {
 MODELS = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen2": ("Qwen2", {}),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 48,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        },
+    ),
     "mistral": ("Mistral", {"head_dim": 32, "sliding_window": None, "rope_parameters": LLAMA3}),
 }
 BOUNDED = {
@@ -58,11 +67,11 @@ def make_model(name: str, folder: Path) -> None:
     kind, changes = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SHAPE, **changes)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:
-                parameter.uniform_(0.6, 1.4)
+                parameter.uniform_(0.6, 1.4).sub_(1.0 if name == "gemma3" else 0.0)
             else:
                 parameter.normal_(0.0, 0.05 if "embed" in key else 0.1)
     model.save_pretrained(folder)
@@ -72,7 +81,10 @@ def make_model(name: str, folder: Path) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", "mistral"))],
+    params=[
+        "qwen3",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", "gemma3", "mistral")),
+    ],
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """One prompt that fits the resident set, and two that are several times as long."""

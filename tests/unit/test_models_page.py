@@ -21,6 +21,7 @@ STAND_INS = {
     "Qwen2MoeForCausalLM": "1",
     "MiniMaxM2ForCausalLM": "2",
     "Ernie4_5_MoeForCausalLM": "3",
+    "GptOssForCausalLM": "4",
 }
 """Numbers of the page's notes on parts of SGLang that do not run on every CPU."""
 
@@ -44,6 +45,10 @@ def differs(entry: Architecture) -> str:
         found.append("experts")
     if entry.mlp_matrices == 2:
         found.append("MLP without a gate")
+    if entry.full_every:
+        found.append("layers with a sliding window")
+    if entry.has_sinks:
+        found.append("attention sinks")
     return "; ".join(found)
 
 

@@ -285,7 +285,8 @@ def _configurations(
         )
     if not found:
         raise SettingsError("nothing to measure: no policy is given and dense is left out")
-    return found
+    windowed = list(spec.windowed_layers)
+    return [msgspec.structs.replace(x, windowed_layers=windowed) for x in found]
 
 
 def _prompts(

@@ -45,6 +45,8 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Layers that attend to everything.
     num_layers : int
         Layers of the model.
+    windowed_layers : list of int
+        Those that attend to a sliding window, as stock SGLang does. They do not count.
     selection : dict
         Settings of the group ``selection``.
     sees_question : str
@@ -64,6 +66,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_layers: int
     remote_tokens: int = 0
     exact_layers: list[int] = []
+    windowed_layers: list[int] = []
     selection: dict[str, Setting] = {}
     sees_question: str = ""
     variant: str = ""
@@ -83,9 +86,10 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.system == "sglang" and self.policy == DENSE
 
     def attended_share(self, share_elsewhere: float) -> float:
-        """Share over all layers, given that of layers that are not exact."""
-        exact = len(self.exact_layers)
-        return (exact + (self.num_layers - exact) * share_elsewhere) / self.num_layers
+        """Share over all layers without a window, given that of layers that are not exact."""
+        exact = len(set(self.exact_layers) - set(self.windowed_layers))
+        num_layers = self.num_layers - len(self.windowed_layers)
+        return (exact + (num_layers - exact) * share_elsewhere) / num_layers
 
 
 class Budget(NamedTuple):

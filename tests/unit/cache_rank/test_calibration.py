@@ -174,6 +174,18 @@ def test_a_file_of_another_model_or_policy_is_refused(tmp_path: Path) -> None:
     resolve(path, msgspec.structs.replace(MODEL, dtype="bfloat16", max_context=64))
 
 
+def test_an_anchor_with_a_window_is_refused() -> None:
+    model = msgspec.structs.replace(MODEL, windowed_layers=(0,))
+    capabilities = find_policy("kascade").capabilities
+    with pytest.raises(CalibrationError, match=r"layer 1 follows anchor 0.*--anchors.*1,2"):
+        resolve_calibration(SelectionSettings(policy="kascade", anchors=(0,)), model, capabilities)
+    found = resolve_calibration(
+        SelectionSettings(policy="kascade", anchors=(1,)), model, capabilities
+    )
+    assert found.share is not None
+    assert found.share.sources == (0, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("model", "anchors"), [(QWEN3_8B, (0, 2, 7, 14, 23)), (LLAMA31_8B, (0, 2, 8, 13, 14))]
 )

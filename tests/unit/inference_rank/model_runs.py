@@ -65,7 +65,7 @@ def server_args(model: Path, backend: str, **more: Any) -> Any:
         model_path=str(model), attention_backend=backend, device="cpu", dtype="float32",
         max_total_tokens=CAPACITY, max_running_requests=4, chunked_prefill_size=CAPACITY,
         disable_cuda_graph=True, disable_overlap_schedule=True, sampling_backend="pytorch",
-        grammar_backend="none", skip_tokenizer_init=True, **more,
+        grammar_backend="none", skip_tokenizer_init=True, disable_hybrid_swa_memory=True, **more,
     )  # fmt: skip
 
 

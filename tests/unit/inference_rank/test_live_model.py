@@ -65,6 +65,13 @@ def test_a_scale_that_the_configuration_does_not_have_is_found() -> None:
         check_live_attention(make_model(), plain)
 
 
+def test_layers_with_a_window_are_those_of_the_configuration() -> None:
+    spec = msgspec.structs.replace(SPEC, windowed_layers=(1,))
+    check_live_attention(make_model(sliding_window_size=1023), spec)
+    with pytest.raises(ContractError, match=r"layer 1.*window -1, not one"):
+        check_live_attention(make_model(), spec)
+
+
 def test_layers_without_attention_are_refused() -> None:
     model = make_model()
     del model.model.layers[1].self_attn

@@ -8,6 +8,7 @@ with.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,11 @@ _YARN = {
 }  # fmt: skip
 _HALF = _PLAIN | {"partial_rotary_factor": 0.5}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_WINDOWS = {
+    "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 48,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+}  # fmt: skip
+"""The first and the last layer have a window, which both prompts are longer than."""
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GRANITE = {
     "attention_multiplier": 0.11, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
@@ -123,6 +129,22 @@ MODELS = {
             "moe_num_shared_experts": 1, "moe_layer_start_index": 1,
         },
     ),
+    "gemma3": TinyModel(
+        "Gemma3ForCausalLM",
+        "Gemma3Text",
+        {
+            **_WINDOWS, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": _PLAIN, "full_attention": _PLAIN | {"rope_theta": 1e6},
+            },
+        },
+    ),
+    "gpt-oss": TinyModel(
+        "GptOssForCausalLM",
+        "GptOss",
+        {**_WINDOWS, **_LOCAL, "rope_parameters": _YARN | {"truncate": False}},
+        {"swiglu_limit": 7.0},
+    ),
 }  # fmt: skip
 
 
@@ -137,11 +159,14 @@ def write_model(name: str, folder: Path) -> None:
     architecture, kind, changes, written = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**_SHAPE, **changes})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = getattr(transformers, architecture)(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key and parameter.dim() == 1:
                 parameter.uniform_(0.6, 1.4)
+            elif "sinks" in key:  # as SGLang keeps them, and large enough to matter
+                parameter.uniform_(0.0, 6.0)
+                parameter.copy_(parameter.bfloat16())
             else:
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(folder)
@@ -155,8 +180,7 @@ class Reference:
 
     def __init__(self, name: str, folder: Path) -> None:
         AttentionInterface.register("captured", _attend)
-        kind = MODELS[name].kind
-        self._model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
+        self._model = getattr(transformers, MODELS[name].architecture).from_pretrained(
             folder, dtype=torch.float64, attn_implementation="captured"
         )
         self._model.eval()
@@ -183,7 +207,12 @@ class Reference:
     def query(self, layer: int, stream: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return a layer's query ``[n, Hq, D]`` for a stream ``[n, hidden]`` of any tokens."""
         module, stream = self._model.model.layers[layer], stream.double()[None]
-        angles = self._model.model.rotary_emb(stream, positions[None])
+        kinds = getattr(self._model.config, "layer_types", None)
+        rotary = self._model.model.rotary_emb
+        by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
+        angles = rotary(
+            stream, positions[None], **({"layer_type": kinds[layer]} if by_kind else {})
+        )
         module(stream, position_embeddings=angles, position_ids=positions[None])
         found: torch.Tensor = module.self_attn.captured[0]
         return found.transpose(0, 1)
@@ -191,11 +220,37 @@ class Reference:
 
 def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any,
-    *, scaling: float, **_: Any,
+    *, scaling: float, sliding_window: int | None = None, s_aux: torch.Tensor | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attend causally, in float64 to the end, and keep the query ``[1, Hq, n, D]``."""
     module.captured = query
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2), None
+    window = None if sliding_window is None else sliding_window - 1
+    out = attend_by_definition(
+        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux,
+        scale=scaling, window=window,
+    )  # fmt: skip
+    return out[None], None
+
+
+def attend_by_definition(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None,
+    *, scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return causal attention of the last m of n tokens ``[m, Hq, D]``, by one softmax.
+
+    `window` tokens before its own are attended to; None: all. ``sinks [Hq]`` are logits of tokens
+    that have no value.
+    """
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+    logits = torch.einsum("mhd,nhd->hmn", query, keys) * scale
+    own = torch.arange(len(keys) - len(query), len(keys))[:, None]
+    behind = own - torch.arange(len(keys))
+    hidden = behind < 0 if window is None else (behind < 0) | (behind > window)
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(logits.dtype)[:, None, None].expand(-1, len(query), -1)
+        logits = torch.cat((logits, column), -1)
+    weights = logits.softmax(-1)[..., : len(keys)]
+    return torch.einsum("hmn,nhd->mhd", weights, values)

@@ -12,6 +12,7 @@ from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgra
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 
 
@@ -27,6 +28,8 @@ def program_of(
     index_interval: int = 0,
     keeps_queries: bool = False,
     all_exact: bool = False,
+    windowed: tuple[int, ...] = (),
+    placement: Placement | None = None,
 ) -> EngineProgram:
     model = ModelSpec(
         architecture="LlamaForCausalLM",
@@ -38,6 +41,7 @@ def program_of(
         max_context=4096,
         dtype="bfloat16",
         model_hash="0",
+        windowed_layers=tuple(x for x in windowed if x < num_layers),
     )
     rule = RefreshRule.PERIOD if timing is Timing.EXACT_STEP else RefreshRule.NEVER
     selection = SelectionSettings(
@@ -48,7 +52,7 @@ def program_of(
     )
     return EngineProgram(
         model,
-        RankSettings(selection=selection),
+        RankSettings(selection=selection, placement=placement or Placement()),
         timing=timing,
         traits=PolicyTraits(layer_sources=sources, slow_heads=slow_heads),
         all_exact=all_exact,
@@ -71,6 +75,7 @@ def programs(draw: st.DrawFn) -> EngineProgram:
         sources=sources if shares else (),
         index_interval=draw(st.sampled_from([0, 1, 16])),
         keeps_queries=draw(st.booleans()),
+        windowed=() if shares else tuple(draw(st.sets(st.integers(0, num_layers - 1)))),
     )
 
 
@@ -99,6 +104,28 @@ def test_streams_reach_each_layer_that_is_predicted_for_before_it_attends(
     assert program.last_entry == max((entry for entry, _ in targets), default=-1)
     for entry, _ in targets:
         assert program.reads_stream(entry) == program.needs_hidden
+
+
+def test_layers_with_a_window_are_left_to_sglang() -> None:
+    program = program_of(windowed=(0, 2, 4), exact_layers=())
+    assert program.selecting == program.sources == [1, 3, 5]
+    assert [program.is_sparse_layer(x) for x in range(6)] == [False, True] * 3
+    # Each from the stream of the layer before, which has a window.
+    assert [program.targets_of(x) for x in range(6)] == [(1,), (), (3,), (), (5,), ()]
+    assert program_of(windowed=(0, 2, 4), all_exact=True).selecting == [1, 3, 5]
+
+
+def test_late_layers_are_those_without_a_window() -> None:
+    assert program_of(windowed=(0,), exact_layers=(), late_layers=2).late_layers == (1,)
+    with pytest.raises(SettingsError, match=r"late_layers=2: too many.*at most 1"):
+        program_of(windowed=(3, 4, 5), exact_layers=(), late_layers=2)
+
+
+def test_windows_do_not_reach_another_gpu() -> None:
+    far = Placement(link="peer", model_device="cuda", engine_device="cuda")
+    with pytest.raises(SettingsError, match=r"sliding window.*--cache-ranks 0"):
+        program_of(windowed=(0,), placement=far)
+    program_of(placement=far)
 
 
 @given(programs(), st.sampled_from(DecodeKind))

@@ -84,7 +84,7 @@ def test_without_kv_heads_each_head_has_its_own(tmp_path: Path) -> None:
         ({"use_sliding_window": True, "sliding_window": 128}, "sliding-window"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 256}, "sliding-window"),
         ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 256}, "sliding-window"),
-        ({"architectures": ["GptOssForCausalLM"]}, r"attention sinks.*docs/models\.md"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, r"caps its attention.*docs/models\.md"),
         ({"architectures": ["GlmForCausalLM"]}, r"not in the list.*docs/models\.md"),
         ({"architectures": "Qwen2ForCausalLM"}, "unknown"),
         ({"layer_types": ["linear_attention"]}, "linear_attention are not supported"),
@@ -113,6 +113,54 @@ def test_unsupported_models_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=match):
         read_model_spec(_write(tmp_path, **changes), dtype="float32")
+
+
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 256, "sliding_window": 64}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windowed"),
+    [
+        ({**GEMMA, "num_hidden_layers": 7}, (0, 1, 2, 3, 4, 6)),  # each sixth has none
+        ({**GEMMA, "sliding_window_pattern": 3}, (0, 1)),
+        ({**GEMMA, "layer_types": ["full_attention", "sliding_attention"] * 2}, (1,)),
+        (GPT_OSS, (0, 2)),
+        ({**GPT_OSS, "layer_types": ["full_attention"] * 3}, ()),
+    ],
+)
+def test_layers_with_a_window_are_named(
+    tmp_path: Path, changes: dict[str, object], windowed: tuple[int, ...]
+) -> None:
+    spec = read_model_spec(_write(tmp_path, **changes), dtype="float32")
+    assert spec.windowed_layers == windowed
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
+
+
+def test_gemma_scales_by_a_field_of_its_own(tmp_path: Path) -> None:
+    changes = {**GEMMA, "sliding_window_pattern": 3}
+    assert read_model_spec(_write(tmp_path, **changes), dtype="float32").scale == 256**-0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"layer_types": ["sliding_attention"] * 3}, "no layer attends to the whole context"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+        ({"layer_types": ["full_attention"] * 2 + ["chunked_attention"]}, "chunked_attention"),
+        ({"use_bidirectional_attention": True}, "attend to later ones"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8}}, "rope_type=linear.*no scaling"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear"}}},
+            "rope_type=linear.*no scaling",
+        ),
+    ],
+)
+def test_hybrids_that_cannot_be_served(
+    tmp_path: Path, changes: dict[str, object], match: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        read_model_spec(_write(tmp_path, **GEMMA, **changes), dtype="float32")
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{"])

@@ -109,6 +109,20 @@ def test_two_gpus_split_the_heads(tmp_path: Path, gpus: Any) -> None:
     assert "1+1" in said[0]
 
 
+def test_a_model_with_windows_stays_on_one_gpu(
+    tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(2)
+    spec = msgspec.structs.replace(SPEC, windowed_layers=tuple(range(0, 36, 2)))
+    monkeypatch.setitem(globals(), "SPEC", spec)
+    settings, said = resolve(tmp_path)
+    assert settings.cache_ranks == 0
+    assert "1+1" not in said[0].split("; ", 1)[0]
+    for given in ({"cache_ranks": 1}, {"transport": "peer"}):
+        with pytest.raises(SettingsError, match=r"sliding window.*--cache-ranks 0"):
+            resolve(tmp_path, **given)
+
+
 @pytest.mark.parametrize("given", [{"cache_ranks": 1}, {"transport": "shared"}])
 def test_a_cache_rank_on_two_gpus_is_a_process_that_maps_memory(
     tmp_path: Path, gpus: Any, given: dict[str, Any]

@@ -232,7 +232,7 @@ def test_the_plan_of_a_cpu_launch(
         "--host 127.0.0.1", f"--port {launch.port}", "--max-total-tokens 4096", "--page-size 1",
         "--device cpu", "--dtype float32", "--disable-overlap-schedule", "--disable-cuda-graph",
         "--chunked-prefill-size 2048", "--max-running-requests 8", "--enable-metrics",
-        "--kv-cache-dtype auto",
+        "--kv-cache-dtype auto", "--disable-hybrid-swa-memory",
     ):  # fmt: skip
         assert part in line
     assert plan.sglang.argv[-2:] == ("--log-level", "x")

@@ -50,6 +50,19 @@ def dense(tp_size: int) -> Placement:
     return Placement(kind=DENSE, tp_size=tp_size)
 
 
+def test_layers_with_a_window_attend_to_it_and_select_nothing() -> None:
+    hybrid = replace(TINY, num_layers=4, windowed_layers=(0, 2, 3), window=10)
+    one = predict_step(dense(1), TINY, TINY_LOAD, UNIT)
+    found = predict_step(dense(1), hybrid, TINY_LOAD, UNIT)
+    assert found.attention_ms == pytest.approx(one.attention_ms + 3 * (1 + 3 * 10 * 16) / 1e3)
+    own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
+    one, found = (predict_step(own, x, TINY_LOAD, UNIT) for x in (TINY, hybrid))
+    assert found.selection_ms == pytest.approx(one.selection_ms)
+    assert found.attention_ms == pytest.approx(one.attention_ms + 3 * (1 + 3 * 10 * 16) / 1e3)
+    exact = replace(TINY_LOAD, exact_layers=(0, 1))
+    assert predict_step(own, hybrid, exact, UNIT).selection_ms == 0
+
+
 def test_dense_by_hand() -> None:
     step = predict_step(dense(1), TINY, TINY_LOAD, UNIT)
     parameters = 2 * (2 * 4) + 2 * (2 * 4) + 3 * 4 + 4  # q and o, k and v, MLP, norms

@@ -63,6 +63,27 @@ def test_fp8_halves_k_and_v_alone() -> None:
     assert native.index_head_token_bytes(QWEN) == 256
 
 
+def test_only_full_layers_have_sets_and_an_index() -> None:
+    hybrid = replace(TINY, num_layers=6, windowed_layers=(0, 1, 3, 5), window=8)
+    full = replace(TINY, num_layers=2)
+    placement = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
+    found, other = (memory_of(placement, x, LOAD).inference for x in (hybrid, full))
+    assert found.resident_set == other.resident_set
+    assert found.key_index == other.key_index
+    assert found.kv == 3 * other.kv  # SGLang keeps all tokens of all layers
+    assert hybrid.predictor_copy_bytes("int8") == full.predictor_copy_bytes("int8")
+
+
+def test_windows_are_read_from_the_configuration() -> None:
+    config = {**CONFIG, "architectures": ["GptOssForCausalLM"], "sliding_window": 128,
+              "num_local_experts": 8, "num_experts_per_tok": 2}  # fmt: skip
+    shape = shape_of_config(config, name="m", dtype="bfloat16")
+    assert shape.windowed_layers == tuple(range(0, 36, 2))
+    assert (shape.window, shape.num_full_layers) == (128, 18)
+    plain = shape_of_config({**CONFIG, "sliding_window": 128}, name="m", dtype="bfloat16")
+    assert (plain.windowed_layers, plain.window) == ((), 0)
+
+
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03)])
 def test_built_in_shapes_have_the_published_parameter_counts(name: str, billions: float) -> None:
     assert BUILT_IN_SHAPES[name].weight_bytes / 2 == pytest.approx(billions * 1e9, rel=2e-3)

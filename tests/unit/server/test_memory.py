@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch is said to need of the host's memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.server.memory import MemoryEstimate, estimate_memory
+from tandemkv.server.settings import ServeSettings
+
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    num_layers=6,
+    num_qo_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden_size=32,
+    max_context=4096,
+    dtype="float32",
+    model_hash="0",
+)
+LAYER_BYTES = 2 * 2 * 8 * 4
+"""K and V of one token in one layer."""
+
+
+def estimate(folder: Path, spec: ModelSpec, cache_ranks: int) -> MemoryEstimate:
+    (folder / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    settings = ServeSettings.model_validate(
+        {
+            "model": str(folder), "device": "cpu", "cache_ranks": cache_ranks,
+            "max_running_requests": 4, "cache": {"capacity_tokens": 4096},
+            "selection": {"budget_tokens": 128},
+        }
+    )  # fmt: skip
+    return estimate_memory(settings, spec, folder, device="cpu")
+
+
+def test_layers_with_a_window_have_room_for_sets_only_in_mapped_memory(tmp_path: Path) -> None:
+    hybrid = msgspec.structs.replace(SPEC, windowed_layers=(0, 1, 3, 4))
+    row_tokens = ServeSettings.model_validate(
+        {"model": "m", "selection": {"budget_tokens": 128}}
+    ).selection.row_tokens
+    one_layer = 4 * row_tokens * LAYER_BYTES
+    for spec, cache_ranks, num_layers in ((SPEC, 0, 6), (hybrid, 0, 2), (hybrid, 1, 6)):
+        found = estimate(tmp_path, spec, cache_ranks)
+        assert found.cache_bytes == 4096 * 6 * LAYER_BYTES
+        assert found.resident_bytes == num_layers * one_layer
