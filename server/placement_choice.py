@@ -24,6 +24,7 @@ from .plan.choose import (
     check_fits,
     choose_placement,
 )
+from .plan.constants import constants_here
 from .plan.placement import Placement as GpuPlacement
 from .plan.placement import PlacementKind, possible_placements
 from .plan.shape import ModelShape, shape_of_model
@@ -49,7 +50,8 @@ def resolve_placement(
     `cache_ranks`, `transport` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what
     `tandemkv plan` predicts to be fastest for `max_running_requests` requests that share the cache.
     `dense_tokens`, `dense_batch_tokens`, in-process on a GPU: the context of each request, and the
-    tokens of a whole step, from which selecting is predicted to pay.
+    tokens of a whole step, from which selecting is predicted to pay. Predictions have the constants
+    of this machine's profile, or those of one H200 (`constants_here`).
     `anchors`: those of a calibration that maps every head to itself, which tensor-parallel ranks
     can use as well.
     `index_dtype`: int4 where a GPU scans pages, a quarter of the bytes of bf16 keys; what is
@@ -255,14 +257,17 @@ def _with_dense_tokens(
     if selection.declared.keeps_sink_only:  # which attend to so much at any length
         return settings
     load, tp_size = _load(settings, spec), settings.tensor_parallel
-    tokens = break_even_tokens(shape, load, tp_size)
+    cost, note = constants_here()
+    tokens = break_even_tokens(shape, load, tp_size, cost)
     changes = {"dense_tokens": tokens}
     said = f"requests of up to {tokens} tokens attend to everything"
     if selection.dense_batch_tokens is None:
-        together = break_even_batch_tokens(shape, load, tp_size)
+        together = break_even_batch_tokens(shape, load, tp_size, cost)
         changes["dense_batch_tokens"] = together
         said += f", and so do all of a step that has no more than {together} in all"
-    progress(f"{said}: selecting pays beyond")
+    progress(f"{said}: selecting pays beyond, by constants of {cost.origin}")
+    if note:
+        progress(f"predicted times: {note}")
     changed = selection.model_copy(update=changes)
     return settings.model_copy(update={"selection": changed})
 
@@ -308,6 +313,7 @@ def _predicted_fastest(
         num_gpus=num_gpus,
         gpu_bytes=min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)),
         available=available,
+        cost=constants_here().cost,
     )
     if choice.chosen is None:
         raise SettingsError(f"{choice.reason}; `tandemkv plan` shows every placement")

@@ -31,11 +31,13 @@ class Choice:
     """All placements, and the one to take.
 
     `chosen` is None where none of tandemkv's placements fits; `reason` says why either way.
+    `cost` has the constants of the prediction.
     """
 
     plans: tuple[PlacementPlan, ...]
     chosen: PlacementPlan | None
     reason: str
+    cost: CostConstants = H200
 
 
 def plan_all(
@@ -100,9 +102,12 @@ def choose_placement(
         else:
             least = min(own, key=lambda plan: plan.memory.largest.total)
             reason = _overflow(least, shape, load, gpu_bytes)
-        return Choice(plans=plans, chosen=None, reason=reason)
+        return Choice(plans=plans, chosen=None, reason=reason, cost=cost)
     best = min(fitting, key=lambda plan: (plan.step.tpot_ms, plan.placement.num_gpus))
-    return Choice(plans=plans, chosen=best, reason=_reason(best, fitting, own, dense, load))
+    reason = _reason(best, fitting, own, dense, load)
+    return Choice(
+        plans=plans, chosen=best, reason=f"{reason}; constants of {cost.origin}", cost=cost
+    )
 
 
 def check_fits(placement: Placement, shape: ModelShape, load: Workload, *, gpu_bytes: int) -> None:

@@ -22,10 +22,11 @@ from tandemkv.server.settings import EMBEDDED_MODEL
 from tandemkv.server.settings_sources import Sourced, load_settings
 
 from .choose import choose_placement
+from .constants import Constants, constants_here, measure_here
 from .footprint import GIB
 from .placement import Placement
 from .shape import BUILT_IN_SHAPES, find_shape
-from .view import plan_json, plan_view
+from .view import plan_json, plan_view, profile_view
 from .workload import INDEX_DTYPES, Workload
 
 _MOST_TOKENS = 1 << 30
@@ -89,6 +90,15 @@ def plan(
     dtype: Annotated[
         str, option(r"Weights and K/V. \[bfloat16, float16 or float32]", metavar="CHOICE")
     ] = ("bfloat16"),
+    measure: Annotated[
+        bool,
+        option(
+            "Time this machine's GPU first, in about 10 s, and keep its profile: from then on "
+            "plan and serve predict with it.",
+            "--measure",
+            metavar=SWITCH,
+        ),
+    ] = False,
     as_json: Annotated[bool, option("Print the plan as JSON.", "--json", metavar=SWITCH)] = False,
 ) -> None:
     """Say what fits on which GPUs, the predicted time per token, and what to choose.
@@ -108,7 +118,8 @@ def plan(
     source = str(resolve_model(model, lambda _: None)) if is_embedded else model
     shape, gpu_bytes = find_shape(source, dtype=dtype), int(gpu_memory * GIB)
     shape = shape.with_kv_dtype(settings.cache.kv_dtype)
-    choice = choose_placement(shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
+    cost, note = _constants(measure)
+    choice = choose_placement(shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost)
     if as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
         typer.echo(json.dumps(found, indent=2))
@@ -119,8 +130,20 @@ def plan(
         if choice.chosen is not None:
             command = _command(model, choice.chosen.placement, load, flags, index_dtype)
             console.print(Text(f"start it with\n  {command}"), soft_wrap=True)
+        if note:
+            console.print(Text(note), soft_wrap=True)
     if choice.chosen is None:
         raise typer.Exit(1)
+
+
+def _constants(measure: bool) -> Constants:
+    """Return whose constants are predicted with; with `measure` this machine's, shown on stderr."""
+    if not measure:
+        return constants_here()
+    console = Console(highlight=False, stderr=True)
+    profile = measure_here(lambda line: console.print(Text(line), soft_wrap=True))
+    console.print(profile_view(profile))
+    return Constants(profile.constants(), "")
 
 
 def _selection(selection: SelectionSettings, index_dtype: str | None) -> SelectionSettings:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted time per output token: a roofline with measured constants.
 
+They are those of one H200 unless this machine was measured (`profile`).
+
 Every term is bytes over a bandwidth plus a fixed cost. The prediction is for ranking placements
 and for seeing what limits; it is not a measurement and is not to be quoted as one.
 """
@@ -16,7 +18,9 @@ from .workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConstants:
-    """Constants of one H200 with SGLang 0.5.17, FlashInfer 0.6.15.post1, torch 2.11, bf16.
+    """Constants of a machine, by default of one H200.
+
+    That had SGLang 0.5.17, FlashInfer 0.6.15.post1, torch 2.11, bf16.
 
     Notes
     -----
@@ -54,6 +58,7 @@ class CostConstants:
       selection, that hide behind the model when both use one GPU. Reading needs the memory
       bandwidth that the weights need; the rest is a few programs, and latency. Of it 0.19 to 0.22
       show at 1 x 16K to 1 x 64K, 8 x 32K and 8 x 64K, and 0.30 at 8 x 8K.
+    - `origin`: whose constants these are, for a sentence.
     """
 
     weight_bandwidth: float = 4.2e12
@@ -78,6 +83,7 @@ class CostConstants:
     samples_bandwidth: float = 1.15e12
     scan_overlap: float = 0.0
     in_process_overlap: float = 0.78
+    origin: str = "one H200"
 
     def scan_bandwidth(self, index_dtype: str) -> float:
         """Return the bytes per second at which keys of `index_dtype` are scored."""
@@ -89,7 +95,7 @@ class CostConstants:
 
 
 H200 = CostConstants()
-"""The only hardware that constants were measured on."""
+"""What predictions are made with where no profile of the machine was taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

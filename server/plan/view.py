@@ -14,6 +14,7 @@ from rich.text import Text
 
 from .choose import Choice, PlacementPlan
 from .footprint import GIB, USABLE_FRACTION
+from .profile import MachineProfile
 from .shape import ModelShape
 from .workload import Workload
 
@@ -21,7 +22,7 @@ from .workload import Workload
 def plan_view(
     choice: Choice, shape: ModelShape, load: Workload, gpu_bytes: int
 ) -> Iterable[RenderableType]:
-    """Yield what a person reads: memory, predicted step, recommendation."""
+    """Yield what a person reads: memory, predicted step, recommendation with its reason."""
     usable = gpu_bytes * USABLE_FRACTION / GIB
     memory = Table(
         title=f"{escape(shape.name)}, {load.concurrency} x {load.context_tokens} tokens, "
@@ -44,7 +45,9 @@ def plan_view(
             )
     yield memory
     step = Table(
-        title="predicted decode step, ms (not a measurement)", title_justify="left", show_lines=True
+        title="predicted decode step, ms (not a measurement)",
+        title_justify="left",
+        show_lines=True,
     )
     step.add_column("placement", style="bold")
     step.add_column("TPOT", justify="right", style="bold")
@@ -60,6 +63,20 @@ def plan_view(
         yield Text(choice.reason)
 
 
+def profile_view(profile: MachineProfile) -> RenderableType:
+    """Return what was measured as a table, and which constants are still those of one H200."""
+    table = Table(
+        title=f"{escape(profile.machine.gpu)}, measured {profile.taken_at}",
+        title_justify="left",
+        caption=f"still of one H200: {', '.join(profile.kept())}",
+        caption_justify="left",
+        show_header=False,
+    )
+    for name, value in profile.rows():
+        table.add_row(escape(name), value)
+    return table
+
+
 def plan_json(
     choice: Choice, shape: ModelShape, load: Workload, *, num_gpus: int, gpu_bytes: int
 ) -> dict[str, Any]:
@@ -71,6 +88,7 @@ def plan_json(
         "gpu_bytes": gpu_bytes,
         "usable_fraction": USABLE_FRACTION,
         "placements": [_plan_json(plan) for plan in choice.plans],
+        "constants": asdict(choice.cost),
         "recommended": choice.chosen.placement.name if choice.chosen is not None else None,
         "reason": choice.reason,
     }

@@ -17,15 +17,17 @@ import torch
 _MOST_WORKERS = 4
 
 
-def run_cases(name: str, cache_dir: Path) -> None:
+def run_cases(name: str, cache_dir: Path, *, is_compiled: bool = False) -> None:
     """Run ``tests/kernels/name``, and fail with its output unless every case passes.
 
     Interpreted cases are bound by one core each, minutes long, and do not touch one another: they
-    share the cores.
+    share the cores. With `is_compiled` the cases compile and run nothing, and see no GPU.
     """
-    has_gpu = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available() and not is_compiled
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(cache_dir)}
-    environment["TRITON_INTERPRET"] = "0" if has_gpu else "1"
+    environment["TRITON_INTERPRET"] = "0" if has_gpu or is_compiled else "1"
+    if is_compiled:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if not has_gpu:
         command += ["-n", str(min(_MOST_WORKERS, len(os.sched_getaffinity(0))))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from timings import A100, profile_of
 
 from tandemkv.cache_rank.policies.base import LayerShare
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -19,6 +21,9 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.server import placement_choice
 from tandemkv.server.placement_choice import resolve_placement
+from tandemkv.server.plan import constants as constants_module
+from tandemkv.server.plan.cost import H200
+from tandemkv.server.plan.profile_file import write_profile
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import sglang_argv
 
@@ -100,6 +105,33 @@ def test_one_gpu_is_its_own_cache_rank(tmp_path: Path, gpus: Any) -> None:
     assert 16384 < settings.selection.dense_batch_tokens < 65536  # one alone
     assert "; in-process-tp1: " in said[0]
     assert "attend to everything" in said[1]
+
+
+def test_predictions_are_those_of_the_machines_profile(
+    tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants_module, "visible_gpu", lambda: A100)
+    gpus(1)
+    of_h200, said = resolve(tmp_path)
+    assert said[0].count("constants of one H200") == 1
+    assert said[1].endswith("selecting pays beyond, by constants of one H200")
+    assert said[2] == f"predicted times: {constants_module.ADVICE}"
+    slow = replace(H200, attention_bandwidth=H200.attention_bandwidth / 4)
+    profile = profile_of(slow)
+    path = write_profile(profile)
+    own, said = resolve(tmp_path)
+    assert own.selection.dense_tokens is not None
+    assert of_h200.selection.dense_tokens is not None
+    assert own.selection.dense_tokens < of_h200.selection.dense_tokens
+    assert own.selection.dense_batch_tokens < of_h200.selection.dense_batch_tokens  # type: ignore[operator]
+    assert f"constants of {profile.origin}" in said[0]
+    assert said[1].endswith(f"by constants of {profile.origin}")
+    assert len(said) == 2
+    path.write_text("{}")
+    again, said = resolve(tmp_path)
+    assert again.selection.dense_tokens == of_h200.selection.dense_tokens
+    assert f"predicted times: the profile {path} is no profile" in said[2]
 
 
 def test_two_gpus_split_the_heads(tmp_path: Path, gpus: Any) -> None:

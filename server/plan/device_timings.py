@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of a profile on a device, with the kernels that serve there.
+
+Kernels are timed as replays of a captured graph, copies by CUDA events. On a CPU the reference
+implementations run: that is for tests, no profile is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from tandemkv.kernels.attention import attend_paged
+from tandemkv.kernels.exchange import exchange_rows
+from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
+from tandemkv.kernels.query import QueryWeights, predict_query
+from tandemkv.kernels.samples import attend_samples
+from tandemkv.kernels.score import make_score_scratch, score_keys
+from tandemkv.kernels.select import make_select_scratch, score_topk
+from tandemkv.kernels.stopwatch import median_us
+from tandemkv.server.evaluation.timing import time_calls
+
+from .measure import Timed
+
+NEEDED_BYTES = 4 << 30
+"""Free memory of the GPU that the largest of the measurements takes, with some room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is timed: by default eight requests of Qwen3-8B, as the H200's constants were."""
+
+    batch: int = 8
+    qo_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    hidden: int = 4096
+    intermediate: int = 12288
+    page: int = 64
+    k: int = 1024
+    num_sink: int = 4
+    num_recent: int = 64
+    resident: int = 2052
+    fetch_cap: int = 64
+    missing: int = 160
+    copy_bytes: int = 512 << 20
+    weight_rows: int = 49152
+    num_matrices: int = 4
+
+
+class DeviceTimings:
+    """`Timings` of a device."""
+
+    def __init__(self, device: torch.device, sizes: Sizes | None = None) -> None:
+        self._device, self._sizes = device, sizes or Sizes()
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    @cached_property
+    def attention_by(self) -> Literal["flashinfer", "tandemkv"]:
+        """FlashInfer's, which SGLang decodes with, if it is installed."""
+        if self._device.type == "cuda" and find_spec("flashinfer") is not None:
+            return "flashinfer"
+        return "tandemkv"
+
+    def copy(self) -> Timed:
+        """Negate, as captured copies are a copy engine's, slower than the memory."""
+        source = torch.zeros(self._sizes.copy_bytes // 4, device=self._device)
+        target = torch.empty_like(source)
+        return self._timed(2 * source.nbytes, lambda: torch.neg(source, out=target))
+
+    def weights(self) -> Timed:
+        """Multiply the batch by matrices that no cache holds."""
+        sizes = self._sizes
+        shape = (sizes.num_matrices, sizes.weight_rows, sizes.hidden)
+        matrices, tokens = self._draw(*shape), self._draw(sizes.batch, sizes.hidden)
+
+        def run() -> None:
+            for matrix in matrices:
+                F.linear(tokens, matrix)
+
+        return self._timed(matrices.nbytes, run)
+
+    def layer(self, batch: int) -> Timed:
+        """Run the operations of a dense layer, two layers after each other."""
+        sizes = self._sizes
+        width, kv_width = sizes.qo_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        shapes = (
+            (width + 2 * kv_width, sizes.hidden),
+            (sizes.hidden, width),
+            (2 * sizes.intermediate, sizes.hidden),
+            (sizes.hidden, sizes.intermediate),
+        )
+        layers = [[self._draw(*shape) for shape in shapes] for _ in range(2)]
+        norm, head_norm = self._draw(sizes.hidden), self._draw(sizes.head_dim)
+        angles = self._draw(batch, 1, sizes.head_dim)
+        stream = self._draw(batch, sizes.hidden)
+
+        def run() -> None:
+            hidden = stream
+            for qkv, output, up, down in layers:
+                entry = F.rms_norm(hidden, (sizes.hidden,), norm)
+                heads = F.linear(entry, qkv).view(batch, -1, sizes.head_dim)
+                # Norm and RoPE of queries and keys, a kernel each.
+                turned = F.rms_norm(heads, (sizes.head_dim,), head_norm) * angles
+                hidden = hidden + F.linear(turned.reshape(batch, -1)[:, :width], output)
+                gate, value = F.linear(F.rms_norm(hidden, (sizes.hidden,), norm), up).chunk(2, -1)
+                hidden = hidden + F.linear(F.silu(gate) * value, down)
+
+        timed = self._timed(sum(w.nbytes for layer in layers for w in layer), run)
+        return Timed(timed.num_bytes / len(layers), timed.us / len(layers))
+
+    def attention(self, tokens: int) -> Timed:
+        """Attend to slots that lie one behind another."""
+        sizes = self._sizes
+        shape = (sizes.batch * tokens, sizes.kv_heads, sizes.head_dim)
+        keys, values = self._draw(*shape), self._draw(*shape)
+        query = self._draw(sizes.batch, sizes.qo_heads, sizes.head_dim)
+        decode = _flashinfer_decode if self.attention_by == "flashinfer" else _own_decode
+        return self._timed(keys.nbytes + values.nbytes, decode(query, keys, values, tokens))
+
+    def scan(self, index_dtype: str, tokens: int) -> Timed:
+        """Score with `max_logit`, which is one pass."""
+        sizes = self._sizes
+        keys, scales = self._index(index_dtype, tokens)
+        scratch = make_score_scratch(
+            sizes.batch, sizes.qo_heads, sizes.kv_heads, tokens, self._device
+        )
+        out = torch.zeros(sizes.batch, sizes.kv_heads, tokens, device=self._device)
+        query, common = (
+            self._draw(sizes.batch, sizes.qo_heads, sizes.head_dim),
+            self._scanned(tokens),
+        )
+        size = keys.nbytes + (0 if scales is None else scales.nbytes)
+        return self._timed(
+            size,
+            lambda: score_keys(
+                query, keys, k_scale=scales, scratch=scratch, out=out, pooling="max_logit", **common
+            ),
+        )  # fmt: skip
+
+    def select(self, tokens: int) -> Timed:
+        """Scan and choose as a decode step does."""
+        sizes = self._sizes
+        keys, scales = self._index("int4", tokens)
+        heads = (sizes.batch, sizes.qo_heads, sizes.kv_heads)
+        scratch = make_select_scratch(*heads, tokens, sizes.k, self._device)
+        query, common = (
+            self._draw(sizes.batch, sizes.qo_heads, sizes.head_dim),
+            self._scanned(tokens),
+        )
+        return self._timed(
+            4 * sizes.batch * sizes.kv_heads * tokens,
+            lambda: score_topk(query, keys, k=sizes.k, k_scale=scales, scratch=scratch, **common),
+        )
+
+    def predict(self) -> Timed:
+        """Predict with the model's W_q, a norm before it and one of each head."""
+        sizes, device = self._sizes, self._device
+        weight = self._draw(sizes.qo_heads * sizes.head_dim, sizes.hidden)
+        weights = QueryWeights(
+            head_dim=sizes.head_dim,
+            weight=weight,
+            norm=self._draw(sizes.hidden),
+            norm_eps=1e-6,
+            query_norm=self._draw(sizes.head_dim),
+            query_norm_eps=1e-6,
+        )
+        hidden = self._draw(sizes.batch, sizes.hidden)
+        positions = torch.arange(sizes.batch, device=device)
+        cos_sin = torch.rand(sizes.batch, sizes.head_dim, device=device)
+        return self._timed(
+            weight.nbytes, lambda: predict_query(hidden, positions, weights, cos_sin)
+        )
+
+    def gather(self) -> Timed:
+        """Take the difference to a full resident set, and copy as many rows as the cap allows."""
+        sizes, device = self._sizes, self._device
+        context = 4 * sizes.resident // sizes.page * sizes.page
+        heads = (sizes.batch, sizes.kv_heads)
+        order = torch.rand(*heads, context, device=device).argsort(-1).int()
+        resident = order[..., : sizes.resident].contiguous()
+        kept = resident[..., sizes.missing - sizes.k :]
+        outside = order[..., sizes.resident : sizes.resident + sizes.missing]
+        selected = torch.cat([kept, outside], -1).contiguous()
+        used = torch.randint(0, 999, resident.shape, device=device, dtype=torch.int32)
+        books = resident.clone(), used.clone()
+        pools = self._draw(2, sizes.batch * context, sizes.kv_heads, sizes.head_dim)
+        shape = (2, sizes.batch, sizes.resident, sizes.kv_heads, sizes.head_dim)
+        sets = torch.zeros(shape, device=device, dtype=self._dtype)
+        table = torch.arange(sizes.batch * context // sizes.page, device=device, dtype=torch.int32)
+        table, rows = table.view(sizes.batch, -1), torch.arange(sizes.batch, device=device)
+        options: dict[str, Any] = {
+            "step": torch.full((sizes.batch,), 1000, dtype=torch.int32, device=device),
+            "num_protected": sizes.num_sink,
+            "num_target": torch.full((sizes.batch,), sizes.resident, device=device),
+            "hi": torch.full((sizes.batch,), context, device=device),
+            "lo": 0,
+            "fetch_cap": sizes.fetch_cap,
+            "selected_scores": torch.rand(selected.shape, device=device),
+            "scratch": make_mirror_scratch(*heads, context, device, may_repeat=False),
+        }
+
+        def restore() -> None:
+            books[0].copy_(resident)
+            books[1].copy_(used)
+
+        def run() -> None:
+            fetch = mirror_diff(selected, *books, **options)
+            exchange_rows(*pools, table, *fetch, *sets, rows, page_size=sizes.page)
+
+        return self._timed(0, run, prepare=restore)
+
+    def samples(self, count: int) -> Timed:
+        """Attend to `count` samples, and merge that into an output."""
+        sizes, device = self._sizes, self._device
+        pools = self._draw(2, sizes.batch * count, sizes.kv_heads, sizes.head_dim)
+        query = self._draw(sizes.batch, sizes.qo_heads, sizes.head_dim)
+        slots = torch.arange(sizes.batch * count, device=device, dtype=torch.int32)
+        slots, rows = slots.view(sizes.batch, count), torch.arange(sizes.batch, device=device)
+        weights = torch.zeros(sizes.batch, sizes.kv_heads, count, device=device)
+        active = torch.ones(sizes.batch, dtype=torch.bool, device=device)
+        out, lse = torch.zeros_like(query), torch.zeros(query.shape[:2], device=device)
+        scale = sizes.head_dim**-0.5
+        return self._timed(
+            pools.nbytes,
+            lambda: attend_samples(
+                query, *pools, slots, rows, weights, active, out, lse, scale=scale
+            ),
+        )  # fmt: skip
+
+    def host_copy(self) -> Timed | None:
+        """Copy pinned memory; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        source = torch.empty(self._sizes.copy_bytes, dtype=torch.uint8, pin_memory=True)
+        return self._copied(source)
+
+    def peer_copy(self) -> Timed | None:
+        """Copy the memory of the next GPU; None if there is none, or no peer access to it."""
+        own = self._device.index or 0
+        if self._device.type != "cuda" or torch.cuda.device_count() < own + 2:
+            return None
+        if not torch.cuda.can_device_access_peer(own, own + 1):
+            return None
+        other = torch.device("cuda", own + 1)
+        return self._copied(torch.empty(self._sizes.copy_bytes, dtype=torch.uint8, device=other))
+
+    def _copied(self, source: torch.Tensor) -> Timed:
+        target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        with torch.cuda.device(self._device):
+            spread = time_calls(lambda: target.copy_(source, non_blocking=True), repetitions=7)
+        return Timed(source.nbytes, spread.median)
+
+    def _timed(
+        self,
+        num_bytes: int,
+        run: Callable[[], object],
+        prepare: Callable[[], object] = lambda: None,
+    ) -> Timed:
+        return Timed(num_bytes, median_us(run, self._device, prepare=prepare))
+
+    def _draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self._device, dtype=self._dtype)
+
+    def _scanned(self, tokens: int) -> dict[str, Any]:
+        """Return what every scan of `tokens` of each request is given."""
+        sizes, device = self._sizes, self._device
+        table = torch.arange(sizes.batch * tokens // sizes.page, device=device, dtype=torch.int32)
+        end = tokens - sizes.num_recent
+        return {
+            "slots": table.view(sizes.batch, -1),
+            "lo": torch.full((sizes.batch,), sizes.num_sink, dtype=torch.int32, device=device),
+            "hi": torch.full((sizes.batch,), end, dtype=torch.int32, device=device),
+            "width": tokens,
+            "scale": sizes.head_dim**-0.5,
+            "page_size": sizes.page,
+        }
+
+    def _index(self, index_dtype: str, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return keys of one layer and their scales, of any content."""
+        sizes, device = self._sizes, self._device
+        shape = (sizes.batch * tokens, sizes.kv_heads, sizes.head_dim)
+        if index_dtype == "native":
+            return self._draw(*shape), None
+        if index_dtype == "int8":
+            codes = torch.randint(-127, 128, shape, device=device, dtype=torch.int8)
+            return codes, torch.rand(shape[:2], device=device)
+        pages = sizes.batch * tokens // sizes.page
+        packed = (pages, sizes.kv_heads, sizes.page, sizes.head_dim // 2)
+        codes = torch.randint(0, 256, packed, device=device, dtype=torch.uint8)
+        scales = torch.rand(pages, sizes.kv_heads, 2, sizes.head_dim, device=device)
+        return codes, scales.half()
+
+
+def _own_decode(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tokens: int
+) -> Callable[[], object]:
+    """Return tandemkv's decode attention over slots."""
+    slots = torch.arange(len(keys), device=query.device, dtype=torch.int32).view(-1, tokens)
+    ends = torch.full((len(query),), tokens, device=query.device)
+    scale = query.shape[-1] ** -0.5
+    return lambda: attend_paged(query, keys, values, slots, ends, scale=scale)
+
+
+def _flashinfer_decode(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tokens: int
+) -> Callable[[], object]:
+    """Return FlashInfer's decode attention, planned, over pages of one token as SGLang has them."""
+    import flashinfer
+
+    (batch, qo_heads, head_dim), kv_heads, device = query.shape, keys.shape[1], query.device
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    begins = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
+    slots = torch.arange(batch * tokens, dtype=torch.int32, device=device)
+    last = torch.ones(batch, dtype=torch.int32, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace,
+        "NHD",
+        use_cuda_graph=True,
+        use_tensor_cores=qo_heads >= 4 * kv_heads,
+        paged_kv_indptr_buffer=begins.clone(),
+        paged_kv_indices_buffer=slots.clone(),
+        paged_kv_last_page_len_buffer=last.clone(),
+    )
+    wrapper.plan(
+        begins, slots, last, qo_heads, kv_heads, head_dim, 1,
+        q_data_type=query.dtype, kv_data_type=keys.dtype,
+    )  # fmt: skip
+    paged = keys.unsqueeze(1), values.unsqueeze(1)
+    return lambda: wrapper.run(query, paged)

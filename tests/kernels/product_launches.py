@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of every operation that has a GPU version, with the sizes and options of serving.
+
+A call takes the device that its tensors are on; what stands in them does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tandemkv.kernels import flags, step_flags
+from tandemkv.kernels.append import SampleMoves, append_tokens
+from tandemkv.kernels.attention import attend_paged
+from tandemkv.kernels.exchange import SampleWeights, exchange_rows
+from tandemkv.kernels.merge import merge_attention
+from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
+from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
+from tandemkv.kernels.query import QueryWeights, predict_query
+from tandemkv.kernels.query_window import push_and_predict, ridge_predict
+from tandemkv.kernels.rope import apply_rope
+from tandemkv.kernels.samples import attend_samples, load_sample_moves, load_sample_slots
+from tandemkv.kernels.score import score_keys, score_window
+from tandemkv.kernels.select import score_topk
+from tandemkv.kernels.step_tables import CandidateTables, load_attended, load_candidates, load_ring
+from tandemkv.kernels.topk import topk_positions
+
+BATCH, QO_HEADS, KV_HEADS, DIM, HIDDEN, CONTEXT = 8, 32, 8, 128, 4096, 65536
+K, RESIDENT, RECENT, SINK, CAP, SAMPLES, LAYERS = 1024, 2052, 128, 4, 64, 128, 36
+BF16, FP16, FP32, I32, I64 = (
+    torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """A name for the report, and the call."""
+
+    name: str
+    run: Callable[[torch.device], object]
+
+
+def _append(device: torch.device, *, samples: bool) -> None:
+    new = partial(torch.empty, device=device)
+    token, sets = (BATCH, KV_HEADS, DIM), (BATCH + 1, RESIDENT + RECENT, KV_HEADS, DIM)
+    moves = None
+    if samples:
+        kept = new(BATCH + 1, SAMPLES, KV_HEADS, DIM, dtype=BF16)
+        moves = SampleMoves(
+            k=kept, v=kept, samples=new(BATCH, dtype=I64), sources=new(BATCH, dtype=I64)
+        )
+    append_tokens(
+        new(token, dtype=BF16), new(token, dtype=BF16), new(BATCH, dtype=I64),
+        new(BATCH, dtype=I64), new(sets, dtype=BF16), new(sets, dtype=BF16), moves=moves,
+        awaited=new(1, dtype=I32) if samples else None,
+    )  # fmt: skip
+
+
+def _attend(
+    device: torch.device, *, dtype: torch.dtype = BF16, dim: int = DIM, batch: int = BATCH,
+    group: int = 4, page: int = 1,
+) -> None:  # fmt: skip
+    new = partial(torch.empty, device=device)
+    pool = new(4 * CONTEXT, KV_HEADS, dim, dtype=dtype)
+    attend_paged(
+        new(batch, KV_HEADS * group, dim, dtype=dtype), pool, pool,
+        new(batch, CONTEXT // page, dtype=I32), new(batch, dtype=I64), scale=dim**-0.5,
+        page_size=page,
+    )  # fmt: skip
+
+
+def _exchange(device: torch.device, *, is_far: bool) -> None:
+    new = partial(torch.empty, device=device)
+    pool = new(BATCH * CONTEXT, KV_HEADS, DIM, dtype=BF16)
+    sets = new(BATCH + 1, RESIDENT, KV_HEADS, DIM, dtype=BF16)
+    fetch = new(BATCH, KV_HEADS, CAP, dtype=I32)
+    options: dict[str, Any] = {}
+    if is_far:
+        carried = new(BATCH + 1, KV_HEADS, SAMPLES)
+        active = new(BATCH, dtype=torch.bool)
+        options["weights"] = SampleWeights(source=carried, target=carried, active=active)
+        options |= {"flag": new(1, dtype=I32), "num_done": new(1, dtype=I32)}
+    exchange_rows(
+        pool, pool, new(BATCH, CONTEXT // 64, dtype=I32), fetch, fetch, sets, sets,
+        new(BATCH, dtype=I64), page_size=64, **options,
+    )  # fmt: skip
+
+
+def _flags(device: torch.device) -> None:
+    new = partial(torch.empty, device=device)
+    rows, up = new(BATCH, HIDDEN, dtype=BF16), new(BATCH, dtype=I32)
+    for residual in (None, rows):
+        flags.send_rows(rows, residual, rows, up)
+    flags.raise_flags(up)
+    flags.wait_flags(up)
+
+
+def _step_flags(device: torch.device) -> None:
+    new = partial(torch.empty, device=device)
+    rows, up = new(BATCH, HIDDEN, dtype=BF16), new(BATCH, dtype=I32)
+    numbers = {"step": new(1, dtype=I32), "lost": new(1, dtype=I32)}
+    for residual in (None, rows):
+        step_flags.send_rows(rows, residual, rows, up, **numbers)
+    for follows in (False, True):
+        step_flags.raise_flags(up, follows=follows, **numbers)
+    step_flags.wait_flags(up, timeout_s=20.0, **numbers)
+
+
+def _merge(device: torch.device) -> None:
+    new = partial(torch.empty, device=device)
+    part, lse = (BATCH, QO_HEADS, DIM), (BATCH, QO_HEADS)
+    merge_attention(new(part, dtype=BF16), new(lse), new(part), new(lse))
+
+
+def _mirror(
+    device: torch.device, *, scored: bool, k: int = K, resident: int = RESIDENT,
+    context: int = CONTEXT, samples: int = SAMPLES,
+) -> None:  # fmt: skip
+    new = partial(torch.empty, device=device)
+    selected = (BATCH, KV_HEADS, k)
+    books = (BATCH + 1 if scored else BATCH, KV_HEADS, resident)
+    options: dict[str, Any] = {"step": 7}
+    if scored:
+        options = {
+            "step": new((), dtype=I32), "selected_scores": new(selected),
+            "active": new(BATCH, dtype=torch.bool), "rows": new(BATCH, dtype=I64),
+            "counters": new(3, dtype=I64),
+            "log_weight": new(BATCH + 1, KV_HEADS, samples),
+        }  # fmt: skip
+    mirror_diff(
+        new(selected, dtype=I32), new(books, dtype=I32), new(books, dtype=I32),
+        num_protected=SINK, num_target=new(BATCH, dtype=I32), hi=new(BATCH, dtype=I32), lo=SINK,
+        fetch_cap=CAP, **options,
+        scratch=make_mirror_scratch(BATCH, KV_HEADS, context, device, may_repeat=not scored),
+    )  # fmt: skip
+
+
+def _quantize(device: torch.device, *, page: int) -> None:
+    new = partial(torch.empty, device=device)
+    slots = BATCH * CONTEXT
+    pool = new(slots, KV_HEADS, DIM, dtype=BF16)
+    codes = new(slots, KV_HEADS, DIM, dtype=torch.int8)
+    append_int8(pool, new(BATCH, dtype=I64), codes, new(slots, KV_HEADS))
+    halves = new(slots // page, KV_HEADS, page, DIM // 2, dtype=torch.uint8)
+    scales = new(slots // page, KV_HEADS, 2, DIM, dtype=FP16)
+    quantize_int4_pages(pool, new(CONTEXT // page, dtype=I32), halves, scales)
+    table = new(BATCH, CONTEXT // page, dtype=I32)
+    append_int4(pool, table, new(BATCH, dtype=I32), halves, scales)
+
+
+def _query(
+    device: torch.device, *, tokens: int = BATCH, dtype: torch.dtype = BF16, is_int8: bool = False,
+    form: str = "",
+) -> None:  # fmt: skip
+    new = partial(torch.empty, device=device)
+    width = QO_HEADS * DIM
+    wide, plain = "wide" in form, "plain" in form
+    turned = DIM // 2 if "partial" in form else DIM
+    weights = QueryWeights(
+        head_dim=DIM,
+        weight=new(width, HIDDEN, dtype=torch.int8 if is_int8 else dtype),
+        weight_scale=new(width) if is_int8 else None,
+        bias=new(width, dtype=dtype) if "bias" in form else None,
+        norm=None if "bare" in form else new(HIDDEN, dtype=dtype),
+        query_norm=None if plain else new(width if wide else DIM, dtype=dtype),
+        rotates_neighbours="neighbours" in form,
+    )
+    hidden = new(tokens, HIDDEN, dtype=dtype)
+    predict_query(hidden, new(tokens, dtype=I64), weights, new(CONTEXT, turned))
+
+
+def _window_of_queries(device: torch.device) -> None:
+    new = partial(torch.empty, device=device)
+    size = 17
+    rows, places = new(BATCH, dtype=I64), new(BATCH + 1, dtype=I64)
+    windows = new(BATCH + 1, size, QO_HEADS, DIM, dtype=BF16)
+    query = new(BATCH, QO_HEADS, DIM, dtype=BF16)
+    angles = {"cos": new(size, DIM // 2), "sin": new(size, DIM // 2)}
+    push_and_predict(query, rows, rows, windows, places, prediction="ridge", **angles)
+    push_and_predict(query, rows, rows, windows, places, prediction="mean", **angles)
+    counts = new(BATCH, QO_HEADS, dtype=I64)
+    window = new(BATCH, QO_HEADS, size, DIM)
+    ridge_predict(window, counts, eps=1e-2, sign=1, normalise="softmax")
+
+
+def _rope(device: torch.device) -> None:
+    new = partial(torch.empty, device=device)
+    apply_rope(new(BATCH, QO_HEADS, DIM, dtype=BF16), new(BATCH, dtype=I64), new(DIM // 2))
+
+
+def _samples(device: torch.device, *, samples: int, dtype: torch.dtype = BF16) -> None:
+    new = partial(torch.empty, device=device)
+    rows, slots = new(BATCH, dtype=I64), new(BATCH, samples, dtype=I32)
+    table = new(BATCH + 1, CONTEXT, dtype=I32)
+    load_sample_slots(rows, new(BATCH, dtype=I32), table, slots, num_sink=SINK, num_recent=RECENT)
+    load_sample_moves(
+        new(BATCH, dtype=I32), rows, rows, num_samples=samples, num_sink=SINK,
+        num_resident=RESIDENT, num_recent=RECENT, num_dense=RESIDENT + RECENT,
+    )  # fmt: skip
+    query, pool = (BATCH, QO_HEADS, DIM), new(BATCH * CONTEXT, KV_HEADS, DIM, dtype=dtype)
+    attend_samples(
+        new(query, dtype=dtype), pool, pool, slots, rows, new(BATCH + 1, KV_HEADS, samples),
+        new(BATCH, dtype=torch.bool), new(query, dtype=dtype), new(BATCH, QO_HEADS),
+        scale=DIM**-0.5, lse_unit=1.0,
+    )  # fmt: skip
+
+
+def _keys(
+    device: torch.device, kind: str, *, dtype: torch.dtype, dim: int, page: int, context: int
+) -> dict[str, Any]:
+    """Return pool and scales of keys of ``native``, ``int8`` or ``int4``."""
+    new = partial(torch.empty, device=device)
+    slots = BATCH * context
+    if kind == "native":
+        return {"k_pool": new(slots, KV_HEADS, dim, dtype=dtype), "k_scale": None}
+    if kind == "int8":
+        codes = new(slots, KV_HEADS, dim, dtype=torch.int8)
+        return {"k_pool": codes, "k_scale": new(slots, KV_HEADS)}
+    codes = new(slots // page, KV_HEADS, page, dim // 2, dtype=torch.uint8)
+    return {"k_pool": codes, "k_scale": new(slots // page, KV_HEADS, 2, dim, dtype=FP16)}
+
+
+def _score(
+    device: torch.device, operation: Callable[..., object], kind: str, *,
+    dtype: torch.dtype = BF16, dim: int = DIM, page: int = 64, group: int = 4,
+    context: int = CONTEXT, pooling: str = "softmax_mean", **options: Any,
+) -> None:  # fmt: skip
+    """Call `score_keys` or `score_topk`."""
+    new = partial(torch.empty, device=device)
+    keys = _keys(device, kind, dtype=dtype, dim=dim, page=page, context=context)
+    operation(
+        q=new(BATCH, KV_HEADS * group, dim, dtype=dtype), **keys,
+        slots=new(BATCH, context // page, dtype=I32), lo=new(BATCH, dtype=I32),
+        hi=new(BATCH, dtype=I32), width=context, scale=dim**-0.5, page_size=page,
+        pooling=pooling, active=new(BATCH, dtype=torch.bool), **options,
+    )  # fmt: skip
+
+
+def _window(
+    device: torch.device, kind: str, *, dtype: torch.dtype = BF16, dim: int = DIM, page: int = 64
+) -> None:
+    new = partial(torch.empty, device=device)
+    keys = _keys(device, kind, dtype=dtype, dim=dim, page=page, context=CONTEXT)
+    score_window(
+        new(64, QO_HEADS, dim, dtype=dtype), slots_row=new(CONTEXT // page, dtype=I32), lo=SINK,
+        hi=CONTEXT - RECENT, q_positions=new(64, dtype=I64), scale=dim**-0.5, page_size=page,
+        **keys,
+    )  # fmt: skip
+
+
+def _topk(device: torch.device, *, k: int, context: int, bounded: bool) -> None:
+    new = partial(torch.empty, device=device)
+    bounds = {"lo": new(BATCH, dtype=I32), "hi": new(BATCH, dtype=I32)} if bounded else {}
+    topk_positions(new(BATCH, KV_HEADS, context), k, sort=not bounded, **bounds)
+
+
+def _step_tables(device: torch.device) -> None:
+    new = partial(torch.empty, device=device)
+    rows, lengths = new(BATCH, dtype=I64), new(BATCH, dtype=I64)
+    slots, attended = new(BATCH, RESIDENT + RECENT, dtype=I32), new(BATCH, dtype=I64)
+    sizes = {"num_resident": RESIDENT, "num_recent": RECENT, "num_dense": RESIDENT + RECENT}
+    table = new(BATCH + 1, CONTEXT, dtype=I32)
+    load_attended(rows, lengths, table, slots, attended, first_slot=BATCH * CONTEXT, **sizes)
+    load_ring(rows, lengths, slots, attended, rows, rows, **sizes)
+    tables = CandidateTables(
+        rows=rows, positions=rows, lengths=new(BATCH, dtype=I32), lo=new(BATCH, dtype=I32),
+        hi=new(BATCH, dtype=I32), num_target=new(BATCH, dtype=I32),
+        active=new(BATCH, dtype=torch.bool), pages=new(BATCH, CONTEXT // 64, dtype=I32),
+        step=new((), dtype=I32), selections=new((), dtype=I64),
+    )  # fmt: skip
+    load_candidates(
+        rows, lengths, table[:, ::64], tables, page_size=64, num_sink=SINK, num_excluded=RECENT,
+        num_resident=RESIDENT, num_cold=RESIDENT + RECENT, num_layers=LAYERS,
+    )  # fmt: skip
+
+
+def _launches() -> dict[str, Callable[[torch.device], object]]:
+    keys, choice = partial(_score, operation=score_keys), partial(_score, operation=score_topk)
+    far = {"k": 2048, "context": 1 << 18}
+    return {
+        "append": partial(_append, samples=False),
+        "append, samples and a flag": partial(_append, samples=True),
+        "attend": _attend,
+        "attend, one request": partial(_attend, batch=1, page=64),
+        "attend, heads of 64": partial(_attend, dtype=FP16, dim=64, group=1),
+        "attend, heads of 256": partial(_attend, dim=256, group=2),
+        "attend, float32": partial(_attend, dtype=FP32),
+        "exchange": partial(_exchange, is_far=False),
+        "exchange, another GPU": partial(_exchange, is_far=True),
+        "flags": _flags,
+        "step flags": _step_flags,
+        "merge": _merge,
+        "mirror": partial(_mirror, scored=True),
+        "mirror, large": partial(
+            _mirror, scored=True, k=8192, resident=16388, context=1 << 18, samples=512
+        ),
+        "mirror, positions repeat": partial(_mirror, scored=False),
+        "quantize": partial(_quantize, page=64),
+        "quantize, pages of 128": partial(_quantize, page=128),
+        "query": _query,
+        "query, one token": partial(_query, tokens=1),
+        "query, 64 tokens": partial(_query, tokens=64, form="bias plain"),
+        "query, int8": partial(_query, is_int8=True),
+        "query, float16 partial neighbours": partial(
+            _query, dtype=FP16, form="partial neighbours"
+        ),
+        "query, norm of all heads": partial(_query, form="wide bare"),
+        "query, float32": partial(_query, dtype=FP32),
+        "window of queries": _window_of_queries,
+        "rope": _rope,
+        "samples": partial(_samples, samples=SAMPLES),
+        "samples, 512": partial(_samples, samples=512),
+        "samples, float32": partial(_samples, samples=SAMPLES, dtype=FP32),
+        "scores, native": partial(keys, kind="native"),
+        "scores, native, heads of 256": partial(keys, kind="native", dim=256, group=2),
+        "scores, native, float32": partial(keys, kind="native", dtype=FP32),
+        "scores, int8": partial(keys, kind="int8", pooling="max_logit"),
+        "scores, int4": partial(keys, kind="int4", pooling="mean_logit"),
+        "scores, slots": partial(keys, kind="native", page=1),
+        "choice, native": partial(choice, kind="native", k=K),
+        "choice, int8": partial(choice, kind="int8", k=K),
+        "choice, int4": partial(choice, kind="int4", k=K, page=128),
+        "choice, int4, group of 16": partial(choice, kind="int4", k=K, group=16),
+        "choice, int4, group of 1": partial(choice, kind="int4", k=K, group=1),
+        "choice, int4, heads of 96": partial(choice, kind="int4", k=K, dim=96, group=3),
+        "choice, int4, heads of 64": partial(choice, kind="int4", k=K, dim=64, dtype=FP16),
+        "choice, int4, 256K": partial(choice, kind="int4", page=128, **far),
+        "choice, long lists": partial(choice, kind="int4", k=8192),
+        "choice, neighbours pooled": partial(
+            choice, kind="int8", k=K, pooled_positions=(2, 2)
+        ),
+        "choice, max_logit": partial(choice, kind="native", k=K, pooling="max_logit"),
+        "seeding, native": partial(_window, kind="native"),
+        "seeding, int8": partial(_window, kind="int8"),
+        "seeding, int4": partial(_window, kind="int4", page=128),
+        "seeding, heads of 256": partial(_window, kind="native", dim=256),
+        "seeding, float32": partial(_window, kind="native", dtype=FP32),
+        "top-k": partial(_topk, k=K, context=CONTEXT, bounded=True),
+        "top-k, long lists": partial(_topk, k=8192, context=1 << 18, bounded=False),
+        "step tables": _step_tables,
+    }  # fmt: skip
+
+
+LAUNCHES = [Launch(name, run) for name, run in _launches().items()]
