@@ -14,6 +14,8 @@ WORKERS ?= 2
 TEST_ENV := PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1
 PACKAGES := server inference_rank cache_rank kernels
 KUBERNETES_VERSION := 1.33
+# The first with resource.k8s.io/v1.
+DRA_VERSION := 1.34
 # Longest file that CI accepts, in lines.
 MAX_LINES := 500
 # In the order of collection, so that servers are not what is left for the end.
@@ -48,8 +50,11 @@ format: setup ## let ruff rewrite the files
 deploy-lint: setup ## hadolint, Kubernetes and Compose schemas over deploy/ (offline)
 	@$(BIN)/hadolint deploy/gpu/Dockerfile
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/gpu/compose.yaml
-	@git ls-files -co --exclude-standard 'deploy/kubernetes/*.yaml' | grep -v kustomization | \
+	@git ls-files -co --exclude-standard 'deploy/kubernetes/*.yaml' | \
+	    grep -v -e kustomization -e pair/settings -e pair-dra | \
 	    xargs $(BIN)/kubernetes-validate --strict --quiet -k $(KUBERNETES_VERSION)
+	@$(BIN)/kubernetes-validate --strict --quiet -k $(DRA_VERSION) \
+	    deploy/kubernetes/pair-dra/resource-claim-template.yaml
 
 types: setup ## mypy, strict, through a farm of links (.ns): see pyproject.toml
 	@mkdir -p .ns/tandemkv

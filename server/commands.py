@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
+from .alive import Role, check_alive
 from .command_classes import (
     EPILOG,
     ConfigOption,
@@ -117,6 +118,19 @@ def cache_rank(
     run_cache_rank_process(settings, run_dir)
 
 
+@app.command()
+def memory(
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Directory shared with both ranks.")],
+) -> None:
+    """Hold the memory of two ranks that something else started; `serve` does it by itself.
+
+    It needs no GPU. Memory that it holds is used again by an inference rank that is restarted.
+    """
+    from .memory_process import hold_memory
+
+    hold_memory(run_dir, lambda text: typer.echo(text, err=True))
+
+
 @app.command("inference-rank", cls=ServeCommand, epilog=EPILOG)
 @with_flags(INFERENCE_FLAGS)
 def inference_rank(
@@ -160,6 +174,21 @@ def status(
         Console(highlight=False).print(status_table(reply, url))
     if not reply.get("ready"):
         raise typer.Exit(1)
+
+
+@app.command()
+def alive(
+    role: Annotated[Role, typer.Argument(help="What to ask.")],
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Run directory of the ranks.")],
+    hang_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--hang-timeout-s", min=1, metavar="NUMBER", help="Longest time without progress."
+        ),
+    ] = 60.0,
+) -> None:
+    """Ask a rank of a run directory, for probes. Exit code 1 if it does not answer, or hangs."""
+    check_alive(role, run_dir, hang_timeout_s=hang_timeout_s)
 
 
 @app.command("model-path")

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tandemkv.cache_rank.protocol.descriptor_holder import ask_holder
+from tandemkv.cache_rank.protocol.errors import CacheRankError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .cache_rank_launch import cache_rank_detail
@@ -51,6 +53,8 @@ def become_inference_rank(
     refuse_live_server(run_dir)
     if launch.settings.cache_ranks:
         wait_for_cache_rank(run_dir, settings.start_timeout_s, progress)
+    if launch.placement.maps_memory:
+        tell_unheld(run_dir, progress)
     run_dir.clear_sglang()
     argv, env = inference_rank_command(launch, run_dir, os.environ)
     os.execve(argv[0], argv, env | sglang_folders(run_dir))
@@ -69,6 +73,17 @@ def inference_rank_command(
     )
     env = sglang_env(launch.settings, environ, run_dir=run_dir.path, device=launch.device)
     return argv, env
+
+
+def tell_unheld(run_dir: RunDir, progress: Callable[[str], None]) -> None:
+    """Say so if nothing holds memory in `run_dir`: serving does not need it, restarting does."""
+    try:
+        ask_holder(run_dir.holder_socket, token=run_dir.token)
+    except CacheRankError as error:
+        progress(
+            f"memory is not held beyond this rank's life: {error}; `tandemkv memory --run-dir "
+            f"{run_dir.path}` holds it, and must be started first"
+        )
 
 
 def wait_for_cache_rank(run_dir: RunDir, timeout_s: float, progress: Callable[[str], None]) -> None:

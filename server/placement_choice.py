@@ -17,6 +17,7 @@ from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer
 from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
+from .devices import placed_alone
 from .pages import with_int4_index
 from .plan.choose import (
     break_even_batch_tokens,
@@ -84,6 +85,30 @@ def resolve_placement(
     if device == "cpu" or not placement.attends_to_pool:
         return settings
     return _with_dense_tokens(settings, spec, model_dir, progress)
+
+
+def resolve_alone(
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str
+) -> ServeSettings:
+    """Decide for a cache rank what `resolve_placement` decides for its inference rank.
+
+    `serve` hands decided settings to its cache rank. One that was started by itself reads what the
+    user wrote, and the handshake refuses ranks of which one has filled in more than the other.
+
+    Parameters
+    ----------
+    settings, spec, model_dir : ServeSettings, ModelSpec, Path
+        As for `resolve_placement`.
+    device : {"cpu", "cuda"}
+        The cache rank's.
+    """
+    if settings.placement is not None:
+        return settings
+    settings = placed_alone(_with_index(_with_anchors(settings, spec), device), device)
+    settings = with_late_layers(settings, spec.num_layers)
+    if device == "cpu" or not settings.rank_settings.placement.attends_to_pool:
+        return settings
+    return _with_dense_tokens(settings, spec, model_dir, lambda _: None)
 
 
 def _told_of_late_layers(

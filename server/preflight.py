@@ -24,7 +24,7 @@ from .devices import (
 )
 from .memory import estimate_memory, gib
 from .model_files import check_model_files
-from .placement_choice import resolve_placement
+from .placement_choice import resolve_alone, resolve_placement
 from .ports import choose_port
 from .query_weights import check_query_weights
 from .settings import EMBEDDED_MODEL, ServeSettings
@@ -128,6 +128,24 @@ def resolve_settings(
     """
     settings = resolve_cache_device(settings, device)
     return resolve_placement(settings, spec, model_dir, device=device, progress=progress)
+
+
+def resolve_cache_rank(
+    settings: ServeSettings, device: str, progress: Callable[[str], None]
+) -> tuple[ServeSettings, Path]:
+    """Return the settings, and the model, of a cache rank on `device` that is started by itself.
+
+    Nothing that both ranks compare is left open: see `resolve_alone`.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError
+        If the model cannot be used.
+    """
+    model_dir = resolve_model(settings.model, progress)
+    dtype = resolve_dtype(settings.dtype, device, model_dir)
+    spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)
+    return resolve_alone(settings, spec, model_dir, device=device), model_dir
 
 
 def resolve_model(model: str, progress: Callable[[str], None]) -> Path:

@@ -34,12 +34,12 @@ from .cache_rank_launch import (
     wants_logs,
 )
 from .child_process import ChildSpec
-from .devices import cache_rank_device, placed_alone
+from .devices import cache_rank_device
 from .embedded_model import cache_root
 from .launch import Launcher, LaunchPlan
 from .liveness import Pulse
 from .ports import server_url
-from .preflight import ResolvedLaunch, check_policy, resolve_launch, resolve_model
+from .preflight import ResolvedLaunch, check_policy, resolve_cache_rank, resolve_launch
 from .probes import StatusUnavailableError, server_state
 from .progress import StartProgress
 from .settings import ServeSettings
@@ -287,10 +287,11 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
     run_dir = RunDir.create(path)
     check_policy(settings.selection.policy)
     device = cache_rank_device(settings)
+    settings, model_dir = resolve_cache_rank(settings, device, logger.info)
     run_cache_rank(
         run_dir=run_dir.path,
-        model_dir=resolve_model(settings.model, logger.info),
-        settings=placed_alone(settings, device).rank_settings,
+        model_dir=model_dir,
+        settings=settings.rank_settings,
         max_rows=settings.max_running_requests,
         device=device,
         drain_timeout_s=settings.drain_timeout_s + INFERENCE_RANK_EXIT_S,

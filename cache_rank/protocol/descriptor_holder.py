@@ -1,34 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds descriptors of mapped tensors, so that their memory outlives whoever made them.
 
-The launcher holds what the inference rank hands over, by groups: K/V and tables, and what the
-engine remembers of rows. It maps none of it and reads none of it. An inference rank that is started
-again asks for it instead of making it anew. All of it goes with the launcher.
+The launcher, or ``tandemkv memory``, holds what the inference rank hands over, by groups: K/V and
+tables, and what the engine remembers of rows. It maps none of it and reads none of it, and needs
+neither torch nor a GPU. An inference rank that is started again asks for it instead of making it
+anew (`held_tensors`). All of it goes with the process that holds it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from .descriptor_socket import (
+from .descriptor_messages import (
     SpecMessage,
     TensorsMessage,
-    attach_all,
     close_all,
     receive_descriptors,
     send_descriptors,
-    send_tensors,
 )
-from .errors import TandemKVError
-from .mapped_tensors import Homes, MappedTensors
+from .errors import CacheRankLostError, TandemKVError
+from .ipc import take_lock
 
-_TIMEOUT_S = 2.0
+HOLDER_TIMEOUT_S = 2.0
 _TICK_S = 0.2
 
 
@@ -41,11 +40,17 @@ class DescriptorHolder:
         Where the socket is made, in the run directory; a file that a dead process left goes.
     token : bytes
         Whoever does not know it is turned away.
+
+    Raises
+    ------
+    CacheRankError
+        If another live process holds memory there.
     """
 
     def __init__(self, path: Path, token: bytes) -> None:
         self._path, self._token = path, token
         self._held: dict[str, tuple[tuple[SpecMessage, ...], list[int]]] = {}
+        self._lock = take_lock(path)
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -55,6 +60,7 @@ class DescriptorHolder:
             self._socket.settimeout(_TICK_S)
         except BaseException:
             self._socket.close()
+            os.close(self._lock)
             raise
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holder", daemon=True)
@@ -67,6 +73,8 @@ class DescriptorHolder:
 
     def close(self) -> None:
         """Let go of everything. Idempotent."""
+        if self._stopping.is_set():
+            return
         self._stopping.set()
         self._thread.join()
         self._socket.close()
@@ -74,6 +82,7 @@ class DescriptorHolder:
         for _, descriptors in self._held.values():
             close_all(descriptors)
         self._held.clear()
+        os.close(self._lock)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -88,7 +97,7 @@ class DescriptorHolder:
                 self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        message, descriptors = receive_descriptors(connection, time.monotonic() + _TIMEOUT_S)
+        message, descriptors = receive_descriptors(connection, time.monotonic() + HOLDER_TIMEOUT_S)
         if not hmac.compare_digest(message.token, self._token):
             close_all(descriptors)
             return
@@ -103,41 +112,31 @@ class DescriptorHolder:
         send_descriptors(connection, answer, held)
 
 
-def let_hold(path: Path, tensors: MappedTensors, *, token: bytes, group: str) -> bool:
-    """Let the holder at `path` have `tensors` as `group`, instead of what it had; False: none."""
-    if not tensors.specs:
-        return False
+def ask_holder(path: Path, *, token: bytes, timeout_s: float = HOLDER_TIMEOUT_S) -> None:
+    """Return once the holder at `path` has answered.
+
+    Raises
+    ------
+    CacheRankLostError
+        If it does not within `timeout_s`, or does not know `token`.
+    """
+    question = TensorsMessage(token=token, epoch=0, error="", specs=())
     try:
-        with _connected(path) as connection:
-            send_tensors(connection, tensors, token=token, group=group)
-            receive_descriptors(connection, time.monotonic() + _TIMEOUT_S)
-    except (OSError, TandemKVError):
-        return False
-    return True
+        with connected(path, timeout_s) as connection:
+            send_descriptors(connection, question, ())
+            _, found = receive_descriptors(connection, time.monotonic() + timeout_s)
+    except OSError as error:
+        raise CacheRankLostError(f"{path}: nobody answers: {error}") from error
+    close_all(found)
 
 
-def take_held(path: Path, *, token: bytes, group: str, homes: Homes | None = None) -> MappedTensors:
-    """Map what the holder at `path` has as `group`; nothing if there is none, or no holder."""
-    try:
-        with _connected(path) as connection:
-            send_tensors(connection, token=token, group=group)
-            message, descriptors = receive_descriptors(connection, time.monotonic() + _TIMEOUT_S)
-            return attach_all(message.specs, descriptors, homes)
-    except (OSError, TandemKVError):
-        return MappedTensors(homes)
-
-
-def _connected(path: Path) -> socket.socket:
+def connected(path: Path, timeout_s: float = HOLDER_TIMEOUT_S) -> socket.socket:
+    """Return a connection to the holder at `path`; raises `OSError` if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.settimeout(_TIMEOUT_S)
+        connection.settimeout(timeout_s)
         connection.connect(str(path))
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def same_tensors(found: MappedTensors, wanted: Sequence[object]) -> bool:
-    """Whether `found` are exactly the tensors of the specs `wanted`."""
-    return list(found.specs) == list(wanted)

@@ -9,52 +9,24 @@ it ends, so that the other learns of it at once.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
-import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import cast
 
-import msgspec
-
+from .descriptor_messages import (
+    SpecMessage,
+    TensorsMessage,
+    close_all,
+    receive_descriptors,
+    send_descriptors,
+)
 from .errors import CacheRankLostError, HandshakeRefusedError, ProtocolError
 from .fault_points import reach
 from .mapped_tensors import DTYPES, HOMES, Home, Homes, MappedTensors, TensorSpec
-
-_MAX_BYTES = 1 << 16
-_MAX_DESCRIPTORS = 64
-_Dim = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-
-
-class SpecMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A `TensorSpec` as it travels."""
-
-    name: Annotated[str, msgspec.Meta(max_length=64)]
-    shape: Annotated[tuple[_Dim, ...], msgspec.Meta(max_length=8)]
-    dtype: Annotated[str, msgspec.Meta(max_length=16)]
-    home: Annotated[str, msgspec.Meta(max_length=16)]
-
-
-class TensorsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Tensors whose descriptors come with the message.
-
-    `error` is empty if all is well. `group` is for who holds them (`descriptor_holder`).
-    """
-
-    token: Annotated[bytes, msgspec.Meta(max_length=64)]
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-    error: Annotated[str, msgspec.Meta(max_length=4096)]
-    specs: Annotated[tuple[SpecMessage, ...], msgspec.Meta(max_length=_MAX_DESCRIPTORS)]
-    group: Annotated[str, msgspec.Meta(max_length=64)] = ""
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(TensorsMessage)
 
 
 class DescriptorListener:
@@ -183,13 +155,6 @@ def send_tensors(
     send_descriptors(connection, message, [each for some in tensors for each in some.descriptors])
 
 
-def send_descriptors(
-    connection: socket.socket, message: TensorsMessage, descriptors: Sequence[int]
-) -> None:
-    """Send `message` with the descriptors of its tensors."""
-    socket.send_fds(connection, [_ENCODER.encode(message)], descriptors)
-
-
 def wait_for_hang_up(connection: socket.socket, wake: socket.socket) -> bool:
     """Block until the other process has ended (True), or `wake` becomes readable (False)."""
     poll = select.poll()
@@ -197,41 +162,6 @@ def wait_for_hang_up(connection: socket.socket, wake: socket.socket) -> bool:
     poll.register(wake, select.POLLIN | select.POLLHUP)
     found = dict(poll.poll())
     return wake.fileno() not in found
-
-
-def receive_descriptors(
-    connection: socket.socket, deadline: float
-) -> tuple[TensorsMessage, list[int]]:
-    """Return the next message and its descriptors, which are the caller's from then on.
-
-    Raises
-    ------
-    CacheRankLostError
-        If none comes until `deadline`.
-    ProtocolError
-        If it is malformed.
-    """
-    connection.settimeout(max(0.001, deadline - time.monotonic()))
-    try:
-        frame, descriptors, flags, _ = socket.recv_fds(connection, _MAX_BYTES, _MAX_DESCRIPTORS)
-    except (OSError, struct.error) as error:
-        raise CacheRankLostError(f"the other rank does not send its memory: {error}") from error
-    try:
-        if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-            raise ProtocolError(
-                "descriptors were cut off: raise the limit of open files (ulimit -n)"
-            )
-        if not frame:
-            raise CacheRankLostError("the other rank hung up")
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        return _DECODER.decode(frame), list(descriptors)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        close_all(descriptors)
-        raise ProtocolError(f"malformed list of tensors: {error}") from error
-    except BaseException:
-        close_all(descriptors)
-        raise
 
 
 def attach_all(
@@ -261,10 +191,3 @@ def attach_all(
         tensors.close()
         raise
     return tensors
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors; those that are closed already are none."""
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)

@@ -50,7 +50,7 @@ class IpcRouter:
         self.malformed = 0
         self._path = path
         self._closed = False
-        self._lock = _lock(path)
+        self._lock = take_lock(path)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _bound(self._socket)
@@ -207,7 +207,14 @@ def _receive_parts(socket: zmq.Socket[bytes], limit: int) -> tuple[list[bytes], 
     return parts, is_whole
 
 
-def _lock(path: Path) -> int:
+def take_lock(path: Path) -> int:
+    """Return a descriptor that makes this process the one that serves `path`, while it is open.
+
+    Raises
+    ------
+    CacheRankError
+        If another live process serves it.
+    """
     # zmq removes an existing socket file without asking, be it stale or in use. The kernel
     # drops this lock with its process, so it tells the two apart.
     try:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandemkv.cache_rank.protocol.control import ControlClient
-from tandemkv.cache_rank.protocol.descriptor_holder import let_hold, same_tensors, take_held
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, wait_for_hang_up
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
@@ -27,6 +26,7 @@ from tandemkv.cache_rank.protocol.errors import (
 from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
+from tandemkv.cache_rank.protocol.held_tensors import let_hold, same_tensors, take_held
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.messages import Goodbye, Timing, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -48,7 +48,7 @@ from .fence import Fence
 _LOG = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 30.0
 KEPT, BOOKS = "kept", "books"
-"""Groups of tensors that the launcher holds."""
+"""Groups of tensors that the launcher, or ``tandemkv memory``, holds."""
 _LONGEST_WAIT_S = 3600.0
 _MARGIN_S = 1.0
 
@@ -216,7 +216,8 @@ class SharedConnection:
         self._theirs.close()  # the same memory is mapped as what came now
         self._ours, self._theirs = opened.ours, opened.theirs
         run_dir = self._run_dir
-        let_hold(run_dir.holder_socket, self._theirs, token=run_dir.token, group=BOOKS)
+        for group, held in ((KEPT, self._kept), (BOOKS, self._theirs)):  # it may have come anew
+            let_hold(run_dir.holder_socket, held, token=run_dir.token, group=group)
         self._flags = StepFlags(opened.ours["flags"])
         for flag in (at.FINISHED, at.ABORTED):
             self._flags.raise_to(flag, self.step)

@@ -17,7 +17,6 @@ from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.options import OPERATION, RANK_FLAGS, SELECTION, SWITCH, with_flags
 from tandemkv.server.pages import with_int4_index
-from tandemkv.server.preflight import check_policy, check_runs_on, resolve_model
 from tandemkv.server.settings import EMBEDDED_MODEL
 from tandemkv.server.settings_sources import Sourced, load_settings
 
@@ -114,6 +113,8 @@ def plan(
         chunk_tokens=chunked_prefill_size,
         capacity_tokens=cache_tokens,
     )
+    from tandemkv.server.preflight import resolve_model
+
     is_embedded = model == EMBEDDED_MODEL
     source = str(resolve_model(model, lambda _: None)) if is_embedded else model
     shape, gpu_bytes = find_shape(source, dtype=dtype), int(gpu_memory * GIB)
@@ -148,6 +149,8 @@ def _constants(measure: bool) -> Constants:
 
 def _selection(selection: SelectionSettings, index_dtype: str | None) -> SelectionSettings:
     """Return what would be served on a GPU with `selection`."""
+    from tandemkv.server.preflight import check_policy, check_runs_on
+
     check_policy(selection.policy)
     check_runs_on(selection, "cuda")
     if index_dtype is not None:

@@ -24,7 +24,6 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
-from tandemkv.server.preflight import resolve_model
 from tandemkv.server.settings import EMBEDDED_MODEL
 
 Method = Literal["kascade", "sync_kv"]
@@ -69,6 +68,8 @@ def calibrate(request: Request) -> None:
 
     Without --text the reference that Python carries is read. The file is for this model only.
     """
+    from tandemkv.server.preflight import resolve_model
+
     console = Console(stderr=True, highlight=False)
     with console.status(f"looking for {request.model} ...") as shown:
         model_dir = resolve_model(request.model, shown.update)

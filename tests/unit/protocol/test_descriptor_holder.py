@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.descriptor_holder import (
-    DescriptorHolder,
-    let_hold,
-    same_tensors,
-    take_held,
-)
+from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder, ask_holder
+from tandemkv.cache_rank.protocol.errors import CacheRankError, CacheRankLostError
+from tandemkv.cache_rank.protocol.held_tensors import let_hold, same_tensors, take_held
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, TensorSpec
 
 TOKEN = b"t" * 32
@@ -113,3 +110,28 @@ def test_its_end_lets_go_of_everything(path: Path) -> None:
     holder.close()
     assert not path.exists()
     assert num_descriptors() == before
+
+
+def test_a_probe_is_answered_by_a_holder_that_knows_the_token(
+    path: Path, holder: DescriptorHolder
+) -> None:
+    tensors = made(3.0)
+    assert let_hold(path, tensors, token=TOKEN, group="kept")
+    before = num_descriptors()
+    ask_holder(path, token=TOKEN)
+    assert num_descriptors() == before
+    assert holder.groups == ("kept",)
+    with pytest.raises(CacheRankLostError, match="hung up"):
+        ask_holder(path, token=b"x" * 32)
+    tensors.close()
+    holder.close()
+    with pytest.raises(CacheRankLostError, match="nobody answers"):
+        ask_holder(path, token=TOKEN)
+
+
+def test_one_process_holds_at_a_time(path: Path, holder: DescriptorHolder) -> None:
+    with pytest.raises(CacheRankError, match="another live process serves it"):
+        DescriptorHolder(path, TOKEN)
+    ask_holder(path, token=TOKEN)
+    holder.close()
+    DescriptorHolder(path, TOKEN).close()

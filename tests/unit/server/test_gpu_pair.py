@@ -22,7 +22,7 @@ from tandemkv.server.devices import (
     resolve_device,
 )
 from tandemkv.server.placement_choice import placement_of
-from tandemkv.server.preflight import resolve_launch
+from tandemkv.server.preflight import resolve_cache_rank, resolve_launch
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
 
@@ -195,3 +195,46 @@ def test_a_layer_of_a_tensor_parallel_model_is_given_the_whole_sum() -> None:
     flag = "--enforce-disable-flashinfer-allreduce-fusion"
     assert flag in argv(2)
     assert flag not in argv(1)
+
+
+@pytest.mark.parametrize("one_device", ["", "1", "apart"])
+@pytest.mark.parametrize(
+    "selection",
+    [
+        {},
+        {"index_dtype": "int8", "late_layers": 0},
+        {"policy": "async_spade"},
+        {"policy": "kascade", "anchors": [0, 2]},
+        {"num_recent_tokens": 32},
+    ],
+    ids=str,
+)
+def test_ranks_that_are_started_apart_fill_in_the_same(
+    gpus: pytest.MonkeyPatch, model_dir: Path, selection: dict[str, Any], one_device: str
+) -> None:
+    """The handshake compares every setting; what the user left open each decides for itself."""
+    gpus.setattr(torch.cuda, "device_count", lambda: 2)
+    gpus.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    memory = SimpleNamespace(total_memory=139 << 30)
+    gpus.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
+    gpus.setenv(ONE_DEVICE_VARIABLE, one_device)
+    (model_dir / "control").touch()
+    gpus.setenv("CUDA_MPS_PIPE_DIRECTORY", str(model_dir))
+    settings = ServeSettings.model_validate(
+        {"model": str(model_dir), "device": "cuda", "port": 0, "selection": selection}
+    )
+    launch = resolve_launch(as_pair(settings), lambda _: None, num_ranks_here=1)
+    device = cache_rank_device(settings)
+    found, found_dir = resolve_cache_rank(settings, device, lambda _: None)
+    assert found_dir == launch.model_dir
+    assert found.rank_settings.flat() == launch.settings.rank_settings.flat()
+    if not selection:
+        assert found.selection.index_dtype == "int4"
+        assert found.selection.num_late == (0 if one_device == "1" else 1)
+
+
+def test_a_cache_rank_of_serve_takes_what_serve_decided(model_dir: Path) -> None:
+    settings = ServeSettings(model=str(model_dir), device="cuda")
+    placed = settings.model_copy(update={"placement": placement_of(settings, "cuda", "serve")})
+    found, _ = resolve_cache_rank(placed, "cuda", lambda _: None)
+    assert found == placed

@@ -10,6 +10,7 @@ import pytest
 from tiny_model import write_model
 from typer.testing import CliRunner
 
+from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE, RankSettings
 from tandemkv.server import inference_process
@@ -58,6 +59,22 @@ def test_waits_for_the_cache_rank_then_becomes_sglang(
     assert Path(env[RUN_DIR_VARIABLE]) == run_dir
     assert RankSettings.model_validate_json(env[SETTINGS_VARIABLE]).selection.budget_tokens == 128
     assert RunDir.open(run_dir).token  # made, private
+    assert result.stderr.count("memory is not held beyond this rank's life") == 1
+
+
+def test_says_nothing_of_memory_that_is_held(
+    monkeypatch: pytest.MonkeyPatch, model: Path, run_dir: Path
+) -> None:
+    directory = RunDir.create(run_dir)
+    holder = DescriptorHolder(directory.holder_socket, directory.token)
+    monkeypatch.setattr(inference_process, "cache_rank_detail", lambda _: None)
+    monkeypatch.setattr(os, "execve", lambda *_: None)
+    try:
+        result = invoke(model, run_dir)
+    finally:
+        holder.close()
+    assert result.exit_code == 0, result.output
+    assert "held" not in result.stderr
 
 
 def test_gives_up_and_says_what_to_start(
