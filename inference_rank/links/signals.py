@@ -286,8 +286,6 @@ class StreamSignals:
     def raise_end(self) -> None:
         """See `LinkSignals.raise_end`."""
         self._raise(self._flags.end)
-        # In a captured step as well: with its results comes what was lost.
-        self._lost_on_host.copy_(self._lost, non_blocking=True)
 
     def await_ready(self, layer: int) -> bool:
         """See `LinkSignals.await_ready`."""
@@ -300,7 +298,8 @@ class StreamSignals:
         return True
 
     def end(self) -> bool:
-        """See `LinkSignals.end`: the next `begin` waits."""
+        """See `LinkSignals.end`: the next `begin` waits. What was lost comes with the results."""
+        self._lost_on_host.copy_(self._lost, non_blocking=True)
         return True
 
     def is_done(self, step: int) -> bool:
