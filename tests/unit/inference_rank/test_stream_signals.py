@@ -187,6 +187,22 @@ def test_a_prompt_tells_too_that_it_was_not_answered_in_time(
     assert "step 1" in connection.lost_reason
 
 
+def test_a_step_that_is_not_announced_waits_for_the_one_before(
+    link: LinkSide, engine: EngineSide, connection: Connection
+) -> None:
+    assert link.begin(_entry(1), _step())
+    engine.begin(1)
+    engine.settle()
+    assert link.await_finished(1)
+    assert link.lost_step == 0
+    assert link.begin(_entry(2), _step())
+    assert link.await_finished(2)  # queued; the engine does not come to its end
+    assert link.lost_step == 2
+    assert not link.is_done(2)
+    connection.lost_reason = "its process ended"
+    assert not link.await_finished(2)
+
+
 def test_flags_of_a_step_that_was_given_up_satisfy_no_later_wait(
     link: LinkSide, engine: EngineSide
 ) -> None:
