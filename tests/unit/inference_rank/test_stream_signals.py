@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,3 +242,22 @@ def test_an_abort_ends_the_waits_of_the_engine(link: LinkSide, engine: EngineSid
     link.raise_end()
     link.end()
     assert link.lost_step == 1  # an engine that has given up raises nothing
+
+
+def test_an_abort_from_any_thread_goes_to_the_engines_gpu_and_back_to_no_other(
+    engine: EngineSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins on the first GPU: to go back to a stream of it would take memory there."""
+    entered: list[object] = []
+
+    def enter(what: object) -> contextlib.nullcontext[None]:
+        entered.append(what)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    stream = SimpleNamespace(device=torch.device("cuda", 1))
+    engine._beside = stream  # type: ignore[assignment]
+    engine.abort()
+    assert entered == [stream.device, stream]
+    assert _is_lost(engine)
