@@ -175,9 +175,11 @@ class SharedSession:
         """Give everything back. Idempotent."""
         self.abort()
         self._waker.close()
-        self._connection.close()
-        self._tensors.close()
-        self.made.close()
+        try:
+            self._tensors.close()
+            self.made.close()
+        finally:
+            self._connection.close()  # tells the inference rank that nothing of this is written
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed by us meanwhile
