@@ -124,7 +124,8 @@ class World:
         self.requests: list[Any] = []
         self.before_turn: Callable[[World], None] = lambda _: None
         self.is_queued = is_queued
-        self._relays: list[Callable[[], None]] = []
+        self._relays: deque[Callable[[], None]] = deque()
+        self._num_ended = 0
 
     def add(self, prompt: list[int], new_tokens: int, **sampling: Any) -> Any:
         """Let a request wait."""
@@ -242,7 +243,9 @@ class World:
     def _run_batch(self, batch: Any) -> Any:
         self.forward_ct += 1
         batch.forward_iter = self.forward_ct
-        self._end_passes()  # a stream does one thing after the other
+        self._end_passes(
+            self._num_ended + len(self._relays)
+        )  # a stream does one thing after the other
         resolve_forward_inputs(batch, self.future_map)
         info = batch.sampling_info
         if self.enable_overlap:
@@ -270,16 +273,18 @@ class World:
         payload = RelayPayload(bonus_tokens=tokens)
         self._relays.append(partial(self.future_map.stash, batch.req_pool_indices, payload))
         batch.input_ids = None
+        number = self._num_ended + len(self._relays)
         if not self.is_queued:
-            self._end_passes()
+            self._end_passes(number)
             return GenerationBatchResult(next_token_ids=tokens)
-        event: Any = SimpleNamespace(synchronize=self._end_passes)
+        event: Any = SimpleNamespace(synchronize=partial(self._end_passes, number))
         return GenerationBatchResult(next_token_ids=tokens, copy_done=event)
 
-    def _end_passes(self) -> None:
-        for relay in self._relays:
-            relay()
-        self._relays.clear()
+    def _end_passes(self, last: int) -> None:
+        """Let passes end up to number `last`, in their order."""
+        while self._num_ended < last:
+            self._relays.popleft()()
+            self._num_ended += 1
 
     def _logits(self, row: int, length: int) -> torch.Tensor:
         stored = self.stored[self.req_to_token_pool.req_to_token[row, :length].long()]
