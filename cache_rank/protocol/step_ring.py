@@ -26,8 +26,6 @@ RESIDENT = 4
 """The request has a resident set that is to be taken up."""
 SLOW = 2
 """The request attends to everything in this decode step, and is selected for."""
-GROWN = 1
-"""The request has outgrown dense attention: its first tokens become resident before the step."""
 
 
 class EntryKind(IntEnum):
@@ -42,6 +40,8 @@ class EntryKind(IntEnum):
     step of so many. It confirms to the other host when that is done."""
     RESUME = 4
     """Take up the rows of an earlier epoch: what survives is in mapped memory."""
+    GROW = 5
+    """Requests have outgrown dense attention: their first tokens become resident."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class StepRow:
     window : int
         Prompt queries that seed the row's resident set; 0: it is not seeded in this step.
     flags : int
-        `GROWN` and `SLOW` of a decode step, `RESIDENT` of a row to be taken up, or 0.
+        `SLOW` of a decode step, `RESIDENT` of a row to be taken up, or 0.
     """
 
     row: int
@@ -100,7 +100,7 @@ class StepEntry:
 
 
 _KINDS = frozenset(EntryKind)
-_ALL_FLAGS = GROWN | SLOW | RESIDENT
+_ALL_FLAGS = SLOW | RESIDENT
 
 
 def _is_sound(row: StepRow) -> bool:

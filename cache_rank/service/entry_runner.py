@@ -13,7 +13,6 @@ from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import (
-    GROWN,
     RESIDENT,
     SLOW,
     EntryKind,
@@ -101,6 +100,8 @@ class EntryRunner:
                 self._resume(entry)
             elif entry.kind is EntryKind.DECODE:
                 changed = self._decode(entry)
+            elif entry.kind is EntryKind.GROW:
+                changed = self._grow(entry)
             else:
                 self._prepare(entry)
         except StepAbortedError:
@@ -176,16 +177,20 @@ class EntryRunner:
                 self._signals.raise_ready(layer)
         return [row for _, row in seeds]
 
+    def _grow(self, entry: StepEntry) -> Sequence[StepRow]:
+        """Fill the sets of requests that were dense; returns their rows."""
+        self._signals.await_begin()
+        rows = to_device([row.row for row in entry.rows], self._device)
+        # Beside the model the tokens of a row that was dense are in place already.
+        tables = None if self._program.is_far else self._table[rows, : self._num_resident]
+        self._engine.seed_identity(rows, tables)
+        self._signals.raise_loaded()
+        return entry.rows
+
     def _decode(self, entry: StepEntry) -> Sequence[StepRow]:
         """Do a decode step; returns the rows whose books it has changed."""
         engine, kind, size = self._engine, _DECODE_KINDS[entry.variant], len(entry.rows)
         self._signals.await_begin()
-        grown = [row.row for row in entry.rows if row.flags & GROWN]
-        if grown:
-            index = to_device(grown, self._device)
-            # Beside the model the tokens of a row that was dense are in place already.
-            tables = None if self._program.is_far else self._table[index, : self._num_resident]
-            engine.seed_identity(index, tables)
         engine.begin_step()
         rows, lengths = self._signals.requests_of(entry)
         slow = [bool(row.flags & SLOW) for row in entry.rows]
@@ -193,8 +198,7 @@ class EntryRunner:
         self._signals.raise_loaded()
         if not self._graphs.replay(str(kind), size):
             self._select(kind, size)
-        selects = kind is DecodeKind.SELECTING
-        return tuple(r for r in entry.rows if r.row and (selects or r.flags & GROWN))
+        return tuple(r for r in entry.rows if r.row) if kind is DecodeKind.SELECTING else ()
 
     def _load(
         self, kind: DecodeKind, rows: torch.Tensor, lengths: torch.Tensor, *, num_cold: int,

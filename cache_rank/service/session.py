@@ -158,23 +158,28 @@ class SharedSession:
         if entry is None or self._over.is_set():
             return False
         # Nobody waits for a rehearsal, which may have to compile, as for a step.
-        is_step = entry.kind in (EntryKind.EXTEND, EntryKind.DECODE)
-        with self._clock.working() if is_step else nullcontext(), torch.cuda.stream(self._stream):
+        is_awaited = entry.kind not in (EntryKind.PREPARE, EntryKind.RESUME)
+        with (
+            self._clock.working() if is_awaited else nullcontext(),
+            torch.cuda.stream(self._stream),
+        ):
             reach("cache_rank.step")
             try:
                 self._runner.run(entry)
             except StepAbortedError:
                 return False
-        self.num_steps += is_step
+        self.num_steps += entry.kind in (EntryKind.EXTEND, EntryKind.DECODE)
         return True
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
         self.abort()
         self._waker.close()
-        self._connection.close()
-        self._tensors.close()
-        self.made.close()
+        try:
+            self._tensors.close()
+            self.made.close()
+        finally:
+            self._connection.close()  # tells the inference rank that nothing of this is written
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed by us meanwhile

@@ -116,7 +116,12 @@ class StreamSignals:
 
     def abort(self) -> None:
         """End the waits that are under way, and all later ones. Safe from any thread."""
-        with torch.cuda.stream(self._beside):
+        if self._beside is None:
+            self._lost.fill_(1)
+            return
+        # A thread begins on the first GPU, which is the model's. Going back to a stream of it would
+        # take a context there.
+        with torch.cuda.device(self._beside.device), torch.cuda.stream(self._beside):
             self._lost.fill_(1)
 
     def _wait(self, flags: torch.Tensor) -> None:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, wait_for_hang_up
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
@@ -191,6 +193,8 @@ class SharedConnection:
                 self._model, self._settings.selection, self._sizes, on_gpu=ours.homes.are_on_gpu
             )
             ours.allocate_all(new)
+            if ours.homes.are_on_gpu:  # weights and zeros of tensors that survive may be queued
+                torch.cuda.synchronize(ours.homes.here)
             connection, theirs = offer_tensors(
                 self._run_dir.memory_socket,
                 (*survivors, ours),

@@ -12,6 +12,8 @@ import struct
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 
 _CREDENTIALS = struct.Struct("3i")
+_EXIT_S = 0.5
+"""Longest time from the end of a dying process's connection to its own."""
 
 
 class Fence:
@@ -57,6 +59,11 @@ class Fence:
                 )
         self._connection.close()
         if self._process >= 0:
+            # Files of a dying process are closed in any order: its GPU's work may end later than
+            # this one. A process that lives has given the memory back before it closed its end.
+            poll = select.poll()
+            poll.register(self._process, select.POLLIN)
+            poll.poll(_EXIT_S * 1e3)
             os.close(self._process)
             self._process = -1
 

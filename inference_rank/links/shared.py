@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS
-from tandemkv.cache_rank.protocol.step_ring import GROWN, SLOW, EntryKind, StepEntry, StepRow
+from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.residual_hooks import install_norm_hooks, install_residual_hooks
 
 from .base import DecodeRows, ExtendRow, StepLostError
@@ -77,6 +78,7 @@ class SharedLink:
         self._unsent: int | None = None
         self._kind = DecodeKind.DENSE
         self._is_decode = self._is_open = False
+        self._is_settled = True
         self._grown: frozenset[int] = frozenset()
         self.pass_step: int | None = None
         self.is_void, self.breaks_off = False, True
@@ -137,9 +139,9 @@ class SharedLink:
         self._end()
 
     def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:
-        """See `Link.seed_identity`; done when the next step is announced."""
+        """See `Link.seed_identity`; announced before the step that follows."""
         del tables
-        self._grown = self._grown.union(rows.tolist())
+        self._grown = self._grown.union(row for row in rows.tolist() if row != PADDING_ROW)
 
     # -- decode --------------------------------------------------------------------------
 
@@ -153,10 +155,11 @@ class SharedLink:
             if is_asked and (kind, len(step.rows)) not in self._prepared:
                 self._prepare(kind, len(step.rows), step.num_cold)
             return
-        if not is_asked and not self._grown:
+        self._grow()
+        if not is_asked:
             self._is_open = False
+            self._settle()
             return  # nothing is asked of the engine
-        grown, self._grown = self._grown, frozenset()
         size = len(step.rows)
         slow = [False] * size if step.slow is None else step.slow.tolist()
         rows = [
@@ -165,10 +168,10 @@ class SharedLink:
                 generation=self._generation_of(row),
                 length=length,
                 prefix_len=max(0, length - 1),
-                flags=(GROWN if row in grown else 0) | (SLOW if is_slow else 0),
+                flags=SLOW if is_slow else 0,
             )
             for row, length, is_slow in zip(
-                self._host_rows(step.rows, grown), step.lengths_on_host.tolist(), slow, strict=True
+                self._host_rows(step.rows), step.lengths_on_host.tolist(), slow, strict=True
             )
         ]
         variant = _DECODE_KINDS.index(kind)
@@ -273,10 +276,31 @@ class SharedLink:
         )
         self._is_open = self._signals.begin(entry, step)
         if self._is_open:
-            self.pass_step = connection.step
+            self.pass_step, self._is_settled = connection.step, False
         else:
             connection.step -= 1  # nobody heard of it
             self._lose()
+
+    def _grow(self) -> None:
+        """Let the engine fill the sets of requests that have just outgrown dense attention.
+
+        Before the step, not in it: some of its layers attend without waiting for the engine.
+        """
+        if not self._grown:
+            return
+        grown, self._grown = sorted(self._grown), frozenset()
+        self._announce(
+            EntryKind.GROW,
+            [StepRow(row=row, generation=self._generation_of(row)) for row in grown],
+        )
+        self._is_open = False
+
+    def _settle(self) -> None:
+        """Let a step that is not announced wait for the engine: it reads what that has written."""
+        if self._is_settled:
+            return
+        self._is_settled, self.pass_step = True, self._connection.step
+        self._check(self._signals.await_finished(self._connection.step))
 
     def is_done(self, step: int) -> bool:
         """Wait until the engine has done all of `step`; False: it will not."""
@@ -308,9 +332,9 @@ class SharedLink:
     def _ask(self, kind: DecodeKind, size: int, num_cold: int) -> None:
         self._connection.prepare(variant=_DECODE_KINDS.index(kind), num_cold=num_cold, size=size)
 
-    def _host_rows(self, rows: torch.Tensor, grown: frozenset[int]) -> list[int]:
+    def _host_rows(self, rows: torch.Tensor) -> list[int]:
         """Return `rows` ``[B]`` on the host; all 0 on a GPU where nobody knows them."""
-        if not self._signals.is_captured or grown:
+        if not self._signals.is_captured:
             return rows.tolist()
         found = self._rows_on_host() or []
         return [*found, *[0] * (len(rows) - len(found))]

@@ -32,6 +32,9 @@ class LinkSignals(Protocol):
         Returns whether it was; False: the engine is lost.
         """
 
+    def await_finished(self, step: int) -> bool:
+        """Let what follows wait until the engine has done all of `step`; False: it is lost."""
+
     def mask(self) -> None:
         """Let waits return at once and raises do nothing, until `begin`."""
 
@@ -101,6 +104,10 @@ class HostSignals:
             return False
         connection.announce(entry)
         return True
+
+    def await_finished(self, step: int) -> bool:
+        """See `LinkSignals.await_finished`."""
+        return self._connection.wait(self._at.FINISHED, step)
 
     def mask(self) -> None:
         """See `LinkSignals.mask`: nothing is rehearsed on a CPU."""
@@ -238,6 +245,14 @@ class StreamSignals:
         self._raise(self._flags.begin)
         return True
 
+    def await_finished(self, step: int) -> bool:
+        """See `LinkSignals.await_finished`; not to be captured."""
+        if self._connection.lost_reason is not None:
+            return False
+        self._previous.fill_(step)
+        self._wait(self._flags.finished, self._previous)
+        return self.end()  # nothing else of this pass would tell what was lost
+
     def mask(self) -> None:
         """See `LinkSignals.mask`."""
         if not self._is_masked:
@@ -286,8 +301,6 @@ class StreamSignals:
     def raise_end(self) -> None:
         """See `LinkSignals.raise_end`."""
         self._raise(self._flags.end)
-        # In a captured step as well: with its results comes what was lost.
-        self._lost_on_host.copy_(self._lost, non_blocking=True)
 
     def await_ready(self, layer: int) -> bool:
         """See `LinkSignals.await_ready`."""
@@ -300,7 +313,8 @@ class StreamSignals:
         return True
 
     def end(self) -> bool:
-        """See `LinkSignals.end`: the next `begin` waits."""
+        """See `LinkSignals.end`: the next `begin` waits. What was lost comes with the results."""
+        self._lost_on_host.copy_(self._lost, non_blocking=True)
         return True
 
     def is_done(self, step: int) -> bool:

@@ -101,7 +101,9 @@ class PassLog:
     def take(self, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> None:
         """Use the results of a pass (`Scheduler.process_batch_result`), unless it was lost."""
         found = self._passes.get(batch.forward_iter)
-        if self.dropped or (found is not None and not self._is_done(found, result)):
+        if found is not None:
+            await_end(result, found.device)
+        if self.dropped or (found is not None and not self._is_done(found)):
             self.dropped.append(batch)
             self._counters.dropped_passes_total += 1
             return
@@ -121,13 +123,23 @@ class PassLog:
         self._passes.clear()
         self.dropped.clear()
 
-    def _is_done(self, found: _Pass, result: Any) -> bool:
+    def _is_done(self, found: _Pass) -> bool:
         """Whether the results may be used: then the engine has kept what it needs to go on."""
         if found.is_void:
             return False
-        if result.copy_done is not None:  # a GPU reports a wait that it gave up
-            result.copy_done.synchronize()
         return found.step is None or self._link.is_done(found.step)
+
+
+def await_end(result: Any, device: torch.device) -> None:
+    """Wait until the pass that yields `result` has ended on `device`, void or not.
+
+    Only then a GPU has told which wait it gave up, and has left the pass's tokens where the next
+    pass finds its input.
+    """
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    elif device.type == "cuda":  # without the overlap scheduler: its stream is the current one
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _random_state(batch: Any, device: torch.device) -> torch.Tensor | None:

@@ -18,11 +18,13 @@ from enum import Enum
 from http import HTTPStatus
 from typing import Any, Protocol
 
+import torch
+
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.reconnect import Reconnecting
 
-from .passes import PassLog
+from .passes import PassLog, await_end
 from .penalties import PenaltyLog
 from .rewind import end_requests, live_requests, recompute, rewind
 
@@ -180,7 +182,10 @@ class Recovery:
         self._was_paused, scheduler._engine_paused = scheduler._engine_paused, True
         lost = list(self._passes.dropped)
         if scheduler.enable_overlap:
-            lost += [batch for batch, _ in scheduler.result_queue]
+            for batch, result in scheduler.result_queue:
+                # Its tokens must not come over those that rewinding puts in their place.
+                await_end(result, torch.device(batch.device))
+                lost.append(batch)
         found = rewind(scheduler, lost, self._penalties)
         self._passes.rewind(lost)
         self._counters.rewound_rows_total += found.num_rewound

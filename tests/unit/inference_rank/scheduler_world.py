@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,9 @@ class World:
         overlap: bool = False,
         page_size: int = 1,
         chunk: int = 64,
+        is_queued: bool = False,
     ) -> None:
+        """With `is_queued` passes end, and leave tokens, when they are waited for: as on a GPU."""
         self.server_args = ServerArgs(
             model_path="dummy", device="cpu", load_format="dummy", attention_backend="torch_native"
         )
@@ -120,6 +123,9 @@ class World:
         self.passes = PassLog(self.engine, self.engine, self.engine, self.counters)
         self.requests: list[Any] = []
         self.before_turn: Callable[[World], None] = lambda _: None
+        self.is_queued = is_queued
+        self._relays: deque[Callable[[], None]] = deque()
+        self._num_ended = 0
 
     def add(self, prompt: list[int], new_tokens: int, **sampling: Any) -> Any:
         """Let a request wait."""
@@ -237,6 +243,9 @@ class World:
     def _run_batch(self, batch: Any) -> Any:
         self.forward_ct += 1
         batch.forward_iter = self.forward_ct
+        self._end_passes(
+            self._num_ended + len(self._relays)
+        )  # a stream does one thing after the other
         resolve_forward_inputs(batch, self.future_map)
         info = batch.sampling_info
         if self.enable_overlap:
@@ -261,9 +270,21 @@ class World:
         drawn = torch.multinomial(probabilities, 1)[:, 0]
         is_greedy = info.top_ks <= 1
         tokens = torch.where(is_greedy, logits.argmax(-1), drawn)
-        self.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=tokens))
+        payload = RelayPayload(bonus_tokens=tokens)
+        self._relays.append(partial(self.future_map.stash, batch.req_pool_indices, payload))
         batch.input_ids = None
-        return GenerationBatchResult(next_token_ids=tokens)
+        number = self._num_ended + len(self._relays)
+        if not self.is_queued:
+            self._end_passes(number)
+            return GenerationBatchResult(next_token_ids=tokens)
+        event: Any = SimpleNamespace(synchronize=partial(self._end_passes, number))
+        return GenerationBatchResult(next_token_ids=tokens, copy_done=event)
+
+    def _end_passes(self, last: int) -> None:
+        """Let passes end up to number `last`, in their order."""
+        while self._num_ended < last:
+            self._relays.popleft()()
+            self._num_ended += 1
 
     def _logits(self, row: int, length: int) -> torch.Tensor:
         stored = self.stored[self.req_to_token_pool.req_to_token[row, :length].long()]

@@ -19,13 +19,13 @@ _PEER = """
 import socket, sys, time
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.bind(sys.argv[1]); s.listen(1); print("up", flush=True)
-c, _ = s.accept(); time.sleep(600)
+c, _ = s.accept(); exec(sys.argv[2]); time.sleep(600)
 """
 
 
-def connect(path: Path) -> tuple[subprocess.Popen[str], socket.socket]:
+def connect(path: Path, then: str = "") -> tuple[subprocess.Popen[str], socket.socket]:
     peer = subprocess.Popen(
-        [sys.executable, "-c", _PEER, str(path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _PEER, str(path), then], stdout=subprocess.PIPE, text=True
     )
     assert peer.stdout is not None
     assert peer.stdout.readline() == "up\n"
@@ -53,6 +53,27 @@ def test_one_that_has_ended_is_left_alone(tmp_path: Path) -> None:
     peer.wait(10)
     fence.close(10.0)
     connection.close()
+
+
+def test_one_that_is_ended_has_ended(tmp_path: Path) -> None:
+    """Not its connection alone: what else it has open goes in any order."""
+    peer, connection = connect(tmp_path / "s")
+    fence = Fence(connection)
+    connection.close()
+    fence.close(10.0)
+    state = Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    assert state == "Z"
+    peer.wait(10)
+
+
+def test_one_that_has_hung_up_lives_on(tmp_path: Path) -> None:
+    peer, connection = connect(tmp_path / "s", then="c.close()")
+    fence = Fence(connection)
+    fence.close(10.0)
+    assert peer.poll() is None
+    connection.close()
+    peer.kill()
+    peer.wait(10)
 
 
 def test_an_open_end_that_cannot_be_ended_is_an_error() -> None:

@@ -214,3 +214,23 @@ def test_a_loss_without_progress_in_between_is_the_same_pause(world: World) -> N
         turn_until(recovery, world, lambda: recovery.state is State.SERVING or recovery.is_down)
         assert time.monotonic() - began < 20
     assert world.counters.requests_failed_total == 3
+
+
+@pytest.mark.parametrize("number", [None, *range(4, 16)])
+def test_a_pass_that_still_runs_leaves_no_token_behind_the_rewinding(number: int | None) -> None:
+    """On a GPU the pass behind a lost one is launched already, and ends after the loss is known."""
+    faults = {} if number is None else {number: "late"}
+    world = World(faults, overlap=True, is_queued=True)
+    world.model_config.world = world
+    for length in (10, 14, 30):
+        world.add(list(range(1, length + 1)), 20)
+    connection = Connection()
+    connection.is_there = connection.is_finished = True
+    world.before_turn = recovery_of(world, connection).turn
+    found = world.run()
+    undisturbed = World(overlap=True)
+    undisturbed.model_config.world = undisturbed
+    for length in (10, 14, 30):
+        undisturbed.add(list(range(1, length + 1)), 20)
+    assert found == undisturbed.run()
+    assert len(connection.resumed) == len(faults)

@@ -82,6 +82,15 @@ class Engines:
         found[0].send_signal(number)
         self._running.append(self._start())
 
+    def pause(self, seconds: float) -> threading.Timer:
+        """Stop the one that serves for so long; returns who lets it go on."""
+        pid = self._serving()
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        timer = threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
+        timer.start()
+        return timer
+
     def _serving(self) -> int | None:
         return server_pid(self._run_dir.heartbeat_socket)
 
@@ -299,3 +308,37 @@ def test_what_is_attended_to_is_that_of_an_undisturbed_run(
                 assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
         killer.join()
     assert played.num_lost == len(signals)
+
+
+@pytest.mark.parametrize("settings", [("last_query", False)], indirect=True, ids=["last_query"])
+def test_the_set_of_a_request_that_was_dense_is_filled_before_its_step(
+    forward: tuple[Forward, Engines],
+) -> None:
+    """No layer of such a step waits for the engine, which selects for the next one."""
+    played, engines = forward
+    row, length = 1, played.num_cold
+    slots = played.store(row, 0, length)
+    played.link.begin_extend(
+        [ExtendRow(row=row, prefix_len=0, length=length, table=played.table[row, :length])]
+    )
+    for layer in range(played.model.num_layers):
+        played.link.extend(layer, slots, [])
+    played.link.end_extend()
+    played.store(row, length, length + 1)
+    timer = engines.pause(0.4)
+    rows, lengths = torch.tensor([row]), torch.tensor([length + 1])
+    played.link.seed_identity(rows, None)
+    played.link.begin_decode(
+        DecodeKind.SELECTING,
+        DecodeRows(
+            rows=rows, lengths=lengths, lengths_on_host=lengths, req_to_token=played.table,
+            num_cold=played.num_cold,
+        ),
+    )  # fmt: skip
+    first = slots[: played.num_resident]
+    for layer in range(played.model.num_layers):
+        if played.link.program.is_sparse_layer(layer):
+            for kind, resident in enumerate(played.pools.resident[layer]):
+                assert torch.equal(resident[row], played.kept["kv"][layer, kind, first]), layer
+    played.link.recover()
+    timer.join()

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +98,7 @@ def test_a_step_goes_from_one_side_to_the_other(
         engine.await_query(2, 2)
         torch.testing.assert_close(connection.tensors["queries"][2, :2], query)
         link.raise_end()
+        link.end()
         engine.await_end()
         engine.settle()
         engine.finish()
@@ -118,10 +121,12 @@ def test_an_exact_layer_gets_its_output_from_where_the_k_v_are(
     engine.settle()
     engine.finish()
     link.raise_end()
+    link.end()
     assert link.lost_step == 0
     assert link.begin(_entry(2), _step())
     link.await_output(1, 2)  # each row's flag is the step before's
     link.raise_end()
+    link.end()
     assert link.lost_step == 2
 
 
@@ -131,6 +136,7 @@ def test_a_row_whose_output_is_missing_is_waited_for(link: LinkSide, engine: Eng
     engine.put_output(1, torch.randn(1, HEADS, DIM))
     link.await_output(1, 2)
     link.raise_end()
+    link.end()
     assert link.lost_step == 1
 
 
@@ -158,6 +164,7 @@ def test_what_was_not_answered_in_time_is_told_with_the_next_step(
     assert link.begin(_entry(2), _step())
     link.await_ready(0)  # nobody has raised it
     link.raise_end()
+    link.end()
     assert link.lost_step == 2
     assert not link.begin(_entry(3), _step())
     assert connection.lost_reason is not None
@@ -165,6 +172,37 @@ def test_what_was_not_answered_in_time_is_told_with_the_next_step(
     engine.begin(3)
     engine.await_begin()
     assert _is_lost(engine)  # nothing was raised for a step that was not begun
+
+
+def test_a_prompt_tells_too_that_it_was_not_answered_in_time(
+    link: LinkSide, engine: EngineSide, connection: Connection
+) -> None:
+    assert link.begin(_entry(1), None)
+    engine.begin(1)
+    link.await_ready(0)  # its buffer of prompt queries is not free
+    link.raise_input(2)
+    link.end()  # no end of a decode step follows
+    assert link.lost_step == 1
+    assert not link.is_done(1)
+    assert not link.begin(_entry(2), _step())
+    assert connection.lost_reason is not None
+    assert "step 1" in connection.lost_reason
+
+
+def test_a_step_that_is_not_announced_waits_for_the_one_before(
+    link: LinkSide, engine: EngineSide, connection: Connection
+) -> None:
+    assert link.begin(_entry(1), _step())
+    engine.begin(1)
+    engine.settle()
+    assert link.await_finished(1)
+    assert link.lost_step == 0
+    assert link.begin(_entry(2), _step())
+    assert link.await_finished(2)  # queued; the engine does not come to its end
+    assert link.lost_step == 2
+    assert not link.is_done(2)
+    connection.lost_reason = "its process ended"
+    assert not link.await_finished(2)
 
 
 def test_flags_of_a_step_that_was_given_up_satisfy_no_later_wait(
@@ -182,6 +220,7 @@ def test_a_rehearsal_neither_waits_nor_raises(link: LinkSide, engine: EngineSide
     link.await_ready(0)
     link.put_stream(0, torch.zeros(2, HIDDEN), None)
     link.raise_end()
+    link.end()
     engine.begin(0)
     with engine.masked():
         engine.await_begin()
@@ -201,4 +240,24 @@ def test_an_abort_ends_the_waits_of_the_engine(link: LinkSide, engine: EngineSid
     assert link.begin(_entry(1), _step())
     link.await_ready(0)
     link.raise_end()
+    link.end()
     assert link.lost_step == 1  # an engine that has given up raises nothing
+
+
+def test_an_abort_from_any_thread_goes_to_the_engines_gpu_and_back_to_no_other(
+    engine: EngineSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins on the first GPU: to go back to a stream of it would take memory there."""
+    entered: list[object] = []
+
+    def enter(what: object) -> contextlib.nullcontext[None]:
+        entered.append(what)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    stream = SimpleNamespace(device=torch.device("cuda", 1))
+    engine._beside = stream  # type: ignore[assignment]
+    engine.abort()
+    assert entered == [stream.device, stream]
+    assert _is_lost(engine)

@@ -104,7 +104,7 @@ def test_page_size_is_named() -> None:
 
 def test_order_is_version_token_rest() -> None:
     other = msgspec.structs.replace(MODEL, dtype="bfloat16")
-    refused = _check(_hello(protocol_version=9, token=b"x" * 32, model=other))
+    refused = _check(_hello(protocol_version=10, token=b"x" * 32, model=other))
     assert refused is not None
     assert refused.field == "protocol_version"
     refused = _check(_hello(token=b"x" * 32, model=other))

@@ -29,7 +29,6 @@ from tandemkv.cache_rank.protocol.errors import (
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, TensorSpec, create_memory
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import (
-    GROWN,
     NUM_ENTRIES,
     RESIDENT,
     SLOW,
@@ -188,7 +187,7 @@ def test_entries_come_in_order_and_a_full_ring_is_an_error() -> None:
     writer = StepRing(words, shared, announced=0, consumed=1)
     reader = StepRing(words, shared, announced=0, consumed=1)
     assert reader.read(timeout_s=0.01, is_over=never) is None
-    rows = (StepRow(row=2, generation=1 << 50, length=9, prefix_len=8, window=4, flags=3),)
+    rows = (StepRow(row=2, generation=1 << 50, length=9, prefix_len=8, window=4, flags=6),)
     entries = [
         StepEntry(kind=EntryKind.DECODE, step=n, variant=2, num_cold=7, rows=rows * (n % 4))
         for n in range(1, 3 * NUM_ENTRIES)
@@ -215,11 +214,11 @@ def test_every_kind_and_flag_of_an_entry_arrives_and_damaged_ones_are_refused() 
     writer, reader = (StepRing(words, signals, announced=0, consumed=1) for _ in range(2))
     sound = StepRow(row=1, generation=2, length=9, prefix_len=8, window=1)
     for kind in EntryKind:
-        for flag in (0, GROWN, SLOW, RESIDENT, GROWN | SLOW):
+        for flag in (0, SLOW, RESIDENT, SLOW | RESIDENT):
             entry = StepEntry(kind=kind, step=1, rows=(replace(sound, flags=flag), sound))
             writer.write(entry, timeout_s=1, is_over=never)
             assert reader.read(timeout_s=1, is_over=never) == entry
-    for damaged in ({"row": -1}, {"prefix_len": 10}, {"window": -1}, {"flags": 8}):
+    for damaged in ({"row": -1}, {"prefix_len": 10}, {"window": -1}, {"flags": 1}):
         entry = StepEntry(kind=EntryKind.DECODE, step=1, rows=(replace(sound, **damaged),))
         writer.write(entry, timeout_s=1, is_over=never)
         with pytest.raises(ProtocolError, match="out of bounds"):
