@@ -21,7 +21,7 @@ MAX_LINES := 500
 # In the order of collection, so that servers are not what is left for the end.
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup serve test test-all lint format deploy-lint types imports size wheel lock sbom ci acceptance clean
+.PHONY: help setup serve test test-newest test-all lint format deploy-lint types imports size wheel lock sbom ci acceptance clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -34,6 +34,11 @@ serve: setup ## serve the embedded model on loopback; options in ARGS="..."
 
 test: setup ## the tests that CI runs, end to end included (no GPU, nothing slow)
 	@$(TEST_ENV) $(BIN)/pytest $(SHARED) -m "not gpu and not multi_gpu and not slow" $(ARGS)
+
+test-newest: setup ## the plugin's unit tests and tokens equal to stock's, on the newest SGLang that is taken
+	@deploy/cpu/setup.sh --newest
+	@$(TEST_ENV) $(VENV)-newest/bin/python -m pytest $(SHARED) -m "not gpu and not multi_gpu and not slow" \
+	    tests/unit/inference_rank tests/e2e/test_shared.py $(ARGS)
 
 test-all: setup ## also the slow tests
 	@$(TEST_ENV) $(BIN)/pytest $(SHARED) -m "not gpu and not multi_gpu" $(ARGS)
@@ -90,6 +95,6 @@ ci: ## all that CI runs
 acceptance: setup ## the acceptance list
 	@PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/acceptance/run.py $(ARGS)
 
-clean: ## remove what builds and tools left; .venv stays
+clean: ## remove what builds and tools left; .venv and .venv-newest stay
 	rm -rf build dist .ns *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

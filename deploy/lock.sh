@@ -34,6 +34,8 @@ compile "$cpu/requirements-acceptance.lock" "${for_cpu[@]}" \
     "$cpu/requirements-acceptance.txt"
 compile "$cpu/requirements-no-deps.lock" --universal --python-version 3.11 --no-config --no-deps \
     "$cpu/requirements-no-deps.txt"
+compile "$cpu/requirements-newest.lock" --universal --python-version 3.11 --no-config --no-deps \
+    "$cpu/requirements-newest.txt"
 
 # The image: Ubuntu 24.04 has Python 3.12. The second file is for the stage that builds the wheel.
 for_gpu=(--python-version 3.12 --python-platform x86_64-manylinux_2_39 --no-config)

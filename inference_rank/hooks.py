@@ -13,7 +13,12 @@ from sglang.srt.plugins.hook_registry import HookType
 from tandemkv.cache_rank.protocol.attention_config import windowed_layers
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
-from tandemkv.inference_rank import progress, single_process_group, teacher_forcing
+from tandemkv.inference_rank import (
+    progress,
+    sglang_versions,
+    single_process_group,
+    teacher_forcing,
+)
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention import graph_variants
 from tandemkv.inference_rank.resume import hooks as resume_hooks
@@ -215,8 +220,8 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     if runtime is None:
         return original(scheduler, batch, *args, **kwargs)
     _note_batch(runtime, scheduler, batch)
-    rows = [req.req_pool_idx for req in batch.reqs]
-    runtime.rows_on_host = None if None in rows else [int(row) for row in rows]
+    rows = [sglang_versions.row_of(req) for req in batch.reqs]
+    runtime.rows_on_host = None if None in rows else rows
     try:
         if runtime.client is not None:
             result = runtime.passes.run(original, scheduler, batch, *args, **kwargs)
@@ -233,7 +238,7 @@ def _note_batch(runtime: Any, scheduler: Any, batch: Any) -> None:
     runtime.middle_chunk_row = None
     chunked = getattr(batch, "chunked_req", None)
     if chunked is not None and any(chunked is req for req in batch.reqs):
-        runtime.middle_chunk_row = int(chunked.req_pool_idx)
+        runtime.middle_chunk_row = sglang_versions.row_of(chunked)
     runtime.running_reqs, runtime.scheduler = batch.reqs, scheduler
     if runtime.settings.evaluation:
         lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.messages import StatusReply
 
-from . import progress
+from . import progress, sglang_versions
 from . import runtime as runtime_module
 from .metrics import MetricsPublisher
 from .sglang_contract import check_hooks_applied
 
+_LOG = logging.getLogger(__name__)
 _server: StatusServer | None = None
 
 
@@ -33,10 +35,15 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
     """
     global _server
     check_hooks_applied(hook_targets)
+    note = sglang_versions.not_run(
+        sglang_versions.installed() or "", on_gpu=str(runner.device) != "cpu"
+    )
+    if note:
+        _LOG.warning("%s", note)
     settings = runtime_module.settings_from_environment()
     is_local = settings.placement.num_cache_ranks == 0
     check_server_args(runner.server_args, is_local=is_local, kv_dtype=settings.cache.kv_dtype)
-    if runner.ps.tp_rank:
+    if sglang_versions.tensor_rank():
         return  # one rank answers for all of a tensor-parallel group
     run_dir = runtime_module.run_dir_from_environment()
     enable_faults("inference_rank", run_dir.path)

@@ -18,16 +18,18 @@ LayerNormed = Callable[[int, torch.Tensor], None]
 
 
 def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
-    """Register a forward pre-hook on every decoder layer of an SGLang model.
+    """Register hooks on every decoder layer of an SGLang model.
 
-    SGLang gives a layer its `hidden_states`, and most models also a `residual`. The residual
-    stream is their sum, or `hidden_states` alone in the first layer, where `residual` is None, and
-    in models whose layers take none.
+    SGLang gives a layer its `hidden_states`, and maybe a `residual`. The residual stream is their
+    sum, or `hidden_states` alone in the first layer, where `residual` is None, and in models that
+    do not normalise it before attention. Layers that normalise it and take no `residual` get a part
+    of it, and the rest is in SGLang's forward batch (0.5.21 on): there it is read behind the norm.
 
     Raises
     ------
     ContractError
-        If the model has no ``model.layers``, or a layer takes no ``hidden_states``.
+        If the model has no ``model.layers``, or a layer takes no ``hidden_states`` or lacks the
+        norm that its architecture has. In a pass, if a norm is not called as a module.
     """
 
     def hook_for(layer: int, names: tuple[str, ...]) -> Callable[..., None]:
@@ -50,7 +52,40 @@ def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
                 f"{type(module).__name__} takes {names}, and no hidden_states; this model's "
                 "decoder layers cannot be hooked, serve it with stock SGLang"
             )
-        module.register_forward_pre_hook(hook_for(index, names), with_kwargs=True)
+        norm = architecture_of(model).attention_norm
+        if "residual" in names or norm is None:
+            module.register_forward_pre_hook(hook_for(index, names), with_kwargs=True)
+        else:
+            _read_behind_norm(index, module, norm, on_layer_input)
+
+
+def _read_behind_norm(layer: int, module: Any, name: str, on_layer_input: LayerInput) -> None:
+    norm = getattr(module, name, None)
+    if norm is None:
+        raise _lacks(module, name)
+    is_due = False  # others call the norm as well, such as what predicts queries
+
+    def enter(_module: Any, _args: tuple[Any, ...]) -> None:
+        nonlocal is_due
+        is_due = True
+
+    def on_normed(_layer: int, stream: torch.Tensor) -> None:
+        nonlocal is_due
+        if is_due:
+            is_due = False
+            on_layer_input(layer, stream, None)
+
+    def leave(_module: Any, _args: tuple[Any, ...], _output: Any) -> None:
+        if is_due:
+            raise ContractError(
+                f"layer {layer}: SGLang has not called {name} as a module, so its residual stream "
+                "is not known; disable fused norms in SGLang "
+                "(--enforce-disable-flashinfer-allreduce-fusion)"
+            )
+
+    module.register_forward_pre_hook(enter)
+    norm.register_forward_hook(_behind_norm(layer, on_normed))
+    module.register_forward_hook(leave)
 
 
 def install_norm_hooks(model: Any, on_normed: LayerNormed) -> None:

@@ -2,25 +2,24 @@
 """Everything of SGLang that the plugin touches, checked before it touches it.
 
 SGLang logs and swallows errors of plugins; a renamed target would leave a server that runs
-without us. So: exactly one version, every symbol present, every hook proven applied.
+without us. So: a version that is taken, every symbol present, every hook proven applied.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import pkgutil
 from collections.abc import Sequence
 
 from tandemkv.cache_rank.protocol.errors import ContractError
 
-SUPPORTED_VERSION = "0.5.17"
+from . import sglang_versions
 
-# Symbol -> parameters that we rely on.
+# Symbol -> parameters that we rely on, in every version that is taken.
 SYMBOLS: dict[str, tuple[str, ...]] = {
     "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
     "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": (),
-    "sglang.srt.server_args.add_attention_backend_choices": ("choices",),
+    "sglang.srt.server_args.add_attention_backend_choices": (),
     "sglang.srt.layers.attention.attention_registry.register_attention_backend": ("name",),
     "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata": (
         "forward_batch",
@@ -86,12 +85,6 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "model_config",
         "enable_overlap",
         "spec_algorithm",
-    ),
-    "sglang.srt.managers.schedule_batch.release_req": (
-        "req",
-        "remaing_req_count",
-        "server_args",
-        "hisparse_coordinator",
     ),
     "sglang.srt.managers.overlap_utils.FutureMap.stash": (),
     "sglang.srt.managers.overlap_utils.RelayPayload": ("bonus_tokens",),
@@ -191,36 +184,30 @@ def check_contract() -> None:
     Raises
     ------
     ContractError
-        Names the version or the symbol.
+        Names the version, or all that it lacks.
     """
-    try:
-        version = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError as error:
+    version = sglang_versions.installed()
+    number = sglang_versions.check_version(version)
+    wanted = SYMBOLS | sglang_versions.symbols_of(number)
+    lacking = [text for name, needed in wanted.items() if (text := _lacking(name, needed))]
+    if lacking:
         raise ContractError(
-            f"sglang is not installed; install sglang=={SUPPORTED_VERSION} (`make setup` without a "
-            "GPU, `pip install tandemkv[gpu]` with one)"
-        ) from error
-    if version != SUPPORTED_VERSION:
-        raise ContractError(
-            f"sglang=={version} is installed, this plugin supports exactly {SUPPORTED_VERSION}; "
-            f"install sglang=={SUPPORTED_VERSION}"
+            f"sglang=={version} lacks {'; '.join(lacking)}: install sglang=={version} anew, or "
+            f"{sglang_versions.OLDEST}"
         )
-    for symbol, parameters in SYMBOLS.items():
-        _check_symbol(symbol, parameters)
 
 
-def _check_symbol(symbol: str, parameters: Sequence[str]) -> None:
+def _lacking(symbol: str, parameters: Sequence[str]) -> str | None:
     try:
         found = pkgutil.resolve_name(symbol)
     except (ImportError, AttributeError) as error:
-        raise ContractError(f"sglang has no {symbol} ({error}); reinstall it") from error
+        return f"{symbol} ({error})"
     if not parameters:
-        return
+        return None
     have = inspect.signature(found).parameters
     accepts_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in have.values())
     missing = [name for name in parameters if name not in have and not accepts_any]
-    if missing:
-        raise ContractError(f"{symbol} has no parameter {', '.join(missing)}; it has {list(have)}")
+    return f"{', '.join(missing)} in {symbol}, which has {list(have)}" if missing else None
 
 
 def check_hooks_applied(targets: Sequence[str]) -> None:

@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandemkv.cache_rank.protocol.available_memory import available_bytes
-from tandemkv.cache_rank.protocol.errors import SettingsError, TandemKVError
+from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError, TandemKVError
+from tandemkv.inference_rank import sglang_versions
 
 from .devices import resolve_device
 from .evaluation.provenance import version_of
@@ -24,7 +25,6 @@ from .memory import PROCESS_TREE_BYTES, gib
 from .ports import choose_port
 from .settings import EMBEDDED_MODEL
 
-SUPPORTED_SGLANG = "0.5.17"
 MINIMUM_PYTHON = (3, 11)
 _CONTRACT = "from tandemkv.inference_rank.sglang_contract import check_contract; check_contract()"
 _SUBPROCESS_TIMEOUT_S = 180
@@ -93,11 +93,16 @@ def check_torch() -> Finding:
 
 
 def check_sglang() -> Finding:
-    """Look for exactly the SGLang that the plugin was written for."""
+    """Look for an SGLang that the plugin takes, and say where that version was run."""
     version = version_of("sglang")
-    if version != SUPPORTED_SGLANG:
-        advice = f"install sglang=={SUPPORTED_SGLANG}; the plugin supports no other version"
-        return Finding("sglang", "fail", version or "not installed", advice)
+    try:
+        sglang_versions.check_version(version)
+    except ContractError as error:
+        return Finding("sglang", "fail", version or "not installed", str(error))
+    assert version is not None  # else it is refused
+    note = sglang_versions.not_run(version, on_gpu=not _is_cpu())
+    if note:
+        return Finding("sglang", "warn", version, note)
     return Finding("sglang", "ok", version)
 
 
@@ -115,7 +120,7 @@ def check_contract() -> Finding:
     """Check that every symbol of SGLang that the plugin touches is there."""
     error = _run_python(_CONTRACT, {"SGLANG_USE_CPU_ENGINE": "1"} if _is_cpu() else {})
     if error is not None:
-        advice = f"install sglang=={SUPPORTED_SGLANG} anew"
+        advice = f"install sglang=={version_of('sglang') or sglang_versions.OLDEST} anew"
         return Finding("contract", "fail", error, advice)
     return Finding("contract", "ok", "every symbol of SGLang that is used is there")
 

@@ -41,6 +41,11 @@ _REFUSED = {
     "--enable-unified-memory": "tandemkv has its own KV pool",
     "--cuda-graph-config": "tandemkv captures decode steps alone; use the flags for each setting",
     "--cuda-graph-backend-decode": "full graphs, or --disable-decode-cuda-graph for none",
+    "--enable-kv-cache-sharding": "tandemkv has its own KV layout",
+    "--enable-layernorm-sp": "a layer's input would be a part of the residual stream",
+    "--enable-nvidia-megakernel": "it decodes past the attention backend",
+    "--enable-amd-monokernel": "it decodes past the attention backend",
+    "--enable-unified-cache-external-linker": "the cache rank already keeps the KV",
     "--prefill-only-disable-kv-cache": "there would be no KV to keep",
     "--encoder-only": "disaggregation is not supported",
     "--language-only": "disaggregation is not supported",
@@ -68,6 +73,10 @@ _ONLY = {
     "--dp-size": ("1", "data parallelism is not available in this version"),
     "--data-parallel-size": ("1", "data parallelism is not available in this version"),
     "--tokenizer-worker-num": ("1", "requests are checked in one HTTP process"),
+    "--startup-weight-load-mode": (
+        "serial",
+        "queries are predicted with weights read at the start",
+    ),
     "--nnodes": ("1", "several nodes are not available in this version"),
     "--cuda-graph-backend-prefill": ("disabled", "sets of prompts are filled outside of graphs"),
 }

@@ -4,6 +4,8 @@
 # A run that was interrupted goes on where it stopped.
 #
 #   deploy/cpu/setup.sh [--no-dev] [VENV]    VENV: else the variable VENV, else .venv in the repository
+#   deploy/cpu/setup.sh --newest             VENV-newest, which lies over VENV: the newest SGLang that is
+#                                            taken and what it needs of another version, nothing else
 #
 # PYTHON names the interpreter (3.11 or 3.12; default: the first of python3.11, python3.12, python3).
 #
@@ -18,9 +20,12 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
-dev=1
+dev=1 newest=0
 if [[ ${1:-} == --no-dev ]]; then dev=0; shift; fi
+if [[ ${1:-} == --newest ]]; then newest=1; shift; fi
 venv=$(realpath -m -- "${1:-${VENV:-$root/.venv}}")
+base=$venv
+if ((newest)); then venv+=-newest; fi
 torch_version=2.13.0
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -38,12 +43,20 @@ find_python() {
     die "no Python 3.11 or 3.12 found: install one, or set PYTHON to its path"
 }
 
-if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+if ((newest)); then
+    [[ -e $base/.tandemkv/7-import-check ]] || die "no environment in $base: run this without --newest first"
+    if [[ ! -x $venv/bin/python ]]; then
+        say "creating $venv"
+        "$base/bin/python" -m venv --without-pip "$venv" || die "cannot create $venv"
+    fi
+elif ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
     say "creating $venv"
     "$(find_python)" -m venv --clear "$venv" ||
         die "cannot create $venv: install the venv module of this Python (python3-venv on Debian)"
 fi
 python=$venv/bin/python
+pip=("$base/bin/python" -m pip)
+if ((newest)); then pip+=(--python "$python"); fi
 stamps=$venv/.tandemkv
 mkdir -p "$stamps"
 
@@ -82,7 +95,7 @@ step() { # NAME HASH COMMAND...
 }
 
 pip_install() {
-    quietly "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off "$@"
+    quietly "${pip[@]}" install --disable-pip-version-check --no-input --progress-bar off "$@"
 }
 
 install_locked() { # FILE: exactly what it lists, whose hashes are compared
@@ -97,11 +110,32 @@ install_shim() { # built from a copy: a build leaves folders beside the sources
     rm -rf "$copy"
 }
 
+install_over() { # what differs, this package, and then the sight of all that does not
+    local site
+    site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    rm -f "$site/base.pth" # pip would take what it sees there for installed here
+    install_locked "$here/requirements-newest.lock"
+    pip_install --no-deps -e "$root"
+    # A .pth line adds a folder to the end of sys.path and ignores the .pth files in it; the shim's, which
+    # has to run at each start, is named.
+    printf '%s\nimport tandemkv_cpu_shim\n' \
+        "$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >"$site/base.pth"
+}
+
 check_imports() {
     # From /, so that the repository's folders are not importable by their bare names.
     (cd / && quietly env SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 PYTHONSAFEPATH=1 \
         "$python" -W ignore "$here/check_imports.py")
 }
+
+if ((newest)); then
+    step "1-newest" "$(hash_of "$root" "$base" -- "$here/requirements-newest.lock" "$root/pyproject.toml")" \
+        install_over
+    step "2-import-check" \
+        "$(hash_of -- "$stamps/1-newest" "$base"/.tandemkv/[1-4]-* "$here/check_imports.py")" check_imports
+    say "ready: $venv, over $base"
+    exit
+fi
 
 mapfile -t shim_files < <(find "$here/shim" -type f -not -name '*.pyc' | LC_ALL=C sort)
 

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
 from tandemkv.kernels.flags import wait_flags
 
@@ -85,6 +86,10 @@ class ResidentBackend(AttentionBackend):
     def support_triton(self) -> bool:
         """No Triton metadata is needed from SGLang."""
         return False
+
+    def shared_read_ends(self, _mode: Any) -> Any:
+        """Until when rows and slots must stay as they are."""
+        return sglang_versions.end_of_reads()
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padding rows."""

@@ -69,6 +69,7 @@ def capture_each(
     forward: Callable[..., Any],
     stream_idx: int | None = None,
     variant_label: str | None = None,
+    *more: Any,
 ) -> None:
     """Capture a batch size for each kind of step that the policy has.
 
@@ -88,7 +89,7 @@ def capture_each(
     for kind in backend.kinds:
         backend.captured_kind = kind
         with _captured_first(runner) if goes_first else nullcontext():
-            original(runner, size, forward, stream_idx, str(kind))
+            original(runner, size, forward, stream_idx, str(kind), *more)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.links.peer_memory import enable_peer_access, seen_from, with_index
 
 
@@ -90,8 +91,7 @@ def make_peer_pool_class(base: Any, cache_device: torch.device) -> type:
             self.cache_k, self.cache_v = self.k_buffer, self.v_buffer
             self.k_buffer = [seen_from(own, t) for t in self.cache_k]
             self.v_buffer = [seen_from(own, t) for t in self.cache_v]
-            self._kv_buffer_descs = self._build_kv_buffer_descs()
-            self._init_data_ptrs_and_strides()
+            sglang_versions.describe_buffers(self)
 
     return PeerKVPool
 

@@ -8,8 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.inference_rank import sglang_versions
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
 from tandemkv.kernels.step_tables import load_attended, load_ring
@@ -173,6 +176,10 @@ class ResidentAttention(Protocol):
         """
 
 
+class _StepView(SimpleNamespace):
+    """A forward batch as far as planning goes; unlike its parent it can be referred to weakly."""
+
+
 class FlashInferResident:
     """FlashInfer's paged decode through SGLang's own backend, which gets our table.
 
@@ -197,10 +204,36 @@ class FlashInferResident:
             ),
             init_new_workspace=True,
         )
-        self._backend.indices_updater_decode.req_to_token = table.slots
+        sglang_versions.read_slots_from(self._backend, table.slots)
         self._backend.token_to_kv_pool = pool
         self._plans = PlansApart(self._backend)
         self._batch_index = torch.arange(max_batch, device=table.slots.device)
+        if sglang_versions.proves_slots():
+            self._prove_slots()
+
+    def _prove_slots(self) -> None:
+        """Plan a step over known slots, and see that FlashInfer was given them.
+
+        Raises
+        ------
+        ContractError
+            If it attends to other slots: nothing else would show it.
+        """
+        table = self._table
+        size, width = min(2, len(table.slots)), min(3, table.width)
+        table.slots[:size, :width] = torch.arange(
+            1, size * width + 1, device=table.slots.device
+        ).view(size, width)
+        lengths = torch.full((size,), width)
+        self._backend.init_forward_metadata(self._view(lengths, lengths.to(table.slots.device)))
+        wrapper = self._backend.forward_metadata.decode_wrappers[0]
+        given = wrapper._paged_kv_indices_buf[: size * width].tolist()
+        if given != table.slots[:size, :width].flatten().tolist():
+            raise ContractError(
+                f"SGLang {sglang_versions.installed()} gave FlashInfer the slots {given} for a "
+                f"table of 1 to {size * width}: install sglang=={sglang_versions.OLDEST}"
+            )
+        table.slots[:size, :width] = 0
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured graphs read."""
@@ -219,23 +252,31 @@ class FlashInferResident:
         """See `ResidentAttention.plan`."""
         table, size = self._table, forward_batch.batch_size
         on_host = table.attended_on_host(forward_batch.seq_lens_cpu[:size], table.num_dense)
-        view = SimpleNamespace(
-            batch_size=size,
-            req_pool_indices=self._batch_index[:size],
-            seq_lens=table.attended[:size],
-            seq_lens_cpu=on_host,
-            seq_lens_sum=int(on_host.sum()),
-            encoder_lens=None,
-            spec_info=None,
-            forward_mode=forward_batch.forward_mode,
-            out_cache_loc=forward_batch.out_cache_loc,
-            positions=forward_batch.positions,
-        )
+        view = self._view(on_host, table.attended[:size])
+        view.forward_mode = forward_batch.forward_mode
+        view.out_cache_loc, view.positions = forward_batch.out_cache_loc, forward_batch.positions
         if in_graph:
             self._plans.use(kind)
             self._backend.init_forward_metadata_out_graph(view, in_capture=in_capture)
         else:
             self._backend.init_forward_metadata(view)
+
+    def _view(self, on_host: torch.Tensor, attended: torch.Tensor) -> _StepView:
+        """Return what SGLang plans a decode step from; row i of the table is request i."""
+        size = len(on_host)
+        return _StepView(
+            batch_size=size,
+            req_pool_indices=self._batch_index[:size],
+            seq_lens=attended,
+            seq_lens_cpu=on_host,
+            seq_lens_sum=int(on_host.sum()),
+            encoder_lens=None,
+            spec_info=None,
+            kv_loc_plan=None,  # asked for from 0.5.22 on, and used by the unified pool alone
+            forward_mode=ForwardMode.DECODE,
+            out_cache_loc=None,
+            positions=None,
+        )
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank.sglang_versions import with_key
 
 from .adapters import adapters_of
 from .keys import Keys
@@ -68,7 +69,7 @@ def install(
     )
     _tokenize_once(manager)
     _is_installed = True
-    return lambda given: execute_warmup_func(_WithKey(given, own_key))
+    return lambda given: with_key(execute_warmup_func, given, own_key)
 
 
 def pause_reason(manager: Any) -> str | None:
@@ -86,17 +87,6 @@ def decide_request_auth(_original: Callable[..., Any], **_: Any) -> Any:
     if _is_installed:
         return AuthDecision(allowed=True)
     return AuthDecision(allowed=False, error_status_code=403)
-
-
-class _WithKey:
-    """SGLang's arguments for its first request, whose key is in no command line or dump."""
-
-    def __init__(self, server_args: Any, api_key: str) -> None:
-        self._server_args = server_args
-        self.api_key = api_key
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._server_args, name)
 
 
 def _tokenize_once(manager: Any) -> None:

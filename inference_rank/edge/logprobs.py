@@ -21,10 +21,11 @@ def convert_logprob_style(
     return_text_in_logprobs: bool,
     recv_obj: Any,
     recv_obj_index: int,
+    **more: Any,
 ) -> None:
     """Say that there are as many as came before: none (AROUND hook of TokenizerManager's)."""
     given = (meta_info, state, top_logprobs_num, token_ids_logprob, return_text_in_logprobs)
     if recv_obj.input_token_logprobs_val is None:
-        manager.add_logprob_to_meta_info(*given)
+        manager.add_logprob_to_meta_info(*given, **more)
     else:
-        original(manager, *given, recv_obj, recv_obj_index)
+        original(manager, *given, recv_obj, recv_obj_index, **more)

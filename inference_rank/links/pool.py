@@ -15,6 +15,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
 from tandemkv.cache_rank.protocol.shared_devices import inference_homes
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
 from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.links.peer_memory import with_index
 
 from .connection import make_kept_tensors
@@ -51,8 +52,7 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
                     f"SGLang lays out K/V as {self.kv_cache_layout}; transport=shared needs plain "
                     "[slots, heads, dim]: serve without a quantised KV cache"
                 )
-            self.k_scale_buffer = self.v_scale_buffer = None
-            self.dq_k_buffer = self.dq_v_buffer = None
+            sglang_versions.without_scales(self)
             table = req_to_token_pool.req_to_token
             settings = runtime_module.settings_from_environment()
             self.mapped_sizes = RegionSizes(
@@ -77,8 +77,7 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
             kv = self.mapped["kv"].view(self.store_dtype)
             self.k_buffer = [kv[layer, 0] for layer in range(self.layer_num)]
             self.v_buffer = [kv[layer, 1] for layer in range(self.layer_num)]
-            self._kv_buffer_descs = self._build_kv_buffer_descs()
-            self._init_data_ptrs_and_strides()
+            sglang_versions.describe_buffers(self)
 
     return SharedKVPool
 

@@ -23,6 +23,7 @@ import torch
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.reconnect import Reconnecting
+from tandemkv.inference_rank.sglang_versions import committed, row_of
 
 from .passes import PassLog, await_end
 from .penalties import PenaltyLog
@@ -257,7 +258,8 @@ class Recovery:
     def _rows(self, requests: Sequence[Any]) -> tuple[StepRow, ...]:
         found = []
         for req in requests:
-            row, length = int(req.req_pool_idx), int(req.kv_committed_len)
+            row, length = row_of(req), committed(req)
+            assert row is not None  # `live_requests` have one
             is_resident = bool(req.output_ids) and length > self._num_cold
             found.append(
                 StepRow(

@@ -15,10 +15,17 @@ from typing import Any
 import torch
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.overlap_utils import RelayPayload
-from sglang.srt.managers.schedule_batch import ScheduleBatch, release_req
-from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from tandemkv.inference_rank.sglang_versions import (
+    committed,
+    give_up,
+    retract,
+    row_of,
+    set_stored,
+)
 
 from .penalties import PenaltyLog
 
@@ -83,7 +90,7 @@ def end_requests(scheduler: Any, penalties: PenaltyLog) -> tuple[Any, ...]:
     requests = live_requests(scheduler)
     for req in requests:
         penalties.forget(req)
-        release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+        give_up(req, scheduler.tree_cache)
     scheduler.chunked_req = scheduler._pending_chunked_abort_req = None
     _replace_batches(scheduler, _no_batch())
     return tuple(requests)
@@ -97,7 +104,7 @@ def live_requests(scheduler: Any, lost: Iterable[Any] = ()) -> list[Any]:
             found |= {id(req): req for req in batch.reqs if id(req) not in found}
     if scheduler.chunked_req is not None:
         found.setdefault(id(scheduler.chunked_req), scheduler.chunked_req)
-    return [r for r in found.values() if not r.finished() and r.req_pool_idx is not None]
+    return [r for r in found.values() if not r.finished() and row_of(r) is not None]
 
 
 def compute_again(scheduler: Any, req: Any, penalties: PenaltyLog) -> None:
@@ -106,15 +113,7 @@ def compute_again(scheduler: Any, req: Any, penalties: PenaltyLog) -> None:
         scheduler.chunked_req = None
     penalties.forget(req)
     _give_back(scheduler, req, len(req.origin_input_ids) + len(req.output_ids))
-    release_req(
-        req=req,
-        remaing_req_count=0,
-        server_args=scheduler.server_args,
-        req_to_token_pool=scheduler.req_to_token_pool,
-        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
-        tree_cache=scheduler.tree_cache,
-        hisparse_coordinator=None,
-    )
+    retract(req, scheduler)
     if req is scheduler._pending_chunked_abort_req:  # its client is gone
         scheduler._pending_chunked_abort_req = None
         scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
@@ -153,7 +152,7 @@ def _batch_of(scheduler: Any, requests: list[Any]) -> Any:
         spec_algorithm=scheduler.spec_algorithm,
     )
     batch.forward_mode = ForwardMode.DECODE
-    rows = [req.req_pool_idx for req in requests]
+    rows = [row_of(req) for req in requests]
     lengths = [_stored(req) for req in requests]
     device = batch.device
     batch.req_pool_indices_cpu = torch.tensor(rows, dtype=torch.int64)
@@ -199,7 +198,7 @@ def _stored(req: Any) -> int:
 
 def _trim(scheduler: Any, req: Any, penalties: PenaltyLog) -> bool:
     """Give back what was allocated for tokens that were not accepted; whether there were any."""
-    steps = req.kv_committed_len - _stored(req)
+    steps = committed(req) - _stored(req)
     _give_back(scheduler, req, _stored(req))
     req.decode_batch_idx -= steps
     penalties.rewind(req, steps)
@@ -214,6 +213,6 @@ def _give_back(scheduler: Any, req: Any, stored: int) -> None:
     allocator = scheduler.token_to_kv_pool_allocator
     first = -(-stored // allocator.page_size) * allocator.page_size
     if first < end:
-        slots = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, first:end]
+        slots = scheduler.req_to_token_pool.req_to_token[row_of(req), first:end]
         allocator.free_segment(slots.clone(), start_pos=first)
-    req.kv_committed_len = req.kv.kv_allocated_len = stored
+    set_stored(req, stored)

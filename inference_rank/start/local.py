@@ -26,6 +26,7 @@ from tandemkv.cache_rank.protocol.model_spec import FP8_KV, ModelSpec, read_mode
 from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.native_sinks import NativeSinks
@@ -234,7 +235,7 @@ def cache_device_of(runner: Any, settings: RankSettings) -> torch.device:
             f"transport=peer drives two GPUs from one process, and the model is on {own}; use "
             "--cache-ranks 0"
         )
-    return torch.device("cuda", own.index + int(runner.ps.tp_size))
+    return torch.device("cuda", own.index + sglang_versions.tensor_size())
 
 
 def make_home(

@@ -12,6 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tandemkv.inference_rank.sglang_versions import NEWEST, OLDEST, RUN_ON_GPU, VERSIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = ROOT / "deploy" / "cpu", ROOT / "deploy" / "gpu"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -20,6 +22,7 @@ PAIRS = [
     (CPU / "requirements-dev.txt", CPU / "requirements-dev.lock"),
     (CPU / "requirements-acceptance.txt", CPU / "requirements-acceptance.lock"),
     (CPU / "requirements-no-deps.txt", CPU / "requirements-no-deps.lock"),
+    (CPU / "requirements-newest.txt", CPU / "requirements-newest.lock"),
     (GPU / "requirements-build.txt", GPU / "requirements-build.lock"),
 ]
 LOCKS = sorted((ROOT / "deploy").glob("*/*.lock"))
@@ -89,6 +92,17 @@ def test_the_version_of_torch_is_the_one_that_was_resolved() -> None:
     base = locked(CPU / "requirements.lock")
     for text in torch["requires-dist"]:
         assert canonicalize_name(Requirement(text).name) in base
+
+
+def test_the_versions_of_sglang_are_those_that_are_taken() -> None:
+    """The oldest in the environment and in the image, which is run on GPUs, the newest over it."""
+    assert locked(CPU / "requirements-no-deps.lock")["sglang"] == {OLDEST}
+    assert locked(CPU / "requirements-newest.lock")["sglang"] == {NEWEST}
+    assert locked(GPU / "requirements.lock")["sglang"] == {RUN_ON_GPU[0]}
+    (extra,) = PROJECT["optional-dependencies"]["gpu"]
+    taken = Requirement(extra).specifier
+    assert all(version in taken for version in VERSIONS)
+    assert not any(version in taken for version in ("0.5.16", "0.5.24"))
 
 
 def test_no_lock_file_names_an_index_or_a_folder() -> None:

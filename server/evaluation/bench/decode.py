@@ -15,6 +15,8 @@ from typing import Literal
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.inference_rank.sglang_versions import RUN_ON_GPU
+from tandemkv.server.evaluation.provenance import version_of
 from tandemkv.server.guard import Guard
 from tandemkv.server.plan.shape import ModelShape
 
@@ -81,8 +83,9 @@ def run_decode(
     ------
     SettingsError
         Before anything is run: if a configuration has settings that this version refuses, or
-        `headline` is not one of ours.
+        `headline` is not one of ours, or SGLang is one whose insides the drivers do not know.
     """
+    check_sglang(version_of("sglang"))
     check_headline(run.configurations, headline)
     model_dir = run.model_dir or run.work_dir / "model"
     if run.model_dir is None:
@@ -123,6 +126,21 @@ def _result(
 ) -> DecodeResult:
     rows = decode_rows(measured) + ratio_rows(measured, run.configurations, headline=headline)
     return DecodeResult(rows=tuple(rows), failures=tuple(failures), traces=dict(traces))
+
+
+def check_sglang(version: str | None) -> None:
+    """Refuse versions of SGLang that the drivers were not written for: they use private parts.
+
+    Raises
+    ------
+    SettingsError
+        With the version to install.
+    """
+    if version not in RUN_ON_GPU:
+        raise SettingsError(
+            f"sglang=={version}: `bench decode` drives SGLang's model runner as {RUN_ON_GPU[0]} "
+            f"has it; install sglang=={RUN_ON_GPU[0]} for this command"
+        )
 
 
 def check_headline(configurations: Mapping[str, Configuration], headline: str | None) -> None:

@@ -14,13 +14,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import scheduler_calls as calls
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload, resolve_forward_inputs
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import maybe_cache_unfinished_req, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.runtime_context import publish
@@ -171,10 +171,10 @@ class World:
         """As `Scheduler.get_next_batch_to_run`, for what is used here."""
         last, running = self.last_batch, self.running_batch
         if self.chunked_req is not None:
-            maybe_cache_unfinished_req(self.chunked_req, self.tree_cache, chunked=True)
+            calls.checkpoint(self.chunked_req, self.tree_cache, is_chunk=True)
         if last is not None and last.forward_mode.is_extend():
             left_out = [r for r in (last.chunked_req, self.chunked_req) if r is not None]
-            last.filter_batch(chunked_req_to_exclude=left_out)
+            calls.leave_out(last, left_out)
             if not last.is_empty():
                 if running.is_empty():
                     running = last
@@ -186,7 +186,7 @@ class World:
             batch = self._new(prompts, chunked_req=self.chunked_req)
             batch.prepare_for_extend()
             return batch
-        running.filter_batch()
+        calls.leave_out(running, calls.ending(running, self.result_queue))
         if running.is_empty():
             return None
         running.prepare_for_decode()
@@ -205,7 +205,7 @@ class World:
                 break
             req = self.waiting_queue.pop(0)
             req.init_next_round_input(self.tree_cache)
-            self.tree_cache.inc_lock_ref(req.last_node)
+            calls.lock(req, self.tree_cache)
             left = self._begin(req, left)
             chosen.append(req)
         if self.chunked_req is not None:
@@ -213,9 +213,9 @@ class World:
         return chosen
 
     def _begin(self, req: Any, left: int) -> int:
-        prefix, whole = len(req.prefix_indices), len(req.full_untruncated_fill_ids)
+        prefix, whole = calls.start_of(req), len(req.full_untruncated_fill_ids)
         end = min(whole, prefix + left)
-        req.set_extend_range(prefix, end)
+        calls.compute_up_to(req, end)
         if end < whole:
             self.chunked_req = req
         return left - (end - prefix)
@@ -254,7 +254,7 @@ class World:
         self.stored[batch.out_cache_loc] = -7
         self.engine.begin()
         positions = torch.cat(
-            [torch.arange(len(r.prefix_indices), r.extend_range.end) for r in batch.reqs]
+            [torch.arange(calls.start_of(r), calls.end_of(r)) for r in batch.reqs]
             if batch.forward_mode.is_extend()
             else [batch.seq_lens - 1]
         )
@@ -303,9 +303,9 @@ class World:
             req.output_ids.append(token)
             req.update_finish_state()
             if req.finished():
-                release_kv_cache(req, self.tree_cache)
+                calls.end(req, self.tree_cache)
             elif is_extend:
-                maybe_cache_unfinished_req(req, self.tree_cache)
+                calls.checkpoint(req, self.tree_cache)
 
     def check_nothing_is_left(self) -> None:
         """Every row and slot is free, or the radix tree's, which gives it up."""

@@ -353,7 +353,10 @@ def test_rows_are_known_on_the_host_while_the_scheduler_runs_a_batch(
         return "done"
 
     def batch(*rows: int | None, fails: bool = False) -> Any:
-        return SimpleNamespace(reqs=[SimpleNamespace(req_pool_idx=x) for x in rows], fails=fails)
+        found = [SimpleNamespace(req_pool_idx=x) for x in rows]
+        for req in found:
+            req.kv = req  # where newer versions of SGLang have the row
+        return SimpleNamespace(reqs=found, fails=fails)
 
     assert hooks._run_batch(run, None, batch(4, 2)) == "done"
     with pytest.raises(RuntimeError, match="no memory"):
@@ -412,6 +415,10 @@ def test_each_batch_size_is_captured_for_each_kind_of_step(
     graph_variants.capture_each(original, runner, 8, print)
     assert seen == [(8, "tandemkv-dense", DecodeKind.DENSE, own)]
     runner.attn_backend.kinds = _Backend.kinds
+    if shares_gpu:
+        seen.clear()
+        graph_variants.capture_each(original, runner, 8, print, None, None, "newer")
+        assert [found[:2] for found in seen] == [(8, "newer")] * 3
     with pytest.raises(ContractError, match="LoRA"):
         graph_variants.capture_each(original, runner, 8, print, None, "lora")
     if shares_gpu:

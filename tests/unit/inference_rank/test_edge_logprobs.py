@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +24,14 @@ def state(**lists: list[Any]) -> Any:
 def convert(recv_obj: Any, found: Any) -> dict[str, Any]:
     meta_info: dict[str, Any] = {}
     manager = SimpleNamespace(
-        add_logprob_to_meta_info=lambda *args: TokenizerManager.add_logprob_to_meta_info(
-            manager, *args
+        add_logprob_to_meta_info=lambda *args, **more: TokenizerManager.add_logprob_to_meta_info(
+            manager, *args, **more
         ),
         detokenize_logprob_tokens=lambda values, ids, _text: list(zip(values, ids, strict=True)),
     )
     original = TokenizerManager.convert_logprob_style
-    convert_logprob_style(original, manager, meta_info, found, 0, None, False, recv_obj, 0)
+    more = {"finished": True} if "finished" in inspect.signature(original).parameters else {}
+    convert_logprob_style(original, manager, meta_info, found, 0, None, False, recv_obj, 0, **more)
     return meta_info
 
 

@@ -112,6 +112,24 @@ class RawLayer(nn.Module):
         return hidden_states + self.self_attn(positions, hidden_states, forward_batch)
 
 
+class PartLayer(nn.Module):
+    """As from SGLang 0.5.21 on: the layer's own part is given, the rest is in the batch."""
+
+    def __init__(self, *, is_fused: bool) -> None:
+        super().__init__()
+        self.input_layernorm = Norm()
+        self._is_fused = is_fused
+
+    def forward(self, positions: Any, hidden_states: Any, forward_batch: Any) -> torch.Tensor:
+        norm = self.input_layernorm.forward if self._is_fused else self.input_layernorm
+        if forward_batch.residual is None:
+            forward_batch.residual, hidden = hidden_states, norm(hidden_states)
+        else:
+            hidden, forward_batch.residual = norm(hidden_states, forward_batch.residual)
+        forward_batch.attend()
+        return torch.ones_like(hidden)
+
+
 def as_model(architecture: str, layers: Any) -> Any:
     """Return what SGLang calls a model of that architecture."""
     model = type(architecture, (), {})()
@@ -121,11 +139,12 @@ def as_model(architecture: str, layers: Any) -> Any:
 
 def step(
     rank: Any, *, selecting: bool = True, sends_beside: bool = False, is_fused: bool = False,
-    is_raw: bool = False,
+    is_raw: bool = False, in_parts: bool = False,
 ) -> LookAhead:  # fmt: skip
     """Run a step of one request whose stream is 5, 6, 7, 8 at the entries of the layers."""
     layers = nn.ModuleList(
-        RawLayer() if is_raw else Layer(is_fused=is_fused) for _ in range(LAYERS)
+        RawLayer() if is_raw else (PartLayer if in_parts else Layer)(is_fused=is_fused)
+        for _ in range(LAYERS)
     )
     model = as_model("Olmo2ForCausalLM" if is_raw else "LlamaForCausalLM", layers)
     side = SideStream(CPU, CPU, LAYERS, num_lanes=2, max_batch=2, is_far=sends_beside)
@@ -140,21 +159,22 @@ def step(
         sends_beside=sends_beside,
     )  # fmt: skip
     hidden, residual = torch.full((1, WIDTH), 5.0), None
-    batch = SimpleNamespace(attend=ahead.join_sent)
+    batch = SimpleNamespace(attend=ahead.join_sent, residual=None)
     for layer in layers:
-        if is_raw:
+        if is_raw or in_parts:
             hidden = layer(None, hidden, batch)
         else:
             hidden, residual = layer(None, hidden, batch, residual)
     return ahead
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("sends_beside", [False, True])
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_what_is_selected_when(late: int, sends_beside: bool) -> None:
+def test_what_is_selected_when(late: int, sends_beside: bool, in_parts: bool) -> None:
     """Before the norm or behind it the stream is the same; late layers come last, with theirs."""
     rank = Rank(tuple(range(late)))
-    ahead = step(rank, sends_beside=sends_beside)
+    ahead = step(rank, sends_beside=sends_beside, in_parts=in_parts)
     in_step = [(0, 5.0), (1, 5.0), (2, 6.0), (3, 7.0)][late:]
     want: list[tuple[Any, ...]] = []
     for layer, value in in_step:
@@ -182,6 +202,27 @@ def test_a_norm_that_is_not_called_as_a_module_stops_the_capture() -> None:
     with pytest.raises(ContractError, match=r"layer 0: SGLang has not called.*--cache-ranks 0"):
         step(Rank(()), sends_beside=True, is_fused=True)
     step(Rank(()), is_fused=True)  # the stream is taken at the entry
+    with pytest.raises(ContractError, match=r"layer 0: SGLang has not called input_layernorm"):
+        step(Rank(()), is_fused=True, in_parts=True)  # there it is not known
+
+
+def test_a_norm_that_others_call_says_nothing_of_the_stream() -> None:
+    """What predicts the next layer's query may call that layer's norm."""
+    layers = nn.ModuleList(PartLayer(is_fused=False) for _ in range(2))
+    seen: list[tuple[int, float]] = []
+
+    def on_layer_input(layer: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        assert residual is None
+        seen.append((layer, float(hidden[0, 0])))
+        if layer == 0:
+            layers[1].input_layernorm(hidden)
+
+    install_residual_hooks(as_model("LlamaForCausalLM", layers), on_layer_input)
+    hidden = torch.full((1, WIDTH), 5.0)
+    batch = SimpleNamespace(attend=lambda: None, residual=None)
+    for layer in layers:
+        hidden = layer(None, hidden, batch)
+    assert seen == [(0, 5.0), (1, 6.0)]
 
 
 def test_models_without_what_is_hooked_are_refused() -> None:

@@ -14,6 +14,7 @@ from tandemkv.cache_rank.engine.scan_order import ScanOrder
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.attention.pool import make_peer_pool_class
 from tandemkv.inference_rank.links import layer_streams
 from tandemkv.inference_rank.links.layer_streams import LayerStreams
@@ -140,7 +141,7 @@ def test_one_tensor_is_seen_by_both() -> None:
 
     class Base:
         def __init__(self) -> None:
-            self.device = "cpu"
+            self.device, self.size, self.page_size = "cpu", 1, 1
             self._create_buffers()
 
         def _create_buffers(self) -> None:
@@ -161,7 +162,8 @@ def test_one_tensor_is_seen_by_both() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_where_the_cache_rank_works(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ONE_DEVICE_VARIABLE, raising=False)
-    runner = SimpleNamespace(device=device, ps=SimpleNamespace(tp_size=2))
+    runner = SimpleNamespace(device=device)
+    monkeypatch.setattr(sglang_versions, "tensor_size", lambda: 2)
     peer, local = (
         RankSettings.model_validate({"placement": {"link": name}}) for name in ("peer", "local")
     )

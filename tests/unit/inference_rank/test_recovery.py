@@ -14,6 +14,7 @@ from scheduler_world import World
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.resume.recovery import Recovery, State
+from tandemkv.inference_rank.sglang_versions import row_of
 
 
 class Connection:
@@ -107,12 +108,15 @@ def test_requests_wait_and_go_on(world: World) -> None:
     connection.is_there = True
     turn_until(recovery, world, lambda: recovery.state is State.RESUMING)
     (rows,) = connection.resumed
+    own = [row_of(req) for req in world.requests]
+    assert len(set(own)) == 3
     assert [(r.row, r.generation, r.length, r.flags) for r in rows] == [
-        (1, 101, 10, 0),  # fits: it has no resident set
-        (2, 102, 14, RESIDENT),
-        (3, 103, 34, 0),  # its prompt is not through
+        (own[0], 100 + own[0], 10, 0),  # fits: it has no resident set
+        (own[1], 100 + own[1], 14, RESIDENT),
+        (own[2], 100 + own[2], 34, 0),  # its prompt is not through
     ]
-    assert connection.refilled == [[(1, 10), (2, 14), (3, 34)]], "with tokens that are stored"
+    want = [(own[0], 10), (own[1], 14), (own[2], 34)]
+    assert connection.refilled == [want], "with tokens that are stored"
     recovery.turn(world)
     assert world._engine_paused, "the rows are not taken up yet"
     connection.is_finished = True

@@ -15,6 +15,7 @@ from tandemkv.inference_rank.resume.rewind import (
     recompute,
     rewind,
 )
+from tandemkv.inference_rank.sglang_versions import committed, row_of
 
 SAMPLING: dict[str, list[dict[str, Any]]] = {
     "greedy": [{}],
@@ -112,7 +113,7 @@ def test_rows_and_tree_stay_and_slots_of_lost_tokens_come_back() -> None:
         batch = world.next_batch()
         world.take(batch, world.launch(batch))
         world.last_batch = batch
-    before = [(r.req_pool_idx, list(r.output_ids), r.kv_committed_len) for r in world.requests]
+    before = [(row_of(r), list(r.output_ids), committed(r)) for r in world.requests]
     free, tree = world.token_to_kv_pool_allocator.available_size(), world.tree_cache.total_size()
     world.engine.faults[world.engine.number + 1] = "late"
     batch = world.next_batch()
@@ -124,10 +125,8 @@ def test_rows_and_tree_stay_and_slots_of_lost_tokens_come_back() -> None:
     world.passes.rewind(list(world.passes.dropped))
     assert found.num_rewound == 2
     assert found.decoding == tuple(world.requests)
-    assert [(r.req_pool_idx, list(r.output_ids), r.kv_committed_len) for r in world.requests] == (
-        before
-    )
-    assert all(r.kv.kv_allocated_len == r.kv_committed_len for r in world.requests)
+    assert [(row_of(r), list(r.output_ids), committed(r)) for r in world.requests] == before
+    assert all(r.kv.kv_allocated_len == committed(r) for r in world.requests)
     assert world.token_to_kv_pool_allocator.available_size() == free
     assert world.tree_cache.total_size() == tree
     assert world.engine.steps_begun == begun - 1, "the backend prepares the same step again"

@@ -182,6 +182,8 @@ def test_addresses() -> None:
         ["--ssl-certfile", "x.pem"], ["--ssl-key=x.pem"], ["--api-key", "k"], ["--admin-api=k"],
         ["--enable-http2"], ["--fastapi-root-path", "/x"], ["--tokenizer-worker-num", "2"],
         ["--enable-custom-logit-processor"],
+        ["--enable-kv-cache-sharding"], ["--enable-nvidia-mega"], ["--enable-layernorm-sp"],
+        ["--startup-weight-load-mode", "overlap"],
     ],
 )  # fmt: skip
 def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
@@ -276,6 +278,25 @@ def test_doctor_checks_report_instead_of_raising(
     assert {"python", "port", "run directory"} <= failed.keys()
     assert "boom" in failed["python"].text
     assert all(item.advice for item in failed.values())
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "says"),
+    [
+        ("0.5.17", "ok", ""),
+        ("0.5.20", "warn", "0.5.20 is taken, and was not run with tandemkv on a CPU"),
+        ("0.5.16", "fail", "takes 0.5.17 to 0.5.23; install sglang==0.5.17"),
+        (None, "fail", "sglang is not installed; install sglang==0.5.17"),
+    ],
+)
+def test_doctor_says_of_an_sglang_where_it_was_run(
+    version: str | None, level: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda _package: version)
+    monkeypatch.setattr(doctor, "resolve_device", lambda _device: "cpu")
+    found = doctor.check_sglang()
+    assert (found.level, found.text) == (level, version or "not installed")
+    assert says in found.advice
 
 
 def test_refuses_an_index_that_takes_long_pages_on_a_cpu(model_dir: Path) -> None:

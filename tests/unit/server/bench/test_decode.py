@@ -26,7 +26,7 @@ from tandemkv.server.evaluation.bench.configurations import (
     load_configurations,
     pick,
 )
-from tandemkv.server.evaluation.bench.decode import DecodeRun, run_decode
+from tandemkv.server.evaluation.bench.decode import DecodeRun, check_sglang, run_decode
 from tandemkv.server.evaluation.bench.measured import Measured, Point
 from tandemkv.server.evaluation.spread import Spread
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
@@ -328,3 +328,10 @@ def test_a_setting_that_does_not_exist_is_refused_before_anything_runs(run: Deco
         run_decode(
             replace_run(run, configurations=wrong), lambda _: pytest.fail("a child was started")
         )
+
+
+def test_other_versions_of_sglang_are_refused_before_anything_runs() -> None:
+    check_sglang("0.5.17")
+    for version in ("0.5.23", None):
+        with pytest.raises(SettingsError, match=r"bench decode.*install sglang==0\.5\.17"):
+            check_sglang(version)

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which versions of SGLang are taken, what each has under which name, and the adapting.
+
+Nothing else in the plugin asks for a version. A function here does one thing that SGLang does
+differently from version to version; what is the same in all of them is called where it is needed.
+``docs/versions.md`` says what was run on which.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.metadata
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+
+VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
+RUN_ON_CPU, RUN_ON_GPU = (OLDEST, NEWEST), (OLDEST,)
+
+# What changed, by the last number of the first version that has it.
+_READ_ENDS = 18
+"""A backend says how long a step reads the request table, else rows are given away too early."""
+_KV_RECORD = 19
+"""A request's row and lengths moved from the request to `Req.kv`, which is there without a row."""
+_NO_SERVER_ARGS = 19
+"""`release_req` takes no `server_args`."""
+_TRANSLATOR = 19
+"""FlashInfer gets its slots from a `KVIndexTranslator`, no longer from the request table."""
+_KEY_IN_BAG = 20
+"""SGLang's first request takes its key from the configuration, no longer from its arguments."""
+_CHECKPOINT = 22
+"""`release_kv_cache` takes `checkpoint` where it took `is_insert`."""
+
+_SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
+_RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
+_LAST = int(NEWEST.rpartition(".")[2])
+
+# First and last number, symbol, parameters (or fields) that are relied on.
+_SYMBOLS: tuple[tuple[int, int, str, tuple[str, ...]], ...] = (
+    (17, _KV_RECORD - 1, f"{_SCHEDULE_BATCH}.ReqKvInfo", ("kv_allocated_len",)),
+    (
+        _KV_RECORD,
+        _LAST,
+        f"{_SCHEDULE_BATCH}.ReqKvInfo",
+        ("req_pool_idx", "kv_committed_len", "kv_allocated_len"),
+    ),
+    (
+        17,
+        _NO_SERVER_ARGS - 1,
+        f"{_SCHEDULE_BATCH}.release_req",
+        ("req", "remaing_req_count", "server_args", "hisparse_coordinator"),
+    ),
+    (
+        _NO_SERVER_ARGS,
+        _LAST,
+        f"{_SCHEDULE_BATCH}.release_req",
+        ("req", "remaing_req_count", "hisparse_coordinator"),
+    ),
+    (17, _CHECKPOINT - 1, _RELEASE, ("req", "tree_cache", "is_insert")),
+    (_CHECKPOINT, _LAST, _RELEASE, ("req", "tree_cache", "checkpoint")),
+    (_READ_ENDS, _LAST, "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds.UNKNOWN", ()),
+    (
+        _TRANSLATOR,
+        _LAST,
+        "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator",
+        ("req_to_token",),
+    ),
+    (_KEY_IN_BAG, _LAST, "sglang.srt.entrypoints.http_server.get_serving", ()),
+)
+
+
+def check_version(version: str | None) -> int:
+    """Return the last number of a version that is taken; a post-release counts as its release.
+
+    Raises
+    ------
+    ContractError
+        If `version` is not taken, or None: SGLang is not installed.
+    """
+    advice = f"install sglang=={OLDEST} (docs/versions.md says what was run on which version)"
+    if version is None:
+        raise ContractError(f"sglang is not installed; {advice}")
+    release = re.sub(r"(\.post\d+)?(\+.*)?$", "", version)
+    if release not in VERSIONS:
+        raise ContractError(
+            f"sglang=={version} is installed, and tandemkv takes {OLDEST} to {NEWEST}; {advice}"
+        )
+    return int(release.rpartition(".")[2])
+
+
+def not_run(version: str, *, on_gpu: bool) -> str:
+    """Return a sentence if `version` is taken, and was never run on such a device; else nothing."""
+    run = RUN_ON_GPU if on_gpu else RUN_ON_CPU
+    if version in run:
+        return ""
+    device = "a GPU" if on_gpu else "a CPU"
+    return (
+        f"SGLang {version} is taken, and was not run with tandemkv on {device}: that was "
+        f"{' and '.join(run)} (docs/versions.md)"
+    )
+
+
+def installed() -> str | None:
+    """Return the version of SGLang that is installed, if one is."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def symbols_of(number: int) -> dict[str, tuple[str, ...]]:
+    """Return what is used of ``0.5.<number>`` and is not the same in all versions, by symbol."""
+    return {name: needed for first, last, name, needed in _SYMBOLS if first <= number <= last}
+
+
+@functools.cache
+def _number() -> int:
+    return check_version(installed())
+
+
+# -- requests ----------------------------------------------------------------------------
+
+
+def row_of(req: Any) -> int | None:
+    """Return the row of a request in the request table, None if it has none."""
+    row = req.kv.req_pool_idx if _number() >= _KV_RECORD else req.req_pool_idx
+    return None if row is None else int(row)
+
+
+def committed(req: Any) -> int:
+    """Return how many tokens of a request that has a row are stored, or will be by its passes."""
+    return int(req.kv.kv_committed_len if _number() >= _KV_RECORD else req.kv_committed_len)
+
+
+def set_stored(req: Any, length: int) -> None:
+    """Let a request that has a row have `length` tokens, and no slots behind them."""
+    (req.kv if _number() >= _KV_RECORD else req).kv_committed_len = length
+    req.kv.kv_allocated_len = length
+
+
+def give_up(req: Any, tree_cache: Any) -> None:
+    """Give back row and slots of a request; the radix tree keeps nothing of it."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    kept = "checkpoint" if _number() >= _CHECKPOINT else "is_insert"
+    release_kv_cache(req, tree_cache, **{kept: False})
+
+
+def retract(req: Any, scheduler: Any) -> None:
+    """Give back row and slots of a request that waits again, and forget its progress."""
+    from sglang.srt.managers.schedule_batch import release_req
+
+    more = {} if _number() >= _NO_SERVER_ARGS else {"server_args": scheduler.server_args}
+    release_req(
+        req=req,
+        remaing_req_count=0,
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+        tree_cache=scheduler.tree_cache,
+        hisparse_coordinator=None,
+        **more,
+    )
+
+
+# -- pool and attention ------------------------------------------------------------------
+
+
+def describe_buffers(pool: Any) -> None:
+    """Let SGLang describe the K/V of its pool, which may have more rows than it has tokens.
+
+    From 0.5.22 on SGLang compares the rows with the pool's `size`.
+    """
+    size = pool.size
+    pool.size = len(pool.k_buffer[0]) - int(pool.page_size)
+    try:
+        pool._kv_buffer_descs = pool._build_kv_buffer_descs()
+    finally:
+        pool.size = size
+    pool._init_data_ptrs_and_strides()
+
+
+def without_scales(pool: Any) -> None:
+    """Enter that the K/V of SGLang's pool are not quantised."""
+    for name in ("k_scale", "v_scale", "native_k_scale", "native_v_scale", "dq_k", "dq_v"):
+        setattr(pool, f"{name}_buffer", None)
+
+
+def end_of_reads() -> Any:
+    """Return that rows and slots are read until a pass ends: beside it, the engine reads them.
+
+    Asked for from 0.5.18 on; earlier versions know no other end.
+    """
+    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+
+    return SharedReadEnds.UNKNOWN
+
+
+def read_slots_from(backend: Any, slots: Any) -> None:
+    """Let one of SGLang's FlashInfer backends read ``slots [rows, width]``, not the request table.
+
+    Raises
+    ------
+    ContractError
+        If SGLang's slots are not where its request table says.
+    """
+    backend.indices_updater_decode.req_to_token = slots
+    if _number() < _TRANSLATOR:
+        return
+    own = copy.copy(backend.kv_index_translator)
+    if own.is_translating:
+        raise ContractError(
+            "SGLang keeps K/V in its unified pool, whose slots are not those of the request table; "
+            "serve without --enable-unified-memory"
+        )
+    own.req_to_token = slots
+    backend.kv_index_translator = own
+
+
+def proves_slots() -> bool:
+    """Whether it has to be shown at start that `read_slots_from` is heeded: it fails silently."""
+    return _number() >= _TRANSLATOR
+
+
+def tensor_rank() -> int:
+    """Return the place of this process in SGLang's tensor-parallel group."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_rank)
+
+
+def tensor_size() -> int:
+    """Return how many processes that group has."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_size)
+
+
+# -- HTTP --------------------------------------------------------------------------------
+
+
+def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:
+    """Call `send`, SGLang's first request to itself, with a key that stands in no dump.
+
+    Parameters
+    ----------
+    send : callable
+        Takes the server's arguments.
+    server_args : ServerArgs
+        Of the server, without a key.
+    key : str
+        Sent as ``Authorization: Bearer``.
+    """
+    if _number() < _KEY_IN_BAG:
+        return send(_With(server_args, api_key=key))
+    from sglang.srt.entrypoints import http_server
+
+    original, thread = http_server.get_serving, threading.get_ident()
+
+    def get_serving() -> Any:
+        # Others that ask meanwhile are the handlers of requests: for them there is no key.
+        found = original()
+        return _With(found, api_key=key) if threading.get_ident() == thread else found
+
+    http_server.get_serving = get_serving
+    try:
+        return send(server_args)
+    finally:
+        http_server.get_serving = original
+
+
+class _With:
+    """An object of SGLang's with some attributes changed."""
+
+    def __init__(self, original: Any, **changed: Any) -> None:
+        self.__dict__.update(changed, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)

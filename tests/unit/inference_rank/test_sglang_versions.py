@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions that are taken, and what is done as each of them wants it.
+
+One version is installed. What the others want is tried on stand-ins with their names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.inference_rank import sglang_contract, sglang_versions
+from tandemkv.inference_rank.attention.resident_attention import AttendTable, FlashInferResident
+
+CPU = torch.device("cpu")
+
+
+def assume(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the adapter take ``0.5.<number>`` for what is installed."""
+    monkeypatch.setattr(sglang_versions, "_number", lambda: number)
+
+
+@pytest.mark.parametrize("version", sglang_versions.VERSIONS)
+def test_each_version_is_taken(version: str) -> None:
+    number = int(version.rpartition(".")[2])
+    for text in (version, f"{version}.post1", f"{version}+cu130"):
+        assert sglang_versions.check_version(text) == number
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.5.2", "0.6.0", "0.5.23rc1", "main"])
+def test_others_are_refused_in_one_sentence_that_says_what_to_install(version: str) -> None:
+    with pytest.raises(ContractError) as caught:
+        sglang_versions.check_version(version)
+    text = str(caught.value)
+    assert text.startswith(f"sglang=={version} is installed, and tandemkv takes 0.5.17 to 0.5.23;")
+    assert "install sglang==0.5.17" in text
+    with pytest.raises(ContractError, match=r"not installed; install sglang==0\.5\.17"):
+        sglang_versions.check_version(None)
+
+
+def test_the_installed_version_has_all_that_is_used_of_it() -> None:
+    sglang_contract.check_contract()
+
+
+def test_what_another_version_has_is_named_where_it_is_lacking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if SGLang were half replaced: all that does not fit stands in one error."""
+    is_new = sglang_versions.check_version(sglang_versions.installed()) >= 22
+    other = sglang_versions.OLDEST if is_new else sglang_versions.NEWEST
+    monkeypatch.setattr(sglang_versions, "installed", lambda: other)
+    with pytest.raises(ContractError) as caught:
+        sglang_contract.check_contract()
+    lacking = "is_insert in" if is_new else "checkpoint in"
+    assert f"sglang=={other} lacks " in str(caught.value)
+    assert f"{lacking} sglang.srt.mem_cache.common.release_kv_cache" in str(caught.value)
+    assert f"install sglang=={other} anew" in str(caught.value)
+
+
+def test_every_version_has_an_entry_for_what_differs() -> None:
+    numbers = [sglang_versions.check_version(version) for version in sglang_versions.VERSIONS]
+    for number in numbers:
+        found = sglang_versions.symbols_of(number)
+        assert {"ReqKvInfo", "release_req", "release_kv_cache"} <= {
+            name.rpartition(".")[2] for name in found
+        }
+    with_server_args = [
+        number
+        for number in numbers
+        if "server_args"
+        in sglang_versions.symbols_of(number)["sglang.srt.managers.schedule_batch.release_req"]
+    ]
+    assert with_server_args == [17, 18]
+
+
+def test_where_a_version_was_run() -> None:
+    assert sglang_versions.not_run("0.5.17", on_gpu=True) == ""
+    assert sglang_versions.not_run("0.5.23", on_gpu=False) == ""
+    assert "0.5.23 is taken, and was not run" in sglang_versions.not_run("0.5.23", on_gpu=True)
+    assert "0.5.17 and 0.5.23" in sglang_versions.not_run("0.5.20", on_gpu=False)
+
+
+@pytest.mark.parametrize("number", [17, 18, 19, 23])
+def test_rows_and_lengths_of_requests(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assume(monkeypatch, number)
+    own = {"req_pool_idx": torch.tensor(3), "kv_committed_len": 9}
+    kv = SimpleNamespace(kv_allocated_len=12)
+    if number < 19:
+        req = SimpleNamespace(kv=kv, **own)
+        waiting = SimpleNamespace(kv=None, req_pool_idx=None, kv_committed_len=0)
+    else:
+        req = SimpleNamespace(kv=kv)
+        vars(kv).update(own)
+        waiting = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=None))
+    assert sglang_versions.row_of(req) == 3
+    assert sglang_versions.committed(req) == 9
+    assert sglang_versions.row_of(waiting) is None
+    sglang_versions.set_stored(req, 7)
+    assert (sglang_versions.committed(req), kv.kv_allocated_len) == (7, 7)
+    assert not hasattr(req, "kv_committed_len") or number < 19
+
+
+@pytest.mark.parametrize("number", [17, 21, 22, 23])
+def test_nothing_of_a_request_is_kept(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assume(monkeypatch, number)
+    seen: list[Any] = []
+
+    def older(req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+        seen.append((req, tree_cache, is_insert))
+
+    def newer(req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+        seen.append((req, tree_cache, checkpoint))
+
+    common = importlib.import_module("sglang.srt.mem_cache.common")
+    monkeypatch.setattr(common, "release_kv_cache", older if number < 22 else newer)
+    sglang_versions.give_up("req", "tree")
+    assert seen == [("req", "tree", False)]
+
+
+@pytest.mark.parametrize("number", [18, 19])
+def test_requests_that_wait_again(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assume(monkeypatch, number)
+    seen: dict[str, Any] = {}
+    batches = importlib.import_module("sglang.srt.managers.schedule_batch")
+    monkeypatch.setattr(batches, "release_req", lambda **given: seen.update(given))
+    names = ("server_args", "req_to_token_pool", "token_to_kv_pool_allocator", "tree_cache")
+    sglang_versions.retract("req", SimpleNamespace(**{name: name for name in names}))
+    assert seen.pop("server_args", None) == ("server_args" if number < 19 else None)
+    own = {name: name for name in names[1:]}
+    assert seen == {"req": "req", "remaing_req_count": 0, "hisparse_coordinator": None, **own}
+
+
+class Pool:
+    """Describes its buffers as SGLang 0.5.22 does: as many rows as tokens and a page."""
+
+    def __init__(self, rows: int, fails: bool = False) -> None:
+        self.size, self.page_size, self.num_pointers = 4, 2, 0
+        self.k_buffer = self.v_buffer = [torch.zeros(rows, 1, 1)]
+        self._fails = fails
+
+    def _build_kv_buffer_descs(self) -> list[int]:
+        if self._fails or len(self.k_buffer[0]) != self.size + self.page_size:
+            raise ValueError("does not lead with as many rows")
+        return [self.size]
+
+    def _init_data_ptrs_and_strides(self) -> None:
+        self.num_pointers += 1
+
+
+def test_a_pool_with_resident_sets_behind_its_tokens_is_described() -> None:
+    pool: Any = Pool(rows=11)
+    sglang_versions.describe_buffers(pool)
+    assert (pool._kv_buffer_descs, pool.num_pointers, pool.size) == ([9], 1, 4)
+    broken = Pool(rows=11, fails=True)
+    with pytest.raises(ValueError, match="rows"):
+        sglang_versions.describe_buffers(broken)
+    assert broken.size == 4, "SGLang's allocator goes by it"
+    sglang_versions.without_scales(pool)
+    assert pool.dq_k_buffer is pool.native_v_scale_buffer is pool.k_scale_buffer is None
+
+
+def test_the_request_table_is_read_until_a_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = importlib.import_module("sglang.srt.layers.attention.base_attn_backend")
+    ends = SimpleNamespace(UNKNOWN="all of it")
+    monkeypatch.setattr(base, "SharedReadEnds", ends, raising=False)
+    assert sglang_versions.end_of_reads() == "all of it"
+
+
+# -- FlashInfer's slots ------------------------------------------------------------------
+
+
+class Translator:
+    """As SGLang's of a plain pool: names the slots of rows by a table."""
+
+    is_translating = False
+
+    def __init__(self, req_to_token: torch.Tensor) -> None:
+        self.req_to_token = req_to_token
+
+
+class FlashInfer:
+    """Stands for SGLang's backend: gives a wrapper the slots of a step's rows."""
+
+    heeds = True
+
+    def __init__(self, runner: Any, **_: Any) -> None:
+        self._table = runner.table
+        self.kv_index_translator = runner.translator
+        self.indices_updater_decode = SimpleNamespace(req_to_token=runner.table)
+        self.decode_cuda_graph_metadata: Any = {}
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        assert batch.forward_mode.is_decode()
+        assert batch.seq_lens_sum == int(batch.seq_lens.sum())
+        table = self.kv_index_translator.req_to_token if self.heeds else self._table
+        rows = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
+        slots = torch.cat([table[row, :length] for row, length in rows])
+        wrapper = SimpleNamespace(_paged_kv_indices_buf=slots)
+        self.forward_metadata = SimpleNamespace(decode_wrappers=[wrapper])
+
+
+def resident(monkeypatch: pytest.MonkeyPatch, backend: type) -> tuple[Any, Any, AttendTable]:
+    module = importlib.import_module("sglang.srt.layers.attention.flashinfer_backend")
+    monkeypatch.setattr(module, "FlashInferAttnBackend", backend)
+    request_table = torch.full((4, 8), 77, dtype=torch.int32)
+    runner = SimpleNamespace(table=request_table, translator=Translator(request_table))
+    table = AttendTable(
+        num_resident=4, num_recent=2, num_dense=6, first_slot=10, max_batch=3, device=CPU
+    )
+    return FlashInferResident(runner, table, "pool"), runner, table
+
+
+def test_flashinfer_reads_our_table_and_sglang_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assume(monkeypatch, 19)
+    found, runner, table = resident(monkeypatch, FlashInfer)
+    assert found._backend.kv_index_translator.req_to_token is table.slots
+    assert runner.translator.req_to_token is runner.table, "prefill goes on with SGLang's"
+    assert not table.slots.any(), "what it was shown with is gone"
+
+
+def test_a_backend_that_does_not_heed_our_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assume(monkeypatch, 23)
+    deaf = type("Deaf", (FlashInfer,), {"heeds": False})
+    with pytest.raises(ContractError, match=r"gave FlashInfer the slots \[77.*sglang==0\.5\.17"):
+        resident(monkeypatch, deaf)
+
+
+def test_older_versions_read_the_table_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assume(monkeypatch, 18)
+    found, runner, table = resident(monkeypatch, FlashInfer)
+    assert found._backend.indices_updater_decode.req_to_token is table.slots
+    assert found._backend.kv_index_translator is runner.translator
+
+
+def test_a_pool_that_moves_slots_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assume(monkeypatch, 22)
+    monkeypatch.setattr(Translator, "is_translating", True)
+    with pytest.raises(ContractError, match="without --enable-unified-memory"):
+        resident(monkeypatch, FlashInfer)
+
+
+# -- the key of SGLang's first request ---------------------------------------------------
+
+
+def test_older_versions_take_the_key_from_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    assume(monkeypatch, 19)
+    given = SimpleNamespace(api_key=None, port=30000)
+    found = sglang_versions.with_key(lambda args: (args.api_key, args.port), given, "secret")
+    assert found == ("secret", 30000)
+    assert given.api_key is None
+
+
+def test_newer_ones_take_it_from_their_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the handlers of requests, in other threads, see nothing."""
+    assume(monkeypatch, 20)
+    server = importlib.import_module("sglang.srt.entrypoints.http_server")
+    bag = SimpleNamespace(api_key=None, skip_tokenizer_init=False)
+    monkeypatch.setattr(server, "get_serving", lambda: bag, raising=False)
+    original = server.get_serving
+    elsewhere: list[Any] = []
+
+    def send(_args: Any) -> Any:
+        other = threading.Thread(target=lambda: elsewhere.append(server.get_serving().api_key))
+        other.start()
+        other.join()
+        return server.get_serving().api_key, server.get_serving().skip_tokenizer_init
+
+    assert sglang_versions.with_key(send, None, "secret") == ("secret", False)
+    assert elsewhere == [None]
+    assert server.get_serving is original
+
+    def fails(_args: Any) -> None:
+        raise RuntimeError("no answer")
+
+    with pytest.raises(RuntimeError, match="no answer"):
+        sglang_versions.with_key(fails, None, "secret")
+    assert server.get_serving is original
