@@ -154,12 +154,17 @@ def prompts() -> list[np.ndarray]:
     return [draw.integers(3, 500, length).astype(np.int32) for length in LENGTHS]
 
 
+def _class_of(kind: str) -> Any:
+    """Return transformers' class of a kind; Gemma 3 has its configuration under another name."""
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
+
+
 def write_model(name: str, folder: Path) -> None:
     """Write ``config.json`` and weights of a model, always the same."""
     architecture, kind, changes, written = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**_SHAPE, **changes})
-    model = getattr(transformers, architecture)(config)
+    model = _class_of(kind)(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key and parameter.dim() == 1:
@@ -180,7 +185,7 @@ class Reference:
 
     def __init__(self, name: str, folder: Path) -> None:
         AttentionInterface.register("captured", _attend)
-        self._model = getattr(transformers, MODELS[name].architecture).from_pretrained(
+        self._model = _class_of(MODELS[name].kind).from_pretrained(
             folder, dtype=torch.float64, attn_implementation="captured"
         )
         self._model.eval()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -60,7 +61,8 @@ def test_equal_sides_agree() -> None:
 @pytest.mark.parametrize("field", ModelSpec.__struct_fields__)
 def test_each_model_field_is_named(field: str) -> None:
     old = getattr(MODEL, field)
-    new = 0.5 if old is None else old + 1 if isinstance(old, int) else old + "x"
+    more: dict[type, Any] = {int: 1, str: "x", tuple: (1,)}
+    new = 0.5 if old is None else old + more[type(old)]
     refused = _check(_hello(model=msgspec.structs.replace(MODEL, **{field: new})))
     assert refused is not None
     assert refused.field == field
