@@ -29,6 +29,8 @@ _TRITON_DTYPE = {
 # Tokens and warps of a program of the second pass, measured likewise.
 POOL = (512, 2)
 _BLOCK_PAGES = 16
+# Shared memory that a program of the scan has for other things than tiles of keys, at most.
+_BESIDE_TILES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,15 @@ TUNING = {
 
 def _kind(k_pool: torch.Tensor) -> str:
     return {torch.uint8: "int4", torch.int8: "int8"}.get(k_pool.dtype, "native")
+
+
+def _stages(tuning: Tuning, tile_bytes: int, device: torch.device) -> int:
+    """Return how deep a pipeline is: as `tuning` has it, or what a GPU has shared memory for."""
+    if device.type != "cuda":
+        return tuning.stages
+    # A program may have all of a multiprocessor's but 1 KiB, and the last tile is in registers.
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
+    return max(1, min(tuning.stages, 1 + (memory - _BESIDE_TILES) // tile_bytes))
 
 
 def score_keys(
@@ -180,7 +191,8 @@ def scan(
         slots.stride(0), lo.stride(0), hi.stride(0),
         KIND=kind, POOLING=pooling, HAS_ACTIVE=active is not None, GROUP=group, PAD_G=pad_g,
         BLOCK_G=max(8, pad_g), PAGE=page_size, BLOCK_N=block_n, BLOCK_P=_BLOCK_PAGES,
-        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), STAGES=tuning.stages,
+        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        STAGES=_stages(tuning, block_n * dim * k_pool.element_size(), q.device),
         ROUND=_TRITON_DTYPE[rounded], DOT=_TRITON_DTYPE[multiplied],
         USE_ASM=not _INTERPRETED, PRECISION="ieee" if rounded == torch.float32 else "tf32",
         CODED=is_coded, num_warps=tuning.warps, maxnreg=tuning.registers,

@@ -9,7 +9,7 @@ the last step is left out. For a process of its own (`own_process`), which sees 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, MockTensor
@@ -81,6 +81,18 @@ def name_of(kernel: JITFunction) -> str:
     return f"{kernel.module.rpartition('.')[2]}.{kernel.fn.__name__}"
 
 
+def _sliced(tensor: FakeTensor, index: Any) -> torch.Tensor:
+    """Slice as ``tensor[index]``, which asks for CUDA where torch was built without."""
+    parts = index if isinstance(index, tuple) else (index,)
+    first = 0
+    if parts[0] is Ellipsis:
+        parts, first = parts[1:], tensor.dim() - len(parts) + 1
+    found: torch.Tensor = tensor
+    for dim, part in enumerate(parts, first):
+        found = torch.ops.aten.slice(found, dim, part.start, part.stop, part.step or 1)
+    return found
+
+
 @contextmanager
 def compiling_for(target: Target, *, compiles: bool = True) -> Iterator[list[Compiled]]:
     """Within it launches compile for `target`, and are listed; without `compiles` only listed."""
@@ -94,15 +106,32 @@ def compiling_for(target: Target, *, compiles: bool = True) -> Iterator[list[Com
         kernel = launch(self, *arguments, grid=grid, warmup=True, **options) if compiles else None
         found.append(Compiled(name_of(self), kernel))
 
-    gpu = SimpleNamespace(multi_processor_count=target.num_sms)
+    gpu = SimpleNamespace(
+        multi_processor_count=target.num_sms,
+        shared_memory_per_multiprocessor=target.shared_bytes + 1024,
+    )
     let_chain(target.device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
+        patch.setattr(FakeTensor, "__getitem__", _sliced)
         patch.setattr(driver, "_active", _Driver(target.capability))
         patch.setattr(torch.cuda, "get_device_properties", lambda _device: gpu)
         patch.setattr(torch.cuda, "get_device_capability", lambda index: divmod(index, 10))
         with FakeTensorMode():
             yield found
+
+
+def check_launch(launch: Callable[[torch.device], object], target: Target) -> None:
+    """Compile what `launch` launches; fail unless that works and fits into shared memory."""
+    with compiling_for(target) as compiled:
+        launch(target.device)
+    assert compiled
+    for name, kernel in compiled:
+        assert kernel.metadata.target.arch == target.capability
+        assert len(kernel.asm["cubin"]) > 0
+        assert kernel.metadata.shared <= target.shared_bytes, name
+        # Kernels wait for one another's end by instructions that only Hopper and later have.
+        assert ("griddepcontrol" in kernel.asm["ptx"]) <= (target.capability >= 90), name
 
 
 def launched_kernels() -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,11 +35,7 @@ BF16, FP16, FP32, I32, I64 = (
 )  # fmt: skip
 
 
-class Launch(NamedTuple):
-    """A name for the report, and the call."""
-
-    name: str
-    run: Callable[[torch.device], object]
+Launch = Callable[[torch.device], object]
 
 
 def _append(device: torch.device, *, samples: bool) -> None:
@@ -252,8 +248,10 @@ def _window(
 
 def _topk(device: torch.device, *, k: int, context: int, bounded: bool) -> None:
     new = partial(torch.empty, device=device)
-    bounds = {"lo": new(BATCH, dtype=I32), "hi": new(BATCH, dtype=I32)} if bounded else {}
-    topk_positions(new(BATCH, KV_HEADS, context), k, sort=not bounded, **bounds)
+    options: dict[str, Any] = {"out_scores": new(BATCH, KV_HEADS, k)}
+    if bounded:
+        options |= {"lo": new(BATCH, dtype=I32), "hi": new(BATCH, dtype=I32)}
+    topk_positions(new(BATCH, KV_HEADS, context), k, sort=False, **options)
 
 
 def _step_tables(device: torch.device) -> None:
@@ -276,7 +274,7 @@ def _step_tables(device: torch.device) -> None:
     )  # fmt: skip
 
 
-def _launches() -> dict[str, Callable[[torch.device], object]]:
+def _launches() -> dict[str, Launch]:
     keys, choice = partial(_score, operation=score_keys), partial(_score, operation=score_topk)
     far = {"k": 2048, "context": 1 << 18}
     return {
@@ -343,4 +341,15 @@ def _launches() -> dict[str, Callable[[torch.device], object]]:
     }  # fmt: skip
 
 
-LAUNCHES = [Launch(name, run) for name, run in _launches().items()]
+LAUNCHES = _launches()
+OF_EACH_KERNEL = (
+    "append, samples and a flag", "attend", "exchange, another GPU", "flags", "step flags",
+    "merge", "mirror", "quantize", "query, int8", "window of queries", "rope", "samples",
+    "scores, native", "choice, int4", "choice, neighbours pooled", "seeding, int4", "step tables",
+)  # fmt: skip
+"""Enough to launch each kernel once."""
+TIGHT = (
+    "attend, heads of 256", "attend, float32", "query, 64 tokens", "scores, native, float32",
+    "scores, native, heads of 256", "seeding, heads of 256",
+)  # fmt: skip
+"""Those with the largest tiles."""

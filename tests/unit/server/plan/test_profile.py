@@ -107,7 +107,7 @@ def test_slower_attention_makes_selecting_pay_earlier() -> None:
     slow = profile_of(SLOW_ATTENTION).constants()
     tokens = break_even_tokens(QWEN, LOAD, 1)
     assert LOAD.attended_tokens < break_even_tokens(QWEN, LOAD, 1, slow) < tokens - 1024
-    short = replace(LOAD, context_tokens=8192)
+    short = replace(LOAD, context_tokens=tokens - 512)
     reasons = [
         choose_placement(QWEN, short, num_gpus=1, gpu_bytes=139 * GIB, cost=cost).reason
         for cost in (H200, slow)
