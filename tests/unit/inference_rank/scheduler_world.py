@@ -29,6 +29,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import StepLostError
+from tandemkv.inference_rank.resume.agreement import Agreement
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 
@@ -79,6 +80,7 @@ class World:
         overlap: bool = False,
         page_size: int = 1,
         chunk: int = 64,
+        agreement: Agreement | None = None,
     ) -> None:
         self.server_args = ServerArgs(
             model_path="dummy", device="cpu", load_format="dummy", attention_backend="torch_native"
@@ -117,7 +119,7 @@ class World:
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=to_tokenizer)
         self.counters, self.penalties = Counters(), PenaltyLog()
         self.engine = Engine(faults or {})
-        self.passes = PassLog(self.engine, self.engine, self.engine, self.counters)
+        self.passes = PassLog(self.engine, self.engine, self.engine, self.counters, agreement)
         self.requests: list[Any] = []
         self.before_turn: Callable[[World], None] = lambda _: None
 
