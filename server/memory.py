@@ -13,6 +13,8 @@ from .settings import ServeSettings
 GIB = 1 << 30
 PROCESS_TREE_BYTES = 3 * GIB
 """SGLang's three processes and the cache rank, without weights and KV (measured 2.9 GB)."""
+RANK_BYTES = 1 * GIB
+"""Of each tensor-parallel rank beyond the first: SGLang's process and its cache rank, likewise."""
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -68,7 +70,9 @@ def estimate_memory(
         Of both ranks.
     """
     item = _ITEM_BYTES.get(spec.dtype, 4)
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item
+    tp_size = settings.tensor_parallel
+    num_heads = max(spec.num_kv_heads, tp_size)  # each rank has one at least
+    token_bytes = 2 * spec.num_layers * num_heads * spec.head_dim * item
     selection = settings.selection
     files = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     config = read_config(model_dir)
@@ -79,5 +83,6 @@ def estimate_memory(
         resident_bytes=settings.max_running_requests * selection.row_tokens * token_bytes
         if on_cpu
         else 0,
+        process_bytes=PROCESS_TREE_BYTES + (tp_size - 1) * RANK_BYTES,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,
     )

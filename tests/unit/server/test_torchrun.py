@@ -222,7 +222,8 @@ def test_a_cache_rank_that_ends_too_often_is_reported_and_its_log_stays(
 @pytest.mark.parametrize(
     ("options", "count", "said"),
     [
-        ((), 3, "cache_ranks=2 (from --nproc-per-node 3): 2 cache ranks are not available"),
+        ((), 3, "started 3 processes, and these settings have 2"),
+        (("--tp", "2"), 3, "is not available under torchrun in this version; use `tandemkv serve`"),
         (("--cache-ranks", "0"), 2, "started 2 processes, and these settings have 1"),
         (("--no-such-option",), 2, "No such option"),
     ],
