@@ -9,7 +9,7 @@ leave the others in the middle of an exchange.
 
 from __future__ import annotations
 
-from torch.distributed import ProcessGroup
+from typing import Any
 
 from tandemkv.cache_rank.protocol.agree import largest_over
 
@@ -19,11 +19,12 @@ class Agreement:
 
     Parameters
     ----------
-    group : ProcessGroup, optional
-        Of CPUs. Without one, or alone in it, a rank agrees with itself, and nothing is sent.
+    group : Any, optional
+        torch's process group, of CPUs. Without one, or alone in it, a rank agrees with itself, and
+        nothing is sent.
     """
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
+    def __init__(self, group: Any = None) -> None:
         self._group = group
         self.is_alone = group is None or group.size() == 1
 
