@@ -24,7 +24,7 @@ from tandemkv.cache_rank.engine.factory import make_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.ipc import server_pid
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.model_spec import read_model_spec, shard_of
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_devices import engine_homes
@@ -47,6 +47,7 @@ def run_cache_rank(
     on_ready: Callable[[], None] | None = None,
     drain_timeout_s: float = 0.0,
     standby: bool = False,
+    tp_rank: int = 0,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Call it from the main thread.
 
@@ -62,13 +63,15 @@ def run_cache_rank(
     max_rows : int
         Most request rows of the inference rank.
     device : {"cpu", "cuda"}
-        Where the cache is; cuda is the second GPU that this process sees (`shared_devices`).
+        Where the cache is; cuda is the GPU behind those of the model (`shared_devices`).
     on_ready : Callable, optional
         Called once the sockets answer.
     drain_timeout_s : float
         Longest time after SIGTERM for the inference rank to go first.
     standby : bool
         Load everything, then wait until no other process serves the run directory.
+    tp_rank : int
+        Tensor-parallel rank that it is for, of ``settings.placement.tp_size``.
 
     Raises
     ------
@@ -86,7 +89,11 @@ def run_cache_rank(
     counters = Counters()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
-    homes = engine_homes(torch.device(device))  # before CUDA takes memory of the model's GPU
+    tp_size = settings.placement.tp_size
+    if tp_rank >= tp_size:
+        raise SettingsError(f"tp_rank={tp_rank}: there are ranks 0 to {tp_size - 1} with --tp")
+    # Before CUDA takes memory of the model's GPU.
+    homes = engine_homes(torch.device(device), tp_rank, tp_size)
     if standby:
         load_all(model_dir, settings, homes.here)
         await_turn(directory)
@@ -106,7 +113,8 @@ def run_cache_rank(
 
 def load_all(model_dir: Path, settings: RankSettings, device: torch.device) -> None:
     """Do what takes long before an epoch begins: imports, compiling, CUDA."""
-    model = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
+    whole = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
+    model = shard_of(whole, settings.placement.tp_size)
     make_policy(model, settings, model_dir, device=device)
     torch.zeros(1, device=device)
 

@@ -66,7 +66,7 @@ def add_routes(app: Any, manager: Any) -> None:
 
     @app.get(_STATUS)
     async def status() -> JSONResponse:
-        """State of both ranks."""
+        """State of all ranks."""
         return JSONResponse(await collect())
 
     @app.get(_READY)
@@ -120,25 +120,15 @@ async def collect_status(run_dir: RunDir, *, not_ready: str | None) -> dict[str,
 
 
 async def _collect_ranks(run_dir: RunDir) -> dict[str, Any]:
-    settings = runtime_module.settings_from_environment()
-    if settings.placement.num_cache_ranks == 0:
-        inference = await asyncio.to_thread(_ask, run_dir.inference_socket)
-        return {
-            "ready": bool(inference.get("ready")),
-            "inference_rank": inference,
-            "cache_ranks": [],
-        }
-    inference, cache = await asyncio.gather(
-        asyncio.to_thread(_ask, run_dir.inference_socket),
-        asyncio.to_thread(_ask, run_dir.heartbeat_socket),
+    placement = runtime_module.settings_from_environment().placement
+    sockets = [run_dir.of_rank(rank).heartbeat_socket for rank in range(placement.num_cache_ranks)]
+    inference, *cache_ranks = await asyncio.gather(
+        *(asyncio.to_thread(_ask, socket) for socket in (run_dir.inference_socket, *sockets))
     )
-    ready = bool(inference.get("ready") and cache.get("ready"))
-    if settings.placement.maps_memory:  # requests wait while a lost cache rank comes back
-        ready = bool(inference.get("ready"))
     return {
-        "ready": ready,
+        "ready": bool(inference.get("ready")),  # requests wait while a lost cache rank comes back
         "inference_rank": inference,
-        "cache_ranks": [cache],
+        "cache_ranks": cache_ranks,
     }
 
 

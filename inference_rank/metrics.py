@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,23 @@ _TIMEOUT_S = 0.5
 
 
 class MetricGroup:
-    """Mirrors the values of one rank as metrics named ``<prefix>_<name>``."""
+    """Mirrors the values of ranks of a kind as metrics named ``<prefix>_<name>``.
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+    Parameters
+    ----------
+    prefix : str
+        How their names begin.
+    label : str, optional
+        Which label tells several ranks apart; without one there is one rank.
+    """
+
+    def __init__(self, prefix: str, label: str | None = None) -> None:
+        self._prefix, self._labels = prefix, () if label is None else (label,)
         self._metrics: dict[str, Any] = {}
-        self._last: dict[str, float] = {}
+        self._last: dict[tuple[str, int], float] = {}
 
-    def update(self, values: Mapping[str, float]) -> None:
-        """Bring the metrics up to `values`; names ending in ``_total`` are counters."""
+    def update(self, values: Mapping[str, float], rank: int = 0) -> None:
+        """Bring the metrics of `rank` up to `values`; names ending in ``_total`` are counters."""
         # Imported late: the multi-process directory must be in the environment by then.
         from prometheus_client import Counter, Gauge
 
@@ -41,35 +49,47 @@ class MetricGroup:
             if metric is None:
                 full, text = f"{self._prefix}_{name}", name.replace("_", " ")
                 metric = (
-                    Counter(full, text)
+                    Counter(full, text, self._labels)
                     if is_counter
-                    else Gauge(full, text, multiprocess_mode="mostrecent")
+                    else Gauge(full, text, self._labels, multiprocess_mode="mostrecent")
                 )
                 self._metrics[name] = metric
+            if self._labels:
+                metric = metric.labels(str(rank))
             if not is_counter:
                 metric.set(value)
                 continue
-            last = self._last.get(name, 0.0)
+            last = self._last.get((name, rank), 0.0)
             # A restarted cache rank counts from zero again.
             metric.inc(value - last if value >= last else value)
-            self._last[name] = value
+            self._last[name, rank] = value
 
 
 class MetricsPublisher(threading.Thread):
-    """Publishes until the process ends."""
+    """Publishes until the process ends.
+
+    Parameters
+    ----------
+    own_status : Callable
+        Of the inference rank.
+    cache_rank_sockets : sequence of Path
+        Where each cache rank in a process of its own answers; several have the label
+        ``cache_rank``.
+    """
 
     def __init__(
-        self, own_status: Callable[[], StatusReply], cache_rank_socket: Path | None
+        self, own_status: Callable[[], StatusReply], cache_rank_sockets: Sequence[Path]
     ) -> None:
         super().__init__(name="tandemkv-metrics", daemon=True)
         self._own_status = own_status
-        self._cache_rank_socket = cache_rank_socket
+        self._sockets = tuple(cache_rank_sockets)
         self._inference = MetricGroup("tandemkv_inference")
-        self._cache = MetricGroup("tandemkv_cache")
+        label = "cache_rank" if len(self._sockets) > 1 else None
+        self._cache = MetricGroup("tandemkv_cache", label)
         self._stop_event = threading.Event()
 
     def run(self) -> None:
-        """Copy both ranks' values every few seconds."""
+        """Copy the values of all ranks every few seconds."""
         while not self._stop_event.wait(_INTERVAL_S):
             try:
                 self.publish()
@@ -79,13 +99,12 @@ class MetricsPublisher(threading.Thread):
     def publish(self) -> None:
         """Copy the values once."""
         self._inference.update(self._own_status().values)
-        if self._cache_rank_socket is None:
-            return
-        try:
-            reply = request_status(self._cache_rank_socket, timeout_s=_TIMEOUT_S)
-        except TandemKVError:
-            return  # shown as cache_rank_up 0 by the inference rank's own values
-        self._cache.update(reply.values)
+        for rank, socket in enumerate(self._sockets):
+            try:
+                reply = request_status(socket, timeout_s=_TIMEOUT_S)
+            except TandemKVError:
+                continue  # shown as cache_rank_up 0 by the inference rank's own values
+            self._cache.update(reply.values, rank)
 
     def stop(self) -> None:
         """End the thread."""

@@ -13,6 +13,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.messages import StatusReply
+from tandemkv.cache_rank.protocol.placement import Placement
 
 from . import progress, sglang_versions
 from . import runtime as runtime_module
@@ -41,19 +42,24 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
     if note:
         _LOG.warning("%s", note)
     settings = runtime_module.settings_from_environment()
-    is_local = settings.placement.num_cache_ranks == 0
-    check_server_args(runner.server_args, is_local=is_local, kv_dtype=settings.cache.kv_dtype)
+    placement = settings.placement
+    check_server_args(runner.server_args, placement, settings.cache.kv_dtype)
     if sglang_versions.tensor_rank():
         return  # one rank answers for all of a tensor-parallel group
     run_dir = runtime_module.run_dir_from_environment()
     enable_faults("inference_rank", run_dir.path)
     _server = StatusServer(run_dir.inference_socket, status=status)
     if runner.server_args.enable_metrics:
-        MetricsPublisher(status, None if is_local else run_dir.heartbeat_socket).start()
+        sockets = [
+            run_dir.of_rank(rank).heartbeat_socket for rank in range(placement.num_cache_ranks)
+        ]
+        MetricsPublisher(status, sockets).start()
 
 
-def check_server_args(args: Any, *, is_local: bool, kv_dtype: str) -> None:
+def check_server_args(args: Any, placement: Placement, kv_dtype: str) -> None:
     """Refuse options of SGLang that read or write the KV pool behind our back.
+
+    So is a tensor-parallel size that there are no cache ranks for.
 
     Raises
     ------
@@ -66,7 +72,7 @@ def check_server_args(args: Any, *, is_local: bool, kv_dtype: str) -> None:
         "--speculative-algorithm": bool(getattr(args, "speculative_algorithm", None)),
         "--enable-mixed-chunk": bool(getattr(args, "enable_mixed_chunk", False)),
         "--kv-cache-dtype": getattr(args, "kv_cache_dtype", "auto") != kv_dtype,
-        "--tp-size": getattr(args, "tp_size", 1) != 1 and not is_local,
+        "--tp-size": placement.maps_memory and getattr(args, "tp_size", 1) != placement.tp_size,
         "--pp-size": getattr(args, "pp_size", 1) != 1,
         "--dp-size": getattr(args, "dp_size", 1) != 1,
     }

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import CacheRankError
@@ -15,13 +16,15 @@ from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .child_process import ChildSpec
+from .launch import CacheRankLaunch
 from .liveness import Pulse
 from .settings import ServeSettings
 from .sglang_command import cache_rank_argv, cache_rank_env
 from .supervision import RestartRules
 
 SETTINGS_FILE = "cache_rank.yaml"
-CACHE_RANK_LOGS = ("cache_rank.log", "standby.log")
+CACHE_RANK_LOGS = ("cache_rank", "standby")
+"""Names of logs, which a number follows, of all tensor-parallel ranks but the first."""
 MEANWHILE = "requests wait for it, for --recovery-timeout-s at most"
 """What clients get while no cache rank serves, for messages."""
 STATUS_TIMEOUT_S, PULSE_TIMEOUT_S = 0.5, 2.0
@@ -64,13 +67,15 @@ def wants_logs(run_dir: RunDir) -> bool:
     return (run_dir.path / _KEEP_LOGS_FILE).exists()
 
 
-def cache_rank_specs(
+def cache_rank_launches(
     settings: ServeSettings,
     run_dir: RunDir,
     *,
-    stop_signal: signal.Signals = signal.SIGINT,
-) -> list[ChildSpec]:
-    """Return the cache rank and, with ``--standby``, the one that takes its place; none if local.
+    stop_signal: signal.Signals | None = signal.SIGINT,
+) -> tuple[CacheRankLaunch, ...]:
+    """Return the cache rank of each tensor-parallel rank; none if local.
+
+    With ``--standby`` each has one that takes its place. Their directories are made.
 
     Parameters
     ----------
@@ -78,19 +83,40 @@ def cache_rank_specs(
         With a placement. The processes read theirs from the run directory (`SETTINGS_FILE`).
     run_dir : RunDir
         Of the launch; the logs are in it.
-    stop_signal : signal.Signals
+    stop_signal : signal.Signals, optional
         SIGINT ends a cache rank at once, for a launcher that has ended SGLang before; at SIGTERM
-        it waits for its inference rank to go.
+        it waits for its inference rank to go. None: another process starts them.
     """
-    if not settings.rank_settings.placement.num_cache_ranks:
-        return []
+    found = []
+    for rank in range(settings.rank_settings.placement.num_cache_ranks):
+        own = run_dir.of_rank(rank, create=True)
+        specs = [] if stop_signal is None else _specs(settings, run_dir, rank, stop_signal)
+        found.append(
+            CacheRankLaunch(
+                spec=specs[0] if specs else None,
+                standby=specs[1] if len(specs) > 1 else None,
+                detail=partial(cache_rank_detail, own),
+                pulse=partial(cache_rank_pulse, own),
+            )
+        )
+    return tuple(found)
+
+
+def _specs(
+    settings: ServeSettings, run_dir: RunDir, rank: int, stop_signal: signal.Signals
+) -> list[ChildSpec]:
+    """Return a cache rank and, with ``--standby``, the one that takes its place."""
     names = ("cache rank", "standby cache rank") if settings.standby else ("cache rank",)
+    argv = cache_rank_argv(
+        run_dir=run_dir.of_rank(rank).path, config=run_dir.path / SETTINGS_FILE, tp_rank=rank
+    )
+    is_one = settings.rank_settings.placement.num_cache_ranks == 1
     return [
         ChildSpec(
-            name=name,
-            argv=cache_rank_argv(run_dir=run_dir.path, config=run_dir.path / SETTINGS_FILE),
+            name=name if is_one else f"{name} {rank}",
+            argv=argv,
             env=cache_rank_env(os.environ, device=settings.cache_device),
-            log_path=run_dir.path / log,
+            log_path=run_dir.path / f"{log}{rank or ''}.log",
             stop_signal=stop_signal,
         )
         for name, log in zip(names, CACHE_RANK_LOGS, strict=False)

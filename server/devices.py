@@ -130,6 +130,11 @@ def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
     settings = as_pair(settings.model_copy(update={"cache_device": device}))
     if settings.placement is not None:
         return settings
+    if settings.tensor_parallel > 1:
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel}: each rank has a cache rank of its own, "
+            "and only `tandemkv serve` starts as many; use it, or --tp 1"
+        )
     link, model_device = settings.wished_link or "shared", settings.device_or(device)
     placement = Placement.model_validate(
         {

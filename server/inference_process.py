@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.descriptor_holder import ask_holder
-from tandemkv.cache_rank.protocol.errors import CacheRankError
+from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .cache_rank_launch import cache_rank_detail
@@ -44,10 +44,17 @@ def become_inference_rank(
     Raises
     ------
     SettingsError, UnsupportedModelError
-        If the settings do not fit this machine, the model or this version.
+        If the settings do not fit this machine, the model or this version; with several
+        tensor-parallel ranks that have a cache rank each.
     LaunchError
         If no cache rank answers within ``start_timeout_s``.
     """
+    link = settings.wished_link or "shared"
+    if settings.tensor_parallel > 1 and link == "shared":
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel}: each rank has a cache rank of its own, "
+            "and only `tandemkv serve` starts as many; use it, or --cache-ranks 0, or --tp 1"
+        )
     launch = resolve_launch(as_pair(settings), progress, num_ranks_here=1)
     run_dir = RunDir.create(path)
     refuse_live_server(run_dir)

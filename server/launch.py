@@ -41,15 +41,27 @@ class Holder(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRankLaunch:
+    """A cache rank: how it is started, and how it is asked.
+
+    `spec` is None if another process starts it. `standby` takes its place when it is lost; either
+    may be the one that serves. `detail` returns None once it answers, else why it does not.
+    `pulse`, with the id of a process, is asked while serving, from a thread.
+    """
+
+    spec: ChildSpec | None
+    standby: ChildSpec | None = None
+    detail: Callable[[], str | None]
+    pulse: Callable[[int], Pulse]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """What to start and how to tell that it is ready, and gets on.
 
-    `cache_rank` is None if the inference rank is its own, or another process starts it:
-    `awaits_cache_rank`. `standby` takes its place when it is
-    lost; either may be the one that serves. `meanwhile` is what clients get while none does, for
-    messages. `cache_rank_detail` returns None once
-    the cache rank answers, else why it does not. `cache_rank_pulse`, with the id of a process, and
-    `sglang_pulse` are asked while serving, from threads; `rules` says what follows.
+    `cache_ranks` are one for each tensor-parallel rank; none if the inference rank is its own.
+    `meanwhile` is what clients get while one of them does not serve, for messages.
+    `sglang_pulse` is asked while serving, from a thread; `rules` says what follows.
     `sglang` is None if another process starts it; then its fields are not used, and that process
     speaks for the launch, which is over once `is_over` returns true.
     `make_holder` makes what holds memory for the ranks while the launch lives.
@@ -60,14 +72,10 @@ class LaunchPlan:
     the patterns of paths that are removed if the launcher is killed outright.
     """
 
-    cache_rank: ChildSpec | None
-    awaits_cache_rank: bool = False
-    standby: ChildSpec | None = None
+    cache_ranks: tuple[CacheRankLaunch, ...] = ()
     meanwhile: str = "requests get 503, the server stays up"
     sglang: ChildSpec | None
-    cache_rank_detail: Callable[[], str | None]
     server_state: Callable[[], ServerState] = lambda: ServerState(False, False, "no server here")
-    cache_rank_pulse: Callable[[int], Pulse]
     sglang_pulse: Callable[[], Pulse] = lambda: Pulse(is_ready=False, stalled_s=0.0)
     banner: str = ""
     is_over: Callable[[], bool] = lambda: False
@@ -110,10 +118,13 @@ class Launcher:
         self._console = console
         self._verbose = verbose
         self._sglang = self._supervised_sglang(plan.sglang)
-        self._cache_rank = self._supervised(plan.cache_rank, plan.meanwhile)
-        self._standby = self._supervised(
-            plan.standby, "no other cache rank is loaded, one that is lost is started anew"
-        )
+        self._cache_ranks = [
+            self._supervised(rank.spec, rank.pulse, plan.meanwhile) for rank in plan.cache_ranks
+        ]
+        alone = "no other cache rank is loaded, one that is lost is started anew"
+        self._standbys = [
+            self._supervised(rank.standby, rank.pulse, alone) for rank in plan.cache_ranks
+        ]
         self._progress = StartProgress(console)
 
     def _supervised_sglang(self, spec: ChildSpec | None) -> SupervisedRank | None:
@@ -128,10 +139,12 @@ class Launcher:
             before_start=self._plan.before_sglang,
         )
 
-    def _supervised(self, spec: ChildSpec | None, meanwhile: str) -> SupervisedRank | None:
+    def _supervised(
+        self, spec: ChildSpec | None, ask: Callable[[int], Pulse], meanwhile: str
+    ) -> SupervisedRank | None:
         if spec is None:
             return None
-        child, ask = ChildProcess(spec), self._plan.cache_rank_pulse
+        child = ChildProcess(spec)
         liveness = Liveness(lambda: ask(child.pid))
         return SupervisedRank(child, liveness, self._plan.rules, self._console, meanwhile=meanwhile)
 
@@ -166,14 +179,17 @@ class Launcher:
 
     def _start(self) -> None:
         deadline = time.monotonic() + self._plan.rules.start_timeout_s
-        if self._cache_rank is not None:
-            with self._progress.stage("cache rank"):
-                self._cache_rank.start(self._guard)
-                self._await(self._plan.cache_rank_detail, deadline, self._cache_rank.child)
-        elif self._plan.awaits_cache_rank:
-            self._await(self._plan.cache_rank_detail, deadline)
-        if self._standby is not None:
-            self._standby.start(self._guard)
+        own = [rank for rank in self._cache_ranks if rank is not None]
+        if own:
+            with self._progress.stage("cache rank" if len(own) == 1 else "cache ranks"):
+                for rank in own:
+                    rank.start(self._guard)
+                self._await_cache_ranks(deadline)
+        else:
+            self._await_cache_ranks(deadline)
+        for standby in self._standbys:
+            if standby is not None:
+                standby.start(self._guard)
         if self._sglang is None:
             return
         self._sglang.start(self._guard)
@@ -182,8 +198,12 @@ class Launcher:
         with self._progress.stage("handshake and warm-up"):
             self._await(self._handshake_detail, deadline, self._sglang.child)
 
+    def _await_cache_ranks(self, deadline: float) -> None:
+        for rank, plan in zip(self._cache_ranks, self._plan.cache_ranks, strict=True):
+            self._await(plan.detail, deadline, None if rank is None else rank.child)
+
     def _ranks(self) -> list[SupervisedRank]:
-        ranks = (self._standby, self._cache_rank, self._sglang)
+        ranks = (*self._standbys, *self._cache_ranks, self._sglang)
         return [rank for rank in ranks if rank is not None]
 
     def _children(self) -> list[ChildProcess]:

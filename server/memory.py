@@ -14,6 +14,8 @@ from .settings import ServeSettings
 GIB = 1 << 30
 PROCESS_TREE_BYTES = 3 * GIB
 """SGLang's three processes and the cache rank, without weights and KV (measured 2.9 GB)."""
+RANK_BYTES = 1 * GIB
+"""Of each tensor-parallel rank beyond the first: SGLang's process and its cache rank, likewise."""
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -76,7 +78,9 @@ def estimate_memory(
     """
     item = _ITEM_BYTES.get(spec.dtype, 4)
     kv_item = 1 if settings.cache.stored_dtype else item
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * kv_item
+    tp_size = settings.tensor_parallel
+    num_heads = max(spec.num_kv_heads, tp_size)  # each rank has one at least
+    token_bytes = 2 * spec.num_layers * num_heads * spec.head_dim * kv_item
     # In memory that two processes map each layer has as many slots.
     is_local = settings.rank_settings.placement.link == "local"
     num_full = spec.num_layers - (len(spec.windowed_layers) if is_local else 0)
@@ -95,6 +99,7 @@ def estimate_memory(
         * (token_bytes // spec.num_layers * num_full)
         if on_cpu
         else 0,
+        process_bytes=PROCESS_TREE_BYTES + (tp_size - 1) * RANK_BYTES,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,
         predictor_bytes=spec.num_layers * layer * item if on_cpu and predicts else 0,
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,9 +70,8 @@ def resolve_placement(
         _check_without_gpus(settings)
     settings, reason = _choose(settings, spec, model_dir, device=device)
     placement = placement_of(settings, device, reason)
-    settings = settings.model_copy(
-        update={"placement": placement, "cache_ranks": 0 if placement.link == "local" else 1}
-    )
+    num_ranks = 1 if placement.has_peer_gpu else placement.num_cache_ranks
+    settings = settings.model_copy(update={"placement": placement, "cache_ranks": num_ranks})
     progress(f"placement: {placement.describe()}")
     if placement.has_far_pool and is_peer_on_one_device():
         progress(
@@ -140,11 +140,6 @@ def placement_of(settings: ServeSettings, device: str, reason: str) -> Placement
 
 def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
     """Refuse options that the placement, or the model, has no use for."""
-    if placement.tp_size > 1 and placement.num_cache_ranks:
-        raise SettingsError(
-            f"tensor_parallel={settings.tensor_parallel} needs --cache-ranks 0 or --transport peer "
-            "in this version; add one of them, or use --tp 1"
-        )
     if settings.standby and not placement.num_cache_ranks:
         raise SettingsError(
             f"standby needs a cache rank in a process of its own, and link {placement.link} has "
@@ -163,10 +158,18 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
 
 def _check_without_gpus(settings: ServeSettings) -> None:
     """Refuse what takes GPUs, for a model on the CPU."""
-    if settings.tensor_parallel > 1:
+    tp_size = settings.tensor_parallel
+    if tp_size > 1 and settings.wished_link not in (None, "shared"):
         raise SettingsError(
-            f"tensor_parallel={settings.tensor_parallel} splits a model over GPUs, and this one is "
-            "on cpu; use --tp 1, or --device cuda on a machine with GPUs"
+            f"tensor_parallel={tp_size} with link {settings.wished_link} splits a model over GPUs, "
+            f"and this one is on cpu; use --cache-ranks {tp_size}, or --tp 1, or --device cuda on "
+            "a machine with GPUs"
+        )
+    num_cores = len(os.sched_getaffinity(0))
+    if tp_size > num_cores:
+        raise SettingsError(
+            f"tensor_parallel={tp_size} on cpu takes a core for each of the processes, and this "
+            f"one may use {num_cores}; use --tp {num_cores} or less"
         )
     if settings.wished_link == "peer" and not is_peer_on_one_device():
         raise SettingsError(
@@ -328,7 +331,7 @@ def _predicted_fastest(
         for planned in possible_placements(shape, num_gpus)
         if planned.kind is PlacementKind.IN_PROCESS and (planned.tp_size == 1 or not crosses)
     }
-    if num_gpus >= 2 and are_peers() and not spec.windowed_layers:
+    if num_gpus >= 2 and are_peers(0, 1) and not spec.windowed_layers:
         available.add("1+1")
     if not available:  # neither GPU can use the other
         num_gpus, available = 1, {"in-process-tp1"}

@@ -217,6 +217,11 @@ def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> No
     except PolicyError as error:
         raise SettingsError(str(error)) from error
     found = resolve_calibration(selection, spec, policy.capabilities)
+    if found.clusters is not None and settings.tensor_parallel > 1:
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel}: policy={selection.policy} selects once "
+            "for KV heads that lie on several ranks; use --tp 1, or another --policy"
+        )
     if found.share is not None and settings.tensor_parallel > 1 and not selection.anchors:
         anchors = ",".join(str(layer) for layer in sorted(set(found.share.sources)))
         raise SettingsError(

@@ -7,6 +7,8 @@ import glob
 import json
 import logging
 import os
+import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -27,8 +29,7 @@ from .cache_rank_launch import (
     STATUS_TIMEOUT_S,
     SplitLaunch,
     cache_rank_detail,
-    cache_rank_pulse,
-    cache_rank_specs,
+    cache_rank_launches,
     restart_rules,
     status_detail,
     wants_logs,
@@ -100,9 +101,11 @@ def prepare_run_dir(launch: ResolvedLaunch, split: SplitLaunch | None = None) ->
             "another --run-dir"
         )
     refuse_live_server(run_dir)
-    for name in (*CACHE_RANK_LOGS, _SGLANG_LOG):
-        (run_dir.path / name).unlink(missing_ok=True)
-        (run_dir.path / f"{name}.1").unlink(missing_ok=True)
+    numbers = ("", "[1-9]", "[1-9][0-9]")  # of the cache ranks of other tensor-parallel ranks
+    logs = [_SGLANG_LOG, *(f"{name}{number}.log" for name in CACHE_RANK_LOGS for number in numbers)]
+    for log in logs:
+        for path in (*run_dir.path.glob(log), *run_dir.path.glob(f"{log}.1")):
+            path.unlink(missing_ok=True)
     run_dir.clear_sglang()
     return run_dir
 
@@ -165,30 +168,34 @@ def make_plan(
     fresh.replace(run_dir.path / SETTINGS_FILE)
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
-    cache_ranks = [] if split else cache_rank_specs(settings, run_dir)
     return LaunchPlan(
-        cache_rank=cache_ranks[0] if cache_ranks else None,
-        awaits_cache_rank=split is not None and launch.placement.num_cache_ranks > 0,
-        standby=cache_ranks[1] if len(cache_ranks) > 1 else None,
+        cache_ranks=cache_rank_launches(
+            settings, run_dir, stop_signal=signal.SIGINT if split is None else None
+        ),
         meanwhile=MEANWHILE,
         sglang=_sglang_spec(launch, run_dir),
-        cache_rank_detail=lambda: cache_rank_detail(run_dir),
         server_state=lambda: server_state(url, instance=run_dir.instance),
         banner=banner(settings, url, run_dir.path),
         rules=restart_rules(settings, device),
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         before_sglang=lambda: prepare_sglang(run_dir),
-        make_holder=lambda: (
-            DescriptorHolder(run_dir.holder_socket, run_dir.token)
-            if launch.placement.maps_memory
-            else None
-        ),
+        make_holder=lambda: make_holder(run_dir, launch.placement.num_cache_ranks),
         guarded=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
-        cache_rank_pulse=lambda pid: cache_rank_pulse(run_dir, pid),
         sglang_pulse=lambda: sglang_pulse(run_dir, url),
     )
+
+
+def make_holder(run_dir: RunDir, num_ranks: int) -> ExitStack | None:
+    """Return what holds memory for `num_ranks` inference ranks and their engines; None for none."""
+    if not num_ranks:
+        return None
+    with ExitStack() as held:
+        for rank in range(num_ranks):
+            own = run_dir.of_rank(rank)
+            held.callback(DescriptorHolder(own.holder_socket, own.token).close)
+        return held.pop_all()
 
 
 def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
@@ -268,8 +275,10 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     )
 
 
-def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
+def run_cache_rank_process(settings: ServeSettings, path: Path, tp_rank: int = 0) -> None:
     """Be the cache rank of the run directory `path`, until a signal; see `cache_rank.process`.
+
+    `tp_rank` is the tensor-parallel rank that it is for.
 
     Raises
     ------
@@ -296,5 +305,6 @@ def run_cache_rank_process(settings: ServeSettings, path: Path) -> None:
         device=device,
         drain_timeout_s=settings.drain_timeout_s + INFERENCE_RANK_EXIT_S,
         standby=settings.standby,
+        tp_rank=tp_rank,
         on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),
     )

@@ -51,8 +51,10 @@ class ServeSettings(BaseModel):
     port: int = Field(30000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
     cache_ranks: int | None = Field(
         None,
-        description="1: a cache rank beside SGLang; 0: inside SGLang's process. Default: what "
-        "is predicted to be faster, see `tandemkv plan`.",
+        ge=0,
+        le=64,
+        description="1: a cache rank beside SGLang, with --tp as many as that; 0: inside SGLang's "
+        "process. Default: what is predicted to be faster, see `tandemkv plan`.",
     )
     transport: Link | None = Field(
         None,
@@ -67,7 +69,7 @@ class ServeSettings(BaseModel):
         1,
         ge=1,
         le=64,
-        description="GPUs that the model is split over (tensor parallel).",
+        description="GPUs that the model is split over (tensor parallel), or processes on a CPU.",
     )
     max_running_requests: int = Field(
         8, ge=1, le=4096, description="Requests that decode at the same time."
@@ -177,16 +179,6 @@ class ServeSettings(BaseModel):
         except PolicyError as error:
             raise ValueError(str(error)) from error
 
-    @field_validator("cache_ranks")
-    @classmethod
-    def _check_cache_ranks(cls, value: int | None) -> int | None:
-        if value not in (None, 0, 1):
-            raise ValueError(
-                f"{value} cache ranks are not available in this version; use 1, or 0 for one "
-                "inside the inference rank's process"
-            )
-        return value
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.allow_remote and not is_loopback(self.host):
@@ -205,13 +197,7 @@ class ServeSettings(BaseModel):
                 f"transport=local and cache_ranks={self.cache_ranks} contradict each other; use "
                 "--cache-ranks 0"
             )
-        if self.tensor_parallel > 1 and not (
-            self.cache_ranks is None or self.wished_link in ("local", "peer")
-        ):
-            raise ValueError(
-                f"tensor_parallel={self.tensor_parallel} needs --cache-ranks 0 or --transport peer "
-                "in this version"
-            )
+        self._check_cache_ranks()
         if self.cache.stored_dtype and self.selection.declared.attends:
             raise ValueError(
                 f"policy={self.selection.policy} attends to K and V itself, in the model's dtype, "
@@ -228,6 +214,25 @@ class ServeSettings(BaseModel):
                 f"max_context={self.max_context}; raise --cache-tokens or lower --max-context"
             )
         return self
+
+    def _check_cache_ranks(self) -> None:
+        """Refuse a number of cache ranks that the link has no use for."""
+        given, tp_size = self.cache_ranks, self.tensor_parallel
+        if not given:
+            return
+        if self.transport == "peer":
+            if given != 1:
+                raise ValueError(
+                    f"cache_ranks={given}: with transport=peer SGLang's own processes drive a "
+                    "second GPU each, whatever their number; use --cache-ranks 1"
+                )
+        elif given != tp_size:
+            raise ValueError(
+                f"cache_ranks={given} and tensor_parallel={tp_size}: each tensor-parallel rank has "
+                f"one cache rank of its own; use --cache-ranks {tp_size}, or 0 for none in a "
+                "process of its own"
+                + (", or --transport peer" if given == 1 else f", or --tp {given}")
+            )
 
 
 def is_loopback(host: str) -> bool:

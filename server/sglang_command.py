@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -21,6 +23,7 @@ CPU_CHUNK_TOKENS = 2048
 
 _CUDA_FLAGS = ("--device", "cuda", "--cuda-graph-backend-prefill", "disabled")
 _NO_FUSED_REDUCE = "--enforce-disable-flashinfer-allreduce-fusion"
+_CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 _SHARED_GPU_ENV = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Streams that wait for the other process must not hold up others in a queue of the GPU."""
 _CPU_FLAGS = (
@@ -117,6 +120,9 @@ def sglang_env(
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
+        if settings.tensor_parallel > 1:
+            # Else SGLang takes a NUMA node for each rank, and refuses where there are fewer.
+            env.setdefault(_CORES_VARIABLE, _cores_of_ranks(settings.tensor_parallel))
         if not any(argument.startswith("--enable-torch") for argument in settings.sglang_args):
             # The first request with a penalty would wait a minute for a compiler, and all others.
             env.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -125,11 +131,23 @@ def sglang_env(
     return env
 
 
-def cache_rank_argv(*, run_dir: Path, config: Path) -> tuple[str, ...]:
-    """Return the command line of the cache rank; `config` is what ``--print-settings`` prints."""
+def _cores_of_ranks(tp_size: int) -> str:
+    """Return the cores of each of `tp_size` processes, as SGLang reads it: ``0-1|2-3``."""
+    cores = sorted(os.sched_getaffinity(0))
+    ends = [len(cores) * rank // tp_size for rank in range(tp_size + 1)]
+    parts = (cores[first:end] for first, end in pairwise(ends))
+    return "|".join(",".join(map(str, part)) for part in parts)
+
+
+def cache_rank_argv(*, run_dir: Path, config: Path, tp_rank: int = 0) -> tuple[str, ...]:
+    """Return the command line of the cache rank; `config` is what ``--print-settings`` prints.
+
+    `tp_rank` is the tensor-parallel rank that it is for.
+    """
+    rank = ("--tp-rank", str(tp_rank)) if tp_rank else ()
     return (
         sys.executable, "-P", "-m", "tandemkv.server",
-        "cache-rank", "--run-dir", str(run_dir), "--config", str(config),
+        "cache-rank", "--run-dir", str(run_dir), *rank, "--config", str(config),
     )  # fmt: skip
 
 

@@ -14,14 +14,13 @@ from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer
 from tandemkv.cache_rank.protocol.placement import Placement
 
 _PIPE_VARIABLE, _PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # CUDA's default
-_MODEL_GPU, _ENGINE_GPU = 0, 1
 
 
 def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.environ) -> None:
     """Refuse two processes on GPUs where they would not run, or not beside each other.
 
-    Two GPUs need peer access to each other, and nothing else. One GPU for both is for tests, and
-    needs CUDA MPS.
+    The two GPUs of a tensor-parallel rank and its engine need peer access to each other, and
+    nothing else. One GPU for both is for tests, and needs CUDA MPS.
 
     Parameters
     ----------
@@ -40,26 +39,27 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     if is_peer_on_one_device():
         _check_mps(environ)
         return
-    num_gpus = torch.cuda.device_count()
-    if num_gpus < 2:
+    num_gpus, tp_size = torch.cuda.device_count(), placement.tp_size
+    if num_gpus < 2 * tp_size:
         raise SettingsError(
-            f"transport=shared on GPUs needs one for each process, {num_gpus} seen "
+            f"transport=shared on GPUs needs one for each process, {2 * tp_size}, {num_gpus} seen "
             "(CUDA_VISIBLE_DEVICES counts); add --cache-ranks 0, or for tests set "
             f"{ONE_DEVICE_VARIABLE}=1 under CUDA MPS"
         )
-    if not are_peers():
-        raise SettingsError(
-            f"transport=shared: cuda:{_MODEL_GPU} and cuda:{_ENGINE_GPU} cannot access the memory "
-            "of each other, which takes NVLink or PCIe peer access; add --cache-ranks 0, or name "
-            "two GPUs that can in CUDA_VISIBLE_DEVICES (nvidia-smi topo -p2p rw lists them)"
-        )
+    for model, engine in zip(range(tp_size), range(tp_size, 2 * tp_size), strict=True):
+        if not are_peers(model, engine):
+            raise SettingsError(
+                f"transport=shared: cuda:{model} and cuda:{engine} cannot access the memory of "
+                "each other, which takes NVLink or PCIe peer access; add --cache-ranks 0, or name "
+                "GPUs that can in CUDA_VISIBLE_DEVICES (nvidia-smi topo -p2p rw lists them)"
+            )
 
 
-def are_peers() -> bool:
-    """Whether the first two GPUs can access the memory of each other."""
+def are_peers(one: int, other: int) -> bool:
+    """Whether two GPUs can access the memory of each other."""
     return all(
         torch.cuda.can_device_access_peer(here, there)
-        for here, there in ((_MODEL_GPU, _ENGINE_GPU), (_ENGINE_GPU, _MODEL_GPU))
+        for here, there in ((one, other), (other, one))
     )
 
 

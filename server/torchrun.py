@@ -28,9 +28,7 @@ from .cache_rank_launch import (
     MEANWHILE,
     SETTINGS_FILE,
     SplitLaunch,
-    cache_rank_detail,
-    cache_rank_pulse,
-    cache_rank_specs,
+    cache_rank_launches,
     restart_rules,
     want_logs,
 )
@@ -166,14 +164,10 @@ def cache_rank_plan(settings: ServeSettings, run_dir: RunDir) -> LaunchPlan:
             want_logs(run_dir)
 
     # The signal may come to both processes at once: requests under way need the cache rank.
-    ranks = cache_rank_specs(settings, run_dir, stop_signal=signal.SIGTERM)
     return LaunchPlan(
-        cache_rank=ranks[0],
-        standby=ranks[1] if len(ranks) > 1 else None,
+        cache_ranks=cache_rank_launches(settings, run_dir, stop_signal=signal.SIGTERM),
         meanwhile=MEANWHILE,
         sglang=None,
-        cache_rank_detail=lambda: cache_rank_detail(run_dir),
-        cache_rank_pulse=lambda pid: cache_rank_pulse(run_dir, pid),
         is_over=lambda: is_over(run_dir),
         rules=restart_rules(settings, settings.device_or("cpu")),
         drain_timeout_s=settings.drain_timeout_s,

@@ -124,7 +124,8 @@ def open_cache_ranks(settings: ServeSettings, worker: Worker) -> int | None:
     """Return ``--cache-ranks`` that the processes imply; None if something else decides it."""
     if settings.cache_ranks is not None or settings.transport is not None:
         return None
-    return worker.local_world_size - 1
+    implied, most = worker.local_world_size - 1, 1 if settings.tensor_parallel == 1 else 0
+    return implied if implied <= most else None  # more are refused, see `check_processes`
 
 
 def check_processes(settings: ServeSettings, worker: Worker) -> None:
@@ -146,6 +147,12 @@ def check_processes(settings: ServeSettings, worker: Worker) -> None:
         raise SettingsError(
             "torchrun --virtual-local-rank gives each process another GPU as its first, and both "
             "ranks have to see the same GPUs; leave it out"
+        )
+    if settings.tensor_parallel > 1 and settings.wished_link in (None, "shared"):
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel} with cache ranks in processes of their "
+            "own is not available under torchrun in this version; use `tandemkv serve`, which "
+            "starts all of them, or --cache-ranks 0 with --nproc-per-node 1"
         )
     is_apart = settings.cache_ranks != 0 and settings.transport in (None, "shared")
     needed = 1 + ((settings.cache_ranks or 1) if is_apart else 0)

@@ -66,6 +66,18 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         return 1.0 / math.sqrt(self.head_dim)
 
 
+def shard_of(model: ModelSpec, num_ranks: int) -> ModelSpec:
+    """Return the shape of what each of `num_ranks` tensor-parallel ranks has of `model`.
+
+    Query heads are divided; so are KV heads, of which each rank has one if there are fewer.
+    """
+    return msgspec.structs.replace(
+        model,
+        num_qo_heads=model.num_qo_heads // num_ranks,
+        num_kv_heads=max(1, model.num_kv_heads // num_ranks),
+    )
+
+
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 FP8_KV = "float8_e4m3fn"
 

@@ -22,6 +22,7 @@ _WHERE = {
     "shared": "in a process of its own, in memory that both processes map",
     "shared, two GPUs": "in a process of its own, on a GPU of its own, in memory that both map",
 }
+_HOSTS = {"cpu": "processes", "cuda": "GPUs"}
 
 
 def lies_on_two_gpus(link: str, model_device: str) -> bool:
@@ -42,7 +43,12 @@ class Placement(Strict):
     )
     model_device: Device = Field(default="cpu", description="Device of the forward pass.")
     engine_device: Device = Field(default="cpu", description="Device of the cache rank.")
-    tp_size: int = Field(default=1, ge=1, le=64, description="GPUs that the model is split over.")
+    tp_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="GPUs that the model is split over, or processes on a CPU.",
+    )
     two_gpus: bool = Field(
         default=False,
         description="Whether the processes of link shared have a GPU each, or are laid out so.",
@@ -53,8 +59,8 @@ class Placement(Strict):
 
     @property
     def num_cache_ranks(self) -> int:
-        """Processes of cache ranks besides SGLang's own."""
-        return 1 if self.maps_memory else 0
+        """Processes of cache ranks besides SGLang's own: one for each tensor-parallel rank."""
+        return self.tp_size if self.maps_memory else 0
 
     @property
     def has_peer_gpu(self) -> bool:
@@ -85,9 +91,11 @@ class Placement(Strict):
 
     def describe(self) -> str:
         """Return one line that says where what runs, and why."""
-        model = self.model_device if self.tp_size == 1 else f"{self.tp_size} GPUs"
+        model, ranks = self.model_device, "cache rank"
+        if self.tp_size > 1:
+            model, ranks = f"{self.tp_size} {_HOSTS[self.model_device]}", "cache rank of each"
         where = _WHERE["shared, two GPUs" if self.maps_memory and self.two_gpus else self.link]
-        return f"link {self.link}: model on {model}, cache rank {where}; {self.reason}"
+        return f"link {self.link}: model on {model}, {ranks} {where}; {self.reason}"
 
     def info(self) -> dict[str, str]:
         """Return what a rank's status says of it."""

@@ -33,6 +33,8 @@ _SOCKET_NAMES = (
     "holder.sock",
 )
 _TEMPORARY, _METRICS = "sglang-tmp", "sglang-metrics"
+_OF_RANKS = ("tp[1-9]", "tp[1-9][0-9]")
+"""Directories of the tensor-parallel ranks but the first, see `RunDir.of_rank`."""
 _LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
 """The last is a socket of SGLang's, whose name it gets from the standard library."""
 _MADE = (
@@ -40,6 +42,7 @@ _MADE = (
     *(f"{name}.lock" for name in _SOCKET_NAMES),
     *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml*", "keep-logs", FAULTS_FILE),
     *(_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm"),
+    *_OF_RANKS,
 )
 """What a launch makes, as patterns; logs apart, which are for reading."""
 _OF_SGLANG = (_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm")
@@ -105,6 +108,29 @@ class RunDir:
         run_dir = cls(directory)
         _ = run_dir.token
         return run_dir
+
+    def of_rank(self, rank: int, *, create: bool = False) -> RunDir:
+        """Return where tensor-parallel rank `rank` meets the cache rank of its own.
+
+        The first one's is this directory; the others have one each inside, with a token, sockets
+        and epochs of their own.
+
+        Parameters
+        ----------
+        rank : int
+            In SGLang's tensor-parallel group, from 0.
+        create : bool
+            Make it, if it is not there. Else it is not looked at: it is for its user to miss.
+
+        Raises
+        ------
+        SettingsError
+            As `create` does.
+        """
+        if not rank:
+            return self
+        path = self.path / f"tp{rank}"
+        return RunDir.create(path) if create else RunDir(path)
 
     @property
     def control_socket(self) -> Path:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GPUs the two processes of link ``shared`` use.
 
-Both see the same GPUs in the same order. The inference rank has the first ones, as SGLang counts
-them, the engine the next; where tests have one GPU for both (`one_device`), it is the same. The
-handshake compares them by UUID, for an index means nothing to another process.
+All see the same GPUs in the same order. Inference ranks have the first ones, as SGLang counts
+them, engines the next, in the order of their inference ranks; where tests have one GPU for both
+(`one_device`), it is the same. The handshake compares them by UUID, for an index means nothing to
+another process.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ def inference_homes(device: torch.device, num_before: int = 1) -> Homes:
     return Homes(inference=device, engine=_engine_of(device, num_before), here=device)
 
 
-def engine_homes(device: torch.device) -> Homes:
-    """Return where memory lies, as the engine of the first inference rank sees it.
+def engine_homes(device: torch.device, rank: int = 0, num_before: int = 1) -> Homes:
+    """Return where memory lies, as the engine of inference rank `rank` sees it.
+
+    `num_before` is the number of GPUs that inference ranks have.
 
     Raises
     ------
@@ -44,10 +47,10 @@ def engine_homes(device: torch.device) -> Homes:
     """
     if device.type != "cuda":
         return Homes.on_host()
-    first = torch.device("cuda", 0)
-    engine = _engine_of(first, 1)
+    inference = torch.device("cuda", rank)
+    engine = _engine_of(inference, num_before)
     torch.cuda.set_device(engine)
-    return Homes(inference=first, engine=engine, here=engine)
+    return Homes(inference=inference, engine=engine, here=engine)
 
 
 def gpu_uuids(homes: Homes) -> tuple[str, ...]:

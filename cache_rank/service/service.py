@@ -35,7 +35,12 @@ from tandemkv.cache_rank.protocol.messages import (
     StatusRequest,
     Welcome,
 )
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, model_as_claimed, read_model_spec
+from tandemkv.cache_rank.protocol.model_spec import (
+    ModelSpec,
+    model_as_claimed,
+    read_model_spec,
+    shard_of,
+)
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_devices import gpu_uuids
@@ -89,9 +94,8 @@ class SharedEngineService:
     ) -> None:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
-        self._model = read_model_spec(
-            model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype
-        )
+        whole = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
+        self._model = shard_of(whole, settings.placement.tp_size)
         self._homes, self._gpus = homes, gpu_uuids(homes)
         self._make_policy(self._model)  # one that cannot be built is told now
         self._session: SharedSession | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import threading
 import time
@@ -53,6 +54,8 @@ KEPT, BOOKS = "kept", "books"
 """Groups of tensors that the launcher, or ``tandemkv memory``, holds."""
 _LONGEST_WAIT_S = 3600.0
 _MARGIN_S = 1.0
+_GRACE_S = 1.0
+"""For an engine that was told that its epoch ends; it looks for messages ten times a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,13 @@ class OpenedEpoch:
     ours: MappedTensors
     theirs: MappedTensors
     welcome: Welcome
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the cache rank has ended the epoch already, or itself."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Release it unused."""
@@ -256,15 +266,32 @@ class SharedConnection:
             self.lost_reason = reason
             self._counters.cache_rank_lost_total += 1
 
+    def leave(self, reason: str) -> None:
+        """End the epoch of an engine that lives: it is told, and lets go of the memory.
+
+        Nothing happens if the epoch is lost already.
+        """
+        with self._lock:
+            if self.lost_reason is not None:
+                return
+            self.lost_reason = reason
+        if self._fence is not None:
+            self._fence.grace_s = _GRACE_S
+        self._say_goodbye()
+
     def close(self) -> None:
         """Say goodbye and release what belongs to the epoch. Idempotent."""
-        if self.lost_reason is None and self._control is not None:
-            with contextlib.suppress(TandemKVError):
-                self._control.send(Goodbye(epoch=self.epoch))
+        if self.lost_reason is None:
+            self._say_goodbye()
         with self._lock:
             self.lost_reason = "closed"
         self.drop()
         self._theirs.close()
+
+    def _say_goodbye(self) -> None:
+        if self._control is not None:
+            with contextlib.suppress(TandemKVError):
+                self._control.send(Goodbye(epoch=self.epoch))
 
     # -- steps ---------------------------------------------------------------------------
 

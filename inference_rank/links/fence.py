@@ -25,10 +25,15 @@ class Fence:
     ----------
     connection : socket.socket
         A Unix socket; the other end is open as long as the process uses the memory.
+
+    Attributes
+    ----------
+    grace_s : float
+        How long a process that was told to let go is waited for, before it is ended.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection.dup()
+        self._connection, self.grace_s = connection.dup(), 0.0
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self._pid = _CREDENTIALS.unpack(raw)[0]
         self._process = -1
@@ -49,7 +54,7 @@ class Fence:
         """
         if self._connection.fileno() < 0:
             return
-        if not self._is_closed(0.0):
+        if not self._is_closed(self.grace_s):
             if self._process >= 0:
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
             if not self._is_closed(timeout_s):

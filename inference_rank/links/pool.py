@@ -11,7 +11,8 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec, shard_of
+from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.shared_devices import inference_homes
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
 from tandemkv.inference_rank import runtime as runtime_module
@@ -61,17 +62,18 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
                 page_size=int(self.page_size),
                 is_apart=settings.placement.has_far_pool,
             )
-            config = configurator.model_config
-            model = shared_model_spec(
-                config.model_path, config.dtype, self.dtype, int(table.shape[1])
+            config, tp_size = configurator.model_config, settings.placement.tp_size
+            model = shard_of(
+                shared_model_spec(config.model_path, config.dtype, self.dtype, int(table.shape[1])),
+                tp_size,
             )
             device = with_index(torch.device(self.device))
             self.mapped = make_kept_tensors(
                 model,
                 settings,
                 self.mapped_sizes,
-                inference_homes(device),
-                runtime_module.run_dir_from_environment(),
+                inference_homes(device, tp_size),
+                rank_run_dir(),
             )
             req_to_token_pool.req_to_token = self.mapped["req_to_token"]
             kv = self.mapped["kv"].view(self.store_dtype)
@@ -80,6 +82,11 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
             sglang_versions.describe_buffers(self)
 
     return SharedKVPool
+
+
+def rank_run_dir() -> RunDir:
+    """Return where this tensor-parallel rank meets the cache rank of its own."""
+    return runtime_module.run_dir_from_environment().of_rank(sglang_versions.tensor_rank())
 
 
 def shared_model_spec(model_path: str, dtype: Any, kv_dtype: Any, max_context: int) -> ModelSpec:

@@ -20,7 +20,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
-from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
@@ -222,7 +222,9 @@ class SharedLink:
             if self._signals.await_ready(layer):
                 return self._connection.tensors["outputs"][: len(query)]
             self._lose()
-        return torch.full((*query.shape[:2], query.shape[2] + 1), float("-inf"))
+        nothing = query.new_zeros((*query.shape[:2], query.shape[2] + 1), dtype=torch.float32)
+        nothing[..., -1] = float("-inf")  # the log of no weight at all
+        return nothing
 
     def await_set(self, layer: int) -> torch.Tensor | None:
         """See `Link.await_set`."""
@@ -269,7 +271,11 @@ class SharedLink:
         connection = self._connection
         self.pass_step, self.is_void = None, False
         if self._signals.is_captured and self._prepared_epoch != connection.epoch:
-            self._prepare_again()
+            try:
+                self._prepare_again()
+            except CacheRankLostError:  # `begin` finds it lost as well
+                if self.breaks_off:
+                    raise
         connection.step += 1
         entry = StepEntry(
             kind=kind, step=connection.step, variant=variant, num_cold=num_cold, rows=tuple(rows)

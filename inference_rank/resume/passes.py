@@ -13,6 +13,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.inference_rank.counters import Counters
 
+from .agreement import Agreement
+
 
 class Link(Protocol):
     """What is asked of the link; see `SharedLink`."""
@@ -59,7 +61,8 @@ class _Pass:
 class PassLog:
     """Follows each pass from its launch until its results are taken, or dropped.
 
-    From the first lost pass on all are dropped, until `rewind`: later ones took in its token.
+    From the first lost pass on all are dropped, until `rewind`: later ones took in its token. Over
+    tensor-parallel ranks a pass is lost if the engine of one of them did not do its part.
 
     Attributes
     ----------
@@ -68,10 +71,15 @@ class PassLog:
     """
 
     def __init__(
-        self, connection: Connection, link: Link, backend: Backend, counters: Counters
+        self,
+        connection: Connection,
+        link: Link,
+        backend: Backend,
+        counters: Counters,
+        agreement: Agreement | None = None,
     ) -> None:
         self._connection, self._link, self._backend = connection, link, backend
-        self._counters = counters
+        self._counters, self._agreement = counters, agreement or Agreement()
         self._passes: dict[int, _Pass] = {}
         self.dropped: list[Any] = []
 
@@ -88,8 +96,10 @@ class PassLog:
         link = self._link
         link.pass_step, link.is_void = None, False
         # With the overlap scheduler a chunk of a prompt is in the radix tree before its results
-        # are looked at, so its K/V have to be computed to the end.
-        link.breaks_off = not (scheduler.enable_overlap and batch.forward_mode.is_extend())
+        # are looked at, so its K/V have to be computed to the end. And whoever breaks off a pass
+        # that tensor-parallel ranks share leaves the others waiting in its exchange of sums.
+        is_kept = scheduler.enable_overlap and batch.forward_mode.is_extend()
+        link.breaks_off = self._agreement.is_alone and not is_kept
         try:
             result = original(scheduler, batch, *args, **kwargs)
         except CacheRankLostError:
@@ -103,7 +113,7 @@ class PassLog:
         found = self._passes.get(batch.forward_iter)
         if found is not None:
             await_end(result, found.device)
-        if self.dropped or (found is not None and not self._is_done(found)):
+        if self.dropped or not self._agreement.all(self._is_done(found)):
             self.dropped.append(batch)
             self._counters.dropped_passes_total += 1
             return
@@ -123,8 +133,10 @@ class PassLog:
         self._passes.clear()
         self.dropped.clear()
 
-    def _is_done(self, found: _Pass) -> bool:
+    def _is_done(self, found: _Pass | None) -> bool:
         """Whether the results may be used: then the engine has kept what it needs to go on."""
+        if found is None:
+            return True
         if found.is_void:
             return False
         return found.step is None or self._link.is_done(found.step)

@@ -7,6 +7,10 @@ that comes back is left to a thread. While there is no cache rank SGLang's loop 
 
 If no cache rank could be used for the recovery timeout, requests end with HTTP 503, or an error
 event on an open stream, and new ones are refused until there is one again.
+
+Each tensor-parallel rank has a cache rank of its own. What one rank sees of its own is agreed on
+before anything follows from it (`agreement`): a lost one pauses all ranks, and the epochs of the
+others end as well, in order, so that all engines take up the same requests.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.reconnect import Reconnecting
 from tandemkv.inference_rank.sglang_versions import committed, row_of
 
+from .agreement import Agreement
 from .passes import PassLog, await_end
 from .penalties import PenaltyLog
 from .rewind import end_requests, live_requests, recompute, rewind
@@ -79,6 +84,9 @@ class Connection(Protocol):
     def mark_lost(self, reason: str) -> None:
         """End the epoch."""
 
+    def leave(self, reason: str) -> None:
+        """End the epoch of an engine that lives, and tell it."""
+
 
 class Recovery:
     """The state of one scheduler. Used by its thread; `is_down` and `pause_s` by any.
@@ -98,6 +106,8 @@ class Recovery:
         was before the lost passes.
     timeout_s : float
         Longest pause.
+    agreement : Agreement, optional
+        With the other tensor-parallel ranks.
     """
 
     def __init__(
@@ -111,8 +121,9 @@ class Recovery:
         num_cold: int,
         refill: Callable[[Sequence[tuple[int, int]]], None],
         timeout_s: float,
+        agreement: Agreement | None = None,
     ) -> None:
-        self._refill = refill
+        self._refill, self._agreement = refill, agreement or Agreement()
         self._connection, self._counters = connection, counters
         self._passes, self._penalties = passes, penalties
         self._generation_of, self._num_cold, self._timeout_s = generation_of, num_cold, timeout_s
@@ -124,6 +135,7 @@ class Recovery:
         self._not_before = 0.0
         self._was_paused = False
         self._reconnecting: Reconnecting | None = None
+        self._opened: Any = None
 
     @property
     def pause_s(self) -> float:
@@ -132,24 +144,21 @@ class Recovery:
 
     def turn(self, scheduler: Any) -> None:
         """Do what is due; SGLang's loop makes no pass after it while it is paused."""
-        lost = self._connection.lost_reason
-        if self.state is State.SERVING:
-            if lost is None and not self._passes.dropped:
-                return
-            self._begin(scheduler, lost)
-        elif self.state is State.MEETING:
+        if self.state is State.MEETING:
             self._meet(scheduler)
-        elif lost is not None:
-            self._failed_resumes += 1
-            self._failures += 1
-            self._not_before = time.monotonic() + min(
-                _LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**self._failures
-            )
-            self._await_cache_rank()
-        elif self._connection.has_finished(self._connection.step):
+        elif self._agreement.any(self._connection.lost_reason is not None):
+            if self.state is State.SERVING:
+                self._begin(scheduler)
+            else:
+                self._fail_to_resume()
+        elif self.state is State.SERVING:
+            if not self._passes.dropped:
+                return
+            self._begin(scheduler)
+        elif self._agreement.all(self._connection.has_finished(self._connection.step)):
             self._end(scheduler)
             return
-        if not self.is_down and self.pause_s > self._timeout_s:
+        if not self.is_down and self._agreement.any(self.pause_s > self._timeout_s):
             self._give_up(scheduler)
         if self.is_down:
             self._refuse_waiting(scheduler)
@@ -172,14 +181,13 @@ class Recovery:
 
     # -- states --------------------------------------------------------------------------
 
-    def _begin(self, scheduler: Any, reason: str | None) -> None:
-        if self._connection.confirmed != self._confirmed:  # else the same loss goes on
+    def _begin(self, scheduler: Any) -> None:
+        has_moved = self._connection.confirmed != self._confirmed
+        if self._agreement.any(has_moved):  # else the same loss goes on
             self._since, self._failed_resumes = time.monotonic(), 0
         self._confirmed = self._connection.confirmed
         self._counters.pauses_total += 1
-        if reason is None:
-            reason = "a step was not finished"
-            self._connection.mark_lost(reason)
+        self._end_epoch()
         self._was_paused, scheduler._engine_paused = scheduler._engine_paused, True
         lost = list(self._passes.dropped)
         if scheduler.enable_overlap:
@@ -194,27 +202,56 @@ class Recovery:
         _LOG.warning(
             "the cache rank is lost (%s): %d requests wait, %d of them were rewound by a token, "
             "%d prompts are computed again",
-            reason,
+            self._connection.lost_reason,
             len(found.decoding) + len(found.prefilled_again),
             found.num_rewound,
             len(found.prefilled_again),
         )
         self._await_cache_rank()
 
-    def _await_cache_rank(self) -> None:
-        self.state, self._reconnecting = State.MEETING, None
+    def _end_epoch(self) -> None:
+        """End the epoch, if it is not lost: an engine did not finish, or another rank's is lost."""
+        if self._connection.lost_reason is not None:
+            return
+        if self._agreement.is_alone:
+            self._connection.mark_lost("a step was not finished")
+        else:
+            self._connection.leave("the cache rank of a tensor-parallel rank was lost")
 
-    def _meet(self, scheduler: Any) -> None:
+    def _fail_to_resume(self) -> None:
+        self._failed_resumes += 1
+        self._failures += 1
+        self._not_before = time.monotonic() + min(
+            _LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**self._failures
+        )
+        self._end_epoch()
+        self._await_cache_rank()
+
+    def _await_cache_rank(self) -> None:
+        self.state, self._reconnecting, self._opened = State.MEETING, None, None
+
+    def _open(self) -> None:
+        """Have a connection, if it can be had; it is kept until all ranks have one."""
+        if self._opened is not None:
+            if not self._opened.is_gone:
+                return
+            self._opened.close()
+            self._opened = None
         if self._reconnecting is None:
             if time.monotonic() < self._not_before:
                 return
             self._reconnecting = Reconnecting(
                 self._connection.open_connection, retry_interval_s=_RETRY_S
             )
-        opened = self._reconnecting.take()
-        if opened is None:
+        self._opened = self._reconnecting.take()
+        if self._opened is not None:
+            self._reconnecting = None
+
+    def _meet(self, scheduler: Any) -> None:
+        self._open()
+        if not self._agreement.all(self._opened is not None):
             return
-        self._reconnecting = None
+        opened, self._opened = self._opened, None
         if self._failed_resumes >= _MOST_FAILED_RESUMES:
             requests = recompute(scheduler, self._penalties)
             self._counters.recomputed_requests_total += len(requests)
@@ -224,17 +261,23 @@ class Recovery:
             opened.close()
             self._await_cache_rank()
             return
-        try:
-            self._connection.adopt(opened)
-        except Exception as error:
-            _LOG.exception("the cache rank that came back cannot be used")
-            self._connection.mark_lost(f"the cache rank that came back cannot be used: {error}")
+        if not self._agreement.all(self._adopt(opened)):
+            self._end_epoch()
             self._await_cache_rank()
             return
         rows = self._rows(live_requests(scheduler))
         self._connection.resume(rows)
         self._refill([(row.row, row.length) for row in rows])
         self.state = State.RESUMING
+
+    def _adopt(self, opened: Any) -> bool:
+        try:
+            self._connection.adopt(opened)
+        except Exception as error:
+            _LOG.exception("the cache rank that came back cannot be used")
+            self._connection.mark_lost(f"the cache rank that came back cannot be used: {error}")
+            return False
+        return True
 
     def _end(self, scheduler: Any) -> None:
         connection, pause_s = self._connection, self.pause_s

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.engine import (
@@ -22,7 +21,12 @@ from tandemkv.cache_rank.protocol.engine import (
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
-from tandemkv.cache_rank.protocol.model_spec import FP8_KV, ModelSpec, read_model_spec
+from tandemkv.cache_rank.protocol.model_spec import (
+    FP8_KV,
+    ModelSpec,
+    read_model_spec,
+    shard_of,
+)
 from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
@@ -350,11 +354,7 @@ def local_model_spec(runner: Any) -> ModelSpec:
         kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         max_context=int(runner.req_to_token_pool.req_to_token.shape[1]),
     )
-    model = msgspec.structs.replace(
-        model,
-        num_qo_heads=model.num_qo_heads // tp_size,
-        num_kv_heads=int(config.get_num_kv_heads(tp_size)),
-    )
+    model = shard_of(model, tp_size)
     check_live_attention(runner.model, model)
     return model
 

@@ -18,11 +18,13 @@ from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.connection import SharedConnection, limit_s
+from tandemkv.inference_rank.links.pool import rank_run_dir
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.shared import SharedLink
 from tandemkv.inference_rank.links.signals import HostSignals, StreamSignals
 from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.query_checkpoint import checkpoint_of
+from tandemkv.inference_rank.resume.agreement import tensor_parallel
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 from tandemkv.inference_rank.resume.recovery import Recovery, State
@@ -53,7 +55,8 @@ class SharedRuntime(runtime_module.Runtime):
 
     def follow(self, link: SharedLink, backend: ResidentBackend) -> None:
         """Follow the passes of `backend`, so that lost ones can be done again."""
-        self.passes = PassLog(self.client, link, backend, self.counters)
+        agreement = tensor_parallel()
+        self.passes = PassLog(self.client, link, backend, self.counters, agreement)
         self.recovery = Recovery(
             self.client,
             self.passes,
@@ -63,6 +66,7 @@ class SharedRuntime(runtime_module.Runtime):
             num_cold=backend.num_cold,
             refill=backend.refill,
             timeout_s=self.settings.exchange.recovery_timeout_s,
+            agreement=agreement,
         )
 
     def generation(self, row: int) -> int:
@@ -116,7 +120,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     home = make_home(runner, settings, model, device)
     counters = Counters()
     connection = SharedConnection(
-        run_dir=runtime_module.run_dir_from_environment(),
+        run_dir=rank_run_dir(),
         settings=settings,
         model=model,
         sizes=pool.mapped_sizes,

@@ -36,6 +36,11 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
     if not settings.model_fields_set or not placement.num_cache_ranks:
         yield
         return
+    if placement.num_cache_ranks > 1:
+        raise SettingsError(
+            f"tensor_parallel={placement.tp_size} with a cache rank for each is not measured here; "
+            "use cache_ranks 0, or transport peer"
+        )
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(settings), encoding="utf-8")
     guard, log = Guard(), folder / "cache_rank.log"

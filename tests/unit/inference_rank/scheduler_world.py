@@ -30,6 +30,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import StepLostError
+from tandemkv.inference_rank.resume.agreement import Agreement
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 
@@ -81,6 +82,7 @@ class World:
         page_size: int = 1,
         chunk: int = 64,
         is_queued: bool = False,
+        agreement: Agreement | None = None,
     ) -> None:
         """With `is_queued` passes end, and leave tokens, when they are waited for: as on a GPU."""
         self.server_args = ServerArgs(
@@ -120,7 +122,7 @@ class World:
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=to_tokenizer)
         self.counters, self.penalties = Counters(), PenaltyLog()
         self.engine = Engine(faults or {})
-        self.passes = PassLog(self.engine, self.engine, self.engine, self.counters)
+        self.passes = PassLog(self.engine, self.engine, self.engine, self.counters, agreement)
         self.requests: list[Any] = []
         self.before_turn: Callable[[World], None] = lambda _: None
         self.is_queued = is_queued

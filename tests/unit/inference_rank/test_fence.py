@@ -23,9 +23,11 @@ c, _ = s.accept(); exec(sys.argv[2]); time.sleep(600)
 """
 
 
-def connect(path: Path, then: str = "") -> tuple[subprocess.Popen[str], socket.socket]:
+def connect(
+    path: Path, then: str = "", *, program: str = _PEER
+) -> tuple[subprocess.Popen[str], socket.socket]:
     peer = subprocess.Popen(
-        [sys.executable, "-c", _PEER, str(path), then], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(path), then], stdout=subprocess.PIPE, text=True
     )
     assert peer.stdout is not None
     assert peer.stdout.readline() == "up\n"
@@ -44,6 +46,37 @@ def test_a_process_that_lives_is_ended(tmp_path: Path, is_stopped: bool) -> None
     fence.close(10.0)
     assert peer.wait(10) == -signal.SIGKILL
     fence.close(0.0)
+
+
+_POLITE = """
+import socket, sys, time
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+s.bind(sys.argv[1]); s.listen(1); print("up", flush=True)
+c, _ = s.accept(); c.recv(1); time.sleep(0.2); c.close(); time.sleep(600)
+"""
+
+
+def test_one_that_was_told_has_time_to_let_go(tmp_path: Path) -> None:
+    peer, connection = connect(tmp_path / "s", program=_POLITE)
+    fence = Fence(connection)
+    fence.grace_s = 10.0
+    connection.send(b"x")
+    connection.close()
+    fence.close(10.0)
+    assert peer.poll() is None
+    peer.kill()
+    peer.wait(10)
+
+
+def test_one_that_was_told_and_is_stopped_is_ended(tmp_path: Path) -> None:
+    peer, connection = connect(tmp_path / "s", program=_POLITE)
+    fence = Fence(connection)
+    fence.grace_s = 0.3
+    os.kill(peer.pid, signal.SIGSTOP)
+    connection.send(b"x")
+    connection.close()
+    fence.close(10.0)
+    assert peer.wait(10) == -signal.SIGKILL
 
 
 def test_one_that_has_ended_is_left_alone(tmp_path: Path) -> None:

@@ -41,6 +41,25 @@ def test_a_warm_server_is_as_ready_as_its_ranks(monkeypatch: pytest.MonkeyPatch)
     assert "reason" not in found
 
 
+def test_each_cache_rank_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Requests wait while one of them is away: that is no reason to send clients elsewhere."""
+    settings = RankSettings(placement=Placement(link="shared", tp_size=2))
+    monkeypatch.setattr(runtime_module, "settings_from_environment", lambda: settings)
+    run_dir = RunDir.create(tmp_path / "run")
+    asked: list[Path] = []
+
+    def ask(path: Path) -> dict[str, Any]:
+        asked.append(path)
+        return {"ready": path == run_dir.inference_socket, "path": path}
+
+    monkeypatch.setattr(http_routes, "_ask", ask)
+    found = asyncio.run(http_routes.collect_status(run_dir, not_ready=None))
+    sockets = [run_dir.heartbeat_socket, run_dir.path / "tp1" / "heartbeat.sock"]
+    assert [rank["path"] for rank in found["cache_ranks"]] == sockets
+    assert set(asked) == {run_dir.inference_socket, *sockets}
+    assert found["ready"] is True
+
+
 def test_readiness_says_whose_it_is(tmp_path: Path) -> None:
     one, two = (RunDir.create(tmp_path / name) for name in ("one", "two"))
     found = http_routes.readiness({"ready": True, "cache_ranks": []}, one)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.inference_rank import metrics
@@ -24,7 +26,7 @@ def test_a_failure_does_not_end_the_publisher(
             again.set()
         raise OSError("Too many open files")
 
-    publisher = metrics.MetricsPublisher(status, None)
+    publisher = metrics.MetricsPublisher(status, ())
     publisher.start()
     try:
         assert again.wait(5)
@@ -32,3 +34,29 @@ def test_a_failure_does_not_end_the_publisher(
         publisher.stop()
         publisher.join(5)
     assert "Too many open files" in caplog.text
+
+
+def test_several_cache_ranks_have_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {Path("a"): 3.0, Path("b"): 5.0}
+
+    def reply(role: str, steps: float) -> StatusReply:
+        found = {"steps_of_test_total": steps, "epoch_of_test": steps}
+        return StatusReply(role=role, epoch=1, ready=True, values=found, info={})
+
+    def ask(socket: Path, timeout_s: float) -> StatusReply:
+        del timeout_s
+        return reply("cache_rank", values[socket])
+
+    monkeypatch.setattr(metrics, "request_status", ask)
+    publisher = metrics.MetricsPublisher(lambda: reply("inference_rank", 7.0), list(values))
+    publisher.publish()
+    values[Path("b")] = 9.0
+    publisher.publish()
+
+    def shown(name: str, **labels: str) -> float | None:
+        return REGISTRY.get_sample_value(f"tandemkv_{name}", labels)
+
+    assert shown("cache_steps_of_test_total", cache_rank="0") == 3.0
+    assert shown("cache_steps_of_test_total", cache_rank="1") == 9.0
+    assert shown("cache_epoch_of_test", cache_rank="1") == 9.0
+    assert shown("inference_steps_of_test_total") == 7.0

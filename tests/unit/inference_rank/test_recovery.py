@@ -5,59 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from recovery_world import Connection, recovery_of
 from scheduler_world import World
 
-from tandemkv.cache_rank.protocol.errors import CacheRankLostError
-from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
+from tandemkv.cache_rank.protocol.step_ring import RESIDENT
 from tandemkv.inference_rank.resume.recovery import Recovery, State
 from tandemkv.inference_rank.sglang_versions import row_of
-
-
-class Connection:
-    """A connection whose cache rank comes back when it is told to."""
-
-    def __init__(self) -> None:
-        self.lost_reason: str | None = None
-        self.epoch, self.step, self.confirmed = 1, 40, 40
-        self.is_there = self.is_finished = False
-        self.resumed: list[tuple[StepRow, ...]] = []
-        self.refilled: list[list[tuple[int, int]]] = []
-        self.resumed_rows = (2, 1)
-        self.num_closed = self.num_forgotten = 0
-
-    def open_connection(self, *, timeout_s: float) -> Any:
-        deadline = time.monotonic() + min(timeout_s, 0.5)
-        while not self.is_there:
-            if time.monotonic() > deadline:
-                raise CacheRankLostError("not there")
-            time.sleep(0.002)
-        return SimpleNamespace(close=self._close)
-
-    def _close(self) -> None:
-        self.num_closed += 1
-
-    def adopt(self, opened: Any) -> None:
-        self.lost_reason, self.epoch = None, self.epoch + 1
-
-    def forget_rows(self) -> None:
-        self.num_forgotten += 1
-
-    def resume(self, rows: tuple[StepRow, ...]) -> None:
-        self.step += 1
-        self.resumed.append(rows)
-
-    def has_finished(self, step: int) -> bool:
-        return self.is_finished
-
-    def confirm(self, step: int) -> None:
-        self.confirmed = step
-
-    def mark_lost(self, reason: str) -> None:
-        self.lost_reason = reason
 
 
 @pytest.fixture
@@ -72,19 +27,6 @@ def world() -> World:
         world.take(batch, world.launch(batch))
         world.last_batch = batch
     return world
-
-
-def recovery_of(world: World, connection: Connection, timeout_s: float = 30.0) -> Recovery:
-    return Recovery(
-        connection,
-        world.passes,
-        world.penalties,
-        world.counters,
-        generation_of=lambda row: 100 + row,
-        num_cold=12,
-        refill=lambda rows: connection.refilled.append(list(rows)),
-        timeout_s=timeout_s,
-    )
 
 
 def turn_until(recovery: Recovery, world: World, condition: Callable[[], bool]) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
 from tandemkv.inference_rank import sglang_contract
 from tandemkv.inference_rank.process import check_server_args
@@ -65,12 +66,14 @@ def test_every_hook_target_is_in_the_contract(
 )
 def test_options_that_bypass_us_are_refused(args: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match=next(iter(args)).replace("_", "-")):
-        check_server_args(SimpleNamespace(**args), is_local=False, kv_dtype="auto")
+        check_server_args(SimpleNamespace(**args), Placement(link="shared"), "auto")
 
 
 def test_plain_options_are_accepted() -> None:
     plain = {"disaggregation_mode": "null", "kv_cache_dtype": "auto"}
-    check_server_args(SimpleNamespace(tp_size=1, **plain), is_local=False, kv_dtype="auto")
-    check_server_args(SimpleNamespace(tp_size=4, **plain), is_local=True, kv_dtype="auto")
+    check_server_args(SimpleNamespace(tp_size=1, **plain), Placement(link="shared"), "auto")
+    two = Placement(link="shared", tp_size=2)
+    check_server_args(SimpleNamespace(tp_size=2, **plain), two, "auto")
+    check_server_args(SimpleNamespace(tp_size=4, **plain), Placement(link="local"), "auto")
     args = SimpleNamespace(kv_cache_dtype="fp8_e4m3")
-    check_server_args(args, is_local=False, kv_dtype="fp8_e4m3")
+    check_server_args(args, Placement(link="shared"), "fp8_e4m3")

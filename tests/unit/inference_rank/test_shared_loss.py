@@ -76,7 +76,7 @@ class Engines:
     def kill(self, number: signal.Signals) -> None:
         """Signal the one that serves, once one does, and start another."""
         deadline = time.monotonic() + 60
-        while not (found := [p for p in self._running if p.pid == self._serving()]):
+        while not (found := [p for p in self._running if p.pid == self.serving()]):
             assert time.monotonic() < deadline, "none serves"
             time.sleep(0.01)
         found[0].send_signal(number)
@@ -84,14 +84,14 @@ class Engines:
 
     def pause(self, seconds: float) -> threading.Timer:
         """Stop the one that serves for so long; returns who lets it go on."""
-        pid = self._serving()
+        pid = self.serving()
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         timer = threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
         timer.start()
         return timer
 
-    def _serving(self) -> int | None:
+    def serving(self) -> int | None:
         return server_pid(self._run_dir.heartbeat_socket)
 
     def close(self) -> None:
@@ -204,13 +204,16 @@ class Forward:
 
     def run(self) -> list[list[torch.Tensor]]:
         steps: list[list[torch.Tensor]] = []
-        for row, length in zip(ROWS, LENGTHS, strict=True):
-            self._until_done(lambda r=row, n=length: self.prefill(r, n))  # type: ignore[misc]
+        self.begin()
         while len(steps) < STEPS:
-            steps.append(self._until_done(lambda: self.decode(len(steps) + 1), len(steps)))
+            steps.append(self.until_done(lambda: self.decode(len(steps) + 1), len(steps)))
         return steps
 
-    def _until_done(self, part: object, num_steps: int | None = None) -> list[torch.Tensor]:
+    def begin(self) -> None:
+        for row, length in zip(ROWS, LENGTHS, strict=True):
+            self.until_done(lambda r=row, n=length: self.prefill(r, n))  # type: ignore[misc]
+
+    def until_done(self, part: object, num_steps: int | None = None) -> list[torch.Tensor]:
         """Do a step until the engine has finished it."""
         while True:
             try:
@@ -223,9 +226,9 @@ class Forward:
             except StepLostError:
                 pass
             self.num_lost += 1
-            self._resume(num_steps)
+            self.resume(num_steps)
 
-    def _resume(self, num_steps: int | None) -> None:
+    def resume(self, num_steps: int | None) -> None:
         connection = self.connection
         while True:
             self.link.rewind()
@@ -342,3 +345,48 @@ def test_the_set_of_a_request_that_was_dense_is_filled_before_its_step(
                 assert torch.equal(resident[row], played.kept["kv"][layer, kind, first]), layer
     played.link.recover()
     timer.join()
+
+
+def test_an_engine_whose_epoch_ends_in_order_lives_and_goes_back_a_step(
+    forward: tuple[Forward, Engines],
+) -> None:
+    """As where the engine of another tensor-parallel rank is lost, and this one has finished."""
+    played, engines = forward
+    want, serving = played.run(), engines.serving()
+    played.begin()
+    for number, theirs in zip(range(1, 7), want, strict=False):
+        played.decode(number)
+        step = played.link.pass_step
+        assert step is not None
+        assert played.link.is_done(step)
+        epoch = played.connection.epoch
+        played.connection.leave("another one is lost")
+        played.resume(number - 1)
+        assert played.connection.epoch == epoch + 1
+        found = played.until_done(lambda n=number: played.decode(n), number - 1)  # type: ignore[misc]
+        assert all(torch.equal(a, b) for a, b in zip(found, theirs, strict=True))
+    assert engines.serving() == serving
+    assert played.num_lost == 0
+
+
+def test_a_pass_that_is_not_broken_off_runs_to_its_end_and_is_void(
+    forward: tuple[Forward, Engines],
+) -> None:
+    """As where tensor-parallel ranks wait for its sums."""
+    played, engines = forward
+    played.begin()
+    opened = played.connection.epoch
+    engines.kill(signal.SIGKILL)
+    played.link.breaks_off = False
+    deadline = time.monotonic() + 20
+    while not played.link.is_void:
+        assert time.monotonic() < deadline
+        played.prefill(ROWS[0], LENGTHS[0])
+    assert played.connection.lost_reason is not None
+    if not played.sizes.is_apart:  # where remote output is compared
+        played.decode(1)
+        assert played.link.is_void
+        assert played.link.pass_step is None
+    played.link.breaks_off = True
+    played.resume(None)
+    assert played.connection.epoch > opened

@@ -23,6 +23,8 @@ def test_what_follows_from_the_link(
     found = Placement.model_validate({"link": link})
     assert (found.num_cache_ranks, found.has_peer_gpu) == (processes, peer)
     assert (found.maps_memory, found.attends_to_pool) == (maps, whole)
+    split = Placement.model_validate({"link": link, "tp_size": 4})
+    assert split.num_cache_ranks == 4 * processes
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,8 @@ def test_it_is_told_in_one_line_with_its_reason() -> None:
     assert found.describe() == f"{text}; asked for"
     split = Placement(link="local", model_device="cuda", engine_device="cuda", tp_size=4)
     assert "model on 4 GPUs" in split.describe()
+    both = Placement(link="shared", tp_size=2).describe()
+    assert "model on 2 processes, cache rank of each in a process of its own" in both
     assert found.info() == {"link": "peer", "cache_ranks": "0", "placement": found.describe()}
 
 

@@ -140,3 +140,21 @@ def test_epochs_are_never_reused(tmp_path: Path) -> None:
     numbers = [first.next_epoch(), first.next_epoch()]
     numbers.append(RunDir.open(first.path).next_epoch())
     assert numbers == [1, 2, 3]
+
+
+def test_each_tensor_parallel_rank_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    assert run_dir.of_rank(0, create=True) is run_dir
+    made = run_dir.of_rank(1, create=True)
+    assert made.path == run_dir.path / "tp1"
+    assert _mode(made.path) == 0o700
+    assert made.token != run_dir.token
+    assert run_dir.of_rank(1).token == made.token
+    assert (run_dir.next_epoch(), made.next_epoch(), made.next_epoch()) == (1, 1, 2)
+    with pytest.raises(SettingsError, match="tp2/token"):
+        _ = run_dir.of_rank(2).token
+    run_dir.of_rank(12, create=True)
+    for name in ("tpx", "tp0", "tp123"):
+        (run_dir.path / name).mkdir()
+    run_dir.clear()
+    assert {path.name for path in run_dir.path.iterdir()} == {"tpx", "tp0", "tp123"}

@@ -207,6 +207,19 @@ def test_both_processes_name_the_same_gpus(gpus: pytest.MonkeyPatch) -> None:
             make()
 
 
+def test_the_engine_of_a_tensor_parallel_rank_is_behind_all_gpus_of_the_model(
+    gpus: pytest.MonkeyPatch,
+) -> None:
+    gpus.setattr(torch.cuda, "device_count", lambda: 4)
+    for rank in (0, 1):
+        model, engine = torch.device("cuda", rank), torch.device("cuda", 2 + rank)
+        ours = engine_homes(torch.device("cuda"), rank, 2)
+        theirs = inference_homes(model, 2)
+        assert (ours.inference, ours.engine, ours.here) == (model, engine, engine)
+        assert (theirs.inference, theirs.engine, theirs.here) == (model, engine, model)
+        assert gpu_uuids(ours) == gpu_uuids(theirs)
+
+
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.server.child_process import ChildSpec
-from tandemkv.server.launch import Launcher, LaunchError, LaunchPlan
+from tandemkv.server.launch import CacheRankLaunch, Launcher, LaunchError, LaunchPlan
 from tandemkv.server.liveness import Pulse
 from tandemkv.server.probes import ServerState
 from tandemkv.server.supervision import RestartRules
@@ -52,17 +52,25 @@ def main() -> None:
         stalled_s = float(stalled.read_text()) if stalled.exists() else 0.0
         return Pulse(is_ready=up(name) is None, stalled_s=stalled_s)
 
+    def cache_rank(name: str) -> CacheRankLaunch:
+        return CacheRankLaunch(
+            spec=spec(name, root, cache_mode),
+            detail=lambda: up(name),
+            pulse=lambda _: pulse(name),
+        )
+
+    # Of two tensor-parallel ranks each has one.
+    names = ("cache", "second") if Path(directory, "two").exists() else ("cache",)
+
     def clean_up(keep_logs: bool) -> None:
         if not keep_logs:
             shutil.rmtree(run)
 
     plan = LaunchPlan(
-        cache_rank=spec("cache", root, cache_mode),
+        cache_ranks=tuple(cache_rank(name) for name in names),
         sglang=spec("sglang", root, sglang_mode),
-        cache_rank_detail=lambda: up("cache"),
         server_state=state,
         banner="READY",
-        cache_rank_pulse=lambda _: pulse("cache"),
         sglang_pulse=lambda: pulse("sglang"),
         rules=RestartRules(
             hang_timeout_s=1.0,

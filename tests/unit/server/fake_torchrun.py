@@ -53,10 +53,9 @@ def fake_server() -> None:
 
 
 def main() -> None:
-    patched: Any = torchrun
-    patched.cache_rank_detail = cache_rank_detail
-    patched.cache_rank_pulse = lambda *_: Pulse(is_ready=True, stalled_s=0.0)
     launch: Any = cache_rank_launch
+    launch.cache_rank_detail = cache_rank_detail
+    launch.cache_rank_pulse = lambda *_: Pulse(is_ready=True, stalled_s=0.0)
     launch.cache_rank_argv = fake("cache", cache_mode)
     if torchrun.Worker.from_environment(torchrun.os.environ, "").role is Role.INFERENCE:
         fake_server()

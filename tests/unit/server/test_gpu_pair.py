@@ -89,6 +89,8 @@ def test_two_processes_map_the_same_memory(device: str) -> None:
     assert (alone.link, alone.model_device, alone.engine_device) == ("shared", device, device)
     assert alone.reason == "the cache rank was started by itself"
     assert ServeSettings(model="m", cache_ranks=0).wished_link == "local"
+    with pytest.raises(SettingsError, match="only `tandemkv serve` starts as many"):
+        placed_alone(ServeSettings(model="m", tensor_parallel=2), device)
 
 
 def test_both_ranks_see_the_same_gpus_in_the_same_order() -> None:

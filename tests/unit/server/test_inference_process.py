@@ -97,3 +97,13 @@ def test_wrong_settings_are_refused_before_anything_is_made(model: Path, run_dir
     result = invoke(model, run_dir, "--budget-tokens", "5")
     assert result.exit_code == 2
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--cache-ranks", "2"), ("--transport", "shared")])
+def test_several_cache_ranks_are_not_waited_for(
+    model: Path, run_dir: Path, more: tuple[str, ...]
+) -> None:
+    result = invoke(model, run_dir, "--tp", "2", *more)
+    assert result.exit_code == 2
+    assert "only `tandemkv serve` starts as many" in result.stderr
+    assert not run_dir.exists()

@@ -287,3 +287,32 @@ def test_shared_memory_of_killed_ranks_is_removed(launch: Callable[..., Launched
         launched.process.send_signal(end)
         launched.wait()
         eventually(lambda path=segment: not path.exists(), lambda path=segment: f"{path} is left")
+
+
+def test_a_lost_cache_rank_of_two_is_started_again_alone(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    (tmp_path / "two").touch()
+    launched = launch("serve", "serve")
+    launched.wait_for("READY")
+    (first,), (second,), (sglang,) = (launched.pids(name) for name in ("cache", "second", "sglang"))
+    os.kill(second, signal.SIGKILL)
+    launched.wait_for("second ready again")
+    assert "second ended: signal SIGKILL" in launched.text()
+    assert len(launched.pids("second")) == 2
+    assert (launched.pids("cache"), launched.pids("sglang")) == ([first], [sglang])
+    launched.process.terminate()
+    assert launched.wait() == 0
+    assert_all_gone(launched.pids())
+
+
+def test_the_start_waits_for_each_cache_rank(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    (tmp_path / "two").touch()
+    launched = launch("never", "serve", "4")
+    assert launched.wait() == 1
+    assert len(launched.pids("cache")) == len(launched.pids("second")) == 1
+    assert launched.pids("sglang") == []
+    assert "not ready after 4 s (--start-timeout-s): cache is silent" in launched.text()
+    assert_all_gone(launched.pids())

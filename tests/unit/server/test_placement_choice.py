@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from tandemkv.server.plan import constants as constants_module
 from tandemkv.server.plan.cost import H200
 from tandemkv.server.plan.profile_file import write_profile
 from tandemkv.server.settings import ServeSettings
-from tandemkv.server.sglang_command import sglang_argv
+from tandemkv.server.sglang_command import sglang_argv, sglang_env
 
 SPEC = ModelSpec(
     architecture="Qwen3ForCausalLM",
@@ -198,15 +199,43 @@ def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
     assert (settings.cache_ranks, settings.tensor_parallel) == (0, 2)
     assert said[0].endswith("; --tp 2 splits the cache as well")
     assert "model on 2 GPUs" in said[0]
-    with pytest.raises(SettingsError, match="use --tp 1"):
-        resolve(tmp_path, tensor_parallel=2, transport="shared")
+    for given in ({"transport": "shared"}, {"cache_ranks": 2}):
+        settings, said = resolve(tmp_path, tensor_parallel=2, **given)
+        placement = settings.rank_settings.placement
+        assert (settings.cache_ranks, placement.num_cache_ranks, placement.two_gpus) == (2, 2, True)
+        assert "model on 2 GPUs, cache rank of each in a process of its own" in said[0]
+    gpus(3)
+    with pytest.raises(SettingsError, match="needs 4 GPUs, 3 seen"):
+        resolve(tmp_path, tensor_parallel=2, cache_ranks=2)
+
+
+def test_processes_on_a_cpu_have_a_cache_rank_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 7})
+    for given in ({}, {"transport": "shared"}, {"cache_ranks": 2}):
+        settings, said = resolve(
+            tmp_path, device="cpu", tensor_parallel=2, selection={"budget_tokens": 2048}, **given
+        )
+        assert (settings.cache_ranks, settings.wished_link or "shared") == (2, "shared")
+        assert "model on 2 processes" in said[0]
+    env = sglang_env(settings, {}, run_dir=tmp_path, device="cpu")
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "3|4,7"
+    given_by_user = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    env = sglang_env(settings, given_by_user, run_dir=tmp_path, device="cpu")
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    alone = settings.model_copy(update={"tensor_parallel": 1})
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in sglang_env(
+        alone, {}, run_dir=tmp_path, device="cpu"
+    )
+    with pytest.raises(SettingsError, match=r"may use 3; use --tp 3 or less"):
+        resolve(tmp_path, device="cpu", tensor_parallel=4)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tensor_parallel": 2}, "use --tp 1"),
-        ({"tensor_parallel": 2, "cache_ranks": 0}, "use --tp 1"),
+        ({"tensor_parallel": 2, "cache_ranks": 0}, "use --cache-ranks 2, or --tp 1"),
         ({"transport": "peer"}, "leave --transport out"),
         ({"transport": "peer", "cache_ranks": 1}, "leave --transport out"),
         ({"cache_ranks": 0}, "use --index-dtype int8"),
@@ -238,7 +267,7 @@ def test_one_device_stands_for_two_gpus_where_tests_ask_for_it(
             assert settings.selection.dense_tokens is None
     with pytest.raises(SettingsError, match="needs 2 GPUs, 1 seen"):
         resolve(tmp_path, tensor_parallel=2, **peer)
-    with pytest.raises(SettingsError, match="use --tp 1"):
+    with pytest.raises(SettingsError, match=r"link peer .* or --tp 1"):
         resolve(tmp_path, device="cpu", tensor_parallel=2, **peer)
     with pytest.raises(SettingsError, match="GiB usable"):
         resolve(tmp_path, **peer | {"cache": {"capacity_tokens": 1 << 21}})

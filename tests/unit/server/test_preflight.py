@@ -13,7 +13,7 @@ from tiny_model import write_model
 
 from tandemkv.cache_rank.calibration import resolve as resolve_module
 from tandemkv.cache_rank.calibration.resolve import Resolved
-from tandemkv.cache_rank.policies.base import LayerShare
+from tandemkv.cache_rank.policies.base import HeadClusters, LayerShare
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.model_spec import read_config, read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -21,6 +21,7 @@ from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank.edge.settings import EdgeSettings
 from tandemkv.server import doctor, placement_choice, ports, preflight
 from tandemkv.server.devices import placed_alone
+from tandemkv.server.memory import RANK_BYTES, MemoryEstimate, estimate_memory
 from tandemkv.server.ports import choose_port, server_url
 from tandemkv.server.preflight import ResolvedLaunch, check_policy, resolve_launch
 from tandemkv.server.serve import make_plan
@@ -115,6 +116,18 @@ def test_refuses_what_has_no_calibration(model_dir: Path) -> None:
     resolve(model_dir, cache_ranks=0, selection=fraction)
     with pytest.raises(SettingsError, match=r"pool_before=1, .*policy=quest .* last_query"):
         resolve(model_dir, selection={"policy": "quest", "pool_before": 1})
+
+
+def test_clusters_of_heads_do_not_cross_ranks(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = HeadClusters(((0, 0),) * 4, ((0,),) * 4)
+    measured = Resolved(clusters=clusters, origin="sync_kv.json")
+    monkeypatch.setattr(resolve_module, "resolve_calibration", lambda *_: measured)
+    resolve(model_dir, selection={"policy": "sync_kv"})
+    monkeypatch.setattr(placement_choice.os, "sched_getaffinity", lambda _: {0, 1})
+    with pytest.raises(SettingsError, match=r"tensor_parallel=2: policy=sync_kv .*use --tp 1"):
+        resolve(model_dir, selection={"policy": "sync_kv"}, tensor_parallel=2)
 
 
 def test_head_maps_do_not_cross_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +233,18 @@ def test_passes_other_sglang_arguments() -> None:
     )
 
 
+def test_each_tensor_parallel_rank_takes_memory(model_dir: Path) -> None:
+    spec = read_model_spec(model_dir, dtype="float32")
+
+    def needed(tp_size: int) -> MemoryEstimate:
+        settings = ServeSettings(model=str(model_dir), tensor_parallel=tp_size)
+        return estimate_memory(settings, spec, model_dir, device="cpu")
+
+    alone, two, four = needed(1), needed(2), needed(4)
+    assert two.total_bytes == alone.total_bytes + RANK_BYTES
+    assert four.cache_bytes == 2 * alone.cache_bytes  # of two KV heads, each of four ranks has one
+
+
 def test_the_plan_of_a_cpu_launch(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,16 +271,18 @@ def test_the_plan_of_a_cpu_launch(
     assert (env["SGLANG_PLUGINS"], env["HF_HUB_OFFLINE"]) == ("tandemkv", "1")
     assert env["TORCHDYNAMO_DISABLE"] == "1"  # penalties would be compiled while requests wait
     assert EdgeSettings.model_validate_json(env["TANDEMKV_EDGE"]) == launch.settings.edge
-    for child in (plan.sglang, plan.cache_rank):
+    (cache_rank,) = plan.cache_ranks
+    assert cache_rank.spec is not None
+    for child in (plan.sglang, cache_rank.spec):
         assert (child.env["OMP_NUM_THREADS"], child.env["PYTHONSAFEPATH"]) == ("1", "1")
         assert "TANDEMKV_SERVE_PORT" not in child.env
     # The cache rank reads the same tree from the file that is written for it.
-    config = Path(plan.cache_rank.argv[-1])
+    config = Path(cache_rank.spec.argv[-1])
     read_back = load_settings({}, {}, config)
     assert read_back.rank_settings == launch.settings.rank_settings
     assert placed_alone(read_back, "cpu").rank_settings.placement == launch.placement
     assert launch.placement.describe() in plan.banner
-    assert plan.cache_rank_detail() is not None
+    assert cache_rank.detail() is not None
     plan.clean_up(True)
     assert not config.exists()
     assert str(launch.port) in plan.banner

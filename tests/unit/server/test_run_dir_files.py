@@ -13,6 +13,7 @@ import pytest
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, SettingsError
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.messages import StatusReply
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.cache_rank_launch import SETTINGS_FILE, cache_rank_pulse
 from tandemkv.server.liveness import Pulse
@@ -143,13 +144,13 @@ def test_a_standby_is_a_second_cache_rank_that_is_asked_for_nothing(
     launch: ResolvedLaunch,
 ) -> None:
     run_dir = RunDir.create(launch.settings.run_dir)
-    assert make_plan(launch, run_dir).standby is None
+    assert make_plan(launch, run_dir).cache_ranks[0].standby is None
     settings = launch.settings.model_copy(update={"standby": True})
-    plan = make_plan(replace(launch, settings=settings), run_dir)
-    assert plan.cache_rank is not None
-    assert plan.standby is not None
-    assert plan.standby.argv == plan.cache_rank.argv
-    assert plan.standby.log_path != plan.cache_rank.log_path
+    (rank,) = make_plan(replace(launch, settings=settings), run_dir).cache_ranks
+    assert rank.spec is not None
+    assert rank.standby is not None
+    assert rank.standby.argv == rank.spec.argv
+    assert rank.standby.log_path != rank.spec.log_path
     assert "standby: true" in (run_dir.path / SETTINGS_FILE).read_text()
     server = StatusServer(
         run_dir.heartbeat_socket,
@@ -158,8 +159,8 @@ def test_a_standby_is_a_second_cache_rank_that_is_asked_for_nothing(
         ),
     )
     try:
-        assert plan.cache_rank_pulse(os.getpid()).stalled_s == 9.0
-        assert plan.cache_rank_pulse(1) == Pulse(is_ready=True, stalled_s=0.0)
+        assert rank.pulse(os.getpid()).stalled_s == 9.0
+        assert rank.pulse(1) == Pulse(is_ready=True, stalled_s=0.0)
     finally:
         server.close()
 
@@ -171,3 +172,57 @@ def test_a_launch_holds_memory_for_its_ranks(launch: ResolvedLaunch) -> None:
     assert run_dir.holder_socket.exists()
     holder.close()
     assert not run_dir.holder_socket.exists()
+
+
+def split_over_two(launch: ResolvedLaunch) -> ResolvedLaunch:
+    placement = Placement(link="shared", tp_size=2)
+    changes = {"tensor_parallel": 2, "cache_ranks": 2, "placement": placement, "standby": True}
+    return replace(launch, settings=launch.settings.model_copy(update=changes))
+
+
+def test_each_tensor_parallel_rank_has_a_cache_rank_directory_and_holder(
+    launch: ResolvedLaunch,
+) -> None:
+    run_dir = RunDir.create(launch.settings.run_dir)
+    plan = make_plan(split_over_two(launch), run_dir)
+    own = [run_dir.of_rank(rank) for rank in (0, 1)]
+    specs = []
+    for number, rank in enumerate(plan.cache_ranks):
+        assert rank.spec is not None
+        assert rank.standby is not None
+        assert "--run-dir" in rank.spec.argv
+        assert rank.spec.argv[rank.spec.argv.index("--run-dir") + 1] == str(own[number].path)
+        assert rank.spec.argv[-1] == str(run_dir.path / SETTINGS_FILE)
+        assert ("--tp-rank" in rank.spec.argv) is bool(number)
+        assert rank.spec.name == f"cache rank {number}"
+        specs += [rank.spec, rank.standby]
+    logs = [spec.log_path.name for spec in specs]
+    assert logs == ["cache_rank.log", "standby.log", "cache_rank1.log", "standby1.log"]
+    assert {spec.log_path.parent for spec in specs} == {run_dir.path}
+    holder = plan.make_holder()
+    assert holder is not None
+    assert all(each.holder_socket.exists() for each in own)
+    holder.close()
+    assert not any(each.holder_socket.exists() for each in own)
+    for spec in specs:
+        spec.log_path.write_text("x")
+    (run_dir.path / "tp-notes").mkdir()
+    clean_run_dir(run_dir, is_ours=False, keep_logs=True)
+    assert names(run_dir) == {*logs, "tp-notes"}
+    prepare_run_dir(split_over_two(launch))
+    assert names(run_dir) == {"tp-notes", "token"}
+
+
+def test_each_cache_rank_is_asked_at_its_own_directory(launch: ResolvedLaunch) -> None:
+    run_dir = RunDir.create(launch.settings.run_dir)
+    first, second = make_plan(split_over_two(launch), run_dir).cache_ranks
+    reply = StatusReply(role="cache_rank", epoch=1, ready=True, values={"stalled_s": 3.0}, info={})
+    server = StatusServer(run_dir.of_rank(1).heartbeat_socket, status=lambda: reply)
+    try:
+        assert first.detail() is not None
+        assert second.detail() is None
+        assert second.pulse(os.getpid()).stalled_s == 3.0
+        with pytest.raises(CacheRankLostError):
+            first.pulse(os.getpid())
+    finally:
+        server.close()

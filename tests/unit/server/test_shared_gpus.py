@@ -48,6 +48,21 @@ def test_two_gpus_need_peer_access_both_ways_and_no_mps(
         check_shared_gpus(_placement(two_gpus=True), environ)
 
 
+def test_each_tensor_parallel_rank_needs_access_to_the_gpu_of_its_own_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    split = _placement(two_gpus=True, tp_size=2)
+    pairs = {(0, 2), (2, 0), (1, 3), (3, 1)}
+    _pretend(monkeypatch, 4, pairs)
+    check_shared_gpus(split, {})
+    _pretend(monkeypatch, 4, pairs - {(3, 1)})
+    with pytest.raises(SettingsError, match="cuda:1 and cuda:3"):
+        check_shared_gpus(split, {})
+    _pretend(monkeypatch, 3, pairs)
+    with pytest.raises(SettingsError, match="needs one for each process, 4, 3 seen"):
+        check_shared_gpus(split, {})
+
+
 @pytest.mark.parametrize("value", ["1", "apart"])
 def test_one_gpu_needs_mps(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(ONE_DEVICE_VARIABLE, value)

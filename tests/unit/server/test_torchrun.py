@@ -222,7 +222,8 @@ def test_a_cache_rank_that_ends_too_often_is_reported_and_its_log_stays(
 @pytest.mark.parametrize(
     ("options", "count", "said"),
     [
-        ((), 3, "cache_ranks=2 (from --nproc-per-node 3): 2 cache ranks are not available"),
+        ((), 3, "started 3 processes, and these settings have 2"),
+        (("--tp", "2"), 3, "is not available under torchrun in this version; use `tandemkv serve`"),
         (("--cache-ranks", "0"), 2, "started 2 processes, and these settings have 1"),
         (("--no-such-option",), 2, "No such option"),
     ],
@@ -282,12 +283,13 @@ def test_the_second_process_starts_what_the_settings_say(tmp_path: Path) -> None
         f"{launch.mark}model: here\nstandby: true\ndrain_timeout_s: 7\nmax_restarts: 3\n"
     )
     plan = cache_rank_plan(await_settings(path, launch, 5.0), run_dir)
-    assert plan.cache_rank is not None
-    assert plan.standby is not None
+    (rank,) = plan.cache_ranks
+    assert rank.spec is not None
+    assert rank.standby is not None
     assert plan.sglang is None
     # A signal that both processes get leaves it to requests under way.
-    assert plan.cache_rank.stop_signal == signal.SIGTERM
-    assert plan.cache_rank.argv[-1] == str(path / SETTINGS_FILE)
+    assert rank.spec.stop_signal == signal.SIGTERM
+    assert rank.spec.argv[-1] == str(path / SETTINGS_FILE)
     assert (plan.drain_timeout_s, plan.rules.max_restarts) == (7.0, 3)
     assert not plan.is_over()
     plan.clean_up(False)

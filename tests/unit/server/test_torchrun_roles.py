@@ -137,6 +137,17 @@ def test_there_is_a_process_for_each_role(
         assert f"use --nproc-per-node {count}" in str(error.value)
 
 
+def test_tensor_parallel_ranks_with_cache_ranks_are_refused_in_words(second: Worker) -> None:
+    for count, given in ((3, {"cache_ranks": 2}), (3, {}), (2, {"transport": "shared"})):
+        worker = replace(second, local_world_size=count)
+        parallel = settings(tensor_parallel=2, **given)
+        assert open_cache_ranks(parallel, worker) is None
+        with pytest.raises(SettingsError, match=r"under torchrun .*`tandemkv serve`, .*ranks 0"):
+            check_processes(parallel, worker)
+    alone = replace(second, local_world_size=1)
+    assert open_cache_ranks(settings(tensor_parallel=2), alone) == 0
+
+
 def test_nodes_beyond_one_are_refused_in_words(second: Worker) -> None:
     with pytest.raises(SettingsError, match=r"--nnodes 2: .* memory of one host.*--standalone"):
         check_processes(settings(cache_ranks=1), replace(second, num_nodes=2))

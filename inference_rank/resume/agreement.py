@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the schedulers of a tensor-parallel group decide as one.
+
+SGLang's run in lockstep: each turn they get the same requests and make the same pass, whose layers
+exchange sums. Each has a cache rank of its own, and one of these may be lost. Whatever follows from
+that has to follow on all ranks, in the same turn: one that paused, or did a pass again, alone would
+leave the others in the middle of an exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandemkv.cache_rank.protocol.agree import largest_over
+
+
+class Agreement:
+    """Makes one answer of those of all ranks. Every rank asks the same in the same order.
+
+    Parameters
+    ----------
+    group : Any, optional
+        torch's process group, of CPUs. Without one, or alone in it, a rank agrees with itself, and
+        nothing is sent.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self.is_alone = group is None or group.size() == 1
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on a rank; waits for the others."""
+        return bool(self._largest(float(flag)))
+
+    def all(self, flag: bool) -> bool:
+        """Whether `flag` is true on every rank; waits for the others."""
+        return not self._largest(float(not flag))
+
+    def _largest(self, value: float) -> float:
+        return largest_over(self._group, [value])[0]
+
+
+def tensor_parallel() -> Agreement:
+    """Return the agreement of SGLang's tensor-parallel group."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return Agreement(get_tp_group().cpu_group)

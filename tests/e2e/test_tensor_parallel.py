@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tensor-parallel ranks with a cache rank each: tokens of one rank, also when one is killed.
+
+The model is small and random; its weights are large enough that tokens depend on what is attended
+to. In SGLang's processes of a CPU the ranks exchange sums over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exactness import flush
+from nothing_lost import begin, make_prompts, settings_of, undisturbed, values, wait_for
+from rank_servers import Server, model_dir, ours
+from workbench import long_ids
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+RANKS, REQUESTS, NEW_TOKENS = 2, 5, 100
+SHAPE = {
+    "vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return make_prompts(REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model of four layers with two KV heads, which the servers of this module serve."""
+    folder = tmp_path_factory.mktemp("model")
+    long_ids()  # of the embedded model's tokenizer
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(model_dir()) / file, folder / file)
+    torch.manual_seed(0)
+    net = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
+    with torch.no_grad():
+        for key, parameter in net.named_parameters():
+            if "norm" in key:
+                parameter.uniform_(0.6, 1.4)
+            else:
+                parameter.normal_(0.0, 0.05 if "embed" in key else 0.15)
+    net.save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEMKV_TEST_MODEL", str(folder))
+        yield folder
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return settings_of(num_requests=REQUESTS, standby=False, **more)
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with ours(settings()) as server:
+        return undisturbed(server, prompts, NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def server(of_one_rank: list[list[int]]) -> Iterator[Server]:
+    del of_one_rank  # that server has ended: never two at a time
+    with ours(settings(tensor_parallel=RANKS, cache_ranks=RANKS)) as found:
+        yield found
+
+
+def cache_ranks(server: Server) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = server.get("/tandemkv/status")[1]["cache_ranks"]
+    return found
+
+
+def pids(server: Server) -> list[int]:
+    return [int(rank["info"]["pid"]) for rank in cache_ranks(server)]
+
+
+def test_tokens_are_those_of_one_rank(
+    server: Server, prompts: list[list[int]], of_one_rank: list[list[int]]
+) -> None:
+    assert undisturbed(server, prompts, NEW_TOKENS) == of_one_rank
+    assert values(server)["sparse_rows_total"] > 0
+
+
+def test_status_and_metrics_have_each_cache_rank(server: Server) -> None:
+    ranks = cache_ranks(server)
+    assert len({rank["info"]["pid"] for rank in ranks}) == RANKS
+    for rank in ranks:
+        assert rank["ready"] is True
+        assert rank["epoch"] > 0
+        assert rank["values"]["fetched_rows_total"] > 0
+    assert server.run_dir is not None
+    own = [server.run_dir, server.run_dir / "tp1"]
+    assert all((folder / "heartbeat.sock").exists() for folder in own)
+    text: Any = None
+
+    def is_published() -> bool:
+        nonlocal text
+        text = server.get("/metrics")[1]
+        names = [f'tandemkv_cache_selections_total{{cache_rank="{n}"' for n in range(RANKS)]
+        return all(name in text for name in names)
+
+    wait_for(is_published, "metrics lack a cache rank", 20.0)
+
+
+@pytest.mark.parametrize("killed", [1, 0])
+def test_one_of_two_killed_while_requests_decode(
+    server: Server, prompts: list[list[int]], of_one_rank: list[list[int]], killed: int
+) -> None:
+    flush(server)
+    before, found = values(server), pids(server)
+    with ThreadPoolExecutor(REQUESTS + 1) as pool:
+        streams, futures = begin(pool, server, prompts, NEW_TOKENS)
+        wait_for(lambda: all(s.tokens for s in streams), "requests do not begin", 60.0, 0.01)
+        assert not any(future.done() for future in futures[:-1])
+        os.kill(found[killed], signal.SIGKILL)
+        for future in futures:
+            future.result()
+    assert [stream.error for stream in streams] == [""] * REQUESTS
+    assert [stream.tokens for stream in streams] == of_one_rank
+    after, now = values(server), pids(server)
+    names = ("pauses_total", "restored_rows_total", "reseeded_rows_total")
+    assert [after[name] - before[name] for name in names] == [1, REQUESTS, 0]
+    assert now[killed] != found[killed]
+    assert now[1 - killed] == found[1 - killed]  # it was told, and not ended
+    wait_for(lambda: values(server)["request_rows"] == 0, "rows are left", 30.0)
+    flush(server)
+    assert values(server)["slots_used"] == 0
+
+
+def test_nothing_is_left(server: Server) -> None:
+    """The last one: it ends the server."""
+    processes, run_dir = server.processes(), server.run_dir
+    os.kill(server.pid, signal.SIGINT)
+    for process in processes:
+        process.wait(60)
+    assert run_dir is not None
+    logs = {"cache_rank.log", "cache_rank1.log", "sglang.log"}
+    assert {path.name for path in run_dir.iterdir()} == logs

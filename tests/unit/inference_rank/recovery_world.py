@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connection whose cache rank goes and comes back as a test says, and a recovery over it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from scheduler_world import World
+
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.cache_rank.protocol.step_ring import StepRow
+from tandemkv.inference_rank.resume.agreement import Agreement
+from tandemkv.inference_rank.resume.recovery import Recovery
+
+
+class Opened:
+    """What `Connection.open_connection` returns."""
+
+    def __init__(self) -> None:
+        self.is_gone = self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Connection:
+    """A connection whose cache rank comes back when it is told to."""
+
+    def __init__(self) -> None:
+        self.lost_reason: str | None = None
+        self.epoch, self.step, self.confirmed = 1, 40, 40
+        self.is_there = self.is_finished = False
+        self.resumed: list[tuple[StepRow, ...]] = []
+        self.refilled: list[list[tuple[int, int]]] = []
+        self.resumed_rows = (2, 1)
+        self.opened: list[Opened] = []
+        self.num_forgotten = self.num_left = 0
+
+    @property
+    def num_closed(self) -> int:
+        return sum(each.is_closed for each in self.opened)
+
+    def open_connection(self, *, timeout_s: float) -> Any:
+        deadline = time.monotonic() + min(timeout_s, 0.5)
+        while not self.is_there:
+            if time.monotonic() > deadline:
+                raise CacheRankLostError("not there")
+            time.sleep(0.002)
+        self.opened.append(Opened())
+        return self.opened[-1]
+
+    def adopt(self, opened: Any) -> None:
+        self.lost_reason, self.epoch = None, self.epoch + 1
+
+    def forget_rows(self) -> None:
+        self.num_forgotten += 1
+
+    def resume(self, rows: tuple[StepRow, ...]) -> None:
+        self.step += 1
+        self.resumed.append(rows)
+
+    def has_finished(self, step: int) -> bool:
+        return self.is_finished
+
+    def confirm(self, step: int) -> None:
+        self.confirmed = step
+
+    def mark_lost(self, reason: str) -> None:
+        self.lost_reason = reason
+
+    def leave(self, reason: str) -> None:
+        self.lost_reason = reason
+        self.num_left += 1
+
+
+def recovery_of(
+    world: World,
+    connection: Connection,
+    timeout_s: float = 30.0,
+    agreement: Agreement | None = None,
+) -> Recovery:
+    return Recovery(
+        connection,
+        world.passes,
+        world.penalties,
+        world.counters,
+        generation_of=lambda row: 100 + row,
+        num_cold=12,
+        refill=lambda rows: connection.refilled.append(list(rows)),
+        timeout_s=timeout_s,
+        agreement=agreement,
+    )
