@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt.lora import layers
 from sglang.srt.lora.backend import torch_backend
+from sglang.srt.lora.lora_registry import LoRARef
 
 NAME, RANK = "polite", 4
 _TARGETS = ("q_proj", "v_proj", "o_proj")
@@ -64,8 +65,9 @@ def write_adapter(model: Path, folder: Path) -> None:
 
 
 def arguments(folder: Path) -> dict[str, Any]:
-    """Return SGLang's arguments that load the adapter."""
+    """Return SGLang's arguments that load the adapter, as its checks leave them."""
+    adapter = LoRARef(lora_id=NAME, lora_name=NAME, lora_path=str(folder), pinned=False)
     return {
-        "enable_lora": True, "lora_paths": [f"{NAME}={folder}"], "lora_backend": "torch_native",
+        "enable_lora": True, "lora_paths": [adapter], "lora_backend": "torch_native",
         "max_loras_per_batch": 2,
     }  # fmt: skip

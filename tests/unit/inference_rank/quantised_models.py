@@ -158,7 +158,8 @@ class QuantisedModel(NamedTuple):
     says: Mapping[str, Any]
 
 
-BLOCK = (32, 16)
+BLOCK = (16, 16)
+"""Square and a divisor of head_dim, or SGLang pads heads on a CPU."""
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -193,11 +194,9 @@ _PACKED = {
 }  # fmt: skip
 MODELS = {
     "fp8-blocks": QuantisedModel(
-        "llama", lambda matrix: fp8(matrix, BLOCK), {**_FP8, "weight_block_size": list(BLOCK)}
+        "qwen3", lambda matrix: fp8(matrix, BLOCK), {**_FP8, "weight_block_size": list(BLOCK)}
     ),
-    "fp8-blocks-fused": QuantisedModel(
-        "phi-4", lambda matrix: fp8(matrix, BLOCK), {**_FP8, "weight_block_size": list(BLOCK)}
-    ),
+    "gptq-fused": QuantisedModel("phi-4", gptq, _GPTQ),
     "fp8-tensors": QuantisedModel("qwen2", fp8, _FP8),
     "fp8-channels": QuantisedModel("qwen3", fp8_channels, _CHANNELS),
     "awq": QuantisedModel("qwen3", awq, _AWQ),
