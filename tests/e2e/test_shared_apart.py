@@ -60,9 +60,6 @@ def server() -> Iterator[Server]:
         yield found
 
 
-# 194 s: marked slow, so that CI has that time for the newest SGLang. `make test-all` runs it; the
-# kills of test_nothing_lost.py, with sets in the pool, stay in CI.
-@pytest.mark.slow
 def test_killed_in_the_middle_of_a_step(server: Server) -> None:
     prompts = make_prompts(_REQUESTS)
     want = undisturbed(server, prompts, _NEW_TOKENS)

@@ -139,6 +139,9 @@ def decode(
     args = server_args(model, backend, **more)
     one_batch._set_envs_and_config(args)
     one_batch.get_tokenizer = lambda *_, **__: None
+    if hasattr(one_batch, "publish"):  # newer versions of SGLang leave that to the caller
+        ranks = one_batch.SpawnRanks(world_rank=0, gpu_id=0)
+        one_batch.publish(args, role="scheduler", ranks=ranks)
     bench, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
     started()
     requests = one_batch.prepare_synthetic_inputs_for_latency_test(len(LENGTHS), 0, prompts())
