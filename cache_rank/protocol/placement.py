@@ -91,7 +91,7 @@ class Placement(Strict):
 
     def describe(self) -> str:
         """Return one line that says where what runs, and why."""
-        model, ranks = self.model_device, "cache rank"
+        model, ranks = str(self.model_device), "cache rank"
         if self.tp_size > 1:
             model, ranks = f"{self.tp_size} {_HOSTS[self.model_device]}", "cache rank of each"
         where = _WHERE["shared, two GPUs" if self.maps_memory and self.two_gpus else self.link]

@@ -211,8 +211,10 @@ class DeviceTimings:
             books[1].copy_(used)
 
         def run() -> None:
-            fetch = mirror_diff(selected, *books, **options)
-            exchange_rows(*pools, table, *fetch, *sets, rows, page_size=sizes.page)
+            at, to = mirror_diff(selected, books[0], books[1], **options)
+            exchange_rows(
+                pools[0], pools[1], table, at, to, sets[0], sets[1], rows, page_size=sizes.page
+            )
 
         return self._timed(0, run, prepare=restore)
 
@@ -230,7 +232,8 @@ class DeviceTimings:
         return self._timed(
             pools.nbytes,
             lambda: attend_samples(
-                query, *pools, slots, rows, weights, active, out, lse, scale=scale
+                query, pools[0], pools[1], slots, rows, weights, active, out, lse,
+                scale=scale, lse_unit=1.0,
             ),
         )  # fmt: skip
 

@@ -60,6 +60,7 @@ def server() -> Iterator[Server]:
         yield found
 
 
+@pytest.mark.slow  # three minutes; on one device test_nothing_lost does the same in CI
 def test_killed_in_the_middle_of_a_step(server: Server) -> None:
     prompts = make_prompts(_REQUESTS)
     want = undisturbed(server, prompts, _NEW_TOKENS)

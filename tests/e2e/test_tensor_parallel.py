@@ -113,6 +113,7 @@ def test_status_and_metrics_have_each_cache_rank(server: Server) -> None:
     wait_for(is_published, "metrics lack a cache rank", 20.0)
 
 
+@pytest.mark.slow  # minutes; what is agreed is in unit/inference_rank/test_recovery_of_ranks.py
 @pytest.mark.parametrize("killed", [1, 0])
 def test_one_of_two_killed_while_requests_decode(
     server: Server, prompts: list[list[int]], of_one_rank: list[list[int]], killed: int
