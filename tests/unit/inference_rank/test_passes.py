@@ -38,8 +38,8 @@ def link() -> Link:
 
 @pytest.fixture
 def log(link: Link) -> PassLog:
-    backend = SimpleNamespace(snapshot=tuple, rewind=lambda _: None)
-    connection = SimpleNamespace(confirm=lambda _: None)
+    backend: Any = SimpleNamespace(snapshot=tuple, rewind=lambda _: None)
+    connection: Any = SimpleNamespace(confirm=lambda _: None)
     return PassLog(connection, link, backend, Counters())
 
 
@@ -52,7 +52,8 @@ def _batch(number: int) -> Any:
 
 def _run(log: PassLog, link: Link, number: int, result: Any, *, overlap: bool) -> list[int]:
     """Run pass `number`, whose step has the same number; returns those whose results were used."""
-    scheduler, batch, used = SimpleNamespace(enable_overlap=overlap), _batch(number), []
+    scheduler, batch = SimpleNamespace(enable_overlap=overlap), _batch(number)
+    used: list[int] = []
 
     def launch(_scheduler: Any, _batch: Any) -> Any:
         link.pass_step, link.has_ended = number, False
