@@ -33,6 +33,7 @@ from tandemkv.cache_rank.protocol.held_tensors import let_hold, same_tensors, ta
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.messages import Goodbye, Timing, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_devices import gpu_uuids
@@ -458,6 +459,9 @@ def make_kept_tensors(
     holder, token = run_dir.holder_socket, run_dir.token
     wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu)[0]
     kept = take_held(holder, token=token, group=KEPT, homes=homes)
+    for spec in kept.specs:
+        if spec.name.startswith(PREDICTOR_PREFIX):  # put anew, of the model that is loaded now
+            kept.forget(spec.name)
     if same_tensors(kept, wanted):
         for spec in wanted:
             if spec.name != "kv":  # which slots hold something, the tables say

@@ -40,10 +40,12 @@ def test_tokens_equal_stock(
     server: Server, prompts: list[list[int]], new_tokens: int, eight_bit_reference: list[Any],
     reference: list[Any],
 ) -> None:  # fmt: skip
-    alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), eight_bit_reference)
-    assert alone["pass"], alone
-    warm = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), eight_bit_reference)
-    assert warm["pass"], f"with radix hits, four at a time: {warm}"
+    for at_once in (1, 4):  # the second time with radix hits
+        found = run(server, prompts, new_tokens=new_tokens, at_once=at_once)
+        compared = compare(found, eight_bit_reference)
+        assert not compared["differing"], compared
+        # A key that lies between two FP8 numbers goes to either, by sums of another order.
+        assert compared["max_logprob_difference"] < 0.1, compared
     inference, cache = server.values()
     assert inference["sparse_rows_total"] > 0
     assert cache["fetched_rows_total"] > 0

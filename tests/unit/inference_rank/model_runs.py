@@ -184,7 +184,8 @@ def predictions(predictor: LiveQueryPredictor, seen: Seen) -> dict[str, torch.Te
     put_weights(mapped, *predictor.weights())
     elsewhere = MappedPredictor(mapped, len(predictor._layers))
     by_modules = [predictor._layers[layer].call(h.clone(), at) for layer, h, at, _ in seen]
-    weights = [layer.weight for layer in predictor._layers]
+    layers = predictor._layers
+    weights = [layer.weight for layer in layers if layer is not None]
     return {
         "weights": torch.stack(weights),
         "layers": torch.tensor([layer for layer, *_ in seen]),

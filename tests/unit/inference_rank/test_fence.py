@@ -102,6 +102,7 @@ def test_one_that_is_ended_has_ended(tmp_path: Path) -> None:
 def test_one_that_has_hung_up_lives_on(tmp_path: Path) -> None:
     peer, connection = connect(tmp_path / "s", then="c.close()")
     fence = Fence(connection)
+    fence.grace_s = 5.0  # it hangs up as soon as it is given time to
     fence.close(10.0)
     assert peer.poll() is None
     connection.close()

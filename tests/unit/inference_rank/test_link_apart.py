@@ -116,9 +116,8 @@ def test_a_norm_that_was_not_called_is_told_and_forgotten_with_its_step() -> Non
     model = model_of(calls_norm=False)
     link.hook(model)
     begin(link)
-    model.model.layers[0](None, torch.ones(2, 8), None, None)
-    with pytest.raises(ContractError, match=r"layer 0: .*--cache-ranks 0"):
-        link.enter_attention(0)
+    with pytest.raises(ContractError, match=r"layer 0: .*input_layernorm"):
+        model.model.layers[0](None, torch.ones(2, 8), None, None)
     begin(link)
     link.enter_attention(0)
 

@@ -58,7 +58,7 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
     peer = ServeSettings.model_validate(given | {"transport": "peer"})
     pair = ServeSettings.model_validate(given)
     said: list[str] = []
-    memory = SimpleNamespace(total_memory=139 << 30)
+    memory = SimpleNamespace(total_memory=139 << 30, name="a GPU")
     gpus.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
     gpus.delenv(ONE_DEVICE_VARIABLE, raising=False)
     for settings in (peer, pair):
@@ -217,7 +217,7 @@ def test_ranks_that_are_started_apart_fill_in_the_same(
     """The handshake compares every setting; what the user left open each decides for itself."""
     gpus.setattr(torch.cuda, "device_count", lambda: 2)
     gpus.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    memory = SimpleNamespace(total_memory=139 << 30)
+    memory = SimpleNamespace(total_memory=139 << 30, name="a GPU")
     gpus.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
     gpus.setenv(ONE_DEVICE_VARIABLE, one_device)
     (model_dir / "control").touch()
