@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from tandemkv.kernels.reference.paging import rows_at
+
 
 class NativeSinks(TorchNativeAttnBackend):
     """Causal attention over the pool, with a window where a layer has one, and with sinks.
@@ -49,12 +51,8 @@ class NativeSinks(TorchNativeAttnBackend):
         rows, lengths = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
         found = []
         for query, row, length in zip(queries, rows, lengths, strict=True):
-            slots = table[row, :length]
-            found.append(
-                attend_with_sinks(
-                    query, keys[slots], values[slots], sinks, scale=layer.scaling, window=window
-                )
-            )
+            k, v = (rows_at(stored, table[row, :length]) for stored in (keys, values))
+            found.append(attend_with_sinks(query, k, v, sinks, scale=layer.scaling, window=window))
         return torch.cat(found).flatten(1)
 
 
