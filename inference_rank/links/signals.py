@@ -38,6 +38,9 @@ class LinkSignals(Protocol):
     def mask(self) -> None:
         """Let waits return at once and raises do nothing, until `begin`."""
 
+    def forget_lost(self) -> None:
+        """Let what was not answered be that of an epoch that is over: all its passes have ended."""
+
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
@@ -111,6 +114,9 @@ class HostSignals:
 
     def mask(self) -> None:
         """See `LinkSignals.mask`: nothing is rehearsed on a CPU."""
+
+    def forget_lost(self) -> None:
+        """See `LinkSignals.forget_lost`: the connection alone knows."""
 
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -230,10 +236,7 @@ class StreamSignals:
         if connection.lost_reason is not None:
             self.mask()
             return False
-        if self._is_masked:
-            self._lost.zero_()
-            self._lost_on_host.zero_()
-            self._is_masked = False
+        self._unmask()
         connection.announce(entry)
         self._previous.fill_(entry.step - 1)
         self._step.fill_(entry.step)
@@ -249,6 +252,7 @@ class StreamSignals:
         """See `LinkSignals.await_finished`; not to be captured."""
         if self._connection.lost_reason is not None:
             return False
+        self._unmask()
         self._previous.fill_(step)
         self._wait(self._flags.finished, self._previous)
         return self.end()  # nothing else of this pass would tell what was lost
@@ -258,6 +262,10 @@ class StreamSignals:
         if not self._is_masked:
             self._lost.fill_(1)
             self._is_masked = True
+
+    def forget_lost(self) -> None:
+        """See `LinkSignals.forget_lost`; else the next step would end the epoch that is new."""
+        self._is_masked = True
 
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -324,6 +332,12 @@ class StreamSignals:
 
     def give_up(self) -> None:
         """See `LinkSignals.give_up`: the engine's own waits end."""
+
+    def _unmask(self) -> None:
+        if self._is_masked:
+            self._lost.zero_()
+            self._lost_on_host.zero_()
+            self._is_masked = False
 
     def _raise(self, flags: torch.Tensor) -> None:
         raise_flags(flags, step=self._step, lost=self._lost)

@@ -174,6 +174,31 @@ def test_what_was_not_answered_in_time_is_told_with_the_next_step(
     assert _is_lost(engine)  # nothing was raised for a step that was not begun
 
 
+@pytest.mark.parametrize("waits_first", [False, True])
+def test_what_an_epoch_did_not_answer_does_not_end_the_next_one(
+    link: LinkSide, engine: EngineSide, connection: Connection, waits_first: bool
+) -> None:
+    """The process was killed while a pass waited for it, and no other pass was begun since."""
+    assert link.begin(_entry(1), _step())
+    link.await_ready(0)
+    link.end()
+    assert link.lost_step == 1
+    connection.lost_reason = "its process ended"
+    link.forget_lost()
+    connection.lost_reason = None  # it is back, and has done step 2
+    engine.begin(2)
+    engine.settle()
+    assert link.lost_step == 0
+    if waits_first:
+        assert link.await_finished(2)
+        assert link.lost_step == 0
+    assert link.begin(_entry(3), _step())
+    assert connection.lost_reason is None
+    engine.begin(3)
+    engine.await_begin()
+    assert not _is_lost(engine)
+
+
 def test_a_prompt_tells_too_that_it_was_not_answered_in_time(
     link: LinkSide, engine: EngineSide, connection: Connection
 ) -> None:
