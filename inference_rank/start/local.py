@@ -374,16 +374,14 @@ def local_model_spec(runner: Any) -> ModelSpec:
     UnsupportedModelError, ContractError
         If the model cannot be served, or SGLang has built another one.
     """
-    from sglang.srt.runtime_context import get_parallel
-
-    config, tp_size = runner.model_config, int(get_parallel().attn_tp_size)
+    config = runner.model_config
     model = read_model_spec(
         Path(config.model_path),
         dtype=str(config.dtype).removeprefix("torch."),
         kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         max_context=int(runner.req_to_token_pool.req_to_token.shape[1]),
     )
-    model = shard_of(model, tp_size)
+    model = shard_of(model, sglang_versions.tensor_size())
     check_live_attention(runner.model, model)
     return model
 

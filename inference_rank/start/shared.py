@@ -158,7 +158,6 @@ def _link(connection: SharedConnection, runtime: SharedRuntime, pool: Any) -> Sh
     return SharedLink(
         connection,
         signals,
-        model,
         generation_of=runtime.generation,
         rows_on_host=lambda: runtime.rows_on_host,
         pool=pool,

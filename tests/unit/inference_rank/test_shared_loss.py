@@ -103,7 +103,6 @@ class Forward:
         self.link = SharedLink(
             self.connection,
             HostSignals(self.connection, self.model.num_layers),
-            self.model,
             generation_of=lambda row: 10 + row,
             rows_on_host=lambda: None,
         )
