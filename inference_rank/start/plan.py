@@ -145,7 +145,8 @@ def make_plan(
         Why nothing was measured, if so.
     """
     placement = "a GPU of its own" if has_own_gpu else "the model's GPU" if is_cuda else "CPU"
-    refresh, note, exposed = selection.refresh_steps, reason, None
+    refresh, note = selection.refresh_steps, reason
+    exposed: float | None = None
     layer_us = layer.us if layer is not None else None
     if measured is not None and layer is not None and layer_us is not None:
         once = _exposed_once(
