@@ -218,17 +218,7 @@ class SharedEngineService:
             page_size=hello.page_size,
             is_apart=self._settings.placement.has_far_pool,
         )
-        says, selection = policy.capabilities, self._settings.selection
-        interval = interval_of(selection.index_dtype, says.index, hello.page_size)
-        welcome = Welcome(
-            epoch=epoch,
-            num_slots=sizes.num_slots,
-            timing=int(says.timing),
-            all_exact=says.all_exact,
-            traits=policy.traits,
-            keeps_queries=says.wants_query_window,
-            index_interval=interval if says.selects and not says.attends else 0,
-        )
+        welcome = self._welcome(epoch, policy, sizes)
         self._heartbeat.expect(epoch)
         if not self._control.send(peer, welcome):
             self._heartbeat.forget()
@@ -243,6 +233,20 @@ class SharedEngineService:
             return
         self._counters.epochs_total += 1
         logger.info("epoch %d: %s, %d rows", epoch, model.dtype, hello.max_rows)
+
+    def _welcome(self, epoch: int, policy: Policy, sizes: RegionSizes) -> Welcome:
+        """Return what the inference rank must know of the policy and of the memory."""
+        says, selection = policy.capabilities, self._settings.selection
+        interval = interval_of(selection.index_dtype, says.index, sizes.page_size)
+        return Welcome(
+            epoch=epoch,
+            num_slots=sizes.num_slots,
+            timing=int(says.timing),
+            all_exact=says.all_exact,
+            traits=policy.traits,
+            keeps_queries=says.wants_query_window,
+            index_interval=interval if says.selects and not says.attends else 0,
+        )
 
     def _accept(self, epoch: int, model: ModelSpec, sizes: RegionSizes) -> SharedSession:
         """Take the inference rank's memory, and build the engine on it."""

@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor
-from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.cache_rank.protocol.shared_region import (
     FlagIndex,
     RegionSizes,
@@ -98,30 +98,15 @@ class SharedSession:
             predict_query=predict,
             model_dir=model_dir,
         )
-        flags, at = StepFlags(tensors["flags"]), FlagIndex(model.num_layers)
-        self._ring = StepRing(tensors["ring"], flags, announced=at.ANNOUNCED, consumed=at.CONSUMED)
         self._over = threading.Event()
         self._on_gpu: StreamSignals | None = None
-        if tensors.homes.are_on_gpu:
-            limit = settings.exchange.transfer_timeout_s
-            self._on_gpu = StreamSignals(tensors, flags, model.num_layers, timeout_s=limit)
-        signals = self._on_gpu or HostSignals(
-            flags,
-            model.num_layers,
-            is_gone=self._over.is_set,
-            clock=clock,
-            remote_outputs=tensors.get("remote_outputs"),
-        )
-        books: dict[str, torch.Tensor] = {}
-        if self.engine.program.selects:
-            books = {name: self.made[name] for name in _VERSIONED}
-            if selection.num_samples:
-                books["sample_log_weight"] = tensors["sample_log_weight"]
+        flags, at = StepFlags(tensors["flags"]), FlagIndex(model.num_layers)
+        self._ring = StepRing(tensors["ring"], flags, announced=at.ANNOUNCED, consumed=at.CONSUMED)
         self._runner = EntryRunner(
             self.engine,
             tensors,
-            signals,
-            RowVersions(books, self.made.allocate) if books else None,
+            self._make_signals(flags, settings.exchange.transfer_timeout_s),
+            self._versions(selection),
             epoch=epoch,
             num_layers=model.num_layers,
             num_resident=selection.num_resident,
@@ -135,6 +120,29 @@ class SharedSession:
         self.num_steps = 0
         self._wake, self._waker = socket.socketpair()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def _make_signals(self, flags: StepFlags, limit_s: float) -> HostSignals | StreamSignals:
+        """Return what waits for the inference rank: the GPU's streams, or this thread."""
+        tensors, num_layers = self._tensors, self.engine.program.num_layers
+        if tensors.homes.are_on_gpu:
+            self._on_gpu = StreamSignals(tensors, flags, num_layers, timeout_s=limit_s)
+            return self._on_gpu
+        return HostSignals(
+            flags,
+            num_layers,
+            is_gone=self._over.is_set,
+            clock=self._clock,
+            remote_outputs=tensors.get("remote_outputs"),
+        )
+
+    def _versions(self, selection: SelectionSettings) -> RowVersions | None:
+        """Return what a step that is cut short is done again from; None if nothing is selected."""
+        if not self.engine.program.selects:
+            return None
+        books = {name: self.made[name] for name in _VERSIONED}
+        if selection.num_samples:
+            books["sample_log_weight"] = self._tensors["sample_log_weight"]
+        return RowVersions(books, self.made.allocate)
 
     @property
     def resumed_rows(self) -> tuple[int, int]:

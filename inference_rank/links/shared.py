@@ -21,7 +21,6 @@ import torch
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.residual_hooks import install_norm_hooks, install_residual_hooks
@@ -43,8 +42,6 @@ class SharedLink:
         To the engine's process; an epoch is open.
     signals : LinkSignals
         Flags and staging, on a CPU or a GPU.
-    model : ModelSpec
-        Shape of the model.
     generation_of : Callable
         Identity of the present tenant of a row.
     rows_on_host : Callable
@@ -66,7 +63,6 @@ class SharedLink:
         self,
         connection: SharedConnection,
         signals: LinkSignals,
-        model: ModelSpec,
         *,
         generation_of: Callable[[int], int],
         rows_on_host: Callable[[], list[int] | None],

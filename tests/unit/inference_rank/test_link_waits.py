@@ -60,9 +60,7 @@ def link(signals: Signals) -> SharedLink:
     settings = RankSettings.model_validate({"selection": values})
     program = EngineProgram(MODEL, settings, timing=Timing.NEXT_STEP, all_exact=False)
     connection: Any = SimpleNamespace(program=program, step=0, epoch=1, lost_reason=None)
-    return SharedLink(
-        connection, signals, MODEL, generation_of=lambda row: row, rows_on_host=lambda: None
-    )  # type: ignore[arg-type]
+    return SharedLink(connection, signals, generation_of=lambda row: row, rows_on_host=lambda: None)  # type: ignore[arg-type]
 
 
 def begin(link: SharedLink, kind: DecodeKind) -> None:

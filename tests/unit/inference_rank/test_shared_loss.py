@@ -11,8 +11,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_process import start_engine
 from tiny_model import write_model
 
 from tandemkv.cache_rank.policies.registry import selection_values
@@ -42,16 +41,6 @@ from tandemkv.inference_rank.links.signals import HostSignals
 
 pytestmark = pytest.mark.timeout(240)
 
-_ENGINE = """
-import os, sys, threading
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-from pathlib import Path
-from tandemkv.cache_rank.process import run_cache_rank
-from tandemkv.cache_rank.protocol.settings import RankSettings
-run_dir, model, settings = sys.argv[1:]
-run_cache_rank(run_dir=Path(run_dir), model_dir=Path(model), max_rows=3, standby=True,
-               settings=RankSettings.model_validate_json(settings))
-"""
 ROWS, LENGTHS, STEPS = [1, 2, 3], [90, 120, 75], 40
 CONTEXT = 256
 
@@ -60,27 +49,19 @@ class Engines:
     """Two processes, of which one serves and one waits."""
 
     def __init__(self, run_dir: RunDir, model_dir: Path, settings: RankSettings) -> None:
-        self._argv = [
-            sys.executable, "-c", _ENGINE, str(run_dir.path), str(model_dir),
-            settings.model_dump_json(),
-        ]  # fmt: skip
+        self._given = run_dir.path, model_dir, settings.model_dump_json()
         self._run_dir = run_dir
-        self._running = [self._start(), self._start()]
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # It ends with this process, at the end of its input.
-        return subprocess.Popen(
-            self._argv, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE
-        )
+        self._running = [start_engine(*self._given), start_engine(*self._given)]
 
     def kill(self, number: signal.Signals) -> None:
         """Signal the one that serves, once one does, and start another."""
         deadline = time.monotonic() + 60
-        while not (found := [p for p in self._running if p.pid == self.serving()]):
+        while not (found := [p.pid for p in self._running if p.pid == self.serving()]):
             assert time.monotonic() < deadline, "none serves"
             time.sleep(0.01)
-        found[0].send_signal(number)
-        self._running.append(self._start())
+        assert found[0]
+        os.kill(found[0], number)
+        self._running.append(start_engine(*self._given))
 
     def pause(self, seconds: float) -> threading.Timer:
         """Stop the one that serves for so long; returns who lets it go on."""
@@ -97,7 +78,7 @@ class Engines:
     def close(self) -> None:
         for process in self._running:
             process.kill()
-            process.wait()
+            process.join()
 
 
 class Forward:
@@ -122,7 +103,6 @@ class Forward:
         self.link = SharedLink(
             self.connection,
             HostSignals(self.connection, self.model.num_layers),
-            self.model,
             generation_of=lambda row: 10 + row,
             rows_on_host=lambda: None,
         )
