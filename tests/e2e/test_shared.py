@@ -49,6 +49,7 @@ def test_tokens_equal_stock(
     assert inference["exchange_wait_us_total"] > 0
     assert cache["fetched_rows_total"] > 0
     assert cache["selections_total"] > 0
+    assert 0 < cache["announcement_p50_us"] <= cache["announcement_p99_us"]
 
 
 def test_nothing_between_the_ranks_is_tcp(server: Server) -> None:
