@@ -12,6 +12,7 @@ from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
+from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
 from .base import DecodeRows
 from .connection import SharedConnection
@@ -218,6 +219,19 @@ class StreamSignals:
         self._step, self._previous, self._lost = word(), word(), word()
         self._lost_on_host = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._is_masked = False
+        self._aborts = shared_stream(device, LANE_PRIORITY, number=7)
+        connection.end_waits = self.end_waits
+
+    def end_waits(self) -> None:
+        """End the waits that are under way, and all later ones of this epoch.
+
+        Safe from any thread. Without it a pass that is under way ends at the limit of its wait.
+        """
+        if self._aborts is None:
+            self._lost.fill_(1)
+            return
+        with torch.cuda.device(self._aborts.device), torch.cuda.stream(self._aborts):
+            self._lost.fill_(1)
 
     @property
     def lost_step(self) -> int:
@@ -265,6 +279,8 @@ class StreamSignals:
 
     def forget_lost(self) -> None:
         """See `LinkSignals.forget_lost`; else the next step would end the epoch that is new."""
+        if self._aborts is not None:  # the next step must not be masked by it
+            self._aborts.synchronize()
         self._is_masked = True
 
     def put_stream(
