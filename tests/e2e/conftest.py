@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers in two settings, each started once and kept no longer than needed; and stock's."""
+"""A real server, started once, and what others say to the same prompts; and stock SGLang."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from exactness import make_prompts, run
-from rank_servers import Server, model_dir, ours, stock
-
-SMALL = {
-    "policy": "look_ahead",
-    "budget_tokens": 96,
-    "resident_factor": 1.0,
-    "num_recent_tokens": 16,
-    "fetch_cap": 8,
-}
+from rank_servers import SMALL, Server, model_dir, ours, stock
 
 
 @pytest.fixture(scope="session")
@@ -43,17 +38,44 @@ def new_tokens() -> int:
 
 
 @pytest.fixture(scope="session")
-def reference(prompts: list[list[int]], new_tokens: int) -> list[Any]:
+def reference(
+    prompts: list[list[int]], new_tokens: int, tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
     """What stock SGLang says to the prompts, one at a time."""
-    with stock() as server:
-        return run(server, prompts, new_tokens=new_tokens, at_once=1)
+
+    def ask() -> list[Any]:
+        with stock() as server:
+            return run(server, prompts, new_tokens=new_tokens, at_once=1)
+
+    return once("stock", ask, tmp_path_factory)
 
 
-@pytest.fixture(scope="module")
-def exact_server() -> Iterator[Server]:
-    """Ours with policy exact and a tiny ring."""
-    with ours({"selection": {"policy": "exact", "num_recent_tokens": 16}}) as server:
-        yield server
+@pytest.fixture(scope="session")
+def small_reference(
+    prompts: list[list[int]], new_tokens: int, tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
+    """What ``tandemkv serve`` says to them, with a resident set much smaller than they are."""
+
+    def ask() -> list[Any]:
+        with ours({"selection": SMALL}) as server:
+            return run(server, prompts, new_tokens=new_tokens, at_once=1)
+
+    return once("small", ask, tmp_path_factory)
+
+
+def once(
+    name: str, ask: Callable[[], list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
+    """Return what `ask` finds, asked by one of the processes that share the tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers of this run
+    path = folder / f"{name}.json"
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_text(json.dumps(ask()))
+        return list(json.loads(path.read_text()))
 
 
 @pytest.fixture(scope="session")
