@@ -23,7 +23,7 @@ MAX_LINES := 500
 # In the order of collection, so that servers are not what is left for the end.
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup serve test test-newest test-all lint format deploy-lint types imports size wheel lock sbom ci acceptance clean
+.PHONY: help setup serve test test-newest check-newest test-all lint format deploy-lint types imports size wheel lock sbom ci acceptance clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -41,6 +41,13 @@ test-newest: setup ## the plugin's unit tests and tokens equal to stock's, on th
 	@deploy/cpu/setup.sh --newest
 	@$(TEST_ENV) $(VENV)-newest/bin/python -m pytest $(SHARED) -m "not gpu and not multi_gpu and not slow" \
 	    tests/unit/inference_rank tests/e2e/test_shared.py $(ARGS)
+
+# A minute or two of setup where nothing is installed yet, and three minutes of tests.
+check-newest: setup ## of these what CI runs: the contract, and servers of two processes beside stock's
+	@deploy/cpu/setup.sh --newest
+	@$(TEST_ENV) $(VENV)-newest/bin/python -m pytest $(SHARED) -m "not gpu and not multi_gpu and not slow" \
+	    tests/unit/inference_rank/test_sglang_contract.py tests/unit/inference_rank/test_sglang_versions.py \
+	    tests/e2e/test_shared.py $(ARGS)
 
 test-all: setup ## also the slow tests
 	@$(TEST_ENV) $(BIN)/pytest $(SHARED) -m "not gpu and not multi_gpu" $(ARGS)

@@ -35,6 +35,7 @@ from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepRing
 from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
 
+from .announcements import AnnouncementDelays
 from .entry_runner import EntryRunner
 from .row_versions import RowVersions
 from .signals import HostSignals, StepAbortedError
@@ -148,6 +149,11 @@ class SharedSession:
     def resumed_rows(self) -> tuple[int, int]:
         """Rows whose resident sets were taken up, and rows that were seeded anew."""
         return self._runner.num_restored, self._runner.num_reseeded
+
+    @property
+    def delays(self) -> AnnouncementDelays:
+        """From the announcement of decode steps until the engine began them."""
+        return self._runner.delays
 
     @property
     def is_over(self) -> bool:

@@ -108,6 +108,9 @@ class SharedConnection:
         Latest step whose results were taken.
     program : EngineProgram
         What the engine does in which layer.
+    end_waits : Callable or None
+        Called when the epoch is lost, by whoever finds it so and before anybody else sees it: lets
+        what waits for the engine on a GPU wait no longer.
     """
 
     program: EngineProgram
@@ -133,6 +136,7 @@ class SharedConnection:
         self._ours = MappedTensors()
         self.lost_reason: str | None = "not connected yet"
         self.epoch = self.step = self.confirmed = 0
+        self.end_waits: Callable[[], None] | None = None
         self._fence: Fence | None = None
         self._is_first = False
         exchange = settings.exchange
@@ -261,10 +265,7 @@ class SharedConnection:
 
     def mark_lost(self, reason: str) -> None:
         """End the epoch: nothing is waited for any more. Safe from any thread, idempotent."""
-        with self._lock:
-            if self.lost_reason is not None:
-                return
-            self.lost_reason = reason
+        if self._lose(reason):
             self._counters.cache_rank_lost_total += 1
 
     def leave(self, reason: str) -> None:
@@ -272,13 +273,23 @@ class SharedConnection:
 
         Nothing happens if the epoch is lost already.
         """
-        with self._lock:
-            if self.lost_reason is not None:
-                return
-            self.lost_reason = reason
+        if not self._lose(reason):
+            return
         if self._fence is not None:
             self._fence.grace_s = _GRACE_S
         self._say_goodbye()
+
+    def _lose(self, reason: str) -> bool:
+        with self._lock:
+            if self.lost_reason is not None:
+                return False
+            try:
+                if self.end_waits is not None:
+                    self.end_waits()
+            except Exception:  # they end at their limit
+                _LOG.exception("waits for the engine cannot be ended at once")
+            self.lost_reason = reason
+            return True
 
     def close(self) -> None:
         """Say goodbye and release what belongs to the epoch. Idempotent."""

@@ -252,8 +252,12 @@ class SharedLink:
             self._is_open = False
 
     def rewind(self) -> None:
-        """Forget the pass that was lost, and what was to be asked for with it."""
+        """Forget the pass that was lost, and what was to be asked for with it.
+
+        All passes of its epoch have ended.
+        """
         self.recover()
+        self._signals.forget_lost()
         self._grown, self.pass_step, self.is_void = frozenset(), None, False
 
     # -- inside --------------------------------------------------------------------------

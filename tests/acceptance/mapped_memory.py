@@ -26,16 +26,6 @@ def scheduler_pid(server: Server) -> int:
     raise AssertionError([process.name() for process in server.processes()])
 
 
-def kv_inode(server: Server) -> str:
-    """Which memory the K/V lie in."""
-    for process in server.processes():
-        with contextlib.suppress(psutil.Error, OSError):
-            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                if "memfd:tandemkv-kv " in line:
-                    return line.split()[4]
-    raise AssertionError("nobody has K/V mapped")
-
-
 def mapped(pid: int) -> dict[str, mmap.mmap]:
     """Map what a process holds, by name, for reading. The last one of a name counts."""
     found = {}

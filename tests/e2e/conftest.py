@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server, started once, and what others say to the same prompts; and stock SGLang."""
+"""Real servers in two settings, each started once and kept no longer than needed; and stock's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 from exactness import make_prompts, run
-from rank_servers import SMALL, Server, model_dir, ours, stock
+from rank_servers import Server, model_dir, ours, stock
+
+SMALL = {
+    "policy": "look_ahead",
+    "budget_tokens": 96,
+    "resident_factor": 1.0,
+    "num_recent_tokens": 16,
+    "fetch_cap": 8,
+}
 
 
 @pytest.fixture(scope="session")
@@ -50,19 +58,6 @@ def reference(
     return once("stock", ask, tmp_path_factory)
 
 
-@pytest.fixture(scope="session")
-def small_reference(
-    prompts: list[list[int]], new_tokens: int, tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
-    """What ``tandemkv serve`` says to them, with a resident set much smaller than they are."""
-
-    def ask() -> list[Any]:
-        with ours({"selection": SMALL}) as server:
-            return run(server, prompts, new_tokens=new_tokens, at_once=1)
-
-    return once("small", ask, tmp_path_factory)
-
-
 def once(
     name: str, ask: Callable[[], list[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> list[Any]:
@@ -76,6 +71,13 @@ def once(
         if not path.exists():
             path.write_text(json.dumps(ask()))
         return list(json.loads(path.read_text()))
+
+
+@pytest.fixture(scope="module")
+def exact_server() -> Iterator[Server]:
+    """Ours with policy exact and a tiny ring."""
+    with ours({"selection": {"policy": "exact", "num_recent_tokens": 16}}) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

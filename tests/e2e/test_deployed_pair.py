@@ -22,10 +22,17 @@ import yaml
 from containers import Container, can_be_apart, namespaces
 from exactness import compare, run
 from manifests import CONTAINERS, KUBERNETES, containers_of, pod_of
-from rank_servers import CAPACITY_TOKENS, CHUNK_TOKENS, SMALL, Server, free_port, model_dir
+from rank_servers import CAPACITY_TOKENS, CHUNK_TOKENS, Server, free_port, model_dir, ours
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+SMALL = {
+    "policy": "look_ahead",
+    "budget_tokens": 96,
+    "resident_factor": 1.0,
+    "num_recent_tokens": 16,
+    "fetch_cap": 8,
+}
 LONG_TOKENS, FEW_TOKENS = 24, 4
 READY_S, PATIENCE_S = 180.0, 30.0
 
@@ -67,9 +74,10 @@ def asked(prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def of_serve(small_reference: list[Any]) -> list[Any]:
+def of_serve(asked: list[list[int]], new_tokens: int) -> list[Any]:
     """What ``tandemkv serve`` says to the prompts."""
-    return [small_reference[0], small_reference[-1]]
+    with ours({"selection": SMALL}) as server:
+        return run(server, asked, new_tokens=new_tokens, at_once=1)
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,19 @@ import psutil
 import pytest
 import sockets
 from exactness import compare, run
-from rank_servers import SMALL, Server, ours
+from rank_servers import Server, ours
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 END_S, PATIENCE_S = 30.0, 30.0
 LONG_TOKENS = 32
+SMALL = {
+    "policy": "look_ahead",
+    "budget_tokens": 96,
+    "resident_factor": 1.0,
+    "num_recent_tokens": 16,
+    "fetch_cap": 8,
+}
 SETTINGS = {"selection": SMALL}
 MODULE = "tandemkv.server.torchrun"
 OF_TORCHRUN = ("TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
@@ -45,9 +52,10 @@ def asked(prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def of_serve(small_reference: list[Any]) -> list[Any]:
+def of_serve(asked: list[list[int]], new_tokens: int) -> list[Any]:
     """What ``tandemkv serve`` says to the prompts."""
-    return [small_reference[0], *small_reference[-2:]]
+    with ours(SETTINGS) as server:
+        return run(server, asked, new_tokens=new_tokens, at_once=1)
 
 
 @pytest.fixture(scope="module")
