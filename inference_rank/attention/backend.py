@@ -17,13 +17,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
-from tandemkv.kernels.flags import wait_flags
 
 from .dense_steps import DenseSteps
 from .graph_variants import PlanFence, PlansApart
 from .probe import AttentionProbe
 from .resident_attention import FlashInferResident, PagedResident, ResidentAttention
-from .resident_home import ResidentHome
+from .resident_home import ResidentHome, wait_now
 
 
 class ResidentBackend(AttentionBackend):
@@ -157,7 +156,7 @@ class ResidentBackend(AttentionBackend):
             if awaited is not None and save_kv_cache:
                 self._home.await_in_write(awaited)  # a launch less than waiting for itself
             elif awaited is not None:
-                wait_flags(awaited)
+                wait_now(awaited)
             out = self._sparse.attend(
                 q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse,
                 rest=link.attend_selected(index, query), sinks=kwargs.get("sinks"),

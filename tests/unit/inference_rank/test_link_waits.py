@@ -45,6 +45,9 @@ class Signals:
     def give_up(self) -> None:
         """The engine has nothing to wait for."""
 
+    def forget_lost(self) -> None:
+        """No GPU knows of it."""
+
     def end(self) -> bool:
         return True
 
