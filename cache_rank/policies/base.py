@@ -68,6 +68,10 @@ class PolicyCapabilities:
         launch the same work in each step, of one shape whatever the lengths, do not wait for the
         device, and keep what they remember in tensors by row. On a GPU, where a step is captured
         once and replayed, others are refused.
+    per_head : bool
+        A promise: what is selected, or attended to, for a KV head depends on nothing of other KV
+        heads. Several cache ranks have a part of the heads each, and other policies are refused
+        there.
     """
 
     timing: Timing
@@ -80,6 +84,7 @@ class PolicyCapabilities:
     index: Literal["keys", "page_bounds"] = "keys"
     calibration: Literal["kascade", "sync_kv"] | None = None
     graph_safe: bool = False
+    per_head: bool = False
 
     @property
     def attends(self) -> bool:

@@ -87,7 +87,7 @@ class LfpsPolicy(AttendingPolicy):
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.SAME_STEP_ATTENTION, devices=("cpu",)
+        timing=Timing.SAME_STEP_ATTENTION, devices=("cpu",), per_head=True
     )
     options_model: ClassVar[type[PolicyOptions]] = LfpsOptions
     options: LfpsOptions

@@ -89,7 +89,7 @@ class SharedSession:
         self.number, self._clock = epoch, clock
         self._connection, self._tensors = connection, tensors
         pools = replace(pools_of(tensors, model, selection, sizes), allocate=self.made.allocate)
-        predict = _predictor(tensors, model, settings)
+        predict = _predictor(tensors, model, settings, sizes)
         self.engine: Engine = create(
             model=model,
             settings=settings,
@@ -115,8 +115,8 @@ class SharedSession:
         books: dict[str, torch.Tensor] = {}
         if self.engine.program.selects:
             books = {name: self.made[name] for name in _VERSIONED}
-            if selection.num_samples:
-                books["sample_log_weight"] = tensors["sample_log_weight"]
+            if pools.log_weight is not None:
+                books["sample_log_weight"] = pools.log_weight
         self._runner = EntryRunner(
             self.engine,
             tensors,
@@ -187,12 +187,14 @@ class SharedSession:
         self.abort()
 
 
-def _predictor(tensors: MappedTensors, model: ModelSpec, settings: RankSettings) -> PredictQuery:
+def _predictor(
+    tensors: MappedTensors, model: ModelSpec, settings: RankSettings, sizes: RegionSizes
+) -> PredictQuery:
     """Return a prediction with the weights that the inference rank has put beside the engine."""
     policy = find_policy(settings.selection.policy)
     if policy.capabilities.timing is not Timing.SAME_STEP_HIDDEN:
         return _predicts_nothing
-    return MappedPredictor(tensors, model.num_layers)
+    return MappedPredictor(tensors, model.num_layers, sizes.shard)
 
 
 def _predicts_nothing(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -106,6 +106,8 @@ class SharedConnection:
         Number of the epoch, and of the step announced last; steps are counted over all epochs.
     confirmed : int
         Latest step whose results were taken.
+    has_left : bool
+        There is no epoch because this rank left it: its engine lives.
     program : EngineProgram
         What the engine does in which layer.
     """
@@ -133,6 +135,7 @@ class SharedConnection:
         self._ours = MappedTensors()
         self.lost_reason: str | None = "not connected yet"
         self.epoch = self.step = self.confirmed = 0
+        self.has_left = False
         self._fence: Fence | None = None
         self._is_first = False
         exchange = settings.exchange
@@ -149,6 +152,11 @@ class SharedConnection:
 
     def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
         """Open the first epoch; raises what `open_connection` raises."""
+        self.take_books()
+        self.adopt(self.open_connection(timeout_s=timeout_s))
+
+    def take_books(self) -> None:
+        """Take what is held of an earlier engine's memory, before the first epoch."""
         # What an earlier inference rank's engine remembered is of requests that ended with it.
         self._theirs = take_held(
             self._run_dir.holder_socket,
@@ -157,7 +165,6 @@ class SharedConnection:
             homes=self._kept.homes,
         )
         self._is_first = True
-        self.adopt(self.open_connection(timeout_s=timeout_s))
 
     def open_connection(self, *, timeout_s: float) -> OpenedEpoch:
         """Meet the cache rank with new flags, ring and staging, within `timeout_s` in all.
@@ -252,7 +259,7 @@ class SharedConnection:
         self.epoch = welcome.epoch
         self._counters.epochs_total += 1
         with self._lock:
-            self.lost_reason = None
+            self.lost_reason, self.has_left = None, False
         self._heartbeat.start(welcome.epoch)
         wake, self._waker = socket.socketpair()
         threading.Thread(
@@ -275,7 +282,7 @@ class SharedConnection:
         with self._lock:
             if self.lost_reason is not None:
                 return
-            self.lost_reason = reason
+            self.lost_reason, self.has_left = reason, True
         if self._fence is not None:
             self._fence.grace_s = _GRACE_S
         self._say_goodbye()
@@ -305,6 +312,14 @@ class SharedConnection:
     def books(self) -> MappedTensors:
         """What the engine remembers of each row, held here too: it outlives the engine."""
         return self._theirs
+
+    def handed_over(self, name: str, size: int) -> torch.Tensor:
+        """Return ``[size, Hq, n]``, what the engine has handed over as the staging `name`."""
+        return self.tensors[name][:size]
+
+    def resident_positions(self, book: int) -> torch.Tensor:
+        """Return ``[rows, H, R]`` int32, the engine's books of what is resident."""
+        return self.books["resident_positions"][book]
 
     @property
     def epoch_bytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.engine import DenseLengths
+from tandemkv.cache_rank.protocol.head_shard import parts_of
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -20,8 +21,9 @@ from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.connection import SharedConnection, limit_s
 from tandemkv.inference_rank.links.pool import rank_run_dir
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
+from tandemkv.inference_rank.links.sharded import ShardedConnection, host_signals, make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
-from tandemkv.inference_rank.links.signals import HostSignals, StreamSignals
+from tandemkv.inference_rank.links.signals import LinkSignals, StreamSignals
 from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.query_checkpoint import checkpoint_of
 from tandemkv.inference_rank.resume.agreement import tensor_parallel
@@ -43,7 +45,7 @@ from .local import (
 class SharedRuntime(runtime_module.Runtime):
     """What the plugin's hooks find in a process whose engine is another process."""
 
-    client: SharedConnection
+    client: SharedConnection | ShardedConnection
     mapped_bytes: int
     req_to_token_pool: Any
     penalties: PenaltyLog = field(default_factory=PenaltyLog)
@@ -119,14 +121,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     )
     home = make_home(runner, settings, model, device)
     counters = Counters()
-    connection = SharedConnection(
-        run_dir=rank_run_dir(),
-        settings=settings,
-        model=model,
-        sizes=pool.mapped_sizes,
-        kept=pool.mapped,
-        counters=counters,
-    )
+    connection = _connection(settings, model, pool, counters)
     if settings.selection.declared.predicts_from_hidden:
         _put_predictor(runner, settings, model, pool.mapped)
     connection.connect()
@@ -142,16 +137,10 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
         refresh=refresh_for(runner, settings.selection),
     )
     selection = settings.selection
-    limit = limit_s(settings.exchange)
     homes, is_far = pool.mapped.homes, settings.placement.has_far_pool
-    signals = (
-        StreamSignals(connection, model.num_layers, timeout_s=limit, sends_beside=is_far)
-        if homes.are_on_gpu
-        else HostSignals(connection, model.num_layers, sends_beside=is_far)
-    )
     link = SharedLink(
         connection,
-        signals,
+        _signals(connection, settings, model),
         model,
         generation_of=runtime.generation,
         rows_on_host=lambda: runtime.rows_on_host,
@@ -174,6 +163,32 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     runtime.follow(link, backend)
     runtime_module.set_current(runtime)
     return backend
+
+
+def _connection(
+    settings: RankSettings, model: ModelSpec, pool: Any, counters: Counters
+) -> SharedConnection | ShardedConnection:
+    """Return what leads to the cache rank, or to the several that share the KV heads."""
+    shards = parts_of(settings.placement.head_shards)
+    return make_connection(
+        run_dirs=[rank_run_dir(shard) for shard in shards],
+        settings=settings,
+        model=model,
+        sizes=pool.mapped_sizes,
+        kept=pool.mapped,
+        counters=counters,
+    )
+
+
+def _signals(
+    connection: SharedConnection | ShardedConnection, settings: RankSettings, model: ModelSpec
+) -> LinkSignals:
+    """Return flags and staging, on a CPU or a GPU."""
+    layers, is_far = model.num_layers, settings.placement.has_far_pool
+    if isinstance(connection, ShardedConnection) or not connection.tensors.homes.are_on_gpu:
+        return host_signals(connection, layers, sends_beside=is_far)
+    limit = limit_s(settings.exchange)
+    return StreamSignals(connection, layers, timeout_s=limit, sends_beside=is_far)
 
 
 def _put_predictor(
