@@ -188,6 +188,7 @@ class PolicyContext:
     `device` is where queries and scores are. `checkpoint` and `rotary` are None if no model
     directory is at hand; `share` and `clusters` are what the calibration says, None where it is not
     needed. Weights that decode steps use are to be on `device` before the first of them.
+    `has_strided_pools`: `StoredKV` are views of pools that have other KV heads as well.
     """
 
     model: ModelSpec
@@ -197,6 +198,7 @@ class PolicyContext:
     rotary: Rotary | None = None
     share: LayerShare | None = None
     clusters: HeadClusters | None = None
+    has_strided_pools: bool = False
 
 
 @dataclass(frozen=True, slots=True)
