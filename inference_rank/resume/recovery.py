@@ -200,6 +200,7 @@ class Recovery:
         self._confirmed = self._connection.confirmed
         self._counters.pauses_total += 1
         self._end_epoch()
+        self._count_losses()
         self._was_paused, scheduler._engine_paused = scheduler._engine_paused, True
         lost = list(self._passes.dropped)
         if scheduler.enable_overlap:
@@ -235,7 +236,13 @@ class Recovery:
             _LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**self._failures
         )
         self._end_epoch()
+        self._count_losses()
         self._await_cache_rank()
+
+    def _count_losses(self) -> None:
+        """Note what other tensor-parallel ranks have lost: only the first one's status is read."""
+        own = self._counters.cache_rank_lost_total
+        self._counters.lost_by_other_ranks = self._agreement.total(own) - own
 
     def _await_cache_rank(self) -> None:
         self.state, self._reconnecting, self._opened = State.MEETING, None, None
