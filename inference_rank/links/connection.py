@@ -282,6 +282,7 @@ class SharedConnection:
         with self._lock:
             if self.lost_reason is not None:
                 return
+            self._flags.raise_to(self._at.ABORTED, self.step)  # it may wait in a broken step
             self.lost_reason, self.has_left = reason, True
         if self._fence is not None:
             self._fence.grace_s = _GRACE_S

@@ -222,8 +222,8 @@ class Forward:
     def resume(self, num_steps: int | None) -> None:
         connection = self.connection
         while True:
-            self.link.rewind()
             connection.leave("another one is lost")  # of those that live
+            self.link.rewind()
             try:
                 connection.adopt(connection.open_connection(timeout_s=60))
             except CacheRankLostError:
