@@ -22,7 +22,7 @@ from tandemkv.kernels.flags import wait_flags
 from .dense_steps import DenseSteps
 from .graph_variants import PlanFence, PlansApart
 from .probe import AttentionProbe
-from .resident_attention import FlashInferResident, PagedResident
+from .resident_attention import FlashInferResident, PagedResident, ResidentAttention
 from .resident_home import ResidentHome
 
 
@@ -64,7 +64,7 @@ class ResidentBackend(AttentionBackend):
         # SGLang's models find both here.
         self.req_to_token_pool = self._pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self._sparse: FlashInferResident | PagedResident = (
+        self._sparse: ResidentAttention = (
             FlashInferResident(runner, home.table, home.pool, home.samples)
             if device.type == "cuda"
             else PagedResident(home.table, home.pool, home.samples)

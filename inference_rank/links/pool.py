@@ -20,7 +20,7 @@ from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.links.peer_memory import with_index
 
-from .connection import make_kept_tensors
+from .kept_tensors import make_kept_tensors
 
 
 def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any) -> type:

@@ -242,6 +242,11 @@ class ShardedSignals:
         for part in self._parts:
             part.mask()
 
+    def forget_lost(self) -> None:
+        """See `LinkSignals.forget_lost`."""
+        for part in self._parts:
+            part.forget_lost()
+
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:

@@ -21,7 +21,6 @@ import torch
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.residual_hooks import install_norm_hooks, install_residual_hooks
@@ -44,8 +43,6 @@ class SharedLink:
         To the engine's process, or to several; an epoch is open.
     signals : LinkSignals
         Flags and staging, on a CPU or a GPU.
-    model : ModelSpec
-        Shape of the model.
     generation_of : Callable
         Identity of the present tenant of a row.
     rows_on_host : Callable
@@ -67,7 +64,6 @@ class SharedLink:
         self,
         connection: SharedConnection | ShardedConnection,
         signals: LinkSignals,
-        model: ModelSpec,
         *,
         generation_of: Callable[[int], int],
         rows_on_host: Callable[[], list[int] | None],
@@ -257,8 +253,12 @@ class SharedLink:
             self._is_open = False
 
     def rewind(self) -> None:
-        """Forget the pass that was lost, and what was to be asked for with it."""
+        """Forget the pass that was lost, and what was to be asked for with it.
+
+        All passes of its epoch have ended.
+        """
         self.recover()
+        self._signals.forget_lost()
         self._grown, self.pass_step, self.is_void = frozenset(), None, False
 
     # -- inside --------------------------------------------------------------------------

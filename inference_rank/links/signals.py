@@ -12,6 +12,7 @@ from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
+from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
 from .base import DecodeRows
 from .connection import SharedConnection
@@ -37,6 +38,9 @@ class LinkSignals(Protocol):
 
     def mask(self) -> None:
         """Let waits return at once and raises do nothing, until `begin`."""
+
+    def forget_lost(self) -> None:
+        """Let what was not answered be that of an epoch that is over: all its passes have ended."""
 
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -111,6 +115,9 @@ class HostSignals:
 
     def mask(self) -> None:
         """See `LinkSignals.mask`: nothing is rehearsed on a CPU."""
+
+    def forget_lost(self) -> None:
+        """See `LinkSignals.forget_lost`: the connection alone knows."""
 
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -212,6 +219,19 @@ class StreamSignals:
         self._step, self._previous, self._lost = word(), word(), word()
         self._lost_on_host = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._is_masked = False
+        self._aborts = shared_stream(device, LANE_PRIORITY, number=7)
+        connection.end_waits = self.end_waits
+
+    def end_waits(self) -> None:
+        """End the waits that are under way, and all later ones of this epoch.
+
+        Safe from any thread. Without it a pass that is under way ends at the limit of its wait.
+        """
+        if self._aborts is None:
+            self._lost.fill_(1)
+            return
+        with torch.cuda.device(self._aborts.device), torch.cuda.stream(self._aborts):
+            self._lost.fill_(1)
 
     @property
     def lost_step(self) -> int:
@@ -230,10 +250,7 @@ class StreamSignals:
         if connection.lost_reason is not None:
             self.mask()
             return False
-        if self._is_masked:
-            self._lost.zero_()
-            self._lost_on_host.zero_()
-            self._is_masked = False
+        self._unmask()
         connection.announce(entry)
         self._previous.fill_(entry.step - 1)
         self._step.fill_(entry.step)
@@ -249,6 +266,7 @@ class StreamSignals:
         """See `LinkSignals.await_finished`; not to be captured."""
         if self._connection.lost_reason is not None:
             return False
+        self._unmask()
         self._previous.fill_(step)
         self._wait(self._flags.finished, self._previous)
         return self.end()  # nothing else of this pass would tell what was lost
@@ -258,6 +276,12 @@ class StreamSignals:
         if not self._is_masked:
             self._lost.fill_(1)
             self._is_masked = True
+
+    def forget_lost(self) -> None:
+        """See `LinkSignals.forget_lost`; else the next step would end the epoch that is new."""
+        if self._aborts is not None:  # the next step must not be masked by it
+            self._aborts.synchronize()
+        self._is_masked = True
 
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -324,6 +348,12 @@ class StreamSignals:
 
     def give_up(self) -> None:
         """See `LinkSignals.give_up`: the engine's own waits end."""
+
+    def _unmask(self) -> None:
+        if self._is_masked:
+            self._lost.zero_()
+            self._lost_on_host.zero_()
+            self._is_masked = False
 
     def _raise(self, flags: torch.Tensor) -> None:
         raise_flags(flags, step=self._step, lost=self._lost)

@@ -43,6 +43,7 @@ def covering(request: pytest.FixtureRequest) -> Iterator[Server]:
     selection = {
         "policy": "look_ahead",
         "budget_tokens": 600,
+        "resident_factor": 2.0,
         "num_recent_tokens": 32,
         "dense_while_fits": False,
         "index_dtype": "int8",

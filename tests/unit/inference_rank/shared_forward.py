@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import torch
+from engine_process import start_engine
 
 from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
@@ -25,20 +24,10 @@ from tandemkv.cache_rank.protocol.shared_region import RegionSizes, pools_of
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, StepLostError
-from tandemkv.inference_rank.links.connection import make_kept_tensors
+from tandemkv.inference_rank.links.kept_tensors import make_kept_tensors
 from tandemkv.inference_rank.links.sharded import host_signals, make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
 
-_ENGINE = """
-import os, sys, threading
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-from pathlib import Path
-from tandemkv.cache_rank.process import run_cache_rank
-from tandemkv.cache_rank.protocol.settings import RankSettings
-run_dir, model, settings, rank = sys.argv[1:]
-run_cache_rank(run_dir=Path(run_dir), model_dir=Path(model), max_rows=3, standby=True,
-               settings=RankSettings.model_validate_json(settings), rank=int(rank))
-"""
 ROWS, LENGTHS, STEPS = [1, 2, 3], [90, 120, 75], 40
 CONTEXT = 256
 
@@ -49,27 +38,19 @@ class Engines:
     def __init__(
         self, run_dir: RunDir, model_dir: Path, settings: RankSettings, rank: int = 0
     ) -> None:
-        self._argv = [
-            sys.executable, "-c", _ENGINE, str(run_dir.path), str(model_dir),
-            settings.model_dump_json(), str(rank),
-        ]  # fmt: skip
+        self._given = run_dir.path, model_dir, settings.model_dump_json(), rank
         self._run_dir = run_dir
-        self._running = [self._start(), self._start()]
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # It ends with this process, at the end of its input.
-        return subprocess.Popen(
-            self._argv, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE
-        )
+        self._running = [start_engine(*self._given), start_engine(*self._given)]
 
     def kill(self, number: signal.Signals) -> None:
         """Signal the one that serves, once one does, and start another."""
         deadline = time.monotonic() + 60
-        while not (found := [p for p in self._running if p.pid == self.serving()]):
+        while not (found := [p.pid for p in self._running if p.pid == self.serving()]):
             assert time.monotonic() < deadline, "none serves"
             time.sleep(0.01)
-        found[0].send_signal(number)
-        self._running.append(self._start())
+        assert found[0]
+        os.kill(found[0], number)
+        self._running.append(start_engine(*self._given))
 
     def pause(self, seconds: float) -> threading.Timer:
         """Stop the one that serves for so long; returns who lets it go on."""
@@ -86,7 +67,7 @@ class Engines:
     def close(self) -> None:
         for process in self._running:
             process.kill()
-            process.wait()
+            process.join()
 
 
 class Forward:
@@ -113,7 +94,6 @@ class Forward:
         self.link = SharedLink(
             self.connection,
             host_signals(self.connection, self.model.num_layers),
-            self.model,
             generation_of=lambda row: 10 + row,
             rows_on_host=lambda: None,
         )

@@ -77,7 +77,7 @@ def link_of(
     )  # fmt: skip
     signals = Signals(sends_beside=two_gpus)
     link = SharedLink(
-        connection, signals, MODEL, generation_of=lambda row: row, rows_on_host=lambda: None,
+        connection, signals, generation_of=lambda row: row, rows_on_host=lambda: None,
         pool=pool,
     )  # type: ignore[arg-type]  # fmt: skip
     return link, signals
