@@ -141,15 +141,15 @@ def _cores_of_ranks(tp_size: int) -> str:
     return "|".join(",".join(map(str, part)) for part in parts)
 
 
-def cache_rank_argv(*, run_dir: Path, config: Path, tp_rank: int = 0) -> tuple[str, ...]:
+def cache_rank_argv(*, run_dir: Path, config: Path, rank: int = 0) -> tuple[str, ...]:
     """Return the command line of the cache rank; `config` is what ``--print-settings`` prints.
 
-    `tp_rank` is the tensor-parallel rank that it is for.
+    `rank` is its number, of all cache ranks.
     """
-    rank = ("--tp-rank", str(tp_rank)) if tp_rank else ()
+    number = ("--rank", str(rank)) if rank else ()
     return (
         sys.executable, "-P", "-m", "tandemkv.server",
-        "cache-rank", "--run-dir", str(run_dir), *rank, "--config", str(config),
+        "cache-rank", "--run-dir", str(run_dir), *number, "--config", str(config),
     )  # fmt: skip
 
 

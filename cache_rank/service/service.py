@@ -23,6 +23,7 @@ from tandemkv.cache_rank.protocol.descriptor_socket import DescriptorListener, s
 from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.handshake import check_hello
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.messages import (
@@ -73,6 +74,8 @@ class SharedEngineService:
         Counts what goes wrong.
     homes : Homes
         Where mapped memory lies.
+    shard : HeadShard
+        Of the inference rank's KV heads, those of this cache rank.
 
     Raises
     ------
@@ -91,11 +94,12 @@ class SharedEngineService:
         max_rows: int,
         counters: Counters,
         homes: Homes,
+        shard: HeadShard,
     ) -> None:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
         whole = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
-        self._model = shard_of(whole, settings.placement.tp_size)
+        self._model, self._shard = shard_of(whole, settings.placement.num_shards), shard
         self._homes, self._gpus = homes, gpu_uuids(homes)
         self._make_policy(self._model)  # one that cannot be built is told now
         self._session: SharedSession | None = None
@@ -218,6 +222,7 @@ class SharedEngineService:
             num_rows=hello.max_rows + 1,
             page_size=hello.page_size,
             is_apart=self._settings.placement.has_far_pool,
+            shard=self._shard,
         )
         welcome = self._welcome(epoch, policy, sizes)
         self._heartbeat.expect(epoch)

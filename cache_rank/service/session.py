@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor
-from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import (
     FlagIndex,
     RegionSizes,
@@ -90,7 +90,7 @@ class SharedSession:
         self.number, self._clock = epoch, clock
         self._connection, self._tensors = connection, tensors
         pools = replace(pools_of(tensors, model, selection, sizes), allocate=self.made.allocate)
-        predict = _predictor(tensors, model, settings)
+        predict = _predictor(tensors, model, settings, sizes)
         self.engine: Engine = create(
             model=model,
             settings=settings,
@@ -107,7 +107,7 @@ class SharedSession:
             self.engine,
             tensors,
             self._make_signals(flags, settings.exchange.transfer_timeout_s),
-            self._versions(selection),
+            self._versions(pools.log_weight),
             epoch=epoch,
             num_layers=model.num_layers,
             num_resident=selection.num_resident,
@@ -136,13 +136,13 @@ class SharedSession:
             remote_outputs=tensors.get("remote_outputs"),
         )
 
-    def _versions(self, selection: SelectionSettings) -> RowVersions | None:
+    def _versions(self, log_weight: torch.Tensor | None) -> RowVersions | None:
         """Return what a step that is cut short is done again from; None if nothing is selected."""
         if not self.engine.program.selects:
             return None
         books = {name: self.made[name] for name in _VERSIONED}
-        if selection.num_samples:
-            books["sample_log_weight"] = self._tensors["sample_log_weight"]
+        if log_weight is not None:
+            books["sample_log_weight"] = log_weight
         return RowVersions(books, self.made.allocate)
 
     @property
@@ -201,12 +201,14 @@ class SharedSession:
         self.abort()
 
 
-def _predictor(tensors: MappedTensors, model: ModelSpec, settings: RankSettings) -> PredictQuery:
+def _predictor(
+    tensors: MappedTensors, model: ModelSpec, settings: RankSettings, sizes: RegionSizes
+) -> PredictQuery:
     """Return a prediction with the weights that the inference rank has put beside the engine."""
     policy = find_policy(settings.selection.policy)
     if policy.capabilities.timing is not Timing.SAME_STEP_HIDDEN:
         return _predicts_nothing
-    return MappedPredictor(tensors, model.num_layers)
+    return MappedPredictor(tensors, model.num_layers, sizes.shard)
 
 
 def _predicts_nothing(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from tandemkv.kernels.step_flags import StepWait
 from .base import DecodeRows, ExtendRow, StepLostError
 from .connection import SharedConnection
 from .remote_attention import store_tokens
+from .sharded import ShardedConnection
 from .signals import LinkSignals
 
 _DECODE_KINDS = tuple(DecodeKind)
@@ -39,8 +40,8 @@ class SharedLink:
 
     Parameters
     ----------
-    connection : SharedConnection
-        To the engine's process; an epoch is open.
+    connection : SharedConnection or ShardedConnection
+        To the engine's process, or to several; an epoch is open.
     signals : LinkSignals
         Flags and staging, on a CPU or a GPU.
     generation_of : Callable
@@ -62,7 +63,7 @@ class SharedLink:
 
     def __init__(
         self,
-        connection: SharedConnection,
+        connection: SharedConnection | ShardedConnection,
         signals: LinkSignals,
         *,
         generation_of: Callable[[int], int],
@@ -208,7 +209,7 @@ class SharedLink:
             return None
         if not self._is_open or not self._signals.await_output(layer, self._size):
             self._lose()
-        return self._connection.tensors["remote_outputs"][: self._size].flatten(1)
+        return self._connection.handed_over("remote_outputs", self._size).flatten(1)
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
         """See `Link.attend_selected`."""
@@ -217,7 +218,7 @@ class SharedLink:
         if self._is_open:
             self._signals.put_query(layer, query)
             if self._signals.await_ready(layer):
-                return self._connection.tensors["outputs"][: len(query)]
+                return self._connection.handed_over("outputs", len(query))
             self._lose()
         nothing = query.new_zeros((*query.shape[:2], query.shape[2] + 1), dtype=torch.float32)
         nothing[..., -1] = float("-inf")  # the log of no weight at all
@@ -235,7 +236,7 @@ class SharedLink:
     def resident_positions(self, layer: int) -> torch.Tensor | None:
         """See `Link.resident_positions`: the engine's books are mapped here, too."""
         book = self.program.book_of(layer)
-        return None if book is None else self._connection.books["resident_positions"][book]
+        return None if book is None else self._connection.resident_positions(book)
 
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
         """See `Link.attended`."""

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.engine import DenseLengths
+from tandemkv.cache_rank.protocol.head_shard import parts_of
 from tandemkv.cache_rank.protocol.messages import StatusReply
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import put_weights
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
@@ -17,8 +19,9 @@ from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.connection import SharedConnection, limit_s
 from tandemkv.inference_rank.links.pool import rank_run_dir
+from tandemkv.inference_rank.links.sharded import ShardedConnection, host_signals, make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
-from tandemkv.inference_rank.links.signals import HostSignals, StreamSignals
+from tandemkv.inference_rank.links.signals import LinkSignals, StreamSignals
 from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.resume.agreement import tensor_parallel
 from tandemkv.inference_rank.resume.passes import PassLog
@@ -38,7 +41,7 @@ from .local import (
 class SharedRuntime(runtime_module.Runtime):
     """What the plugin's hooks find in a process whose engine is another process."""
 
-    client: SharedConnection
+    client: SharedConnection | ShardedConnection
     mapped_bytes: int
     req_to_token_pool: Any
     penalties: PenaltyLog = field(default_factory=PenaltyLog)
@@ -111,14 +114,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     pool, selection = runner.token_to_kv_pool, settings.selection
     home = make_home(runner, settings, model, device)
     counters = Counters()
-    connection = SharedConnection(
-        run_dir=rank_run_dir(),
-        settings=settings,
-        model=model,
-        sizes=pool.mapped_sizes,
-        kept=pool.mapped,
-        counters=counters,
-    )
+    connection = _connection(settings, model, pool, counters)
     if selection.declared.predicts_from_hidden:
         predictor = live_predictor(runner, settings, model, device=device, is_far=False)
         predictor.load()
@@ -145,16 +141,33 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     return backend
 
 
-def _link(connection: SharedConnection, runtime: SharedRuntime, pool: Any) -> SharedLink:
-    """Return the link to the engine's process, which waits on a GPU or on the host."""
-    settings, model = runtime.settings, runtime.model
-    is_far = settings.placement.has_far_pool
-    limit = limit_s(settings.exchange)
-    signals = (
-        StreamSignals(connection, model.num_layers, timeout_s=limit, sends_beside=is_far)
-        if pool.mapped.homes.are_on_gpu
-        else HostSignals(connection, model.num_layers, sends_beside=is_far)
+def _connection(
+    settings: RankSettings, model: ModelSpec, pool: Any, counters: Counters
+) -> SharedConnection | ShardedConnection:
+    """Return what leads to the cache rank, or to the several that share the KV heads."""
+    shards = parts_of(settings.placement.head_shards)
+    return make_connection(
+        run_dirs=[rank_run_dir(shard) for shard in shards],
+        settings=settings,
+        model=model,
+        sizes=pool.mapped_sizes,
+        kept=pool.mapped,
+        counters=counters,
     )
+
+
+def _link(
+    connection: SharedConnection | ShardedConnection, runtime: SharedRuntime, pool: Any
+) -> SharedLink:
+    """Return the link to the engines' processes, which waits on a GPU or on the host."""
+    settings, num_layers = runtime.settings, runtime.model.num_layers
+    is_far = settings.placement.has_far_pool
+    signals: LinkSignals
+    if isinstance(connection, SharedConnection) and pool.mapped.homes.are_on_gpu:
+        limit = limit_s(settings.exchange)
+        signals = StreamSignals(connection, num_layers, timeout_s=limit, sends_beside=is_far)
+    else:
+        signals = host_signals(connection, num_layers, sends_beside=is_far)
     return SharedLink(
         connection,
         signals,

@@ -14,14 +14,15 @@ _SPAWNER = multiprocessing.get_context("forkserver")
 _SPAWNER.set_forkserver_preload(["tandemkv.cache_rank.process"])
 
 
-def start_engine(run_dir: Path, model_dir: Path, settings: str) -> BaseProcess:
-    """Start one that waits for its turn; `settings` is JSON."""
-    process = _SPAWNER.Process(target=_serve, args=(run_dir, model_dir, settings), daemon=True)
+def start_engine(run_dir: Path, model_dir: Path, settings: str, rank: int = 0) -> BaseProcess:
+    """Start one that waits for its turn; `settings` is JSON, `rank` its number."""
+    arguments = run_dir, model_dir, settings, rank
+    process = _SPAWNER.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     return process
 
 
-def _serve(run_dir: Path, model_dir: Path, settings: str) -> None:
+def _serve(run_dir: Path, model_dir: Path, settings: str, rank: int) -> None:
     from tandemkv.cache_rank.process import run_cache_rank
     from tandemkv.cache_rank.protocol.settings import RankSettings
 
@@ -33,6 +34,7 @@ def _serve(run_dir: Path, model_dir: Path, settings: str) -> None:
         max_rows=3,
         standby=True,
         settings=RankSettings.model_validate_json(settings),
+        rank=rank,
     )
 
 

@@ -73,7 +73,7 @@ def link_of(
     )
     connection = SimpleNamespace(
         program=program, step=0, epoch=1, lost_reason=None,
-        tensors={"remote_outputs": torch.arange(4 * HEADS * DIM).view(4, HEADS, DIM).float()},
+        handed_over=lambda _, size: torch.arange(size * HEADS * DIM).view(size, HEADS, DIM).float(),
     )  # fmt: skip
     signals = Signals(sends_beside=two_gpus)
     link = SharedLink(

@@ -46,7 +46,7 @@ class Signals:
         """The engine has nothing to wait for."""
 
     def forget_lost(self) -> None:
-        """No GPU knows of it."""
+        """The connection alone knows."""
 
     def end(self) -> bool:
         return True
