@@ -10,8 +10,10 @@ ARGS ?=
 WORKERS ?= 2
 
 # PYTHONSAFEPATH: the folder kernels/ would shadow a PyPI package of that name, which transformers
-# imports. OMP_NUM_THREADS: teams of spinning threads on shared cores cost 10x.
-TEST_ENV := PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1
+# imports. OMP_NUM_THREADS: teams of spinning threads on shared cores cost 10x. TORCHDYNAMO_DISABLE: as
+# `tandemkv serve` runs SGLang on a CPU; compiling its penalties takes half a minute.
+TEST_ENV := PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 \
+    TORCHDYNAMO_DISABLE=1
 PACKAGES := server inference_rank cache_rank kernels
 KUBERNETES_VERSION := 1.33
 # The first with resource.k8s.io/v1.

@@ -64,6 +64,8 @@ def test_every_hook_target_is_in_the_contract(
         {"speculative_algorithm": "EAGLE"},
         {"enable_mixed_chunk": True},
         {"tp_size": 2},
+        {"dp_size": 2},
+        {"attn_cp_size": 2},
         {"kv_cache_dtype": "fp8_e4m3"},
     ],
 )
