@@ -23,6 +23,7 @@ from tandemkv.cache_rank.counters import Counters
 from tandemkv.cache_rank.engine.factory import make_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import enable_faults
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec, shard_of
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -47,7 +48,7 @@ def run_cache_rank(
     on_ready: Callable[[], None] | None = None,
     drain_timeout_s: float = 0.0,
     standby: bool = False,
-    tp_rank: int = 0,
+    rank: int = 0,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Call it from the main thread.
 
@@ -70,8 +71,8 @@ def run_cache_rank(
         Longest time after SIGTERM for the inference rank to go first.
     standby : bool
         Load everything, then wait until no other process serves the run directory.
-    tp_rank : int
-        Tensor-parallel rank that it is for, of ``settings.placement.tp_size``.
+    rank : int
+        Its number, of ``settings.placement.num_shards``.
 
     Raises
     ------
@@ -89,11 +90,14 @@ def run_cache_rank(
     counters = Counters()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
-    tp_size = settings.placement.tp_size
-    if tp_rank >= tp_size:
-        raise SettingsError(f"tp_rank={tp_rank}: there are ranks 0 to {tp_size - 1} with --tp")
+    placement = settings.placement
+    if rank >= placement.num_shards:
+        raise SettingsError(
+            f"rank={rank}: there are cache ranks 0 to {placement.num_shards - 1} with these "
+            "--cache-ranks and --tp"
+        )
     # Before CUDA takes memory of the model's GPU.
-    homes = engine_homes(torch.device(device), tp_rank, tp_size)
+    homes = engine_homes(torch.device(device), rank // placement.head_shards, placement.tp_size)
     if standby:
         load_all(model_dir, settings, homes.here)
         await_turn(directory)
@@ -104,6 +108,7 @@ def run_cache_rank(
         max_rows=max_rows,
         counters=counters,
         homes=homes,
+        shard=HeadShard(rank % placement.head_shards, placement.head_shards),
     )
     stop = threading.Event()
     with _stopping_on_signals(stop, lambda: service.status().epoch, drain_timeout_s):
@@ -114,7 +119,7 @@ def run_cache_rank(
 def load_all(model_dir: Path, settings: RankSettings, device: torch.device) -> None:
     """Do what takes long before an epoch begins: imports, compiling, CUDA."""
     whole = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
-    model = shard_of(whole, settings.placement.tp_size)
+    model = shard_of(whole, settings.placement.num_shards)
     make_policy(model, settings, model_dir, device=device)
     torch.zeros(1, device=device)
 

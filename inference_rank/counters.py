@@ -8,7 +8,11 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class Counters:
-    """Names ending in ``_total`` only grow."""
+    """Names ending in ``_total`` only grow.
+
+    `cache_rank_lost_total` counts what this rank has lost; `lost_by_other_ranks`, of its
+    tensor-parallel group, is added where values are told.
+    """
 
     decode_steps_total: int = 0
     extend_steps_total: int = 0
@@ -35,6 +39,7 @@ class Counters:
     requests_failed_total: int = 0
     requests_refused_total: int = 0
     forced_tokens_total: int = 0
+    lost_by_other_ranks: int = 0
 
     def note_pause(self, seconds: float) -> None:
         """Count the end of a pause in which there was no cache rank."""
@@ -44,4 +49,6 @@ class Counters:
 
     def as_values(self) -> dict[str, float]:
         """Name to value."""
-        return {field.name: float(getattr(self, field.name)) for field in fields(self)}
+        found = {field.name: float(getattr(self, field.name)) for field in fields(self)}
+        found["cache_rank_lost_total"] += found.pop("lost_by_other_ranks")
+        return found

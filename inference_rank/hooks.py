@@ -41,7 +41,6 @@ _LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 _FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
-_ADJUSTMENTS = "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
 
 
 _num_rows = 0
@@ -94,7 +93,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         *_group_hooks(),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
         (_FUSED_WRITE, _never_fused, HookType.AROUND),
-        (_ADJUSTMENTS, _as_a_backend_with_sinks(backend), HookType.AROUND),
+        (sglang_versions.adjustments(), _as_a_backend_with_sinks(backend), HookType.AROUND),
     ]
 
 
@@ -115,14 +114,8 @@ def _never_fused(_original: Callable[[Any], bool], _forward_batch: Any) -> bool:
 def _as_a_backend_with_sinks(backend: str) -> Callable[..., None]:
     # SGLang runs gpt-oss with the backends of a list only: those that take its sinks, as ours does.
     def adjust(original: Callable[..., None], args: Any, *rest: Any, **options: Any) -> None:
-        resolved = args._resolved_attention_backends
-        args._resolved_attention_backends = lambda: tuple(
-            "triton" if name == backend else name for name in resolved()
-        )
-        try:
+        with sglang_versions.taken_for(args, backend, "triton"):
             original(args, *rest, **options)
-        finally:
-            del args._resolved_attention_backends
 
     return adjust
 

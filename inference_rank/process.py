@@ -75,6 +75,7 @@ def check_server_args(args: Any, placement: Placement, kv_dtype: str) -> None:
         "--tp-size": placement.maps_memory and getattr(args, "tp_size", 1) != placement.tp_size,
         "--pp-size": getattr(args, "pp_size", 1) != 1,
         "--dp-size": getattr(args, "dp_size", 1) != 1,
+        "--attn-cp-size": getattr(args, "attn_cp_size", 1) != 1,
     }
     used = [name for name, is_used in rejected.items() if is_used]
     if used:

@@ -33,8 +33,6 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.mem_cache.memory_pool.KVWriteLoc": (),
     # For models with attention sinks.
-    "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments": (),
-    "sglang.srt.server_args.ServerArgs._resolved_attention_backends": (),
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend": ("model_runner",),
     "sglang.srt.layers.layernorm.Gemma3RMSNorm": ("dim", "eps"),
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style": (

@@ -8,12 +8,14 @@ differently from version to version; what is the same in all of them is called w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import importlib
 import importlib.metadata
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import ContractError
@@ -31,13 +33,19 @@ _NO_SERVER_ARGS = 19
 """`release_req` takes no `server_args`."""
 _TRANSLATOR = 19
 """FlashInfer gets its slots from a `KVIndexTranslator`, no longer from the request table."""
+_MODEL_HOOK = 19
+"""What adjusts the arguments to a model is a function of a module, no longer their method."""
 _KEY_IN_BAG = 20
 """SGLang's first request takes its key from the configuration, no longer from its arguments."""
+_NO_GET_LOAD = 21
+"""The route `/get_load`, deprecated before, is no longer there."""
 _CHECKPOINT = 22
 """`release_kv_cache` takes `checkpoint` where it took `is_insert`."""
 
 _SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
 _RELEASE = "sglang.srt.mem_cache.common.release_kv_cache"
+_ARGS = "sglang.srt.server_args.ServerArgs"
+_MODEL = "sglang.srt.arg_groups.model_hook"
 _LAST = int(NEWEST.rpartition(".")[2])
 
 # First and last number, symbol, parameters (or fields) that are relied on.
@@ -70,6 +78,10 @@ _SYMBOLS: tuple[tuple[int, int, str, tuple[str, ...]], ...] = (
         "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator",
         ("req_to_token",),
     ),
+    (17, _MODEL_HOOK - 1, f"{_ARGS}._handle_model_specific_adjustments", ()),
+    (17, _MODEL_HOOK - 1, f"{_ARGS}._resolved_attention_backends", ()),
+    (_MODEL_HOOK, _LAST, f"{_MODEL}.handle_model_specific_adjustments", ("server_args",)),
+    (_MODEL_HOOK, _LAST, f"{_MODEL}.attention_backends_of", ("cfg",)),
     (_KEY_IN_BAG, _LAST, "sglang.srt.entrypoints.http_server.get_serving", ()),
 )
 
@@ -240,7 +252,44 @@ def tensor_size() -> int:
     return int(get_parallel().tp_size)
 
 
+# -- arguments ---------------------------------------------------------------------------
+
+
+def adjustments() -> str:
+    """Return the name of what adjusts SGLang's arguments to a model; it takes the arguments."""
+    if _number() < _MODEL_HOOK:
+        return f"{_ARGS}._handle_model_specific_adjustments"
+    return f"{_MODEL}.handle_model_specific_adjustments"
+
+
+@contextlib.contextmanager
+def taken_for(args: Any, backend: str, other: str) -> Iterator[None]:
+    """Let `adjustments` take one attention backend of `args` for another meanwhile."""
+    if _number() < _MODEL_HOOK:
+        holder, name = args, "_resolved_attention_backends"
+    else:
+        holder, name = importlib.import_module(_MODEL), "attention_backends_of"
+    original, is_own = getattr(holder, name), name in vars(holder)
+
+    def replaced(*given: Any) -> tuple[Any, ...]:
+        return tuple(other if found == backend else found for found in original(*given))
+
+    setattr(holder, name, replaced)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(holder, name, original)
+        else:
+            delattr(holder, name)
+
+
 # -- HTTP --------------------------------------------------------------------------------
+
+
+def routes_gone() -> frozenset[str]:
+    """Return the routes that the edge lets through and SGLang has no more: it answers 404."""
+    return frozenset({"/get_load"} if _number() >= _NO_GET_LOAD else ())
 
 
 def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:

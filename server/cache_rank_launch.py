@@ -24,7 +24,7 @@ from .supervision import RestartRules
 
 SETTINGS_FILE = "cache_rank.yaml"
 CACHE_RANK_LOGS = ("cache_rank", "standby")
-"""Names of logs, which a number follows, of all tensor-parallel ranks but the first."""
+"""Names of logs, which a number follows, of all cache ranks but the first."""
 MEANWHILE = "requests wait for it, for --recovery-timeout-s at most"
 """What clients get while no cache rank serves, for messages."""
 STATUS_TIMEOUT_S, PULSE_TIMEOUT_S = 0.5, 2.0
@@ -73,7 +73,7 @@ def cache_rank_launches(
     *,
     stop_signal: signal.Signals | None = signal.SIGINT,
 ) -> tuple[CacheRankLaunch, ...]:
-    """Return the cache rank of each tensor-parallel rank; none if local.
+    """Return all cache ranks; none if local.
 
     With ``--standby`` each has one that takes its place. Their directories are made.
 
@@ -108,7 +108,7 @@ def _specs(
     """Return a cache rank and, with ``--standby``, the one that takes its place."""
     names = ("cache rank", "standby cache rank") if settings.standby else ("cache rank",)
     argv = cache_rank_argv(
-        run_dir=run_dir.of_rank(rank).path, config=run_dir.path / SETTINGS_FILE, tp_rank=rank
+        run_dir=run_dir.of_rank(rank).path, config=run_dir.path / SETTINGS_FILE, rank=rank
     )
     is_one = settings.rank_settings.placement.num_cache_ranks == 1
     return [

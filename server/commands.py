@@ -104,9 +104,8 @@ def cache_rank(
         str | None, typer.Option("--model", help=f"Model directory, or {EMBEDDED_MODEL}.")
     ] = None,
     config: ConfigOption = None,
-    tp_rank: Annotated[
-        int,
-        typer.Option("--tp-rank", min=0, hidden=True, help="Tensor-parallel rank that it is for."),
+    rank: Annotated[
+        int, typer.Option("--rank", min=0, hidden=True, help="Its number, of --cache-ranks.")
     ] = 0,
 ) -> None:
     """Run one cache rank; `serve` starts it by itself.
@@ -119,7 +118,7 @@ def cache_rank(
     settings = load_settings(flags, os.environ, config)
     from .serve import run_cache_rank_process
 
-    run_cache_rank_process(settings, run_dir, tp_rank)
+    run_cache_rank_process(settings, run_dir, rank)
 
 
 @app.command()

@@ -135,6 +135,11 @@ def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
             f"tensor_parallel={settings.tensor_parallel}: each rank has a cache rank of its own, "
             "and only `tandemkv serve` starts as many; use it, or --tp 1"
         )
+    if settings.head_shards > 1:
+        raise SettingsError(
+            f"cache_ranks={settings.cache_ranks}: only `tandemkv serve` starts as many; use it, or "
+            "--cache-ranks 1"
+        )
     link, model_device = settings.wished_link or "shared", settings.device_or(device)
     placement = Placement.model_validate(
         {

@@ -55,6 +55,11 @@ def become_inference_rank(
             f"tensor_parallel={settings.tensor_parallel}: each rank has a cache rank of its own, "
             "and only `tandemkv serve` starts as many; use it, or --cache-ranks 0, or --tp 1"
         )
+    if settings.head_shards > 1:
+        raise SettingsError(
+            f"cache_ranks={settings.cache_ranks}: only `tandemkv serve` starts as many; use it, or "
+            "--cache-ranks 1"
+        )
     launch = resolve_launch(as_pair(settings), progress, num_ranks_here=1)
     run_dir = RunDir.create(path)
     refuse_live_server(run_dir)

@@ -59,7 +59,7 @@ class CacheRankLaunch:
 class LaunchPlan:
     """What to start and how to tell that it is ready, and gets on.
 
-    `cache_ranks` are one for each tensor-parallel rank; none if the inference rank is its own.
+    There are no `cache_ranks` if the inference rank is its own.
     `meanwhile` is what clients get while one of them does not serve, for messages.
     `sglang_pulse` is asked while serving, from a thread; `rules` says what follows.
     `sglang` is None if another process starts it; then its fields are not used, and that process

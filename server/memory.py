@@ -14,6 +14,8 @@ from .settings import ServeSettings
 GIB = 1 << 30
 PROCESS_TREE_BYTES = 3 * GIB
 """SGLang's three processes and the cache rank, without weights and KV (measured 2.9 GB)."""
+CACHE_RANK_BYTES = GIB // 2
+"""Of each cache rank beyond the first of an inference rank."""
 RANK_BYTES = 1 * GIB
 """Of each tensor-parallel rank beyond the first: SGLang's process and its cache rank, likewise."""
 
@@ -99,7 +101,9 @@ def estimate_memory(
         * (token_bytes // spec.num_layers * num_full)
         if on_cpu
         else 0,
-        process_bytes=PROCESS_TREE_BYTES + (tp_size - 1) * RANK_BYTES,
+        process_bytes=PROCESS_TREE_BYTES
+        + (tp_size - 1) * RANK_BYTES
+        + (settings.head_shards - 1) * CACHE_RANK_BYTES,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,
         predictor_bytes=spec.num_layers * layer * item if on_cpu and predicts else 0,
     )

@@ -133,6 +133,7 @@ def placement_of(settings: ServeSettings, device: str, reason: str) -> Placement
             "engine_device": device,
             "two_gpus": lies_on_two_gpus(link, device),
             "tp_size": settings.tensor_parallel,
+            "head_shards": settings.head_shards,
             "reason": reason,
         }
     )
@@ -145,6 +146,7 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             f"standby needs a cache rank in a process of its own, and link {placement.link} has "
             "none; leave --standby out, or use --transport shared"
         )
+    _check_shards(settings, spec, placement)
     check_dense(settings.selection, placement)
     check_windows(spec, placement)
     most_late = settings.selection.most_late(spec.num_layers, spec.windowed_layers)
@@ -154,6 +156,34 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             "all must have attended when a step's last selection begins; use --late-layers "
             f"{most_late}"
         )
+
+
+def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
+    """Refuse several cache ranks of one inference rank where they cannot share the work."""
+    count = placement.head_shards
+    if count == 1:
+        return
+    if placement.model_device != "cpu" or placement.two_gpus:
+        raise SettingsError(
+            f"cache_ranks={count}: several cache ranks of one inference rank have their K/V in one "
+            "pool of the host's memory, and on GPUs each would need a pool of its own, which is "
+            "not available; use --cache-ranks 1, or --tp with as many --cache-ranks"
+        )
+    if spec.num_kv_heads % count:
+        fits = [n for n in range(1, spec.num_kv_heads + 1) if spec.num_kv_heads % n == 0]
+        raise SettingsError(
+            f"cache_ranks={count} does not divide the {spec.num_kv_heads} KV heads of "
+            f"{settings.model}; use --cache-ranks {' or '.join(map(str, fits))}"
+        )
+    from tandemkv.cache_rank.policies.base import PolicyError
+    from tandemkv.cache_rank.policies.composition import check_shards
+    from tandemkv.cache_rank.policies.registry import find_policy
+
+    name = settings.selection.policy
+    try:
+        check_shards(find_policy(name), name, count)
+    except PolicyError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _check_without_gpus(settings: ServeSettings) -> None:

@@ -217,6 +217,13 @@ def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> No
     except PolicyError as error:
         raise SettingsError(str(error)) from error
     found = resolve_calibration(selection, spec, policy.capabilities)
+    if found.share is not None and settings.head_shards > 1 and not selection.anchors:
+        anchors = ",".join(str(layer) for layer in sorted(set(found.share.sources)))
+        raise SettingsError(
+            f"cache_ranks={settings.cache_ranks}: head maps of {found.origin} lead from one cache "
+            f"rank to another; use --anchors {anchors}, with which every head follows its own, or "
+            "--cache-ranks 1"
+        )
     if found.clusters is not None and settings.tensor_parallel > 1:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel}: policy={selection.policy} selects once "

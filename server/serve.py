@@ -101,7 +101,7 @@ def prepare_run_dir(launch: ResolvedLaunch, split: SplitLaunch | None = None) ->
             "another --run-dir"
         )
     refuse_live_server(run_dir)
-    numbers = ("", "[1-9]", "[1-9][0-9]")  # of the cache ranks of other tensor-parallel ranks
+    numbers = ("", "[1-9]", "[1-9][0-9]")  # of the cache ranks
     logs = [_SGLANG_LOG, *(f"{name}{number}.log" for name in CACHE_RANK_LOGS for number in numbers)]
     for log in logs:
         for path in (*run_dir.path.glob(log), *run_dir.path.glob(f"{log}.1")):
@@ -188,7 +188,7 @@ def make_plan(
 
 
 def make_holder(run_dir: RunDir, num_ranks: int) -> ExitStack | None:
-    """Return what holds memory for `num_ranks` inference ranks and their engines; None for none."""
+    """Return what holds the memory of `num_ranks` cache ranks; None for none."""
     if not num_ranks:
         return None
     with ExitStack() as held:
@@ -275,10 +275,10 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     )
 
 
-def run_cache_rank_process(settings: ServeSettings, path: Path, tp_rank: int = 0) -> None:
+def run_cache_rank_process(settings: ServeSettings, path: Path, rank: int = 0) -> None:
     """Be the cache rank of the run directory `path`, until a signal; see `cache_rank.process`.
 
-    `tp_rank` is the tensor-parallel rank that it is for.
+    `rank` is its number, of all cache ranks.
 
     Raises
     ------
@@ -305,6 +305,6 @@ def run_cache_rank_process(settings: ServeSettings, path: Path, tp_rank: int = 0
         device=device,
         drain_timeout_s=settings.drain_timeout_s + INFERENCE_RANK_EXIT_S,
         standby=settings.standby,
-        tp_rank=tp_rank,
+        rank=rank,
         on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),
     )

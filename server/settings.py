@@ -53,8 +53,9 @@ class ServeSettings(BaseModel):
         None,
         ge=0,
         le=64,
-        description="1: a cache rank beside SGLang, with --tp as many as that; 0: inside SGLang's "
-        "process. Default: what is predicted to be faster, see `tandemkv plan`.",
+        description="1: a cache rank beside SGLang, with --tp as many as that; on a CPU more, each "
+        "with a part of the KV heads; 0: inside SGLang's process. Default: what is predicted to be "
+        "faster, see `tandemkv plan`.",
     )
     transport: Link | None = Field(
         None,
@@ -152,6 +153,12 @@ class ServeSettings(BaseModel):
         return "local" if self.cache_ranks == 0 else self.transport
 
     @property
+    def head_shards(self) -> int:
+        """Cache ranks of each inference rank."""
+        is_shared = self.wished_link in (None, "shared")
+        return (self.cache_ranks or 1) // self.tensor_parallel or 1 if is_shared else 1
+
+    @property
     def _unplaced(self) -> Placement:
         """What is known of the placement before it is decided."""
         device = self.device_or("cpu")
@@ -161,6 +168,7 @@ class ServeSettings(BaseModel):
                 "model_device": device,
                 "engine_device": device if self.cache_device == "auto" else self.cache_device,
                 "tp_size": self.tensor_parallel,
+                "head_shards": self.head_shards,
                 "two_gpus": lies_on_two_gpus(self.wished_link or "shared", device),
             }
         )
@@ -226,12 +234,17 @@ class ServeSettings(BaseModel):
                     f"cache_ranks={given}: with transport=peer SGLang's own processes drive a "
                     "second GPU each, whatever their number; use --cache-ranks 1"
                 )
-        elif given != tp_size:
+        elif tp_size > 1 and given != tp_size:
             raise ValueError(
                 f"cache_ranks={given} and tensor_parallel={tp_size}: each tensor-parallel rank has "
                 f"one cache rank of its own; use --cache-ranks {tp_size}, or 0 for none in a "
                 "process of its own"
                 + (", or --transport peer" if given == 1 else f", or --tp {given}")
+            )
+        elif self.head_shards > 1 and self.stress_selection:
+            raise ValueError(
+                f"cache_ranks={given}: stress_selection draws other signs for other numbers of "
+                "heads; use --cache-ranks 1"
             )
 
 

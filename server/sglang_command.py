@@ -80,22 +80,24 @@ def sglang_argv(
     if settings.tensor_parallel > 1:
         # SGLang switches this on for some models, and a layer's input is then a part of the sum.
         argv += ["--tp-size", str(settings.tensor_parallel), _NO_FUSED_REDUCE]
-    chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
-    if chunk is not None and chunk % page_size:
-        raise SettingsError(
-            f"chunked_prefill_size={chunk} must be a multiple of the {page_size} tokens of a page; "
-            f"use {-(-chunk // page_size) * page_size}"
-            + (
-                ""
-                if chunk % PAGE_TOKENS
-                else f", or --recent-tokens {PAGE_TOKENS} for shorter pages"
-            )
-        )
-    if chunk is not None:
-        argv += ["--chunked-prefill-size", str(chunk)]
+    argv += _chunk_flags(settings, device, page_size)
     if settings.max_context is not None:
         argv += ["--context-length", str(settings.max_context)]
     return (*argv, *settings.sglang_args)
+
+
+def _chunk_flags(settings: ServeSettings, device: str, page_size: int) -> tuple[str, ...]:
+    """Return how much of a prompt SGLang computes at once; nothing leaves it to SGLang."""
+    chunk = settings.chunked_prefill_size or (CPU_CHUNK_TOKENS if device == "cpu" else None)
+    if chunk is None:
+        return ()
+    if chunk % page_size:
+        shorter = f", or --recent-tokens {PAGE_TOKENS} for shorter pages"
+        raise SettingsError(
+            f"chunked_prefill_size={chunk} must be a multiple of the {page_size} tokens of a page; "
+            f"use {-(-chunk // page_size) * page_size}{'' if chunk % PAGE_TOKENS else shorter}"
+        )
+    return ("--chunked-prefill-size", str(chunk))
 
 
 def sglang_env(
@@ -139,15 +141,15 @@ def _cores_of_ranks(tp_size: int) -> str:
     return "|".join(",".join(map(str, part)) for part in parts)
 
 
-def cache_rank_argv(*, run_dir: Path, config: Path, tp_rank: int = 0) -> tuple[str, ...]:
+def cache_rank_argv(*, run_dir: Path, config: Path, rank: int = 0) -> tuple[str, ...]:
     """Return the command line of the cache rank; `config` is what ``--print-settings`` prints.
 
-    `tp_rank` is the tensor-parallel rank that it is for.
+    `rank` is its number, of all cache ranks.
     """
-    rank = ("--tp-rank", str(tp_rank)) if tp_rank else ()
+    number = ("--rank", str(rank)) if rank else ()
     return (
         sys.executable, "-P", "-m", "tandemkv.server",
-        "cache-rank", "--run-dir", str(run_dir), *rank, "--config", str(config),
+        "cache-rank", "--run-dir", str(run_dir), *number, "--config", str(config),
     )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def torchrun(
         bool, typer.Option("--debug", metavar=SWITCH, help="Show tracebacks of errors.")
     ] = False,
 ) -> None:
-    """Serve as processes of torchrun: the first is SGLang's, the second the cache rank's.
+    """Serve as processes of torchrun: the first is SGLang's, each other one a cache rank's.
 
     N is 1 + C, with --cache-ranks C; left open, C is N - 1. SGLang starts the processes of --tp
     itself. Options and their sources are those of `tandemkv serve`.
@@ -94,7 +94,7 @@ def torchrun(
     if worker.role is Role.CACHE:
         silence: contextlib.ExitStack = ctx.obj
         silence.close()  # what goes wrong from here on is this process's own
-        keep_cache_rank(settings, worker.launch, verbose=verbose)
+        keep_cache_rank(settings, worker, verbose=verbose)
         return
     if said:
         console.print(said, soft_wrap=True)
@@ -104,15 +104,15 @@ def torchrun(
     serve(settings, console, verbose=verbose, split=split)
 
 
-def keep_cache_rank(settings: ServeSettings, launch: SplitLaunch, *, verbose: bool = False) -> None:
-    """Keep the cache rank of `launch` running until a signal, or until the launch is over.
+def keep_cache_rank(settings: ServeSettings, worker: Worker, *, verbose: bool = False) -> None:
+    """Keep the cache rank of `worker` running until a signal, or until the launch is over.
 
     Parameters
     ----------
     settings : ServeSettings
         As given to this process; what the first process made of them is in the run directory.
-    launch : SplitLaunch
-        Where that is.
+    worker : Worker
+        This process.
     verbose : bool
         Show the cache rank's log.
 
@@ -123,12 +123,14 @@ def keep_cache_rank(settings: ServeSettings, launch: SplitLaunch, *, verbose: bo
     typer.Exit
         With 1, if a signal ended this process and the launch goes on: torchrun has to end it.
     """
-    path = settings.run_dir or launch.run_dir
-    found = await_settings(path, launch, settings.start_timeout_s)
+    path = settings.run_dir or worker.launch.run_dir
+    found = await_settings(path, worker.launch, settings.start_timeout_s)
     run_dir = RunDir.open(path)
     enable_faults("launcher", run_dir.path)
     Launcher(
-        cache_rank_plan(found, run_dir), Console(stderr=True, highlight=False), verbose=verbose
+        cache_rank_plan(found, run_dir, worker.cache_rank),
+        Console(stderr=True, highlight=False),
+        verbose=verbose,
     ).run()
     if not is_over(run_dir):
         raise typer.Exit(1)
@@ -156,16 +158,17 @@ def await_settings(path: Path, launch: SplitLaunch, timeout_s: float) -> ServeSe
     )
 
 
-def cache_rank_plan(settings: ServeSettings, run_dir: RunDir) -> LaunchPlan:
-    """Return what the second process starts: the cache rank, and the standby if there is one."""
+def cache_rank_plan(settings: ServeSettings, run_dir: RunDir, number: int = 0) -> LaunchPlan:
+    """Return what a process starts: cache rank `number`, and its standby if there is one."""
 
     def clean_up(keep_logs: bool) -> None:
         if keep_logs:
             want_logs(run_dir)
 
-    # The signal may come to both processes at once: requests under way need the cache rank.
+    # The signal may come to all processes at once: requests under way need the cache rank.
+    launches = cache_rank_launches(settings, run_dir, stop_signal=signal.SIGTERM)
     return LaunchPlan(
-        cache_ranks=cache_rank_launches(settings, run_dir, stop_signal=signal.SIGTERM),
+        cache_ranks=launches[number : number + 1],
         meanwhile=MEANWHILE,
         sglang=None,
         is_over=lambda: is_over(run_dir),

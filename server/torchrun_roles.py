@@ -86,6 +86,11 @@ class Worker:
         return Role.CACHE if self.rank else Role.INFERENCE
 
     @property
+    def cache_rank(self) -> int:
+        """Number of the cache rank that a process of this role is."""
+        return self.rank - 1
+
+    @property
     def launch(self) -> SplitLaunch:
         """Where the processes of this host meet: what follows is the same for all of them.
 
@@ -124,8 +129,9 @@ def open_cache_ranks(settings: ServeSettings, worker: Worker) -> int | None:
     """Return ``--cache-ranks`` that the processes imply; None if something else decides it."""
     if settings.cache_ranks is not None or settings.transport is not None:
         return None
-    implied, most = worker.local_world_size - 1, 1 if settings.tensor_parallel == 1 else 0
-    return implied if implied <= most else None  # more are refused, see `check_processes`
+    implied = worker.local_world_size - 1
+    # With --tp more are refused, see `check_processes`.
+    return implied if settings.tensor_parallel == 1 or not implied else None
 
 
 def check_processes(settings: ServeSettings, worker: Worker) -> None:
@@ -159,7 +165,7 @@ def check_processes(settings: ServeSettings, worker: Worker) -> None:
     if worker.local_world_size != needed:
         roles = "the inference rank"
         if is_apart:
-            roles += " and the cache rank"
+            roles += " and the cache rank" + ("s" if needed > 2 else "")
         raise SettingsError(
             f"torchrun started {worker.local_world_size} processes, and these settings have "
             f"{needed}: {roles} (SGLang starts those of --tp itself); use --nproc-per-node "

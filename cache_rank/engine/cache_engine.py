@@ -63,19 +63,10 @@ class CacheEngine:
         self._model, self._selection, self._pools = model, selection, pools
         self._predict = predict_query
         device = self._device = pools.k[0].device
-        self._policy, says = policy, policy.capabilities
+        self._policy = policy
         policy.make_rows(pools.allocate or self._zeros, pools.num_rows)
         composition = Composition.of(type(policy))
-        interval = interval_of(selection.index_dtype, says.index, pools.page_size)
-        self.program = program = EngineProgram(
-            model,
-            settings,
-            timing=says.timing,
-            traits=policy.traits,
-            all_exact=says.all_exact,
-            keeps_queries=says.wants_query_window,
-            index_interval=interval if says.selects and not says.attends else 0,
-        )
+        self.program = program = self._make_program(settings)
         self._place_of = {layer: i for i, layer in enumerate(program.sources)}
         self._head_maps = _head_maps_of(policy, program.selecting, device)
         self._sparse = [x for x in range(model.num_layers) if program.is_sparse_layer(x)]
@@ -107,6 +98,20 @@ class CacheEngine:
             let_chain(device)
         self._seeder = Seeder(model, pools, self._mirror, device)
         self._num_steps = 0
+
+    def _make_program(self, settings: RankSettings) -> EngineProgram:
+        """Return what is done in which step, by what the policy declares."""
+        policy, says = self._policy, self._policy.capabilities
+        interval = interval_of(self._selection.index_dtype, says.index, self._pools.page_size)
+        return EngineProgram(
+            self._model,
+            settings,
+            timing=says.timing,
+            traits=policy.traits,
+            all_exact=says.all_exact,
+            keeps_queries=says.wants_query_window,
+            index_interval=interval if says.selects and not says.attends else 0,
+        )
 
     def _make_windows(self, policy: Policy) -> DeviceQueryWindows | None:
         """Return what a kernel remembers of past queries; None if the policy predicts otherwise."""

@@ -10,7 +10,7 @@ import torch
 from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 from tandemkv.cache_rank.policies.base import Policy, PolicyContext
 from tandemkv.cache_rank.policies.checkpoint import Checkpoint
-from tandemkv.cache_rank.policies.composition import check_device
+from tandemkv.cache_rank.policies.composition import check_device, check_shards
 from tandemkv.cache_rank.policies.registry import (
     check_pooling,
     check_resolved,
@@ -78,6 +78,7 @@ def make_policy(
     capabilities = policy_class.capabilities
     check_resolved(policy_class, selection)
     check_device(policy_class, selection.policy, device.type)
+    check_shards(policy_class, selection.policy, settings.placement.head_shards)
     check_pooling(policy_class, selection)
     reads_rotary = options_of(policy_class, selection).reads_rotary(capabilities)
     found = resolve_calibration(selection, calibrated or model, capabilities)
@@ -90,5 +91,6 @@ def make_policy(
             rotary=read_rotary(model_dir) if reads_rotary and model_dir is not None else None,
             share=found.share,
             clusters=found.clusters,
+            has_strided_pools=settings.placement.head_shards > 1,
         )
     )

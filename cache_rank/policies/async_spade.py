@@ -57,7 +57,7 @@ class AsyncSpadePolicy(WindowedPolicy):
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.NEXT_STEP, wants_query_window=True, prediction="ridge"
+        timing=Timing.NEXT_STEP, wants_query_window=True, prediction="ridge", per_head=True
     )
     options_model: ClassVar[type[PolicyOptions]] = AsyncSpadeOptions
     options: AsyncSpadeOptions

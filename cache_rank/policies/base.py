@@ -68,6 +68,10 @@ class PolicyCapabilities:
         launch the same work in each step, of one shape whatever the lengths, do not wait for the
         device, and keep what they remember in tensors by row. On a GPU, where a step is captured
         once and replayed, others are refused.
+    per_head : bool
+        A promise: what is selected, or attended to, for a KV head depends on nothing of other KV
+        heads. Several cache ranks have a part of the heads each, and other policies are refused
+        there.
     """
 
     timing: Timing
@@ -80,6 +84,7 @@ class PolicyCapabilities:
     index: Literal["keys", "page_bounds"] = "keys"
     calibration: Literal["kascade", "sync_kv"] | None = None
     graph_safe: bool = False
+    per_head: bool = False
 
     @property
     def attends(self) -> bool:
@@ -183,6 +188,7 @@ class PolicyContext:
     `device` is where queries and scores are. `checkpoint` and `rotary` are None if no model
     directory is at hand; `share` and `clusters` are what the calibration says, None where it is not
     needed. Weights that decode steps use are to be on `device` before the first of them.
+    `has_strided_pools`: `StoredKV` are views of pools that have other KV heads as well.
     """
 
     model: ModelSpec
@@ -192,6 +198,7 @@ class PolicyContext:
     rotary: Rotary | None = None
     share: LayerShare | None = None
     clusters: HeadClusters | None = None
+    has_strided_pools: bool = False
 
 
 @dataclass(frozen=True, slots=True)

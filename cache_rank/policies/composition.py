@@ -102,6 +102,25 @@ def check_device(policy: type[Policy], name: str, device: str) -> None:
         )
 
 
+def check_shards(policy: type[Policy], name: str, num_shards: int) -> None:
+    """Refuse a policy that needs all KV heads, where `num_shards` cache ranks have a part each.
+
+    Raises
+    ------
+    PolicyError
+        Saying what to do.
+    """
+    declaring = next(c for c in policy.__mro__ if "capabilities" in vars(c))
+    changed = policy.__mro__[: policy.__mro__.index(declaring)]
+    is_changed = any(callable(member) for each in changed for member in vars(each).values())
+    if num_shards > 1 and (is_changed or not policy.capabilities.per_head):
+        raise PolicyError(
+            f"policy={name} does not declare itself that it selects for each KV head alone "
+            f"(PolicyCapabilities.per_head), and {num_shards} cache ranks have a part of the heads "
+            "each; use --cache-ranks 1, or another --policy"
+        )
+
+
 def check_class(policy: type[Policy], name: str) -> None:
     """Refuse a class whose declaration and methods contradict each other.
 

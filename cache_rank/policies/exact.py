@@ -14,5 +14,5 @@ class ExactPolicy(UnselectivePolicy):
     """Every layer of a row takes the exact step: dense output at the cache rank's capacity."""
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.NONE, all_exact=True
+        timing=Timing.NONE, all_exact=True, per_head=True
     )

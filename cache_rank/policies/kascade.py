@@ -65,7 +65,7 @@ class KascadePolicy(ScoringPolicy):
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.SAME_STEP_QUERY, calibration="kascade"
+        timing=Timing.SAME_STEP_QUERY, calibration="kascade", per_head=True
     )
     options_model: ClassVar[type[PolicyOptions]] = KascadeOptions
     options: KascadeOptions

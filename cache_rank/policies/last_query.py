@@ -13,4 +13,6 @@ from .base import PolicyCapabilities, ScoringPolicy
 class LastQueryPolicy(ScoringPolicy):
     """Score with q_t what step t + 1 uses: `async_spade` with all weight on q_t."""
 
-    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.NEXT_STEP)
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.NEXT_STEP, per_head=True
+    )

@@ -87,7 +87,7 @@ class LfpsPolicy(AttendingPolicy):
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.SAME_STEP_ATTENTION, devices=("cpu",)
+        timing=Timing.SAME_STEP_ATTENTION, devices=("cpu",), per_head=True
     )
     options_model: ClassVar[type[PolicyOptions]] = LfpsOptions
     options: LfpsOptions
@@ -176,7 +176,10 @@ class LfpsPolicy(AttendingPolicy):
         model = self.context.model
         if model.dtype == "float16":
             return  # told when KV of that dtype is attended to: the rank may be given another
-        pool = torch.zeros(8, model.num_kv_heads, model.head_dim, dtype=getattr(torch, model.dtype))
+        heads = model.num_kv_heads
+        # Numba compiles anew for another layout.
+        whole = 2 * heads if self.context.has_strided_pools else heads
+        pool = torch.zeros(8, whole, model.head_dim, dtype=getattr(torch, model.dtype))[:, :heads]
         state = LfpsState(model)
         state.reserve(4)
         arrays = np.zeros((2, model.num_kv_heads), np.int64)

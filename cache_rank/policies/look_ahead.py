@@ -40,7 +40,7 @@ class LookAheadPolicy(ScoringPolicy):
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.SAME_STEP_HIDDEN, default_samples=DEFAULT_SAMPLES
+        timing=Timing.SAME_STEP_HIDDEN, default_samples=DEFAULT_SAMPLES, per_head=True
     )
     options_model: ClassVar[type[PolicyOptions]] = LookAheadOptions
     options: LookAheadOptions

@@ -18,7 +18,7 @@ class MeanQueryPolicy(WindowedPolicy):
     """Score with the mean of the latest ``window + 1`` queries."""
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.NEXT_STEP, wants_query_window=True, prediction="mean"
+        timing=Timing.NEXT_STEP, wants_query_window=True, prediction="mean", per_head=True
     )
 
     def predict(self, windows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

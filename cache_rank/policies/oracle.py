@@ -15,5 +15,5 @@ class OraclePolicy(ScoringPolicy):
     """Score with the query of the very attention that uses the selection: the bound of its kind."""
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.SAME_STEP_QUERY, default_samples=DEFAULT_SAMPLES
+        timing=Timing.SAME_STEP_QUERY, default_samples=DEFAULT_SAMPLES, per_head=True
     )

@@ -53,7 +53,7 @@ class QuestPolicy(Policy):
     """
 
     capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
-        timing=Timing.SAME_STEP_QUERY, index="page_bounds"
+        timing=Timing.SAME_STEP_QUERY, index="page_bounds", per_head=True
     )
     options_model: ClassVar[type[PolicyOptions]] = QuestOptions
     options: QuestOptions

@@ -102,8 +102,8 @@ class SFIPolicy(Policy):
       distribution per KV head. Another ``pooling`` is refused, it would give no distribution.
     - Evidence is taken at the prefill tail and in slow steps; a slow step is always W = 1.
     - Norms of keys are computed from the keys, not cached.
-    - Cross-head exclusivity is over the KV heads of this cache rank: of the whole layer as long
-      as one cache rank holds it, of the shard otherwise.
+    - Cross-head exclusivity is over the KV heads of a tensor-parallel rank: of the whole layer
+      without ``--tp``. Several cache ranks with a part of them each are refused.
     - J ends where the recent window of the step that uses the selection begins.
     - What is selected enters a resident set that holds ``resident_factor`` selections (LRU): with
       the default 2, tokens of the selection before are attended to as well; 1 is the paper's.

@@ -19,4 +19,6 @@ class StreamingPolicy(UnselectivePolicy):
     Deviation: tokens keep their own positions, they are not renumbered within the window.
     """
 
-    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(timing=Timing.NONE)
+    capabilities: ClassVar[PolicyCapabilities] = PolicyCapabilities(
+        timing=Timing.NONE, per_head=True
+    )

@@ -49,6 +49,12 @@ class Placement(Strict):
         le=64,
         description="GPUs that the model is split over, or processes on a CPU.",
     )
+    head_shards: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Cache ranks of each inference rank; each has a part of its KV heads.",
+    )
     two_gpus: bool = Field(
         default=False,
         description="Whether the processes of link shared have a GPU each, or are laid out so.",
@@ -59,8 +65,13 @@ class Placement(Strict):
 
     @property
     def num_cache_ranks(self) -> int:
-        """Processes of cache ranks besides SGLang's own: one for each tensor-parallel rank."""
-        return self.tp_size if self.maps_memory else 0
+        """Processes of cache ranks besides SGLang's own."""
+        return self.num_shards if self.maps_memory else 0
+
+    @property
+    def num_shards(self) -> int:
+        """Parts that the model's KV heads are in, over all inference ranks."""
+        return self.tp_size * self.head_shards
 
     @property
     def has_peer_gpu(self) -> bool:
@@ -94,6 +105,8 @@ class Placement(Strict):
         model, ranks = str(self.model_device), "cache rank"
         if self.tp_size > 1:
             model, ranks = f"{self.tp_size} {_HOSTS[self.model_device]}", "cache rank of each"
+        if self.head_shards > 1:
+            ranks = f"{self.head_shards} cache ranks, each with its part of the KV heads,"
         where = _WHERE["shared, two GPUs" if self.maps_memory and self.two_gpus else self.link]
         return f"link {self.link}: model on {model}, {ranks} {where}; {self.reason}"
 

@@ -14,10 +14,13 @@ import torch
 from tandemkv.kernels.query import QueryWeights, predict_query
 
 from .errors import ProtocolError
+from .head_shard import HeadShard
 from .mapped_tensors import MappedTensors
 
 PREDICTOR_PREFIX = "predict_"
 _OPTIONAL = ("norm", "weight_scale", "bias", "query_norm")
+_BY_HEAD = ("weight", "weight_scale", "bias")
+"""With a row for each element of each query head."""
 _EPSILONS = "epsilons"
 _NUMBERS = "layers"
 _FORM = "form"
@@ -81,6 +84,8 @@ class MappedPredictor:
         With the weights; to be kept as long as this object.
     num_layers : int
         Of the model.
+    shard : HeadShard
+        Of the heads that the weights are of, those to predict for.
 
     Raises
     ------
@@ -88,7 +93,9 @@ class MappedPredictor:
         If they are of another model, or incomplete.
     """
 
-    def __init__(self, tensors: MappedTensors, num_layers: int) -> None:
+    def __init__(
+        self, tensors: MappedTensors, num_layers: int, shard: HeadShard | None = None
+    ) -> None:
         names = ("weight", _NUMBERS, _EPSILONS, _FORM, _COS_SIN)
         missing = [name for name in names if PREDICTOR_PREFIX + name not in tensors]
         if missing:
@@ -106,6 +113,12 @@ class MappedPredictor:
         epsilons = tensors[PREDICTOR_PREFIX + _EPSILONS].tolist()
         head_dim, rotates_neighbours = tensors[PREDICTOR_PREFIX + _FORM].tolist()
         self._cos_sin = tensors[PREDICTOR_PREFIX + _COS_SIN]
+        self._shard = shard = shard or HeadShard()
+        # A norm over all heads takes all of them: what is predicted must not depend on the shards.
+        norm = parts.get("query_norm")
+        self._predicts_all = norm is not None and norm.shape[1] != head_dim
+        if not self._predicts_all:
+            parts |= {name: shard.of(parts[name], 1) for name in _BY_HEAD if name in parts}
         self._layers = {
             layer: QueryWeights(
                 **{name: part[place] for name, part in parts.items()},
@@ -121,4 +134,5 @@ class MappedPredictor:
 
     def __call__(self, layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``[B, Hq, D]`` for `hidden` ``[B, hidden_size]``; `hidden` stays as it is."""
-        return predict_query(hidden, positions, self._layers[layer], self._cos_sin)
+        query = predict_query(hidden, positions, self._layers[layer], self._cos_sin)
+        return self._shard.of(query, 1) if self._predicts_all else query

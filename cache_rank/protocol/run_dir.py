@@ -34,7 +34,7 @@ _SOCKET_NAMES = (
 )
 _TEMPORARY, _METRICS = "sglang-tmp", "sglang-metrics"
 _OF_RANKS = ("tp[1-9]", "tp[1-9][0-9]")
-"""Directories of the tensor-parallel ranks but the first, see `RunDir.of_rank`."""
+"""Directories of the cache ranks but the first, see `RunDir.of_rank`."""
 _LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
 """The last is a socket of SGLang's, whose name it gets from the standard library."""
 _MADE = (
@@ -110,7 +110,7 @@ class RunDir:
         return run_dir
 
     def of_rank(self, rank: int, *, create: bool = False) -> RunDir:
-        """Return where tensor-parallel rank `rank` meets the cache rank of its own.
+        """Return where cache rank `rank` meets its inference rank.
 
         The first one's is this directory; the others have one each inside, with a token, sockets
         and epochs of their own.
@@ -118,7 +118,7 @@ class RunDir:
         Parameters
         ----------
         rank : int
-            In SGLang's tensor-parallel group, from 0.
+            Its number, from 0: those of the first tensor-parallel rank come first.
         create : bool
             Make it, if it is not there. Else it is not looked at: it is for its user to miss.
 

@@ -65,10 +65,10 @@ class SelectionSettings(Strict):
         description="The policy's own options, those that differ from their defaults.",
     )
     budget_tokens: int = Field(
-        default=1024, ge=0, le=65536, description="K: tokens selected per KV head."
+        default=1792, ge=0, le=65536, description="K: tokens selected per KV head."
     )
     resident_factor: float = Field(
-        default=2.0,
+        default=1.0,
         ge=1.0,
         le=16.0,
         description="c: the resident set holds sink + c*K tokens, and all of them are attended to.",
@@ -88,7 +88,7 @@ class SelectionSettings(Strict):
         default=None,
         ge=1,
         le=65536,
-        description="Rows fetched per head and step at most; default K/16, but at least 64, "
+        description="Rows fetched per head and step at most; default K/4, but at least 64, "
         "or K if that is less; sfi and sync_kv K.",
     )
     index_dtype: Literal["native", "int8", "int4"] = Field(
@@ -246,7 +246,7 @@ class SelectionSettings(Strict):
             return self.fetch_cap
         if self.declared.has_slow_steps:
             return max(1, self.budget_tokens)  # it selects seldom, and then all of it
-        return max(1, self.budget_tokens // 16, min(self.budget_tokens, LEAST_FETCH_CAP))
+        return max(1, self.budget_tokens // 4, min(self.budget_tokens, LEAST_FETCH_CAP))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

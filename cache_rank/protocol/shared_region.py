@@ -19,17 +19,21 @@ host
 
 Where both are one device, resident sets lie behind the tokens in the same tensor, so that attention
 names both by one list of slots (`RegionSizes.is_apart`).
+
+Several cache ranks of one inference rank (`RegionSizes.shard`) map one pool of all KV heads and one
+request table; each reads and writes its own heads there. Flags, ring and staging are made for each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from tandemkv.cache_rank.protocol.engine import EnginePools
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, TensorSpec
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
@@ -58,12 +62,15 @@ class RegionSizes:
     is_apart : bool
         Whether resident sets, latest tokens and samples of each row lie apart from the pool, beside
         the model (`Placement.has_far_pool`).
+    shard : HeadShard
+        Of the pool's KV heads, those that the model of this region has.
     """
 
     num_slots: int
     num_rows: int
     page_size: int
     is_apart: bool = False
+    shard: HeadShard = field(default_factory=HeadShard)
 
     @property
     def max_batch(self) -> int:
@@ -111,7 +118,7 @@ def kept_specs(
 ) -> tuple[TensorSpec, ...]:
     """Return what survives an epoch: K/V, resident sets, and tables."""
     slots, layers = sizes.num_slots, model.num_layers
-    heads, dim = model.num_kv_heads, model.head_dim
+    heads, dim = model.num_kv_heads * sizes.shard.count, model.head_dim
     beside: tuple[TensorSpec, ...] = ()
     if sizes.is_apart:
         beside = tuple(
@@ -228,11 +235,13 @@ def check_region(
 def pools_of(
     tensors: MappedTensors, model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
 ) -> EnginePools:
-    """Return the engine's pools as views of the mapped tensors."""
-    kv, width = tensors["kv"], selection.num_resident
+    """Return the engine's pools as views of the mapped tensors, of its own KV heads."""
+    shard, width = sizes.shard, selection.num_resident
+    kv = shard.of(tensors["kv"], 3)
     layers = range(model.num_layers)
     if sizes.is_apart:
-        resident = list(zip(tensors["resident_k"], tensors["resident_v"], strict=True))
+        sets = (shard.of(tensors[name], 3) for name in ("resident_k", "resident_v"))
+        resident = list(zip(*sets, strict=True))
     else:
         shape = (sizes.num_rows, width, model.num_kv_heads, model.head_dim)
         tail = kv[:, :, sizes.num_slots : sizes.num_slots + sizes.num_rows * width]
@@ -242,7 +251,7 @@ def pools_of(
         v=[kv[x, 1, : sizes.num_slots] for x in layers],
         resident=resident,
         page_size=sizes.page_size,
-        log_weight=tensors["sample_log_weight"] if selection.num_samples else None,
+        log_weight=shard.of(tensors["sample_log_weight"], 2) if selection.num_samples else None,
         is_far=sizes.is_apart,
     )
 

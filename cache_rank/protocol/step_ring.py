@@ -8,8 +8,9 @@ is larger lies in mapped tensors that the entry's step number orders.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -90,6 +91,8 @@ class StepEntry:
         Of a decode: longest request that is not selected for.
     rows : tuple of StepRow
         The requests, in the order of the batch.
+    announced_ns : int
+        When it was written, by the host's monotonic clock; 0 before that.
     """
 
     kind: EntryKind
@@ -97,6 +100,7 @@ class StepEntry:
     variant: int = 0
     num_cold: int = 0
     rows: tuple[StepRow, ...] = ()
+    announced_ns: int = field(default=0, compare=False)
 
 
 _KINDS = frozenset(EntryKind)
@@ -154,7 +158,8 @@ class StepRing:
             self._consumed, oldest, timeout_s=timeout_s, is_over=is_over
         ):
             raise CacheRankLostError("the cache rank does not read its announcements")
-        record = [int(entry.kind), entry.step, entry.variant, entry.num_cold, len(entry.rows), 0]
+        record = [int(entry.kind), entry.step, entry.variant, entry.num_cold, len(entry.rows)]
+        record.append(time.monotonic_ns())
         for row in entry.rows:
             record += (row.row, row.generation, row.length, row.prefix_len, row.window, row.flags)
         self._words[number % NUM_ENTRIES, : len(record)] = record
@@ -174,7 +179,7 @@ class StepRing:
         if not self._flags.wait(self._announced, number, timeout_s=timeout_s, is_over=is_over):
             return None
         record = self._words[number % NUM_ENTRIES].tolist()
-        kind, step, variant, num_cold, count, _ = record[:_HEADER]
+        kind, step, variant, num_cold, count, announced_ns = record[:_HEADER]
         if not 0 <= count <= self._max_rows or kind not in _KINDS or min(step, variant) < 0:
             raise ProtocolError(f"announcement {number}: kind={kind}, {count} requests")
         words = record[_HEADER : _HEADER + count * ROW_WORDS]
@@ -188,5 +193,6 @@ class StepRing:
         reach("ring.read")
         self._flags.raise_to(self._consumed, number)
         return StepEntry(
-            kind=EntryKind(kind), step=step, variant=variant, num_cold=num_cold, rows=rows
-        )
+            kind=EntryKind(kind), step=step, variant=variant, num_cold=num_cold, rows=rows,
+            announced_ns=announced_ns,
+        )  # fmt: skip

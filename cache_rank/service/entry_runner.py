@@ -21,6 +21,7 @@ from tandemkv.cache_rank.protocol.step_ring import (
 )
 from tandemkv.kernels.to_device import to_device
 
+from .announcements import AnnouncementDelays
 from .row_versions import RowVersions
 from .signals import EngineSignals, StepAbortedError
 from .stream_signals import Lanes, StepGraphs, StreamSignals
@@ -52,6 +53,11 @@ class EntryRunner:
         Where the two hosts tell each other what was taken, and what was taken up.
     warm_up : Callable
         Loads what prompts need, before the first of them.
+
+    Attributes
+    ----------
+    delays : AnnouncementDelays
+        Of the decode steps.
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class EntryRunner:
         self._step = 0
         self._unindexed: list[int] = []
         self.num_restored = self.num_reseeded = 0
+        self.delays = AnnouncementDelays()
 
     def run(self, entry: StepEntry) -> None:
         """Do what `entry` asks for; returns when its end is announced, or queued on a GPU.
@@ -196,7 +203,9 @@ class EntryRunner:
         slow = [bool(row.flags & SLOW) for row in entry.rows]
         self._load(kind, rows, lengths, num_cold=entry.num_cold, slow=slow)
         self._signals.raise_loaded()
-        if not self._graphs.replay(str(kind), size):
+        is_queued = self._graphs.replay(str(kind), size)
+        self.delays.note(entry)
+        if not is_queued:
             self._select(kind, size)
         return tuple(r for r in entry.rows if r.row) if kind is DecodeKind.SELECTING else ()
 

@@ -23,6 +23,7 @@ from tandemkv.cache_rank.protocol.descriptor_socket import DescriptorListener, s
 from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.handshake import check_hello
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.messages import (
@@ -73,6 +74,8 @@ class SharedEngineService:
         Counts what goes wrong.
     homes : Homes
         Where mapped memory lies.
+    shard : HeadShard
+        Of the inference rank's KV heads, those of this cache rank.
 
     Raises
     ------
@@ -91,11 +94,12 @@ class SharedEngineService:
         max_rows: int,
         counters: Counters,
         homes: Homes,
+        shard: HeadShard,
     ) -> None:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
         whole = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
-        self._model = shard_of(whole, settings.placement.tp_size)
+        self._model, self._shard = shard_of(whole, settings.placement.num_shards), shard
         self._homes, self._gpus = homes, gpu_uuids(homes)
         self._make_policy(self._model)  # one that cannot be built is told now
         self._session: SharedSession | None = None
@@ -162,6 +166,7 @@ class SharedEngineService:
             values["index_bytes"] = float(session.engine.nbytes)
             restored, reseeded = session.resumed_rows
             values |= {"restored_rows": float(restored), "reseeded_rows": float(reseeded)}
+            values |= session.delays.values()
         return StatusReply(
             role="cache_rank",
             epoch=session.number if session is not None else 0,
@@ -217,18 +222,9 @@ class SharedEngineService:
             num_rows=hello.max_rows + 1,
             page_size=hello.page_size,
             is_apart=self._settings.placement.has_far_pool,
+            shard=self._shard,
         )
-        says, selection = policy.capabilities, self._settings.selection
-        interval = interval_of(selection.index_dtype, says.index, hello.page_size)
-        welcome = Welcome(
-            epoch=epoch,
-            num_slots=sizes.num_slots,
-            timing=int(says.timing),
-            all_exact=says.all_exact,
-            traits=policy.traits,
-            keeps_queries=says.wants_query_window,
-            index_interval=interval if says.selects and not says.attends else 0,
-        )
+        welcome = self._welcome(epoch, policy, sizes)
         self._heartbeat.expect(epoch)
         if not self._control.send(peer, welcome):
             self._heartbeat.forget()
@@ -243,6 +239,20 @@ class SharedEngineService:
             return
         self._counters.epochs_total += 1
         logger.info("epoch %d: %s, %d rows", epoch, model.dtype, hello.max_rows)
+
+    def _welcome(self, epoch: int, policy: Policy, sizes: RegionSizes) -> Welcome:
+        """Return what the inference rank must know of the policy and of the memory."""
+        says, selection = policy.capabilities, self._settings.selection
+        interval = interval_of(selection.index_dtype, says.index, sizes.page_size)
+        return Welcome(
+            epoch=epoch,
+            num_slots=sizes.num_slots,
+            timing=int(says.timing),
+            all_exact=says.all_exact,
+            traits=policy.traits,
+            keeps_queries=says.wants_query_window,
+            index_interval=interval if says.selects and not says.attends else 0,
+        )
 
     def _accept(self, epoch: int, model: ModelSpec, sizes: RegionSizes) -> SharedSession:
         """Take the inference rank's memory, and build the engine on it."""
@@ -312,5 +322,16 @@ class SharedEngineService:
         session, self._session = self._session, None
         self._heartbeat.forget()
         if session is not None:
-            logger.info("epoch %d ends: %s", session.number, reason)
+            logger.info("epoch %d ends: %s%s", session.number, reason, _told(session))
             session.close()
+
+
+def _told(session: SharedSession) -> str:
+    """Return how soon decode steps began, for the log; nothing if there was none."""
+    found = session.delays.values()
+    if not found:
+        return ""
+    return (
+        f"; decode steps began {found['announcement_p50_us']:.0f} us after their announcement "
+        f"(median; {found['announcement_p99_us']:.0f} us in 99 of 100)"
+    )

@@ -35,6 +35,7 @@ from tandemkv.cache_rank.protocol.step_flags import StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepRing
 from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
 
+from .announcements import AnnouncementDelays
 from .entry_runner import EntryRunner
 from .row_versions import RowVersions
 from .signals import HostSignals, StepAbortedError
@@ -89,7 +90,7 @@ class SharedSession:
         self.number, self._clock = epoch, clock
         self._connection, self._tensors = connection, tensors
         pools = replace(pools_of(tensors, model, selection, sizes), allocate=self.made.allocate)
-        predict = _predictor(tensors, model, settings)
+        predict = _predictor(tensors, model, settings, sizes)
         self.engine: Engine = create(
             model=model,
             settings=settings,
@@ -98,30 +99,15 @@ class SharedSession:
             predict_query=predict,
             model_dir=model_dir,
         )
-        flags, at = StepFlags(tensors["flags"]), FlagIndex(model.num_layers)
-        self._ring = StepRing(tensors["ring"], flags, announced=at.ANNOUNCED, consumed=at.CONSUMED)
         self._over = threading.Event()
         self._on_gpu: StreamSignals | None = None
-        if tensors.homes.are_on_gpu:
-            limit = settings.exchange.transfer_timeout_s
-            self._on_gpu = StreamSignals(tensors, flags, model.num_layers, timeout_s=limit)
-        signals = self._on_gpu or HostSignals(
-            flags,
-            model.num_layers,
-            is_gone=self._over.is_set,
-            clock=clock,
-            remote_outputs=tensors.get("remote_outputs"),
-        )
-        books: dict[str, torch.Tensor] = {}
-        if self.engine.program.selects:
-            books = {name: self.made[name] for name in _VERSIONED}
-            if selection.num_samples:
-                books["sample_log_weight"] = tensors["sample_log_weight"]
+        flags, at = StepFlags(tensors["flags"]), FlagIndex(model.num_layers)
+        self._ring = StepRing(tensors["ring"], flags, announced=at.ANNOUNCED, consumed=at.CONSUMED)
         self._runner = EntryRunner(
             self.engine,
             tensors,
-            signals,
-            RowVersions(books, self.made.allocate) if books else None,
+            self._make_signals(flags, settings.exchange.transfer_timeout_s),
+            self._versions(pools.log_weight),
             epoch=epoch,
             num_layers=model.num_layers,
             num_resident=selection.num_resident,
@@ -136,10 +122,38 @@ class SharedSession:
         self._wake, self._waker = socket.socketpair()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
+    def _make_signals(self, flags: StepFlags, limit_s: float) -> HostSignals | StreamSignals:
+        """Return what waits for the inference rank: the GPU's streams, or this thread."""
+        tensors, num_layers = self._tensors, self.engine.program.num_layers
+        if tensors.homes.are_on_gpu:
+            self._on_gpu = StreamSignals(tensors, flags, num_layers, timeout_s=limit_s)
+            return self._on_gpu
+        return HostSignals(
+            flags,
+            num_layers,
+            is_gone=self._over.is_set,
+            clock=self._clock,
+            remote_outputs=tensors.get("remote_outputs"),
+        )
+
+    def _versions(self, log_weight: torch.Tensor | None) -> RowVersions | None:
+        """Return what a step that is cut short is done again from; None if nothing is selected."""
+        if not self.engine.program.selects:
+            return None
+        books = {name: self.made[name] for name in _VERSIONED}
+        if log_weight is not None:
+            books["sample_log_weight"] = log_weight
+        return RowVersions(books, self.made.allocate)
+
     @property
     def resumed_rows(self) -> tuple[int, int]:
         """Rows whose resident sets were taken up, and rows that were seeded anew."""
         return self._runner.num_restored, self._runner.num_reseeded
+
+    @property
+    def delays(self) -> AnnouncementDelays:
+        """From the announcement of decode steps until the engine began them."""
+        return self._runner.delays
 
     @property
     def is_over(self) -> bool:
@@ -187,12 +201,14 @@ class SharedSession:
         self.abort()
 
 
-def _predictor(tensors: MappedTensors, model: ModelSpec, settings: RankSettings) -> PredictQuery:
+def _predictor(
+    tensors: MappedTensors, model: ModelSpec, settings: RankSettings, sizes: RegionSizes
+) -> PredictQuery:
     """Return a prediction with the weights that the inference rank has put beside the engine."""
     policy = find_policy(settings.selection.policy)
     if policy.capabilities.timing is not Timing.SAME_STEP_HIDDEN:
         return _predicts_nothing
-    return MappedPredictor(tensors, model.num_layers)
+    return MappedPredictor(tensors, model.num_layers, sizes.shard)
 
 
 def _predicts_nothing(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
-from tandemkv.kernels.flags import wait_flags
 
 from .dense_steps import DenseSteps
 from .graph_variants import PlanFence, PlansApart
 from .probe import AttentionProbe
-from .resident_attention import FlashInferResident, PagedResident
-from .resident_home import ResidentHome
+from .resident_attention import FlashInferResident, PagedResident, ResidentAttention
+from .resident_home import ResidentHome, wait_now
 
 
 class ResidentBackend(AttentionBackend):
@@ -64,7 +63,7 @@ class ResidentBackend(AttentionBackend):
         # SGLang's models find both here.
         self.req_to_token_pool = self._pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self._sparse: FlashInferResident | PagedResident = (
+        self._sparse: ResidentAttention = (
             FlashInferResident(runner, home.table, home.pool, home.samples)
             if device.type == "cuda"
             else PagedResident(home.table, home.pool, home.samples)
@@ -157,7 +156,7 @@ class ResidentBackend(AttentionBackend):
             if awaited is not None and save_kv_cache:
                 self._home.await_in_write(awaited)  # a launch less than waiting for itself
             elif awaited is not None:
-                wait_flags(awaited)
+                wait_now(awaited)
             out = self._sparse.attend(
                 q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse,
                 rest=link.attend_selected(index, query), sinks=kwargs.get("sinks"),

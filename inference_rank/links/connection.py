@@ -29,11 +29,10 @@ from tandemkv.cache_rank.protocol.errors import (
 from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
-from tandemkv.cache_rank.protocol.held_tensors import let_hold, same_tensors, take_held
-from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.held_tensors import let_hold, take_held
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import Goodbye, Timing, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_devices import gpu_uuids
@@ -106,8 +105,13 @@ class SharedConnection:
         Number of the epoch, and of the step announced last; steps are counted over all epochs.
     confirmed : int
         Latest step whose results were taken.
+    has_left : bool
+        There is no epoch because this rank left it: its engine lives.
     program : EngineProgram
         What the engine does in which layer.
+    end_waits : Callable or None
+        Called when the epoch is lost, by whoever finds it so and before anybody else sees it: lets
+        what waits for the engine on a GPU wait no longer.
     """
 
     program: EngineProgram
@@ -133,6 +137,8 @@ class SharedConnection:
         self._ours = MappedTensors()
         self.lost_reason: str | None = "not connected yet"
         self.epoch = self.step = self.confirmed = 0
+        self.has_left = False
+        self.end_waits: Callable[[], None] | None = None
         self._fence: Fence | None = None
         self._is_first = False
         exchange = settings.exchange
@@ -149,6 +155,11 @@ class SharedConnection:
 
     def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
         """Open the first epoch; raises what `open_connection` raises."""
+        self.take_books()
+        self.adopt(self.open_connection(timeout_s=timeout_s))
+
+    def take_books(self) -> None:
+        """Take what is held of an earlier engine's memory, before the first epoch."""
         # What an earlier inference rank's engine remembered is of requests that ended with it.
         self._theirs = take_held(
             self._run_dir.holder_socket,
@@ -157,7 +168,6 @@ class SharedConnection:
             homes=self._kept.homes,
         )
         self._is_first = True
-        self.adopt(self.open_connection(timeout_s=timeout_s))
 
     def open_connection(self, *, timeout_s: float) -> OpenedEpoch:
         """Meet the cache rank with new flags, ring and staging, within `timeout_s` in all.
@@ -252,7 +262,7 @@ class SharedConnection:
         self.epoch = welcome.epoch
         self._counters.epochs_total += 1
         with self._lock:
-            self.lost_reason = None
+            self.lost_reason, self.has_left = None, False
         self._heartbeat.start(welcome.epoch)
         wake, self._waker = socket.socketpair()
         threading.Thread(
@@ -261,10 +271,7 @@ class SharedConnection:
 
     def mark_lost(self, reason: str) -> None:
         """End the epoch: nothing is waited for any more. Safe from any thread, idempotent."""
-        with self._lock:
-            if self.lost_reason is not None:
-                return
-            self.lost_reason = reason
+        if self._lose(reason):
             self._counters.cache_rank_lost_total += 1
 
     def leave(self, reason: str) -> None:
@@ -272,13 +279,25 @@ class SharedConnection:
 
         Nothing happens if the epoch is lost already.
         """
-        with self._lock:
-            if self.lost_reason is not None:
-                return
-            self.lost_reason = reason
+        if not self._lose(reason):
+            return
+        self.has_left = True
+        self._flags.raise_to(self._at.ABORTED, self.step)  # it may wait in a broken step
         if self._fence is not None:
             self._fence.grace_s = _GRACE_S
         self._say_goodbye()
+
+    def _lose(self, reason: str) -> bool:
+        with self._lock:
+            if self.lost_reason is not None:
+                return False
+            try:
+                if self.end_waits is not None:
+                    self.end_waits()
+            except Exception:  # they end at their limit
+                _LOG.exception("waits for the engine cannot be ended at once")
+            self.lost_reason = reason
+            return True
 
     def close(self) -> None:
         """Say goodbye and release what belongs to the epoch. Idempotent."""
@@ -305,6 +324,14 @@ class SharedConnection:
     def books(self) -> MappedTensors:
         """What the engine remembers of each row, held here too: it outlives the engine."""
         return self._theirs
+
+    def handed_over(self, name: str, size: int) -> torch.Tensor:
+        """Return ``[size, Hq, n]``, what the engine has handed over as the staging `name`."""
+        return self.tensors[name][:size]
+
+    def resident_positions(self, book: int) -> torch.Tensor:
+        """Return ``[rows, H, R]`` int32, the engine's books of what is resident."""
+        return self.books["resident_positions"][book]
 
     @property
     def epoch_bytes(self) -> int:
@@ -441,38 +468,3 @@ class SharedConnection:
 def limit_s(exchange: ExchangeSettings) -> float:
     """Return how long a step waits for an engine that makes no progress."""
     return exchange.heartbeat_interval_s * exchange.heartbeat_misses + _MARGIN_S
-
-
-def make_kept_tensors(
-    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes, run_dir: RunDir
-) -> MappedTensors:
-    """Make what survives an epoch, where `homes` says.
-
-    What the launcher holds of an earlier inference rank is taken instead; what was stored in it is
-    forgotten. The launcher holds it from then on.
-
-    Raises
-    ------
-    SettingsError
-        If the memory is not to be had; nothing is left then.
-    """
-    holder, token = run_dir.holder_socket, run_dir.token
-    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu)[0]
-    kept = take_held(holder, token=token, group=KEPT, homes=homes)
-    for spec in kept.specs:
-        if spec.name.startswith(PREDICTOR_PREFIX):  # put anew, of the model that is loaded now
-            kept.forget(spec.name)
-    if same_tensors(kept, wanted):
-        for spec in wanted:
-            if spec.name != "kv":  # which slots hold something, the tables say
-                kept[spec.name].zero_()
-        return kept
-    kept.close()
-    kept = MappedTensors(homes)
-    try:
-        kept.allocate_all(wanted)
-    except BaseException:
-        kept.close()
-        raise
-    let_hold(holder, kept, token=token, group=KEPT)
-    return kept

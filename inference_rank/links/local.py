@@ -70,15 +70,11 @@ class LocalLink:
         # On the same GPU the engine reads the queries where they are.
         self._queries: LayerStreams | None = None
         self._far: RemoteAttention | None = None
-        width = model.num_qo_heads * model.head_dim
-        if is_far and (program.needs_query or attends_far):
-            self._queries = LayerStreams(num_layers=num_layers, is_far=is_far, width=width, **sizes)
-        if self._queries is not None and attends_far:
-            self._far = RemoteAttention(
-                engine, runner.token_to_kv_pool, self._side, self._queries,
-                lane=engine.num_lanes, row=num_layers, width=width, **sizes,
-            )  # fmt: skip
         if is_far:
+            width = model.num_qo_heads * model.head_dim
+            self._send_queries(
+                runner.token_to_kv_pool, attends=bool(attends_far), width=width, **sizes
+            )
             engine.let_load_from(device, seen_from)
         self._kind, self._is_decode = DecodeKind.DENSE, False
         self._seeds: list[tuple[int, int]] = []
@@ -93,6 +89,18 @@ class LocalLink:
             )  # fmt: skip
         if program.late_layers:
             install_logits_hook(runner.model, self._on_logits)
+
+    def _send_queries(self, pool: Any, *, attends: bool, width: int, **sizes: Any) -> None:
+        """Send queries to the engine's GPU, where it needs them or `attends` for exact layers."""
+        if not (self.program.needs_query or attends):
+            return
+        num_layers = self._num_layers
+        self._queries = LayerStreams(num_layers=num_layers, is_far=True, width=width, **sizes)
+        if attends:
+            self._far = RemoteAttention(
+                self._engine, pool, self._side, self._queries,
+                lane=self._engine.num_lanes, row=num_layers, width=width, **sizes,
+            )  # fmt: skip
 
     # -- prefill -------------------------------------------------------------------------
 

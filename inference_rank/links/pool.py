@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec, shard_of
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -19,7 +20,7 @@ from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.links.peer_memory import with_index
 
-from .connection import make_kept_tensors
+from .kept_tensors import make_kept_tensors
 
 
 def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any) -> type:
@@ -73,7 +74,7 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
                 settings,
                 self.mapped_sizes,
                 inference_homes(device, tp_size),
-                rank_run_dir(),
+                rank_run_dir(HeadShard(0, settings.placement.head_shards)),
             )
             req_to_token_pool.req_to_token = self.mapped["req_to_token"]
             kv = self.mapped["kv"].view(self.store_dtype)
@@ -84,9 +85,11 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
     return SharedKVPool
 
 
-def rank_run_dir() -> RunDir:
-    """Return where this tensor-parallel rank meets the cache rank of its own."""
-    return runtime_module.run_dir_from_environment().of_rank(sglang_versions.tensor_rank())
+def rank_run_dir(shard: HeadShard | None = None) -> RunDir:
+    """Return where this tensor-parallel rank meets the cache rank of `shard`, or the first."""
+    shard = shard or HeadShard()
+    number = sglang_versions.tensor_rank() * shard.count + shard.index
+    return runtime_module.run_dir_from_environment().of_rank(number)
 
 
 def shared_model_spec(model_path: str, dtype: Any, kv_dtype: Any, max_context: int) -> ModelSpec:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tandemkv.cache_rank.protocol.architectures import Architecture
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.inference_rank import sglang_versions
 from tandemkv.kernels.query import QueryWeights, quantize_query_weight
 
 from .query_projection import QueryPlace, read_projection
@@ -141,9 +142,7 @@ def _own_part(name: str, weight: torch.Tensor, size: int) -> torch.Tensor:
     """Return this rank's part ``[size]`` of a norm's weight, of which SGLang may keep the whole."""
     if len(weight) == size:
         return weight
-    from sglang.srt.runtime_context import get_parallel
-
-    rank, num_ranks = int(get_parallel().attn_tp_rank), int(get_parallel().attn_tp_size)
+    rank, num_ranks = sglang_versions.tensor_rank(), sglang_versions.tensor_size()
     if len(weight) != num_ranks * size:
         raise ContractError(
             f"{name}: the norm of its queries has {len(weight)} weights, not {size} for each of "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.dequantize import dequantize_fp8
 from tandemkv.inference_rank.query_checkpoint import WITHOUT_PREDICTION, QueryCheckpoint
 
@@ -117,9 +118,7 @@ def _own_rows(name: str, checkpoint: QueryCheckpoint, width: int) -> range:
     """Return which rows of all query heads this tensor-parallel rank has."""
     total, rank = checkpoint.num_query_rows, 0
     if total != width:
-        from sglang.srt.runtime_context import get_parallel
-
-        rank, num_ranks = int(get_parallel().attn_tp_rank), int(get_parallel().attn_tp_size)
+        rank, num_ranks = sglang_versions.tensor_rank(), sglang_versions.tensor_size()
         if num_ranks * width != total:
             raise ContractError(
                 f"{name}: {num_ranks} ranks of {width} query rows are not the {total} of the "

@@ -21,14 +21,15 @@ import torch
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.residual_hooks import install_norm_hooks, install_residual_hooks
+from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow, StepLostError
 from .connection import SharedConnection
 from .remote_attention import store_tokens
+from .sharded import ShardedConnection
 from .signals import LinkSignals
 
 _DECODE_KINDS = tuple(DecodeKind)
@@ -39,12 +40,10 @@ class SharedLink:
 
     Parameters
     ----------
-    connection : SharedConnection
-        To the engine's process; an epoch is open.
+    connection : SharedConnection or ShardedConnection
+        To the engine's process, or to several; an epoch is open.
     signals : LinkSignals
         Flags and staging, on a CPU or a GPU.
-    model : ModelSpec
-        Shape of the model.
     generation_of : Callable
         Identity of the present tenant of a row.
     rows_on_host : Callable
@@ -64,9 +63,8 @@ class SharedLink:
 
     def __init__(
         self,
-        connection: SharedConnection,
+        connection: SharedConnection | ShardedConnection,
         signals: LinkSignals,
-        model: ModelSpec,
         *,
         generation_of: Callable[[int], int],
         rows_on_host: Callable[[], list[int] | None],
@@ -211,7 +209,7 @@ class SharedLink:
             return None
         if not self._is_open or not self._signals.await_output(layer, self._size):
             self._lose()
-        return self._connection.tensors["remote_outputs"][: self._size].flatten(1)
+        return self._connection.handed_over("remote_outputs", self._size).flatten(1)
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
         """See `Link.attend_selected`."""
@@ -220,22 +218,25 @@ class SharedLink:
         if self._is_open:
             self._signals.put_query(layer, query)
             if self._signals.await_ready(layer):
-                return self._connection.tensors["outputs"][: len(query)]
+                return self._connection.handed_over("outputs", len(query))
             self._lose()
         nothing = query.new_zeros((*query.shape[:2], query.shape[2] + 1), dtype=torch.float32)
         nothing[..., -1] = float("-inf")  # the log of no weight at all
         return nothing
 
-    def await_set(self, layer: int) -> torch.Tensor | None:
+    def await_set(self, layer: int) -> StepWait | None:
         """See `Link.await_set`."""
-        if self._is_open and self.program.awaits(self._kind, layer):
+        if not self._is_open or not self.program.awaits(self._kind, layer):
+            return None
+        wait = self._signals.ready_wait(layer)
+        if wait is None:
             self._check(self._signals.await_ready(layer))
-        return None
+        return wait
 
     def resident_positions(self, layer: int) -> torch.Tensor | None:
         """See `Link.resident_positions`: the engine's books are mapped here, too."""
         book = self.program.book_of(layer)
-        return None if book is None else self._connection.books["resident_positions"][book]
+        return None if book is None else self._connection.resident_positions(book)
 
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
         """See `Link.attended`."""
@@ -256,8 +257,12 @@ class SharedLink:
             self._is_open = False
 
     def rewind(self) -> None:
-        """Forget the pass that was lost, and what was to be asked for with it."""
+        """Forget the pass that was lost, and what was to be asked for with it.
+
+        All passes of its epoch have ended.
+        """
         self.recover()
+        self._signals.forget_lost()
         self._grown, self.pass_step, self.is_void = frozenset(), None, False
 
     # -- inside --------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import torch
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
-from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
+from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags
+from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
 from .base import DecodeRows
 from .connection import SharedConnection
@@ -38,6 +39,9 @@ class LinkSignals(Protocol):
     def mask(self) -> None:
         """Let waits return at once and raises do nothing, until `begin`."""
 
+    def forget_lost(self) -> None:
+        """Let what was not answered be that of an epoch that is over: all its passes have ended."""
+
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
@@ -63,6 +67,9 @@ class LinkSignals(Protocol):
 
     def await_ready(self, layer: int) -> bool:
         """Wait until the engine is done with `layer`; False: it is lost."""
+
+    def ready_wait(self, layer: int) -> StepWait | None:
+        """Return that wait for a kernel that makes it behind its own work; None: none can."""
 
     def await_output(self, layer: int, size: int) -> bool:
         """Wait for what the engine has attended to for `size` requests; False: it is lost."""
@@ -112,6 +119,9 @@ class HostSignals:
     def mask(self) -> None:
         """See `LinkSignals.mask`: nothing is rehearsed on a CPU."""
 
+    def forget_lost(self) -> None:
+        """See `LinkSignals.forget_lost`: the connection alone knows."""
+
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
@@ -154,6 +164,11 @@ class HostSignals:
     def await_ready(self, layer: int) -> bool:
         """See `LinkSignals.await_ready`."""
         return self._connection.wait(self._at.ready(layer))
+
+    def ready_wait(self, layer: int) -> StepWait | None:
+        """See `LinkSignals.ready_wait`: the host waits."""
+        del layer
+        return None
 
     def await_output(self, layer: int, size: int) -> bool:
         """See `LinkSignals.await_output`."""
@@ -212,6 +227,19 @@ class StreamSignals:
         self._step, self._previous, self._lost = word(), word(), word()
         self._lost_on_host = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._is_masked = False
+        self._aborts = shared_stream(device, LANE_PRIORITY, number=7)
+        connection.end_waits = self.end_waits
+
+    def end_waits(self) -> None:
+        """End the waits that are under way, and all later ones of this epoch.
+
+        Safe from any thread. Without it a pass that is under way ends at the limit of its wait.
+        """
+        if self._aborts is None:
+            self._lost.fill_(1)
+            return
+        with torch.cuda.device(self._aborts.device), torch.cuda.stream(self._aborts):
+            self._lost.fill_(1)
 
     @property
     def lost_step(self) -> int:
@@ -230,10 +258,7 @@ class StreamSignals:
         if connection.lost_reason is not None:
             self.mask()
             return False
-        if self._is_masked:
-            self._lost.zero_()
-            self._lost_on_host.zero_()
-            self._is_masked = False
+        self._unmask()
         connection.announce(entry)
         self._previous.fill_(entry.step - 1)
         self._step.fill_(entry.step)
@@ -249,6 +274,7 @@ class StreamSignals:
         """See `LinkSignals.await_finished`; not to be captured."""
         if self._connection.lost_reason is not None:
             return False
+        self._unmask()
         self._previous.fill_(step)
         self._wait(self._flags.finished, self._previous)
         return self.end()  # nothing else of this pass would tell what was lost
@@ -258,6 +284,12 @@ class StreamSignals:
         if not self._is_masked:
             self._lost.fill_(1)
             self._is_masked = True
+
+    def forget_lost(self) -> None:
+        """See `LinkSignals.forget_lost`; else the next step would end the epoch that is new."""
+        if self._aborts is not None:  # the next step must not be masked by it
+            self._aborts.synchronize()
+        self._is_masked = True
 
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -307,6 +339,13 @@ class StreamSignals:
         self._wait(self._flags.ready(layer), self._step)
         return True
 
+    def ready_wait(self, layer: int) -> StepWait | None:
+        """See `LinkSignals.ready_wait`."""
+        return StepWait(
+            flags=self._flags.ready(layer), step=self._step, lost=self._lost,
+            timeout_s=self._timeout_s,
+        )  # fmt: skip
+
     def await_output(self, layer: int, size: int) -> bool:
         """See `LinkSignals.await_output`: a flag a row."""
         self._wait(self._flags.ready(layer, size), self._step)
@@ -324,6 +363,12 @@ class StreamSignals:
 
     def give_up(self) -> None:
         """See `LinkSignals.give_up`: the engine's own waits end."""
+
+    def _unmask(self) -> None:
+        if self._is_masked:
+            self._lost.zero_()
+            self._lost_on_host.zero_()
+            self._is_masked = False
 
     def _raise(self, flags: torch.Tensor) -> None:
         raise_flags(flags, step=self._step, lost=self._lost)

@@ -36,6 +36,14 @@ class Agreement:
         """Whether `flag` is true on every rank; waits for the others."""
         return not self._largest(float(not flag))
 
+    def total(self, count: int) -> int:
+        """Sum of what each rank counts; waits for the others."""
+        if self.is_alone:
+            return count
+        own, ranks = self._group.rank(), range(self._group.size())
+        figures = [float(count) if rank == own else 0.0 for rank in ranks]
+        return int(sum(largest_over(self._group, figures)))
+
     def _largest(self, value: float) -> float:
         return largest_over(self._group, [value])[0]
 

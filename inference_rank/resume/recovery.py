@@ -8,9 +8,10 @@ that comes back is left to a thread. While there is no cache rank SGLang's loop 
 If no cache rank could be used for the recovery timeout, requests end with HTTP 503, or an error
 event on an open stream, and new ones are refused until there is one again.
 
-Each tensor-parallel rank has a cache rank of its own. What one rank sees of its own is agreed on
+Each tensor-parallel rank has cache ranks of its own. What one rank sees of its own is agreed on
 before anything follows from it (`agreement`): a lost one pauses all ranks, and the epochs of the
-others end as well, in order, so that all engines take up the same requests.
+others end as well, in order, so that all engines take up the same requests. So do those of the
+other cache ranks of one rank (`tandemkv.inference_rank.links.sharded`).
 """
 
 from __future__ import annotations
@@ -54,10 +55,21 @@ class State(Enum):
 class Connection(Protocol):
     """What is asked of the connection; see `SharedConnection`."""
 
-    lost_reason: str | None
-    epoch: int
-    step: int
-    confirmed: int
+    @property
+    def lost_reason(self) -> str | None:
+        """Why there is no epoch."""
+
+    @property
+    def epoch(self) -> int:
+        """Its number."""
+
+    @property
+    def step(self) -> int:
+        """Of all that was announced, the latest."""
+
+    @property
+    def confirmed(self) -> int:
+        """Latest step whose results were taken."""
 
     @property
     def resumed_rows(self) -> tuple[int, int]:
@@ -188,6 +200,7 @@ class Recovery:
         self._confirmed = self._connection.confirmed
         self._counters.pauses_total += 1
         self._end_epoch()
+        self._count_losses()
         self._was_paused, scheduler._engine_paused = scheduler._engine_paused, True
         lost = list(self._passes.dropped)
         if scheduler.enable_overlap:
@@ -210,13 +223,11 @@ class Recovery:
         self._await_cache_rank()
 
     def _end_epoch(self) -> None:
-        """End the epoch, if it is not lost: an engine did not finish, or another rank's is lost."""
-        if self._connection.lost_reason is not None:
-            return
-        if self._agreement.is_alone:
+        """End the epoch of every engine that is not lost: one did not finish, or is lost."""
+        if self._connection.lost_reason is None and self._agreement.is_alone:
             self._connection.mark_lost("a step was not finished")
-        else:
-            self._connection.leave("the cache rank of a tensor-parallel rank was lost")
+        else:  # of those that live: the others', or with several of this rank's the rest of them
+            self._connection.leave("another cache rank was lost")
 
     def _fail_to_resume(self) -> None:
         self._failed_resumes += 1
@@ -225,7 +236,13 @@ class Recovery:
             _LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**self._failures
         )
         self._end_epoch()
+        self._count_losses()
         self._await_cache_rank()
+
+    def _count_losses(self) -> None:
+        """Note what other tensor-parallel ranks have lost: only the first one's status is read."""
+        own = self._counters.cache_rank_lost_total
+        self._counters.lost_by_other_ranks = self._agreement.total(own) - own
 
     def _await_cache_rank(self) -> None:
         self.state, self._reconnecting, self._opened = State.MEETING, None, None

@@ -101,43 +101,21 @@ def create_backend(runner: Any) -> ResidentBackend:
         from .shared import create_shared_backend
 
         return create_shared_backend(runner, settings)
-    device, cache_device = torch.device(runner.device), cache_device_of(runner, settings)
-    device = with_index(device)
+    return _create_local_backend(runner, settings)
+
+
+def _create_local_backend(runner: Any, settings: RankSettings) -> ResidentBackend:
+    device = with_index(torch.device(runner.device))
+    cache_device = cache_device_of(runner, settings)
     model = local_model_spec(runner)
     home = make_home(runner, settings, model, device)
-    pool = runner.token_to_kv_pool
-    num_slots = token_slots(pool)
-    keys = as_stored(pool, getattr(pool, "cache_k", pool.k_buffer))
-    values = as_stored(pool, getattr(pool, "cache_v", pool.v_buffer))
-    sets = home.sets
-    log_weight = None if home.samples is None else home.samples.log_weight
-    is_far = settings.placement.has_peer_gpu
-    if log_weight is not None:
-        log_weight = seen_from(cache_device, log_weight)
-    sets = [(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in sets]
-    predictor = LiveQueryPredictor(
-        runner.model,
-        num_qo_heads=model.num_qo_heads,
-        head_dim=model.head_dim,
-        device=cache_device,
-        is_far=is_far,
-        is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=is_far) == "int8",
-        dtype=runner.dtype,
-        checkpoint=checkpoint_of(runner),
-        skipped=model.windowed_layers,
-    )
+    is_far, max_batch = settings.placement.has_peer_gpu, len(home.table.slots)
+    predictor = live_predictor(runner, settings, model, device=cache_device, is_far=is_far)
     rank = create_engine(
         model=model,
         settings=settings,
-        pools=EnginePools(
-            k=[t[:num_slots] for t in keys],
-            v=[t[:num_slots] for t in values],
-            resident=sets,
-            page_size=int(runner.page_size),
-            log_weight=log_weight,
-            is_far=is_far,
-        ),
-        max_batch=len(home.table.slots),
+        pools=_engine_pools(runner, home, cache_device, is_far=is_far),
+        max_batch=max_batch,
         predict_query=predictor,
         model_dir=Path(runner.model_config.model_path),
     )
@@ -146,9 +124,9 @@ def create_backend(runner: Any) -> ResidentBackend:
     measurement = StartMeasurement(
         settings, model, rank, device=device, cache_device=cache_device, agree=agree_over_ranks
     )
-    measurement.measure(runner, predictor, num_slots=num_slots, max_batch=len(home.table.slots))
-    selection = settings.selection
-    local = LocalRuntime(
+    num_slots = token_slots(runner.token_to_kv_pool)
+    measurement.measure(runner, predictor, num_slots=num_slots, max_batch=max_batch)
+    runtime = LocalRuntime(
         settings=settings,
         model=model,
         rank=rank,
@@ -156,18 +134,50 @@ def create_backend(runner: Any) -> ResidentBackend:
         resident_bytes=home.nbytes,
         occupancy=Occupancy(runner),
         measurement=measurement,
-        refresh=refresh_for(runner, selection),
+        refresh=refresh_for(runner, settings.selection),
     )
-    runtime_module.set_current(local)
+    runtime_module.set_current(runtime)
     link = LocalLink(
-        runner,
-        rank,
-        model,
-        max_batch=len(home.table.slots),
+        runner, rank, model,
+        max_batch=max_batch, device=device, cache_device=cache_device, is_far=is_far,
+    )  # fmt: skip
+    return backend_of(runner, runtime, link, home, cache_device=cache_device, is_far=is_far)
+
+
+def live_predictor(
+    runner: Any, settings: RankSettings, model: ModelSpec, *, device: torch.device, is_far: bool
+) -> LiveQueryPredictor:
+    """Return what predicts queries on `device`, by the model's own weights, not loaded yet.
+
+    `is_far`: whether it copies weights to a GPU that is another one than the model's, or taken
+    for one.
+    """
+    dtype = settings.selection.predictor_dtype_of(on_peer_gpu=settings.placement.has_far_pool)
+    return LiveQueryPredictor(
+        runner.model,
+        num_qo_heads=model.num_qo_heads,
+        head_dim=model.head_dim,
         device=device,
-        cache_device=cache_device,
         is_far=is_far,
+        is_int8=dtype == "int8",
+        dtype=runner.dtype,
+        checkpoint=checkpoint_of(runner),
+        skipped=model.windowed_layers,
     )
+
+
+def backend_of(
+    runner: Any,
+    runtime: runtime_module.Runtime,
+    link: Link,
+    home: ResidentHome,
+    *,
+    cache_device: torch.device,
+    is_far: bool,
+) -> ResidentBackend:
+    """Return the backend that attends to `home`, which `link` keeps fresh."""
+    settings = runtime.settings
+    selection = settings.selection
     return ResidentBackend(
         runner,
         full_backend(runner),
@@ -178,8 +188,27 @@ def create_backend(runner: Any) -> ResidentBackend:
         seed_window=selection.seed_window,
         dense=dense_steps(selection),
         num_resident=selection.num_resident,
-        runtime=local,
-        probe=attention_probe(runner, settings, model, home, link),
+        runtime=runtime,
+        probe=attention_probe(runner, settings, runtime.model, home, link),
+    )
+
+
+def _engine_pools(
+    runner: Any, home: ResidentHome, cache_device: torch.device, *, is_far: bool
+) -> EnginePools:
+    """Return SGLang's K and V, and the resident sets as the engine's GPU sees them."""
+    pool = runner.token_to_kv_pool
+    num_slots = token_slots(pool)
+    keys = as_stored(pool, getattr(pool, "cache_k", pool.k_buffer))
+    values = as_stored(pool, getattr(pool, "cache_v", pool.v_buffer))
+    log_weight = None if home.samples is None else home.samples.log_weight
+    return EnginePools(
+        k=[t[:num_slots] for t in keys],
+        v=[t[:num_slots] for t in values],
+        resident=[(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in home.sets],
+        page_size=int(runner.page_size),
+        log_weight=None if log_weight is None else seen_from(cache_device, log_weight),
+        is_far=is_far,
     )
 
 
@@ -345,16 +374,14 @@ def local_model_spec(runner: Any) -> ModelSpec:
     UnsupportedModelError, ContractError
         If the model cannot be served, or SGLang has built another one.
     """
-    from sglang.srt.runtime_context import get_parallel
-
-    config, tp_size = runner.model_config, int(get_parallel().attn_tp_size)
+    config = runner.model_config
     model = read_model_spec(
         Path(config.model_path),
         dtype=str(config.dtype).removeprefix("torch."),
         kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         max_context=int(runner.req_to_token_pool.req_to_token.shape[1]),
     )
-    model = shard_of(model, tp_size)
+    model = shard_of(model, sglang_versions.tensor_size())
     check_live_attention(runner.model, model)
     return model
 

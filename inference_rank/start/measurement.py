@@ -80,12 +80,33 @@ class StartMeasurement:
         Memory of its own is used and given back. Without enough of it nothing is measured, and
         the plan says so.
         """
-        if not self._rank.program.selects:
-            self._finish()
-            return
-        selection = self._settings.selection
-        layers = range(self._model.num_layers)
-        first = next(x for x in layers if self._rank.program.is_sparse_layer(x))
+        found: SelectionTime | None = None
+        layer: LayerTime | None = None
+        if self._rank.program.selects:
+            layers = range(self._model.num_layers)
+            first = next(x for x in layers if self._rank.program.is_sparse_layer(x))
+            try:
+                found = self._time_selection(
+                    runner, predict, first, num_slots=num_slots, max_batch=max_batch
+                )
+                if found is None:
+                    self._reason = "every request that fits is attended to as a whole"
+                else:
+                    layer = self._time_layer(runner.model.model.layers[first], found.batch)
+            except torch.OutOfMemoryError as error:
+                found, self._reason = None, "not measured: no memory left for it"
+                _LOG.warning("selection is %s: %s", self._reason, error)
+            finally:
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()
+            self._keep(found, layer)
+        self._finish()
+
+    def _time_selection(
+        self, runner: Any, predict: PredictQuery, layer: int, *, num_slots: int, max_batch: int
+    ) -> SelectionTime | None:
+        """Time a selection with the weights of `layer`; None if nothing would be selected."""
+        kept: list[torch.Tensor] = []
 
         def make_sets(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
             dtype = getattr(torch, self._model.stored_dtype)
@@ -93,44 +114,28 @@ class StartMeasurement:
             kept.extend((k, v))
             return seen_from(self._cache_device, k), seen_from(self._cache_device, v)
 
-        kept: list[torch.Tensor] = []
-        found: SelectionTime | None = None
-        layer: LayerTime | None = None
-        try:
-            found = measure_selection(
-                model=self._model,
-                settings=self._settings,
-                num_slots=num_slots,
-                page_size=int(runner.page_size),
-                max_batch=max_batch,
-                device=self._cache_device,
-                make_sets=make_sets,
-                predict_query=lambda _, hidden, positions: predict(first, hidden, positions),
-                model_dir=Path(runner.model_config.model_path),
-            )
-            if found is None:
-                self._reason = "every request that fits is attended to as a whole"
-            else:
-                attended = selection.num_resident + selection.num_recent_tokens
-                # Not the pool: with `peer` it is not where attention reads.
-                dtype = getattr(torch, self._model.stored_dtype)
-                heads, dim = self._model.num_kv_heads, self._model.head_dim
-                most = _MOST_BYTES // (heads * dim * dtype.itemsize)
-                shape = (min(found.batch * attended, most), heads, dim)
-                k, v = (torch.ones(shape, dtype=dtype, device=self._device) for _ in range(2))
-                layer = measure_layer(
-                    runner.model.model.layers[first], k, v, model=self._model,
-                    batch=found.batch, attended=attended,
-                )  # fmt: skip
-        except torch.OutOfMemoryError as error:
-            found, self._reason = None, "not measured: no memory left for it"
-            _LOG.warning("selection is %s: %s", self._reason, error)
-        finally:
-            kept.clear()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-        self._keep(found, layer)
-        self._finish()
+        return measure_selection(
+            model=self._model,
+            settings=self._settings,
+            num_slots=num_slots,
+            page_size=int(runner.page_size),
+            max_batch=max_batch,
+            device=self._cache_device,
+            make_sets=make_sets,
+            predict_query=lambda _, hidden, positions: predict(layer, hidden, positions),
+            model_dir=Path(runner.model_config.model_path),
+        )
+
+    def _time_layer(self, layer: Any, batch: int) -> LayerTime:
+        """Time a layer of the model that attends to a resident set and a ring for each request."""
+        selection, model = self._settings.selection, self._model
+        attended = selection.num_resident + selection.num_recent_tokens
+        # Not the pool: with `peer` it is not where attention reads.
+        dtype = getattr(torch, model.stored_dtype)
+        most = _MOST_BYTES // (model.num_kv_heads * model.head_dim * dtype.itemsize)
+        shape = (min(batch * attended, most), model.num_kv_heads, model.head_dim)
+        k, v = (torch.ones(shape, dtype=dtype, device=self._device) for _ in range(2))
+        return measure_layer(layer, k, v, model=model, batch=batch, attended=attended)
 
     def after_capture(self, graphs: Any) -> None:
         """Time a captured decode step without selection, and make the plan anew.

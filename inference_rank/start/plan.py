@@ -145,31 +145,23 @@ def make_plan(
         Why nothing was measured, if so.
     """
     placement = "a GPU of its own" if has_own_gpu else "the model's GPU" if is_cuda else "CPU"
-    refresh, note, chosen = selection.refresh_steps, reason, False
+    refresh, note = selection.refresh_steps, reason
     exposed: float | None = None
     layer_us = layer.us if layer is not None else None
     if measured is not None and layer is not None and layer_us is not None:
         once = _exposed_once(
             measured, layer_us, timing, selection, has_own_gpu=has_own_gpu, scanned=scanned
         )
-        tolerated = TOLERANCE * layer_us
-        may_raise = (
-            selection.refresh_every is None
-            and timing is Timing.NEXT_STEP
-            and has_own_gpu
-            and layer.of_graph
-            and selection.dense_while_fits
-        )
-        if may_raise and once > tolerated:
-            chosen = True
-            fitting = (n for n in range(2, MOST_REFRESH) if once <= n * tolerated)
-            refresh = next(fitting, MOST_REFRESH)
+        may_raise = timing is Timing.NEXT_STEP and has_own_gpu and layer.of_graph
+        if may_raise and selection.refresh_every is None and selection.dense_while_fits:
+            refresh = _raised(refresh, once, layer_us)
+        exposed = once / refresh
+        if refresh != selection.refresh_steps:
             note = (
                 f"refresh_every={refresh} was chosen, as selecting in every step would add "
                 f"{once:.0f} us a layer: sets are up to {refresh} steps old, which costs quality; "
                 "--refresh-every 1 turns it off"
             )
-        exposed = once / refresh
     return StartPlan(
         placement=placement,
         selection=measured,
@@ -177,10 +169,18 @@ def make_plan(
         refresh_every=refresh,
         dense_tokens=dense_tokens,
         dense_batch_tokens=selection.dense_batch_tokens or 0,
-        chosen=chosen,
+        chosen=refresh != selection.refresh_steps,
         exposed_us=exposed,
         note=note,
     )
+
+
+def _raised(refresh: int, once: float, layer_us: float) -> int:
+    """Return how many steps hide `once`, in us, up to `MOST_REFRESH`; `refresh` if it is hidden."""
+    tolerated = TOLERANCE * layer_us
+    if once <= tolerated:
+        return refresh
+    return next((n for n in range(2, MOST_REFRESH) if once <= n * tolerated), MOST_REFRESH)
 
 
 def _exposed_once(

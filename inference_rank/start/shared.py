@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.engine import DenseLengths
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.head_shard import parts_of
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import put_weights
@@ -19,20 +19,18 @@ from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.connection import SharedConnection, limit_s
 from tandemkv.inference_rank.links.pool import rank_run_dir
-from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
+from tandemkv.inference_rank.links.sharded import ShardedConnection, host_signals, make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
-from tandemkv.inference_rank.links.signals import HostSignals, StreamSignals
+from tandemkv.inference_rank.links.signals import LinkSignals, StreamSignals
 from tandemkv.inference_rank.occupancy import Occupancy
-from tandemkv.inference_rank.query_checkpoint import checkpoint_of
 from tandemkv.inference_rank.resume.agreement import tensor_parallel
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
 from tandemkv.inference_rank.resume.recovery import Recovery, State
 
 from .local import (
-    attention_probe,
-    dense_steps,
-    full_backend,
+    backend_of,
+    live_predictor,
     local_model_spec,
     make_home,
     refresh_for,
@@ -43,7 +41,7 @@ from .local import (
 class SharedRuntime(runtime_module.Runtime):
     """What the plugin's hooks find in a process whose engine is another process."""
 
-    client: SharedConnection
+    client: SharedConnection | ShardedConnection
     mapped_bytes: int
     req_to_token_pool: Any
     penalties: PenaltyLog = field(default_factory=PenaltyLog)
@@ -112,23 +110,15 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     SettingsError, UnsupportedModelError, CacheRankError, ContractError
         The server must not start.
     """
-    device, model, pool = (
-        torch.device(runner.device),
-        local_model_spec(runner),
-        runner.token_to_kv_pool,
-    )
+    device, model = torch.device(runner.device), local_model_spec(runner)
+    pool, selection = runner.token_to_kv_pool, settings.selection
     home = make_home(runner, settings, model, device)
     counters = Counters()
-    connection = SharedConnection(
-        run_dir=rank_run_dir(),
-        settings=settings,
-        model=model,
-        sizes=pool.mapped_sizes,
-        kept=pool.mapped,
-        counters=counters,
-    )
-    if settings.selection.declared.predicts_from_hidden:
-        _put_predictor(runner, settings, model, pool.mapped)
+    connection = _connection(settings, model, pool, counters)
+    if selection.declared.predicts_from_hidden:
+        predictor = live_predictor(runner, settings, model, device=device, is_far=False)
+        predictor.load()
+        put_weights(pool.mapped, *predictor.weights())
     connection.connect()
     runtime = SharedRuntime(
         settings=settings,
@@ -139,57 +129,49 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
         mapped_bytes=pool.mapped.nbytes,
         occupancy=Occupancy(runner),
         req_to_token_pool=runner.req_to_token_pool,
-        refresh=refresh_for(runner, settings.selection),
+        refresh=refresh_for(runner, selection),
     )
-    selection = settings.selection
-    limit = limit_s(settings.exchange)
-    homes, is_far = pool.mapped.homes, settings.placement.has_far_pool
-    signals = (
-        StreamSignals(connection, model.num_layers, timeout_s=limit, sends_beside=is_far)
-        if homes.are_on_gpu
-        else HostSignals(connection, model.num_layers, sends_beside=is_far)
-    )
-    link = SharedLink(
-        connection,
-        signals,
-        model,
-        generation_of=runtime.generation,
-        rows_on_host=lambda: runtime.rows_on_host,
-        pool=pool,
-    )
+    link = _link(connection, runtime, pool)
     link.hook(runner.model)
-    backend = ResidentBackend(
-        runner,
-        full_backend(runner),
-        link,
-        home,
-        cache_device=homes.engine if is_far else device,
-        is_far=is_far,
-        seed_window=selection.seed_window,
-        dense=dense_steps(selection),
-        num_resident=selection.num_resident,
-        runtime=runtime,
-        probe=attention_probe(runner, settings, model, home, link),
-    )
+    is_far = settings.placement.has_far_pool
+    cache_device = pool.mapped.homes.engine if is_far else device
+    backend = backend_of(runner, runtime, link, home, cache_device=cache_device, is_far=is_far)
     runtime.follow(link, backend)
     runtime_module.set_current(runtime)
     return backend
 
 
-def _put_predictor(
-    runner: Any, settings: RankSettings, model: ModelSpec, mapped: MappedTensors
-) -> None:
-    """Put the weights that predict queries where the engine reads them."""
-    predictor = LiveQueryPredictor(
-        runner.model,
-        num_qo_heads=model.num_qo_heads,
-        head_dim=model.head_dim,
-        device=torch.device(runner.device),
-        is_int8=settings.selection.predictor_dtype_of(on_peer_gpu=settings.placement.has_far_pool)
-        == "int8",
-        dtype=runner.dtype,
-        checkpoint=checkpoint_of(runner),
-        skipped=model.windowed_layers,
+def _connection(
+    settings: RankSettings, model: ModelSpec, pool: Any, counters: Counters
+) -> SharedConnection | ShardedConnection:
+    """Return what leads to the cache rank, or to the several that share the KV heads."""
+    shards = parts_of(settings.placement.head_shards)
+    return make_connection(
+        run_dirs=[rank_run_dir(shard) for shard in shards],
+        settings=settings,
+        model=model,
+        sizes=pool.mapped_sizes,
+        kept=pool.mapped,
+        counters=counters,
     )
-    predictor.load()
-    put_weights(mapped, *predictor.weights())
+
+
+def _link(
+    connection: SharedConnection | ShardedConnection, runtime: SharedRuntime, pool: Any
+) -> SharedLink:
+    """Return the link to the engines' processes, which waits on a GPU or on the host."""
+    settings, num_layers = runtime.settings, runtime.model.num_layers
+    is_far = settings.placement.has_far_pool
+    signals: LinkSignals
+    if isinstance(connection, SharedConnection) and pool.mapped.homes.are_on_gpu:
+        limit = limit_s(settings.exchange)
+        signals = StreamSignals(connection, num_layers, timeout_s=limit, sends_beside=is_far)
+    else:
+        signals = host_signals(connection, num_layers, sends_beside=is_far)
+    return SharedLink(
+        connection,
+        signals,
+        generation_of=runtime.generation,
+        rows_on_host=lambda: runtime.rows_on_host,
+        pool=pool,
+    )

@@ -99,10 +99,16 @@ def _entered(values: dict[str, Any]) -> dict[str, Any]:
     layers = values.get("exact_layers")
     if isinstance(layers, str):
         texts = [] if layers.strip().lower() == "none" else layers.split(",")
-        values["exact_layers"] = [text.strip() for text in texts]
+        # Numbers, as everywhere: a report of the settings must read back as the same.
+        values["exact_layers"] = [_number(text.strip()) for text in texts]
     elif isinstance(layers, int):
         values["exact_layers"] = [layers]
     return values
+
+
+def _number(text: str) -> int | str:
+    """Return a number, or the text as it is: checking the settings refuses that in words."""
+    return int(text) if text.isdecimal() else text
 
 
 def _checked(path: Path, values: Mapping[str, Any], device: str) -> SelectionSettings:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
@@ -24,7 +25,7 @@ from .choose import choose_placement
 from .constants import Constants, constants_here, measure_here
 from .footprint import GIB
 from .placement import Placement
-from .shape import BUILT_IN_SHAPES, find_shape
+from .shape import BUILT_IN_SHAPES, ModelShape, find_shape
 from .view import plan_json, plan_view, profile_view
 from .workload import INDEX_DTYPES, Workload
 
@@ -113,28 +114,38 @@ def plan(
         chunk_tokens=chunked_prefill_size,
         capacity_tokens=cache_tokens,
     )
-    from tandemkv.server.preflight import resolve_model
-
-    is_embedded = model == EMBEDDED_MODEL
-    source = str(resolve_model(model, lambda _: None)) if is_embedded else model
-    shape, gpu_bytes = find_shape(source, dtype=dtype), int(gpu_memory * GIB)
-    shape = shape.with_kv_dtype(settings.cache.kv_dtype)
+    shape = _shape(model, dtype).with_kv_dtype(settings.cache.kv_dtype)
+    gpu_bytes = int(gpu_memory * GIB)
     cost, note = _constants(measure)
     choice = choose_placement(shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost)
     if as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
         typer.echo(json.dumps(found, indent=2))
     else:
-        console = Console(highlight=False)
-        for part in plan_view(choice, shape, load, gpu_bytes):
-            console.print(part)
+        lines = [note] if note else []
         if choice.chosen is not None:
             command = _command(model, choice.chosen.placement, load, flags, index_dtype)
-            console.print(Text(f"start it with\n  {command}"), soft_wrap=True)
-        if note:
-            console.print(Text(note), soft_wrap=True)
+            lines.insert(0, f"start it with\n  {command}")
+        _print(plan_view(choice, shape, load, gpu_bytes), lines)
     if choice.chosen is None:
         raise typer.Exit(1)
+
+
+def _shape(model: str, dtype: str) -> ModelShape:
+    """Return the shape of a directory's model, of the embedded one, or of one that is built in."""
+    from tandemkv.server.preflight import resolve_model
+
+    is_embedded = model == EMBEDDED_MODEL
+    source = str(resolve_model(model, lambda _: None)) if is_embedded else model
+    return find_shape(source, dtype=dtype)
+
+
+def _print(parts: Iterable[RenderableType], lines: Sequence[str]) -> None:
+    console = Console(highlight=False)
+    for part in parts:
+        console.print(part)
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
 
 
 def _constants(measure: bool) -> Constants:

@@ -99,12 +99,6 @@ class ModelShape:
         return qo + kv + 2 * self.hidden_size
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of one decoder layer; of one with experts, where the model has those."""
-        count = None if self.experts is None else self.experts.count
-        return self.attention_parameters + round(self._mlp_parameters(count))
-
-    @property
     def weight_bytes(self) -> int:
         """All weights."""
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +17,7 @@ from tandemkv.server.evaluation.compact_json import compact_json
 
 if TYPE_CHECKING:
     from .faults import Action
+    from .run import SoakSettings
     from .target import Target
 
 _STARTED, _RUNNING = "kill,stop,pause,delay,drop", "none"
@@ -79,8 +79,9 @@ def soak(
     answers that differ from those of the same prompt alone, time to ready again, what leaks, and
     whether latency grows. Exit code 1 if anything fails.
     """
-    from .faults import parse_actions
+    from .faults import parse_actions, points_text
     from .run import SoakSettings
+    from .target import running_target, started_target
 
     if (model is None) == (url is None):
         raise SettingsError("give either a MODEL to start a server with, or --url of one that runs")
@@ -94,23 +95,16 @@ def soak(
         longest_tokens=longest,
     )
     console = Console(stderr=True, highlight=False)
-
-    @contextlib.contextmanager
-    def target() -> Iterator[Target]:
-        from .faults import points_text
-        from .target import running_target, started_target
-
-        if url is not None:
-            _check_actions(actions)
-            yield running_target(url, api_key_file=api_key_file, admin_key_file=admin_key_file)
-            return
+    target: contextlib.AbstractContextManager[Target]
+    if url is not None:
+        _check_actions(actions)
+        target = contextlib.nullcontext(
+            running_target(url, api_key_file=api_key_file, admin_key_file=admin_key_file)
+        )
+    else:
         assert model is not None
         console.print(f"starting a server: tandemkv serve {model}")
-        with started_target(
-            model, passed_through(ctx), faults=points_text(seed, actions)
-        ) as started:
-            yield started
-
+        target = started_target(model, passed_through(ctx), faults=points_text(seed, actions))
     # As Ctrl-C: the server that was started is ended, and its files go.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not _run(target, settings, ready_within, expect_no_loss, out, console):
@@ -127,8 +121,8 @@ def _check_actions(actions: tuple[Action, ...]) -> None:
 
 
 def _run(
-    target: Callable[[], contextlib.AbstractContextManager[Target]],
-    settings: object,
+    target: contextlib.AbstractContextManager[Target],
+    settings: SoakSettings,
     ready_within_s: float,
     expect_no_loss: bool,
     out: Path | None,
@@ -136,12 +130,10 @@ def _run(
 ) -> bool:
     from .judge import Rules, judge
     from .report import as_json, as_tables
-    from .run import SoakSettings
     from .run import soak as run_soak
 
-    assert isinstance(settings, SoakSettings)
     rules = Rules(ready_within_s=ready_within_s, expect_no_loss=expect_no_loss)
-    with target() as server:
+    with target as server:
         if server.processes is None:
             console.print("the server is on another host: no faults, and no processes to look at")
         found = run_soak(server, settings, console.print)

@@ -30,12 +30,14 @@ ATTENDED_1024 = 4 + 2 * 1024 + 64
 _SPARSE = {"resident_factor": 2.0, "num_recent_tokens": 64, "sample_tokens": 0}
 # As many rows a step as when it was recorded (K/16).
 SPARSE_512 = {"budget_tokens": 512, "fetch_cap": 32, **_SPARSE}
-SPARSE_1024 = {"budget_tokens": 1024, **_SPARSE}
+SPARSE_1024 = {"budget_tokens": 1024, "fetch_cap": 64, **_SPARSE}
 # Streaming attends to as many tokens as the others.
 STREAMING_512 = {"policy": "streaming", "num_recent_tokens": ATTENDED_512 - 4}
 STREAMING_1024 = {"policy": "streaming", "num_recent_tokens": ATTENDED_1024 - 4}
-DENSE = {"policy": "look_ahead", "budget_tokens": 4200}
-SMALL = {"policy": "look_ahead", "budget_tokens": 96, "num_recent_tokens": 16}
+DENSE = {"policy": "look_ahead", "budget_tokens": 4200, "resident_factor": 2.0}
+SMALL = {
+    "policy": "look_ahead", "budget_tokens": 96, "resident_factor": 2.0, "num_recent_tokens": 16,
+}  # fmt: skip
 SMALL_RESIDENT = 4 + 2 * 96
 
 

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 COVERING = {
     "policy": "look_ahead",
     "budget_tokens": 600,
+    "resident_factor": 2.0,
     "num_recent_tokens": 32,
     "dense_while_fits": False,
 }

@@ -131,7 +131,12 @@ def test_two_gpus_give_the_tokens_of_one(index_dtype: str, prompts: list[list[in
 def test_requests_outgrow_dense_attention_alike(index_dtype: str, token_ids: list[int]) -> None:
     """Steps of each kind: some complete a page before anything is selected, some after."""
     recent = 128 if index_dtype == "int4" else 64  # as many as a page has
-    sizes = {"budget_tokens": 256, "num_recent_tokens": recent, "dense_tokens": 0}
+    sizes = {
+        "budget_tokens": 256,
+        "resident_factor": 2.0,
+        "num_recent_tokens": recent,
+        "dense_tokens": 0,
+    }
     selection = {"policy": "look_ahead", **sizes, "exact_layers": [0, 1]}
     fitting = 4 + 2 * 256 + recent  # sink, c * K, the latest tokens
     starts = [(37 * i, fitting - 70 + 9 * i) for i in range(8)]

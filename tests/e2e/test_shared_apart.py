@@ -25,6 +25,7 @@ _ENVIRON = {ONE_DEVICE_VARIABLE: APART}
 _COVERING = {
     "policy": "look_ahead",
     "budget_tokens": 600,
+    "resident_factor": 2.0,
     "num_recent_tokens": 32,
     "dense_while_fits": False,
     "index_dtype": "int8",

@@ -38,8 +38,8 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
         return
     if placement.num_cache_ranks > 1:
         raise SettingsError(
-            f"tensor_parallel={placement.tp_size} with a cache rank for each is not measured here; "
-            "use cache_ranks 0, or transport peer"
+            f"{placement.num_cache_ranks} cache ranks are not measured here; use cache_ranks 0, or "
+            "transport peer"
         )
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(settings), encoding="utf-8")

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.evaluation.grid import read_grid
 from tandemkv.server.evaluation.setting_name import on_device
 from tandemkv.server.pages import LONG_PAGE_TOKENS
@@ -130,7 +131,10 @@ def _own(tp_size: int, **more: Any) -> Configuration:
         "device": "cuda",
         "dtype": "bfloat16",
         "selection.index_dtype": "int4",
+        # Those of the published figures; `-served` has what is served by default.
         "selection.budget_tokens": 2048,
+        "selection.resident_factor": 2.0,
+        "selection.fetch_cap": 128,
         "selection.num_recent_tokens": LONG_PAGE_TOKENS,
         "selection.exact_layers": [],
         "selection.sample_tokens": 0,
@@ -141,12 +145,19 @@ def _own(tp_size: int, **more: Any) -> Configuration:
     return Configuration(tp_size=tp_size, settings=settings)
 
 
+_SERVED = SelectionSettings()
 _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "": {},
     "-exact01": {"selection.exact_layers": [0, 1]},
     "-int8": {"selection.index_dtype": "int8"},
     "-async-spade": {"selection.policy": "async_spade"},
     "-samples": {"selection.sample_tokens": 128},
+    "-served": {
+        "selection.budget_tokens": _SERVED.budget_tokens,
+        "selection.resident_factor": _SERVED.resident_factor,
+        "selection.fetch_cap": None,
+        "selection.sample_tokens": None,
+    },
     "-late0": {"selection.late_layers": 0},
     # Dummy weights give queries that hardly move; here every step fetches all it may.
     "-stress": {"stress_selection": True},

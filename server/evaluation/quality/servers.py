@@ -121,18 +121,26 @@ class RunningServer:
         return {key: value for key, value in values.items() if key.startswith("plan_")}
 
     def counters(self) -> dict[str, float]:
-        """Return the totals of both ranks by name, with ``inference.`` or ``cache.`` before it."""
+        """Return totals by name, with ``inference.`` or ``cache.`` before it.
+
+        Those of several cache ranks are added up.
+        """
         if self.is_stock:
             return {}
         status = fetch_status(self.url)
         inference = status["inference_rank"]
         # An engine in its process reports with the inference rank.
-        ranks = {"inference": inference, "cache": (status["cache_ranks"] or [inference])[0]}
+        ranks = {"inference": [inference], "cache": status["cache_ranks"] or [inference]}
         found: dict[str, float] = {}
-        for rank, report in ranks.items():
-            if "values" not in report:
-                raise MeasurementError(f"{rank} rank reports no counters: {report.get('error')}")
-            found |= {f"{rank}.{k}": v for k, v in report["values"].items() if k.endswith("_total")}
+        for rank, reports in ranks.items():
+            for report in reports:
+                if "values" not in report:
+                    raise MeasurementError(
+                        f"{rank} rank reports no counters: {report.get('error')}"
+                    )
+                for name, value in report["values"].items():
+                    if name.endswith("_total"):
+                        found[f"{rank}.{name}"] = found.get(f"{rank}.{name}", 0.0) + value
         return found
 
 

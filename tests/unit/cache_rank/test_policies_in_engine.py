@@ -27,7 +27,7 @@ from tandemkv.cache_rank.policies.base import (
     StoredKV,
 )
 from tandemkv.cache_rank.policies.checkpoint import Checkpoint
-from tandemkv.cache_rank.policies.composition import Composition, check_device
+from tandemkv.cache_rank.policies.composition import Composition, check_device, check_shards
 from tandemkv.cache_rank.policies.registry import (
     POLICIES,
     find_policy,
@@ -340,3 +340,30 @@ def test_lfps_attends_beside_sink_and_recent_tokens(page_size: int) -> None:
         whole = torch.tensor([length])
         want, _ = attend_paged(one, *pools, table[None, :length], whole, scale=MODEL.scale)
         torch.testing.assert_close(both, want, atol=1e-4, rtol=1e-4)
+
+
+class Mixing(AsyncSpadePolicy):
+    """Inherits a promise about methods that are not its own."""
+
+    def pooled(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.amax(-2, keepdim=True).expand_as(scores)
+
+
+class MixingByName(Mixing):
+    """Gives it itself."""
+
+    capabilities = AsyncSpadePolicy.capabilities
+
+
+def test_a_part_of_the_heads_is_enough_for_policies_that_say_so() -> None:
+    needing_all = {"sfi", "sync_kv"}
+    for name in POLICIES:
+        check_shards(find_policy(name), name, 1)
+        if name not in needing_all:
+            check_shards(find_policy(name), name, 3)
+            continue
+        with pytest.raises(PolicyError, match=f"policy={name} does not declare.*--cache-ranks 1"):
+            check_shards(find_policy(name), name, 3)
+    with pytest.raises(PolicyError, match="3 cache ranks have a part"):
+        check_shards(Mixing, "mine", 3)
+    check_shards(MixingByName, "mine", 3)

@@ -60,8 +60,8 @@ def test_refusals(arguments, monkeypatch, tmp_path):
         run_cache_rank(**arguments | {"model_dir": tmp_path})
     with pytest.raises(PolicyError, match="unknown"):
         run_cache_rank(**arguments | {"settings": settings_of(policy="guess")})
-    with pytest.raises(SettingsError, match="tp_rank=1: there are ranks 0 to 0"):
-        run_cache_rank(**arguments, tp_rank=1)
+    with pytest.raises(SettingsError, match="rank=1: there are cache ranks 0 to 0"):
+        run_cache_rank(**arguments, rank=1)
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(SettingsError, match="many"):
         run_cache_rank(**arguments)

@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run tiny models through SGLang's ModelRunner on a CPU, without servers; a program of its own.
 
-    python model_runs.py FOLDER NAME...
-    python model_runs.py FOLDER --cache-rank NAME
-    python model_runs.py FOLDER --adapter NAME
+    FOLDER NAME... [--cache-rank NAME...] [--adapter NAME] [--ways FILE]
+
+Such lines are read from standard input, until it ends. Each is done in a copy of this process, and
+answered with the line ``exit code N``; what it prints is in ``FOLDER/program.log``.
 
 ``FOLDER/models/NAME`` are models. Each is run by SGLang's own backend and by ours, each time in a
 copy of this process: importing SGLang takes many seconds, and its state is global. What was found
-is ``FOLDER/NAME-MODE.safetensors``, and what was printed ``FOLDER/NAME-MODE.log``. The second form
-runs one model with a cache rank in a process of its own, for ``FOLDER/NAME-two.safetensors``. The
-third loads the LoRA adapter ``FOLDER/adapter`` beside a model, for
-``FOLDER/NAME-MODE-adapter.safetensors``; the longer prompt names it if no queries are predicted.
+is ``FOLDER/NAME-MODE.safetensors``, and what was printed ``FOLDER/NAME-MODE.log``. Models behind
+``--cache-rank`` are also run with a cache rank in a process of its own, for
+``FOLDER/NAME-two.safetensors``. The one behind ``--adapter`` is also run with the LoRA adapter
+``FOLDER/adapter`` beside it, for ``FOLDER/NAME-MODE-adapter.safetensors``; the longer prompt names
+it if no queries are predicted. The file behind ``--ways`` has trees of settings by their names; the
+first model is run with each of them, for ``FOLDER/NAME-WAY.safetensors``.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +62,7 @@ SELECTION = {
     "exact_layers": [], "sample_tokens": 0,
 }  # fmt: skip
 """The shorter prompt fits into the resident set and the ring, the longer one does not."""
-_LIMIT_S = 120
+_LIMIT_S, _ALL_LIMIT_S = 120, 500
 
 Seen = list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -69,13 +76,14 @@ def server_args(model: Path, backend: str, **more: Any) -> Any:
     )  # fmt: skip
 
 
-def settings_of(model: Path, policy: str, cache_ranks: int = 0) -> ServeSettings:
-    """Return what a launcher would be told."""
+def settings_of(model: Path, selection: dict[str, Any], **more: Any) -> ServeSettings:
+    """Return what a launcher would be told; `selection` is laid over `SELECTION`."""
     return ServeSettings.model_validate(
         {
-            "model": str(model), "device": "cpu", "dtype": "float32", "cache_ranks": cache_ranks,
-            "selection": {**SELECTION, "policy": policy}, "max_running_requests": 4,
+            "model": str(model), "device": "cpu", "dtype": "float32", "cache_ranks": 0,
+            "selection": SELECTION | selection, "max_running_requests": 4,
             "cache": {"capacity_tokens": CAPACITY}, "sglang_args": ["--skip-tokenizer-init"],
+            **more,
         }
     )  # fmt: skip
 
@@ -113,7 +121,7 @@ def run(model: Path, mode: str, out: Path, adapter: Path | None = None) -> None:
     seen: Seen = []
     policy = MODES[mode]
     if policy:
-        hand_over(settings_of(model, policy), out.with_suffix(".run"))
+        hand_over(settings_of(model, {"policy": policy}), out.with_suffix(".run"))
     predictors = watch(seen) if policy else []
     backend, predicts = "tandemkv" if policy else "torch_native", mode == "sparse"
     found = decode(model, backend, started=seen.clear, adapter=adapter, names_it=not predicts)
@@ -161,9 +169,21 @@ def decode(
     return found
 
 
+def run_with_adapter(model: Path, mode: str, out: Path) -> None:
+    """Run a model with a LoRA adapter beside it."""
+    adapters_without_a_gpu.install()
+    run(model, mode, out, out.parent / "adapter")
+
+
+def run_way(model: Path, tree: dict[str, Any], out: Path) -> None:
+    """Run a model with the engine in this process, as a tree of settings says."""
+    hand_over(settings_of(model, **tree), out.with_suffix(".run"))
+    save_file(decode(model, "tandemkv"), out)
+
+
 def run_with_cache_rank(model: Path, out: Path) -> None:
     """Run a model sparsely with the engine in a process of its own."""
-    settings = settings_of(model, MODES["sparse"], cache_ranks=1)
+    settings = settings_of(model, {"policy": MODES["sparse"]}, cache_ranks=1)
     hand_over(settings, out.with_suffix(".run"))
     config = out.with_suffix(".json")
     config.write_text(settings.model_dump_json(exclude_defaults=True))
@@ -197,47 +217,75 @@ def predictions(predictor: LiveQueryPredictor, seen: Seen) -> dict[str, torch.Te
     }
 
 
-def run_in_copy(model: Path, mode: str, out: Path, adapter: Path | None = None) -> None:
-    """Fork, and wait; what fails leaves no file but its log."""
+def in_copy(log: Path, work: Callable[[], None], limit_s: int = _LIMIT_S) -> int:
+    """Fork, and wait for the exit code; what fails leaves what it printed in `log`."""
     child = os.fork()
     if child:
-        os.waitpid(child, 0)
-        return
-    signal.alarm(_LIMIT_S)
-    log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.signal(signal.SIGALRM, _too_long)  # raises, so that a cache rank is ended too
+    signal.alarm(limit_s)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    code = 1
     try:
-        run(model, mode, out, adapter)
+        work()
+        code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)  # past SGLang's threads
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError("it takes too long")
+
+
+def read_line(line: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--cache-rank", nargs="*", default=[])
+    parser.add_argument("--adapter")
+    parser.add_argument("--ways", type=Path)
+    return parser.parse_args(shlex.split(line))
+
+
+def do(given: argparse.Namespace) -> None:
+    """Run every model in every mode, and some also in another way."""
+    folder, models = given.folder, given.folder / "models"
+
+    def copy(out: str, work: Callable[..., None], *arguments: Any) -> None:
+        path = folder / f"{out}.safetensors"
+        in_copy(path.with_suffix(".log"), partial(work, *arguments, path))
+
+    server_args(models / given.names[0], "torch_native")  # and what SGLang's start does
+    for name in given.cache_rank:  # each loads the plugin for itself
+        copy(f"{name}-two", run_with_cache_rank, models / name)
+    for mode, policy in MODES.items():
+        if policy and RUN_DIR_VARIABLE not in os.environ:  # from here on with the plugin
+            hand_over(settings_of(models / given.names[0], {"policy": policy}), folder / "run")
+            load_the_plugin()
+        for name in given.names:
+            copy(f"{name}-{mode}", run, models / name, mode)
+        if given.adapter is not None:
+            model = models / given.adapter
+            copy(f"{given.adapter}-{mode}-adapter", run_with_adapter, model, mode)
+    for way, tree in (json.loads(given.ways.read_text()) if given.ways else {}).items():
+        copy(f"{given.names[0]}-{way}", run_way, models / given.names[0], tree)
 
 
 def main() -> None:
-    """Run every model in every mode, or one with a cache rank."""
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    """Do each line of standard input."""
     sglang_without_a_gpu.install()
     quantised_without_a_gpu.install()
     check_contract()  # imports all that the plugin does
-    if names[0] == "--cache-rank":
-        run_with_cache_rank(folder / "models" / names[1], folder / f"{names[1]}-two.safetensors")
-        os._exit(0)  # past SGLang's threads, which wait for the other process
-    adapter = folder / "adapter" if names[0] == "--adapter" else None
-    names, end = (names, "") if adapter is None else (names[1:], "-adapter")
-    if adapter is not None:
-        adapters_without_a_gpu.install()
-    server_args(folder / "models" / names[0], "torch_native")  # and what SGLang's start does
-    for mode, policy in MODES.items():
-        if policy and RUN_DIR_VARIABLE not in os.environ:  # from here on with the plugin
-            hand_over(settings_of(folder / "models" / names[0], policy), folder / "run")
-            load_the_plugin()
-        for name in names:
-            out = folder / f"{name}-{mode}{end}.safetensors"
-            run_in_copy(folder / "models" / name, mode, out, adapter)
+    for line in sys.stdin:
+        given = read_line(line)
+        code = in_copy(given.folder / "program.log", partial(do, given), _ALL_LIMIT_S)
+        print(f"exit code {code}", flush=True)  # `program_runs.ANSWER`
 
 
 if __name__ == "__main__":

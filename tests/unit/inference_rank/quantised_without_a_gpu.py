@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for SGLang 0.5.17's kernels for quantised matrices, which need a GPU or AMX.
+"""Stand-ins for SGLang's kernels for quantised matrices, which need a GPU or AMX.
 
 Modules, names of tensors, and loading are SGLang's. What follows on loading is not: a module gets
 the matrix that it stands for in float32, and what it had is overwritten, as kernels repack it.
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from sglang.srt.hardware_backend.gpu.quantization.awq_kernels import AWQLinearKernel
-from sglang.srt.hardware_backend.gpu.quantization.gptq_kernels import GPTQLinearKernel
 from sglang.srt.layers.quantization.awq import AWQConfig
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
@@ -24,6 +23,7 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from sglang.srt.layers.quantization.gptq import GPTQConfig
 from sglang.srt.layers.quantization.gptq.gptq import GPTQMarlinConfig
+from sglang.srt.layers.quantization.gptq.schemes import GPTQLinearScheme
 
 
 def install() -> None:
@@ -31,15 +31,22 @@ def install() -> None:
     for config in (Fp8Config, AWQConfig, GPTQConfig, CompressedTensorsConfig):
         config.get_supported_act_dtypes = lambda *_: [torch.float32]
     GPTQMarlinConfig.is_gptq_marlin_compatible = lambda *_: False
+    GPTQLinearScheme._init_kernel = lambda *_: _GPTQKernel()
     CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
     for owner, process in (
         (Fp8LinearMethod, _process_fp8), (CompressedTensorsW8A8Fp8, _process_fp8),
-        (AWQLinearKernel, _process_awq), (GPTQLinearKernel, _process_gptq),
+        (AWQLinearKernel, _process_awq), (_GPTQKernel, _process_gptq),
         (CompressedTensorsWNA16, _process_compressed),
     ):  # fmt: skip
         owner.process_weights_after_loading = process
         name = "apply_weights" if owner.__name__.startswith("Compressed") else "apply"
         setattr(owner, name, _apply)
+
+
+class _GPTQKernel:
+    """From SGLang 0.5.20 on there is none that is not Marlin's."""
+
+    use_shuffle: bool
 
 
 def _apply(

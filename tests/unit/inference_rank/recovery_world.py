@@ -70,6 +70,8 @@ class Connection:
         self.lost_reason = reason
 
     def leave(self, reason: str) -> None:
+        if self.lost_reason is not None:
+            return
         self.lost_reason = reason
         self.num_left += 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for the parts of SGLang 0.5.17 that need a GPU, or AMX on a CPU, or fail without it.
+"""Stand-ins for the parts of SGLang that need a GPU, or AMX on a CPU, or fail without it.
 
 Each does what the kernel that it stands in for says that it does, and stands in for it in stock
 runs and in ours. One is part of attention, in stock runs only: on such a CPU SGLang has no backend
@@ -8,6 +8,8 @@ that takes gpt-oss's sinks.
 
 from __future__ import annotations
 
+import functools
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +19,11 @@ from sglang.srt.layers.moe import topk
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.models import qwen2_moe
 from sglang.srt.models.minimax_m2 import MiniMaxM2QKRMSNorm
-from sglang.srt.server_args import ServerArgs
 from tiny_models import attend_by_definition
 
+from tandemkv.inference_rank import sglang_versions
+
 _fused_topk = topk.fused_topk_native
-_adjust = ServerArgs._handle_model_specific_adjustments
 
 
 def install() -> None:
@@ -32,7 +34,7 @@ def install() -> None:
     for name in ("forward_extend", "forward_decode"):
         forward = getattr(TorchNativeAttnBackend, name)
         setattr(TorchNativeAttnBackend, name, _with_sinks(forward, name == "forward_decode"))
-    ServerArgs._handle_model_specific_adjustments = _adjustments
+    _take_sinks_for_granted()
 
 
 def _norm_of_minimax(self: Any, q: torch.Tensor, k: torch.Tensor) -> Any:
@@ -84,16 +86,15 @@ def _with_sinks(forward: Callable[..., torch.Tensor], is_decode: bool) -> Any:
     return attend
 
 
-def _adjustments(args: Any) -> None:
+def _take_sinks_for_granted() -> None:
     """Let gpt-oss run with ``torch_native``, which takes sinks here."""
-    resolved = args._resolved_attention_backends
-    if "torch_native" not in resolved():
-        _adjust(args)
-        return
-    args._resolved_attention_backends = lambda: tuple(
-        "triton" if name == "torch_native" else name for name in resolved()
-    )
-    try:
-        _adjust(args)
-    finally:
-        del args._resolved_attention_backends
+    path, _, name = sglang_versions.adjustments().rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def adjust(args: Any) -> None:
+        with sglang_versions.taken_for(args, "torch_native", "triton"):
+            original(args)
+
+    setattr(owner, name, adjust)

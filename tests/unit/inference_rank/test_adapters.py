@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import program_runs
 import pytest
 import torch
 from adapters_without_a_gpu import write_adapter
 from program_runs import run_program
-from safetensors.torch import load_file
 from tiny_models import LAYERS, LENGTHS, MODES, STEPS, Reference, write_model
 
 pytestmark = pytest.mark.timeout(600)
@@ -26,15 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_model(NAME, folder / "models" / NAME)
     write_adapter(folder / "models" / NAME, folder / "adapter")
-    run_program(folder, NAME)
-    run_program(folder, "--adapter", NAME)
+    run_program(folder, NAME, "--adapter", NAME)
     return folder
 
 
 def result(folder: Path, mode: str, end: str = "-adapter") -> dict[str, torch.Tensor]:
-    path = folder / f"{NAME}-{mode}{end}.safetensors"
-    assert path.is_file(), path.with_suffix(".log").read_text()[-4000:]
-    return load_file(path)
+    return program_runs.result(folder / f"{NAME}-{mode}{end}.safetensors")
 
 
 def test_exact_gives_stocks_tokens_with_an_adapter_and_beside_one(folder: Path) -> None:

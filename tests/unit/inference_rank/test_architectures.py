@@ -8,13 +8,12 @@ these tests show.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-from program_runs import run_program
+from program_runs import Found, chosen, found_of, result, run_program
 from safetensors.torch import load_file
-from tiny_models import LENGTHS, MODELS, MODES, STEPS, Reference, prompts, write_model
+from tiny_models import LENGTHS, MODELS, STEPS, Reference, prompts, write_model
 
 from tandemkv.cache_rank.protocol.architectures import ARCHITECTURES
 from tandemkv.cache_rank.protocol.model_spec import read_config, read_model_spec
@@ -34,39 +33,25 @@ LOGIT_TOLERANCE = dict.fromkeys(MODELS, 1e-4) | {"apertus": 5e-3}
 """Of the largest logit."""
 
 
-class Found(NamedTuple):
-    """A model, and what its runs have left."""
-
-    name: str
-    folder: Path
-    stock: dict[str, torch.Tensor]
-    exact: dict[str, torch.Tensor]
-    sparse: dict[str, torch.Tensor]
+OTHER_PROCESS = ("glm4", "gemma3", "gpt-oss")
+"""The models most unlike Llama are also run with a cache rank in another process."""
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the models that the chosen tests need, one after the other in one process."""
     folder = tmp_path_factory.mktemp("runs")
-    items = [item for item in request.session.items if item.path == request.path]
-    names = {item.callspec.params["found"] for item in items if hasattr(item, "callspec")}
-    names = [name for name in MODELS if name in names]
+    names = chosen(request, MODELS)
     for name in names:
         write_model(name, folder / "models" / name)
-    run_program(folder, *names)
+    run_program(folder, *names, "--cache-rank", *(name for name in OTHER_PROCESS if name in names))
     return folder
 
 
 @pytest.fixture
 def found(request: pytest.FixtureRequest, runs: Path) -> Found:
-    """Results of one model; a run that failed fails each of its tests, with what it printed."""
-    name = request.param
-    results = []
-    for mode in MODES:
-        path = runs / f"{name}-{mode}.safetensors"
-        assert path.is_file(), f"{mode}:\n{path.with_suffix('.log').read_text()[-4000:]}"
-        results.append(load_file(path))
-    return Found(name, runs / "models" / name, *results)
+    """Results of one model."""
+    return found_of(runs, request.param, runs / "models" / request.param)
 
 
 every_model = pytest.mark.parametrize("found", MODELS, indirect=True)
@@ -168,12 +153,10 @@ def test_logits_are_those_of_the_definition(found: Found) -> None:
         assert float((logits[:, SHORT].double() - want).abs().max()) < limit
 
 
-@pytest.mark.parametrize("found", ["glm4", "gemma3", "gpt-oss"], indirect=True)
-def test_a_cache_rank_in_another_process_selects_the_same(found: Found) -> None:
-    """It predicts with mapped weights; these are the most unlike Llama's."""
-    folder = found.folder.parents[1]
-    run_program(folder, "--cache-rank", found.name)
-    two = load_file(folder / f"{found.name}-two.safetensors")
+@pytest.mark.parametrize("found", OTHER_PROCESS, indirect=True)
+def test_a_cache_rank_in_another_process_selects_the_same(found: Found, runs: Path) -> None:
+    """It predicts with mapped weights."""
+    two = result(runs / f"{found.name}-two.safetensors")
     assert torch.equal(two["rows"], found.sparse["rows"])
     assert torch.equal(two["tokens"], found.sparse["tokens"])
     assert float((two["logits"] - found.sparse["logits"]).abs().max()) < 1e-5

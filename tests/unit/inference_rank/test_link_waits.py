@@ -45,6 +45,9 @@ class Signals:
     def give_up(self) -> None:
         """The engine has nothing to wait for."""
 
+    def forget_lost(self) -> None:
+        """The connection alone knows."""
+
     def end(self) -> bool:
         return True
 
@@ -60,9 +63,7 @@ def link(signals: Signals) -> SharedLink:
     settings = RankSettings.model_validate({"selection": values})
     program = EngineProgram(MODEL, settings, timing=Timing.NEXT_STEP, all_exact=False)
     connection: Any = SimpleNamespace(program=program, step=0, epoch=1, lost_reason=None)
-    return SharedLink(
-        connection, signals, MODEL, generation_of=lambda row: row, rows_on_host=lambda: None
-    )  # type: ignore[arg-type]
+    return SharedLink(connection, signals, generation_of=lambda row: row, rows_on_host=lambda: None)  # type: ignore[arg-type]
 
 
 def begin(link: SharedLink, kind: DecodeKind) -> None:

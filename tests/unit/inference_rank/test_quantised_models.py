@@ -8,15 +8,14 @@ queries are compared with a checkpoint in float64 that has the numbers of the qu
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import quantised_models
 import torch
-from program_runs import run_program
+from program_runs import Found, chosen, found_of, run_program
 from quantised_models import write_quantised
 from safetensors.torch import load_file
-from tiny_models import LAYERS, LENGTHS, MODES, STEPS, Reference
+from tiny_models import LAYERS, LENGTHS, STEPS, Reference
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -25,23 +24,11 @@ QUERY_TOLERANCE = 5e-6
 """Of the largest element; float32 against float64, as for unquantised models."""
 
 
-class Found(NamedTuple):
-    """A model, its twin in float64, and what its runs have left."""
-
-    name: str
-    plain: Path
-    stock: dict[str, torch.Tensor]
-    exact: dict[str, torch.Tensor]
-    sparse: dict[str, torch.Tensor]
-
-
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the models that the chosen tests need, one after the other in one process."""
     folder = tmp_path_factory.mktemp("runs")
-    items = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params["found"] for item in items if hasattr(item, "callspec")}
-    names = [name for name in quantised_models.MODELS if name in wanted]
+    names = chosen(request, quantised_models.MODELS)
     for name in names:
         write_quantised(name, folder / "models" / name, folder / "plain" / name)
     run_program(folder, *names)
@@ -50,14 +37,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def found(request: pytest.FixtureRequest, runs: Path) -> Found:
-    """Results of one model; a run that failed fails each of its tests, with what it printed."""
-    name = request.param
-    results = []
-    for mode in MODES:
-        path = runs / f"{name}-{mode}.safetensors"
-        assert path.is_file(), f"{mode}:\n{path.with_suffix('.log').read_text()[-4000:]}"
-        results.append(load_file(path))
-    return Found(name, runs / "plain" / name, *results)
+    """Results of one model, and the folder of its twin in float64."""
+    return found_of(runs, request.param, runs / "plain" / request.param)
 
 
 every_model = pytest.mark.parametrize("found", quantised_models.MODELS, indirect=True)
@@ -80,7 +61,7 @@ def test_a_longer_prompt_is_attended_to_in_part(found: Found) -> None:
 
 @every_model
 def test_the_weights_are_those_of_float64_rounded_once(found: Found) -> None:
-    tensors = load_file(found.plain / "model.safetensors")
+    tensors = load_file(found.folder / "model.safetensors")
     weights = found.sparse["weights"]
     assert len(weights) == LAYERS
     for layer, weight in enumerate(weights):
@@ -95,7 +76,7 @@ def test_the_weights_are_those_of_float64_rounded_once(found: Found) -> None:
 def test_queries_equal_float64_of_their_streams(found: Found) -> None:
     """In one operation, in another process, and module by module."""
     base = quantised_models.MODELS[found.name].base
-    reference, sparse = Reference(base, found.plain), found.sparse
+    reference, sparse = Reference(base, found.folder), found.sparse
     assert set(sparse["layers"].tolist()) == set(range(LAYERS))
     for at, layer in enumerate(sparse["layers"].tolist()):
         want = reference.query(layer, sparse["streams"][at], sparse["positions"][at])

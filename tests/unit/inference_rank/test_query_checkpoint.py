@@ -161,7 +161,7 @@ def test_each_rank_reads_its_rows_and_their_bias(
             wrapped = layer.self_attn.qkv_proj
             layer.self_attn.qkv_proj = SimpleNamespace(base_layer=wrapped, bias=wrapped.bias)
     for rank, num_ranks in ((0, 1), (0, 2), (1, 2)):
-        place = SimpleNamespace(attn_tp_rank=rank, attn_tp_size=num_ranks)
+        place = SimpleNamespace(tp_rank=rank, tp_size=num_ranks)
         monkeypatch.setattr(runtime_context, "get_parallel", lambda place=place: place)
         predictor = load(model, QueryCheckpoint(tmp_path), HEADS // num_ranks)
         own = slice(rank * ROWS // num_ranks, (rank + 1) * ROWS // num_ranks)

@@ -244,7 +244,7 @@ def test_each_rank_takes_its_part_of_a_norm_over_all_heads(
     layer.self_attn.q_norm = norm
     found = []
     for rank, num_ranks in ((0, 1), (0, 2), (1, 2)):
-        place = SimpleNamespace(attn_tp_rank=rank, attn_tp_size=num_ranks)
+        place = SimpleNamespace(tp_rank=rank, tp_size=num_ranks)
         monkeypatch.setattr(runtime_context, "get_parallel", lambda place=place: place)
         heads = 2 * half // num_ranks
         own = weight[rank * heads * DIM :]

@@ -36,13 +36,13 @@ class Table:
         self.barrier = threading.Barrier(len(RANKS), timeout=_PATIENCE_S)
         self.answers: list[tuple[str, float]] = [("", 0.0)] * len(RANKS)
 
-    def exchange(self, rank: int, question: str, value: float) -> float:
+    def exchange(self, rank: int, question: str, value: float) -> list[float]:
         self.answers[rank] = (question, value)
         self.barrier.wait()
         found = list(self.answers)
         self.barrier.wait()
         assert len({asked for asked, _ in found}) == 1, found
-        return max(value for _, value in found)
+        return [value for _, value in found]
 
 
 class Agreed(Agreement):
@@ -53,10 +53,13 @@ class Agreed(Agreement):
         self.is_alone, self._table, self._rank = False, table, rank
 
     def any(self, flag: bool) -> bool:
-        return bool(self._table.exchange(self._rank, "any", float(flag)))
+        return any(self._table.exchange(self._rank, "any", float(flag)))
 
     def all(self, flag: bool) -> bool:
-        return not self._table.exchange(self._rank, "all", float(not flag))
+        return all(self._table.exchange(self._rank, "all", float(flag)))
+
+    def total(self, count: int) -> int:
+        return int(sum(self._table.exchange(self._rank, "total", count)))
 
 
 class Rank:
@@ -168,6 +171,25 @@ def test_the_epoch_of_the_other_engine_ends_in_order(
         assert [rank.world.counters.pauses_total for rank in ranks.all] == [1, 1]
 
 
+def test_each_rank_tells_of_the_cache_ranks_that_all_have_lost(
+    undisturbed: list[list[int]],
+) -> None:
+    """The status of the first one is read."""
+
+    def loses(rank: Rank) -> None:
+        if rank.turns in (3, 12):
+            rank.connection.mark_lost("its process ended")
+            rank.world.counters.cache_rank_lost_total += 1
+
+    with Ranks() as ranks:
+        ranks.all[1].script = loses
+        check(ranks, ranks.run(), undisturbed)
+        counters = [rank.world.counters for rank in ranks.all]
+        assert [each.cache_rank_lost_total for each in counters] == [0, 2]
+        assert [each.as_values()["cache_rank_lost_total"] for each in counters] == [2, 2]
+        assert "lost_by_other_ranks" not in counters[0].as_values()
+
+
 def test_a_connection_is_kept_until_all_have_one(undisturbed: list[list[int]]) -> None:
     """A cache rank that ends while its connection is kept is met again."""
 
@@ -249,7 +271,7 @@ def run_rank(number: int, store: Path, results: Any) -> None:
     agreement = Agreement(dist.group.WORLD)
     flags = ((False, False), (True, False), (True, True))
     found = [(agreement.any(pair[number]), agreement.all(pair[number])) for pair in flags]
-    results.put((agreement.is_alone, found))
+    results.put((agreement.is_alone, found, agreement.total(3 + number)))
     dist.destroy_process_group()
 
 
@@ -262,7 +284,7 @@ def test_ranks_of_a_group_agree(tmp_path: Path) -> None:
     found = [results.get(timeout=60) for _ in ranks]
     for rank in ranks:
         rank.join()
-    assert found == [(False, [(False, False), (True, False), (True, True)])] * 2
+    assert found == [(False, [(False, False), (True, False), (True, True)], 7)] * 2
 
 
 def test_one_rank_agrees_with_itself() -> None:
@@ -270,6 +292,7 @@ def test_one_rank_agrees_with_itself() -> None:
     assert alone.is_alone
     assert [alone.any(flag) for flag in (True, False)] == [True, False]
     assert [alone.all(flag) for flag in (True, False)] == [True, False]
+    assert alone.total(4) == 4
 
 
 def test_a_rank_that_is_not_alone_breaks_off_no_pass() -> None:

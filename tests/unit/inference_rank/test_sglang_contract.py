@@ -11,7 +11,7 @@ import pytest
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
-from tandemkv.inference_rank import sglang_contract
+from tandemkv.inference_rank import sglang_contract, sglang_versions
 from tandemkv.inference_rank.process import check_server_args
 
 
@@ -41,16 +41,19 @@ def test_unapplied_hook_is_named() -> None:
         sglang_contract.check_hooks_applied(["sglang.not.hooked"])
 
 
+@pytest.mark.parametrize("version", [sglang_versions.OLDEST, sglang_versions.NEWEST])
 @pytest.mark.parametrize("transport", ["shared", "peer", "local"])
 def test_every_hook_target_is_in_the_contract(
-    monkeypatch: pytest.MonkeyPatch, transport: str
+    monkeypatch: pytest.MonkeyPatch, transport: str, version: str
 ) -> None:
     from tandemkv.inference_rank.hooks import scheduler_hooks
 
     settings = RankSettings.model_validate({"placement": {"link": transport}})
     monkeypatch.setenv(SETTINGS_VARIABLE, settings.model_dump_json())
+    number = sglang_versions.check_version(version)
+    monkeypatch.setattr(sglang_versions, "_number", lambda: number)
     targets = {target for target, _, _ in scheduler_hooks("tandemkv")}
-    assert targets <= set(sglang_contract.SYMBOLS)
+    assert targets <= set(sglang_contract.SYMBOLS | sglang_versions.symbols_of(number))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,8 @@ def test_every_hook_target_is_in_the_contract(
         {"speculative_algorithm": "EAGLE"},
         {"enable_mixed_chunk": True},
         {"tp_size": 2},
+        {"dp_size": 2},
+        {"attn_cp_size": 2},
         {"kv_cache_dtype": "fp8_e4m3"},
     ],
 )

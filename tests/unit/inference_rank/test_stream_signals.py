@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ class Connection:
     tensors: MappedTensors
     lost_reason: str | None = None
     announced: list[StepEntry] = field(default_factory=list)
+    end_waits: Callable[[], None] | None = None
 
     def announce(self, entry: StepEntry) -> None:
         self.announced.append(entry)
@@ -172,6 +174,53 @@ def test_what_was_not_answered_in_time_is_told_with_the_next_step(
     engine.begin(3)
     engine.await_begin()
     assert _is_lost(engine)  # nothing was raised for a step that was not begun
+
+
+def test_a_loss_ends_the_waits_of_the_step_that_is_under_way(
+    link: LinkSide, engine: EngineSide, connection: Connection
+) -> None:
+    """Nobody waits for a dead engine until the limit: whoever finds it lost tells the GPU."""
+    assert link.begin(_entry(1), _step())
+    assert connection.end_waits is not None
+    connection.end_waits()
+    connection.lost_reason = "its process ended"
+    link.await_ready(0)
+    link.put_stream(0, torch.zeros(2, HIDDEN), None)
+    link.raise_end()
+    link.end()
+    assert not link.is_done(1)
+    engine.begin(1)
+    engine.await_input(0, 2)
+    assert _is_lost(engine)  # what came after the loss was not raised
+    link.forget_lost()
+    connection.lost_reason = None
+    assert link.begin(_entry(2), _step())
+    assert link.lost_step == 0
+
+
+@pytest.mark.parametrize("waits_first", [False, True])
+def test_what_an_epoch_did_not_answer_does_not_end_the_next_one(
+    link: LinkSide, engine: EngineSide, connection: Connection, waits_first: bool
+) -> None:
+    """The process was killed while a pass waited for it, and no other pass was begun since."""
+    assert link.begin(_entry(1), _step())
+    link.await_ready(0)
+    link.end()
+    assert link.lost_step == 1
+    connection.lost_reason = "its process ended"
+    link.forget_lost()
+    connection.lost_reason = None  # it is back, and has done step 2
+    engine.begin(2)
+    engine.settle()
+    assert link.lost_step == 0
+    if waits_first:
+        assert link.await_finished(2)
+        assert link.lost_step == 0
+    assert link.begin(_entry(3), _step())
+    assert connection.lost_reason is None
+    engine.begin(3)
+    engine.await_begin()
+    assert not _is_lost(engine)
 
 
 def test_a_prompt_tells_too_that_it_was_not_answered_in_time(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from tiny_models import attend_by_definition
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor, put_weights
-from tandemkv.inference_rank import hooks
+from tandemkv.inference_rank import hooks, sglang_versions
 from tandemkv.inference_rank.attention.native_sinks import attend_with_sinks
 from tandemkv.inference_rank.attention.pool import make_local_pool_class
 from tandemkv.inference_rank.attention.sinks import join_sinks
@@ -121,24 +123,36 @@ class Args:
         return self._backends
 
 
-def test_sglang_takes_ours_for_a_backend_with_sinks() -> None:
+@pytest.fixture(params=[17, 18, 19, 23])
+def resolved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What SGLang's adjustments are told, in versions of both kinds: a function of `Args`."""
+    monkeypatch.setattr(sglang_versions, "_number", lambda: request.param)
+    if request.param < 19:
+        return lambda args: args._resolved_attention_backends()
+    module: Any = types.ModuleType("model_hook")
+    module.attention_backends_of = Args._resolved_attention_backends
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.model_hook", module)
+    return lambda args: module.attention_backends_of(args)
+
+
+def test_sglang_takes_ours_for_a_backend_with_sinks(resolved: Any) -> None:
     adjust, seen = hooks._as_a_backend_with_sinks("tandemkv"), []
     args = Args("tandemkv", "tandemkv")
-    adjust(lambda args: seen.append(args._resolved_attention_backends()), args)
+    adjust(lambda args: seen.append(resolved(args)), args)
     assert seen == [("triton", "triton")]
-    assert args._resolved_attention_backends() == ("tandemkv", "tandemkv")
-    adjust(lambda args: seen.append(args._resolved_attention_backends()), Args("fa3", None))
+    assert resolved(args) == ("tandemkv", "tandemkv")
+    adjust(lambda args: seen.append(resolved(args)), Args("fa3", None))
     assert seen[-1] == ("fa3", None)
 
 
-def test_a_check_that_fails_leaves_the_arguments_as_they_were() -> None:
+def test_a_check_that_fails_leaves_the_arguments_as_they_were(resolved: Any) -> None:
     def fail(_args: Any) -> None:
         raise AssertionError
 
     args = Args("tandemkv", "tandemkv")
     with pytest.raises(AssertionError):
         hooks._as_a_backend_with_sinks("tandemkv")(fail, args)
-    assert args._resolved_attention_backends() == ("tandemkv", "tandemkv")
+    assert resolved(args) == ("tandemkv", "tandemkv")
 
 
 class Gemma3RMSNorm(torch.nn.Module):

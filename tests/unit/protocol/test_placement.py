@@ -73,6 +73,9 @@ def test_it_is_told_in_one_line_with_its_reason() -> None:
     assert "model on 4 GPUs" in split.describe()
     both = Placement(link="shared", tp_size=2).describe()
     assert "model on 2 processes, cache rank of each in a process of its own" in both
+    three = Placement(link="shared", head_shards=3)
+    assert three.num_cache_ranks == three.num_shards == 3
+    assert "3 cache ranks, each with its part of the KV heads, in a process" in three.describe()
     assert found.info() == {"link": "peer", "cache_ranks": "0", "placement": found.describe()}
 
 

@@ -51,9 +51,9 @@ def test_what_is_refused_says_what_to_do(given: dict[str, object], message: str)
 @pytest.mark.parametrize(
     ("given", "rows"),
     [
-        ({"budget_tokens": 2048}, 128),
-        ({"budget_tokens": 1024}, 64),
-        ({"budget_tokens": 158}, 64),  # a sixteenth would be nine
+        ({"budget_tokens": 2048}, 512),
+        ({"budget_tokens": 1024}, 256),
+        ({"budget_tokens": 158}, 64),  # a quarter would be 39
         ({"budget_tokens": 70, "sample_tokens": 0}, 64),
         ({"budget_tokens": 20, "num_recent_tokens": 8, "sample_tokens": 0}, 20),
         ({"budget_tokens": 158, "policy": "sfi"}, 158),

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,8 +194,11 @@ def test_entries_come_in_order_and_a_full_ring_is_an_error() -> None:
         for n in range(1, 3 * NUM_ENTRIES)
     ]
     for entry in entries:
+        before = time.monotonic_ns()
         writer.write(entry, timeout_s=1, is_over=never)
-        assert reader.read(timeout_s=1, is_over=never) == entry
+        found = reader.read(timeout_s=1, is_over=never)
+        assert found == entry
+        assert before <= found.announced_ns <= time.monotonic_ns()
     for entry in entries[:NUM_ENTRIES]:
         writer.write(entry, timeout_s=1, is_over=never)
     with pytest.raises(CacheRankLostError, match="does not read"):

@@ -42,7 +42,7 @@ def test_attended_tokens_are_the_budget_and_what_the_settings_say(
     _, one = make([policy], ["1092"])
     settings = resolve_selection(one.selection)
     assert (settings.policy, settings.num_samples) == (policy, samples)
-    assert settings.budget_tokens == (1024 - samples) // 2
+    assert settings.budget_tokens == 1024 - samples
     assert settings.row_tokens == one.attended_tokens == 1092
     assert one.exact_layers == ([] if samples else [0, 1])
 
@@ -50,11 +50,11 @@ def test_attended_tokens_are_the_budget_and_what_the_settings_say(
 @pytest.mark.parametrize(
     ("budget", "base", "selected", "samples"),
     [
-        ("324", {}, 128, 0),  # with 128 samples K would be 64
-        ("452", {}, 128, 128),
-        ("1092", {"sample_tokens": 64}, 480, 64),
-        ("1092", {"sample_tokens": 0}, 512, 0),
-        ("512", {"resident_factor": 1.0}, 316, 128),
+        ("196", {}, 128, 0),  # with 128 samples nothing would be left for K
+        ("324", {}, 128, 128),
+        ("1092", {"sample_tokens": 64}, 960, 64),
+        ("1092", {"sample_tokens": 0}, 1024, 0),
+        ("512", {"resident_factor": 2.0}, 158, 128),
     ],
 )
 def test_samples_are_in_the_budget(

@@ -142,3 +142,19 @@ def test_sigterm_stops_as_ctrl_c_does() -> None:
     with pytest.raises(KeyboardInterrupt):
         be_terminated()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_counters_of_several_cache_ranks_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [{"values": {"fetched_rows_total": n, "busy_s": 1.0}} for n in (3.0, 4.0, 5.0)]
+    status: dict[str, Any] = {
+        "inference_rank": {"values": {"sparse_rows_total": 7.0}}, "cache_ranks": ranks
+    }  # fmt: skip
+    monkeypatch.setattr(servers, "fetch_status", lambda _: status)
+    server = RunningServer("http://127.0.0.1:1", is_stock=False)
+    want = {"inference.sparse_rows_total": 7.0, "cache.fetched_rows_total": 12.0}
+    assert server.counters() == want
+    status["cache_ranks"] = [ranks[0], {"error": "away"}]
+    with pytest.raises(MeasurementError, match="cache rank reports no counters: away"):
+        server.counters()
+    status["cache_ranks"] = []
+    assert server.counters()["cache.sparse_rows_total"] == 7.0

@@ -164,7 +164,7 @@ def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:
         (["cache-rank", "--gate-cosine", "0.9"], 2, "--gate-cosine is gone: it took most layer"),
         (["plan", "m", "--lag", "2"], 2, "--lag is gone: what is selected for a later step"),
         (["serve", "m", "--", "--lag", "2"], 2, "m: no such directory"),
-        (["serve", "m", "--cache-ranks", "2"], 2, "use --cache-ranks 1"),
+        (["serve", "m", "--cache-ranks", "2", "--tp", "3"], 2, "use --cache-ranks 3"),
         (["serve", "m", "--device", "cpu", "--cache-device", "cuda"], 2, "use --cache-device cpu"),
         (["serve", "m", "--", "--attention-backend", "triton"], 2, "--attention-backend"),
         (["serve", "m", "--port", "0", "--policy", "magic"], 2, "look_ahead"),

@@ -209,6 +209,39 @@ def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
         resolve(tmp_path, tensor_parallel=2, cache_ranks=2)
 
 
+def test_cache_ranks_share_the_heads_of_one_rank_on_a_cpu(tmp_path: Path) -> None:
+    settings, said = resolve(tmp_path, "cpu", cache_ranks=4, selection={"budget_tokens": 2048})
+    placement = settings.rank_settings.placement
+    assert (placement.head_shards, placement.num_cache_ranks, placement.tp_size) == (4, 4, 1)
+    assert settings.cache_ranks == 4
+    assert "4 cache ranks, each with its part of the KV heads" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cache_ranks": 3}, "does not divide the 8 KV heads of .*; use --cache-ranks 1 or 2 or 4"),
+        ({"cache_ranks": 2, "selection": {"policy": "sfi"}}, "policy=sfi .*use --cache-ranks 1"),
+        ({"cache_ranks": 2, "selection": {"policy": "sync_kv"}}, "policy=sync_kv does not declare"),
+    ],
+)
+def test_heads_that_cannot_be_shared_are_refused(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    selection = {"budget_tokens": 2048, **given.get("selection", {})}
+    with pytest.raises(SettingsError, match=message):
+        resolve(tmp_path, "cpu", **given | {"selection": selection})
+
+
+def test_gpus_do_not_share_a_pool(tmp_path: Path, gpus: Any, monkeypatch: Any) -> None:
+    gpus(4)
+    with pytest.raises(SettingsError, match="on GPUs each would need a pool of its own"):
+        resolve(tmp_path, cache_ranks=2)
+    monkeypatch.setenv(ONE_DEVICE_VARIABLE, "apart")
+    with pytest.raises(SettingsError, match="use --cache-ranks 1"):
+        resolve(tmp_path, "cpu", cache_ranks=2, selection={"budget_tokens": 2048})
+
+
 def test_processes_on_a_cpu_have_a_cache_rank_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,7 +193,7 @@ def test_each_tensor_parallel_rank_has_a_cache_rank_directory_and_holder(
         assert "--run-dir" in rank.spec.argv
         assert rank.spec.argv[rank.spec.argv.index("--run-dir") + 1] == str(own[number].path)
         assert rank.spec.argv[-1] == str(run_dir.path / SETTINGS_FILE)
-        assert ("--tp-rank" in rank.spec.argv) is bool(number)
+        assert ("--rank" in rank.spec.argv) is bool(number)
         assert rank.spec.name == f"cache rank {number}"
         specs += [rank.spec, rank.standby]
     logs = [spec.log_path.name for spec in specs]

@@ -162,7 +162,13 @@ def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -
         ("", {}, {"selection__budget_tokens": "10"}, ["budget_tokens=10", "= 68", "--selection_"]),
         ("", {}, {"cache_ranks": "1", "tensor_parallel": "2"}, ["tensor_parallel=2", "peer"]),
         ("", {}, {"cache_ranks": "1", "transport": "local"}, ["--cache-ranks 0"]),
-        ("", {}, {"cache_ranks": "2"}, ["cache_ranks=2", "use --cache-ranks 1,", "--tp 2"]),
+        (
+            "",
+            {},
+            {"cache_ranks": "2", "tensor_parallel": "3"},
+            ["cache_ranks=2", "use --cache-ranks 3,", "--tp 2"],
+        ),
+        ("stress_selection: true", {}, {"cache_ranks": "3"}, ["other signs", "--cache-ranks 1"]),
         (
             "",
             {},

@@ -299,3 +299,37 @@ def test_the_second_process_starts_what_the_settings_say(tmp_path: Path) -> None
     run_dir.clear()
     assert plan.is_over()
     assert not (path / "keep-logs").exists()
+
+
+def test_each_later_process_starts_a_cache_rank_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    run_dir = RunDir.create(path)
+    launch = SplitLaunch(run_dir=path, launch_id="x")
+    (path / SETTINGS_FILE).write_text(f"{launch.mark}model: here\ncache_ranks: 3\n")
+    settings = await_settings(path, launch, 5.0)
+    found = []
+    for number in range(3):
+        (rank,) = cache_rank_plan(settings, run_dir, number).cache_ranks
+        assert rank.spec is not None
+        found.append((rank.spec.name, rank.spec.log_path.name, rank.spec.argv[4:-2]))
+        assert str(run_dir.of_rank(number).path) in rank.spec.argv
+    assert [name for name, _, _ in found] == ["cache rank 0", "cache rank 1", "cache rank 2"]
+    assert [log for _, log, _ in found] == [
+        "cache_rank.log",
+        "cache_rank1.log",
+        "cache_rank2.log",
+    ]
+    assert [argv[-2:] == ("--rank", str(n)) for n, (_, _, argv) in enumerate(found)] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_four_processes_of_torchrun_are_one_server(launched: Launched) -> None:
+    launched.start_workers("serve", "--cache-ranks", "3", count=4)
+    launched.wait_ready()
+    assert len(launched.pids("cache")) == 3
+    os.kill(launched.processes[0].pid, signal.SIGTERM)
+    assert launched.wait() == [0, 0, 0, 0]
+    launched.assert_nothing_left()

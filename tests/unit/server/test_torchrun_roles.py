@@ -115,10 +115,18 @@ def test_cache_ranks_follow_from_the_processes_if_open(
     assert open_cache_ranks(settings(**given), second) == implied
 
 
+def test_each_other_process_is_a_cache_rank(second: Worker) -> None:
+    last = replace(second, rank=3, local_rank=3, local_world_size=4)
+    assert open_cache_ranks(settings(), last) == 3
+    check_processes(settings(cache_ranks=3), last)
+    assert (second.cache_rank, last.cache_rank) == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("given", "count"),
     [
         ({"cache_ranks": 1}, 2),
+        ({"cache_ranks": 4}, 5),
         ({"transport": "shared"}, 2),
         ({"cache_ranks": 0}, 1),
         ({"cache_ranks": 0, "tensor_parallel": 4}, 1),

@@ -39,7 +39,7 @@ IN_PROCESS = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
 
 
 def test_selection_settings_become_a_workload() -> None:
-    assert (LOAD.num_resident, LOAD.num_recent_tokens, LOAD.fetch_cap_tokens) == (2052, 64, 64)
+    assert (LOAD.num_resident, LOAD.num_recent_tokens, LOAD.fetch_cap_tokens) == (1796, 64, 448)
     assert LOAD.exact_layers == ()
     assert LOAD.selects
     streaming = resolve_selection({"policy": "streaming"})
@@ -98,10 +98,10 @@ def test_a_gpu_too_small_for_the_weights_is_refused_without_advice_on_requests()
 
 def test_too_many_requests_at_any_length_are_told_how_long_one_may_be() -> None:
     with pytest.raises(SettingsError, match=r"; one request of \d+ tokens would fit") as caught:
-        check_fits(IN_PROCESS, QWEN, replace(LOAD, context_tokens=131072), gpu_bytes=24 * GIB)
+        check_fits(IN_PROCESS, QWEN, replace(LOAD, context_tokens=131072), gpu_bytes=22 * GIB)
     tokens = int(str(caught.value).rpartition("request of ")[2].split()[0])
     alone = replace(LOAD, concurrency=1, context_tokens=tokens)
-    check_fits(IN_PROCESS, QWEN, alone, gpu_bytes=24 * GIB)
+    check_fits(IN_PROCESS, QWEN, alone, gpu_bytes=22 * GIB)
 
 
 @given(
@@ -157,14 +157,14 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
     arguments = ["plan", "--model", "qwen3-8b", "--gpus", "2", "--index-dtype", "int4", "--json"]
     result = runner.invoke(app, [*arguments, "--budget-tokens", "512", "--exact-layers", "none"])
     printed = json.loads(result.stdout)
-    assert printed["workload"]["num_resident"] == 4 + 2 * 512
+    assert printed["workload"]["num_resident"] == 4 + 512
     assert printed["workload"]["exact_layers"] == []
     assert [item["name"] for item in printed["placements"]] == [
         "dense-tp2", "in-process-tp2", "1+1",
     ]  # fmt: skip
     load = Workload(
-        context_tokens=65536, concurrency=8, num_resident=1028, num_recent_tokens=128,
-        fetch_cap_tokens=64, exact_layers=(), index_dtype="int4",
+        context_tokens=65536, concurrency=8, num_resident=516, num_recent_tokens=128,
+        fetch_cap_tokens=128, exact_layers=(), index_dtype="int4",
     )  # fmt: skip
     placement = Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=1)
     memory = memory_of(placement, QWEN, load)

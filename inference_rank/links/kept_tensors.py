@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mapped memory of the inference rank that survives epochs, and the rank itself."""
+
+from __future__ import annotations
+
+from tandemkv.cache_rank.protocol.held_tensors import let_hold, same_tensors, take_held
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_region import RegionSizes, specs_by_life
+
+from .connection import KEPT
+
+
+def make_kept_tensors(
+    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes, run_dir: RunDir
+) -> MappedTensors:
+    """Make what survives an epoch, where `homes` says.
+
+    What the launcher holds of an earlier inference rank is taken instead; what was stored in it is
+    forgotten. The launcher holds it from then on.
+
+    Raises
+    ------
+    SettingsError
+        If the memory is not to be had; nothing is left then.
+    """
+    holder, token = run_dir.holder_socket, run_dir.token
+    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu)[0]
+    kept = take_held(holder, token=token, group=KEPT, homes=homes)
+    for spec in kept.specs:
+        if spec.name.startswith(PREDICTOR_PREFIX):  # put anew, of the model that is loaded now
+            kept.forget(spec.name)
+    if same_tensors(kept, wanted):
+        for spec in wanted:
+            if spec.name != "kv":  # which slots hold something, the tables say
+                kept[spec.name].zero_()
+        return kept
+    kept.close()
+    kept = MappedTensors(homes)
+    try:
+        kept.allocate_all(wanted)
+    except BaseException:
+        kept.close()
+        raise
+    let_hold(holder, kept, token=token, group=KEPT)
+    return kept

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three cache ranks with a KV head each: tokens and rows of one, also when one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from exactness import flush
+from nothing_lost import SELECTION, begin, make_prompts, settings_of, undisturbed, values, wait_for
+from rank_servers import Server, ours
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+SHARDS, REQUESTS, NEW_TOKENS = 3, 4, 24
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return make_prompts(REQUESTS)
+
+
+def settings(cache_ranks: int, policy: str = "look_ahead") -> dict[str, Any]:
+    selection = SELECTION | {"policy": policy}
+    return settings_of(
+        num_requests=REQUESTS, standby=False, cache_ranks=cache_ranks, selection=selection
+    )
+
+
+def cache_ranks(server: Server) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = server.get("/tandemkv/status")[1]["cache_ranks"]
+    return found
+
+
+def pids(server: Server) -> list[int]:
+    return [int(rank["info"]["pid"]) for rank in cache_ranks(server)]
+
+
+def fetched(server: Server) -> float:
+    return sum(float(rank["values"]["fetched_rows_total"]) for rank in cache_ranks(server))
+
+
+@pytest.fixture(scope="module")
+def of_one(prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+    """Tokens and fetched rows with one cache rank."""
+    with ours(settings(1)) as server:
+        return undisturbed(server, prompts, NEW_TOKENS), fetched(server)
+
+
+@pytest.fixture(scope="module")
+def server(of_one: tuple[list[list[int]], float]) -> Iterator[Server]:
+    del of_one  # that server has ended: never two at a time
+    with ours(settings(SHARDS)) as found:
+        yield found
+
+
+def test_tokens_and_fetched_rows_are_those_of_one_cache_rank(
+    server: Server, prompts: list[list[int]], of_one: tuple[list[list[int]], float]
+) -> None:
+    tokens, rows = of_one
+    assert undisturbed(server, prompts, NEW_TOKENS) == tokens
+    assert fetched(server) == rows > 0
+    ranks = cache_ranks(server)
+    assert len({rank["info"]["pid"] for rank in ranks}) == SHARDS
+    for rank in ranks:
+        assert rank["ready"] is True
+        assert rank["values"]["fetched_rows_total"] > 0
+    assert values(server)["sparse_rows_total"] == REQUESTS * (NEW_TOKENS - 1)
+
+
+def test_metrics_have_each_cache_rank(server: Server) -> None:
+    names = [f'tandemkv_cache_fetched_rows_total{{cache_rank="{n}"' for n in range(SHARDS)]
+
+    def is_published() -> bool:
+        text = server.get("/metrics")[1]
+        return all(name in text for name in names)
+
+    wait_for(is_published, "metrics lack a cache rank", 20.0)
+
+
+@pytest.mark.parametrize("killed", [2, 0])
+def test_one_of_three_killed_while_requests_decode(
+    server: Server, prompts: list[list[int]], of_one: tuple[list[list[int]], float], killed: int
+) -> None:
+    flush(server)
+    before, found = values(server), pids(server)
+    with ThreadPoolExecutor(REQUESTS + 1) as pool:
+        streams, futures = begin(pool, server, prompts, NEW_TOKENS)
+        wait_for(lambda: all(s.tokens for s in streams), "requests do not begin", 300.0, 0.01)
+        assert not any(future.done() for future in futures[:-1])
+        os.kill(found[killed], signal.SIGKILL)
+        for future in futures:
+            future.result()
+    assert [stream.error for stream in streams] == [""] * REQUESTS
+    assert [stream.tokens for stream in streams] == of_one[0]
+    after, now = values(server), pids(server)
+    names = ("pauses_total", "cache_rank_lost_total", "restored_rows_total", "reseeded_rows_total")
+    assert [after[name] - before[name] for name in names] == [1, 1, REQUESTS, 0]
+    assert [a == b for a, b in zip(now, found, strict=True)] == [n != killed for n in range(SHARDS)]
+    wait_for(lambda: values(server)["request_rows"] == 0, "rows are left", 30.0)
+    flush(server)
+    assert values(server)["slots_used"] == 0
+
+
+def test_nothing_is_left(server: Server) -> None:
+    """The last one with this server: it ends it."""
+    processes, run_dir = server.processes(), server.run_dir
+    os.kill(server.pid, signal.SIGINT)
+    for process in processes:
+        process.wait(60)
+    assert run_dir is not None
+    logs = {"cache_rank.log", "cache_rank1.log", "cache_rank2.log", "sglang.log"}
+    assert {path.name for path in run_dir.iterdir()} == logs
+
+
+@pytest.mark.slow  # two servers each
+@pytest.mark.parametrize("policy", ["async_spade", "quest", "lfps"])
+def test_policies_give_the_tokens_of_one_cache_rank(policy: str, prompts: list[list[int]]) -> None:
+    found = []
+    for count in (1, SHARDS):
+        with ours(settings(count, policy)) as server:
+            found.append((undisturbed(server, prompts, NEW_TOKENS), fetched(server)))
+            assert values(server)["sparse_rows_total"] == REQUESTS * (NEW_TOKENS - 1)
+    assert found[0] == found[1]
+    assert (found[0][1] > 0) is (policy != "lfps")  # which attends where the K/V lie

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes of engines, and a forward pass over link ``shared`` that is played here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+from engine_process import start_engine
+
+from tandemkv.cache_rank.protocol.engine import DenseLengths
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.cache_rank.protocol.ipc import server_pid
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.model_spec import read_model_spec
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_region import RegionSizes, pools_of
+from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
+from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, StepLostError
+from tandemkv.inference_rank.links.kept_tensors import make_kept_tensors
+from tandemkv.inference_rank.links.sharded import host_signals, make_connection
+from tandemkv.inference_rank.links.shared import SharedLink
+
+ROWS, LENGTHS, STEPS = [1, 2, 3], [90, 120, 75], 40
+CONTEXT = 256
+
+
+class Engines:
+    """Two processes, of which one serves and one waits."""
+
+    def __init__(
+        self, run_dir: RunDir, model_dir: Path, settings: RankSettings, rank: int = 0
+    ) -> None:
+        self._given = run_dir.path, model_dir, settings.model_dump_json(), rank
+        self._run_dir = run_dir
+        self._running = [start_engine(*self._given), start_engine(*self._given)]
+
+    def kill(self, number: signal.Signals) -> None:
+        """Signal the one that serves, once one does, and start another."""
+        deadline = time.monotonic() + 60
+        while not (found := [p.pid for p in self._running if p.pid == self.serving()]):
+            assert time.monotonic() < deadline, "none serves"
+            time.sleep(0.01)
+        assert found[0]
+        os.kill(found[0], number)
+        self._running.append(start_engine(*self._given))
+
+    def pause(self, seconds: float) -> threading.Timer:
+        """Stop the one that serves for so long; returns who lets it go on."""
+        pid = self.serving()
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        timer = threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
+        timer.start()
+        return timer
+
+    def serving(self) -> int | None:
+        return server_pid(self._run_dir.heartbeat_socket)
+
+    def close(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.join()
+
+
+class Forward:
+    """Plays the forward pass of three requests, and goes back a step when the engine is lost."""
+
+    def __init__(self, run_dir: RunDir, model_dir: Path, settings: RankSettings) -> None:
+        self.model = read_model_spec(model_dir, dtype="float32", max_context=CONTEXT)
+        selection = settings.selection
+        self.sizes = RegionSizes(
+            num_slots=settings.cache.capacity_tokens + 1, num_rows=4, page_size=1,
+            is_apart=settings.placement.has_far_pool,
+        )  # fmt: skip
+        self.kept = make_kept_tensors(self.model, settings, self.sizes, Homes.on_host(), run_dir)
+        self.pools = pools_of(self.kept, self.model, selection, self.sizes)
+        self.counters = Counters()
+        ranks = range(settings.placement.head_shards)
+        self.connection = make_connection(
+            run_dirs=[run_dir.of_rank(rank) for rank in ranks], settings=settings,
+            model=self.model, sizes=self.sizes, kept=self.kept, counters=self.counters,
+        )  # fmt: skip
+        self.num_resident = selection.num_resident
+        self.num_cold = DenseLengths.of(selection, selection.num_resident).num_cold
+        self.connection.connect(timeout_s=120)
+        self.link = SharedLink(
+            self.connection,
+            host_signals(self.connection, self.model.num_layers),
+            generation_of=lambda row: 10 + row,
+            rows_on_host=lambda: None,
+        )
+        self.window = selection.seed_window
+        self.table = self.kept["req_to_token"]
+        order = torch.randperm(self.sizes.num_slots - 1, generator=torch.Generator().manual_seed(3))
+        self.slots = (order[: 3 * CONTEXT] + 1).view(3, CONTEXT).to(torch.int32)
+        self.num_lost = 0
+
+    def random(self, seed: int, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    def store(self, row: int, first: int, last: int) -> torch.Tensor:
+        """Write K/V of positions ``[first, last)``; the same each time."""
+        slots = self.slots[row - 1, first:last]
+        self.table[row, first:last] = slots
+        shape = (self.model.num_kv_heads, self.model.head_dim)
+        for position in range(first, last):
+            slot = int(self.slots[row - 1, position])
+            kv = self.random(row * 1000 + position, self.model.num_layers, 2, *shape)
+            self.kept["kv"][:, :, slot] = kv
+        return slots.long()
+
+    def prefill(self, row: int, length: int) -> None:
+        slots = self.store(row, 0, length)
+        window = (max(0, length - self.window), length)
+        self.link.begin_extend(
+            [ExtendRow(row=row, prefix_len=0, length=length, table=self.table[row, :length],
+                       window=window)]
+        )  # fmt: skip
+        shape = (window[1] - window[0], self.model.num_qo_heads, self.model.head_dim)
+        for layer in range(self.model.num_layers):
+            is_sparse = self.link.program.is_sparse_layer(layer)
+            queries = [self.random(row * 77 + layer, *shape)] if is_sparse else []
+            self.link.extend(layer, slots, queries)
+        self.link.end_extend()
+
+    def decode(self, number: int) -> list[torch.Tensor]:
+        """Make a step; returns what each layer attends to."""
+        lengths = torch.tensor([n + number for n in LENGTHS])
+        for row, length in zip(ROWS, lengths.tolist(), strict=True):
+            self.store(row, length - 1, length)
+        self.link.begin_decode(
+            DecodeKind.SELECTING,
+            DecodeRows(
+                rows=torch.tensor(ROWS), lengths=lengths, lengths_on_host=lengths,
+                req_to_token=self.table, num_cold=self.num_cold,
+            ),
+        )  # fmt: skip
+        found = []
+        shape = (len(ROWS), self.model.num_qo_heads, self.model.head_dim)
+        for layer in range(self.model.num_layers):
+            query = self.random(number * 131 + layer, *shape)
+            nothing = torch.empty(0)
+            # Its tokens are stored already.
+            self.link.select_with_query(layer, query, nothing, nothing, None, None, False)
+            remote = self.link.remote_output(layer)
+            assert (remote is not None) is self.link.program.attends_remotely(layer)
+            if remote is not None:
+                found.append(remote.clone())
+                torch.testing.assert_close(remote, self.attended(layer, query, lengths.tolist()))
+            self.link.await_set(layer)
+            if self.link.program.is_sparse_layer(layer):
+                found.append(self.pools.resident[layer][0][ROWS, : self.num_resident].clone())
+            self.link.attended(layer, query, len(ROWS))
+        self.link.end_step()
+        return found
+
+    def attended(self, layer: int, query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """Return what attention to all tokens of the requests gives."""
+        found = []
+        for row, length, q in zip(ROWS, lengths, query, strict=True):
+            k, v = self.kept["kv"][layer, :, self.table[row, :length].long()].transpose(1, 2)
+            group = len(q) // len(k)
+            k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+            weights = torch.softmax(self.model.scale * (k @ q[:, :, None])[..., 0], -1)
+            found.append((weights[:, None] @ v)[:, 0].flatten())
+        return torch.stack(found)
+
+    def run(self) -> list[list[torch.Tensor]]:
+        steps: list[list[torch.Tensor]] = []
+        self.begin()
+        while len(steps) < STEPS:
+            steps.append(self.until_done(lambda: self.decode(len(steps) + 1), len(steps)))
+        return steps
+
+    def begin(self) -> None:
+        for row, length in zip(ROWS, LENGTHS, strict=True):
+            self.until_done(lambda r=row, n=length: self.prefill(r, n))  # type: ignore[misc]
+
+    def until_done(self, part: object, num_steps: int | None = None) -> list[torch.Tensor]:
+        """Do a step until the engine has finished it."""
+        while True:
+            try:
+                found = part()  # type: ignore[operator]
+                step = self.link.pass_step
+                if step is not None and self.link.is_done(step):
+                    self.connection.confirm(step)
+                    return found  # type: ignore[no-any-return]
+                self.connection.mark_lost("a step was not finished")
+            except StepLostError:
+                pass
+            self.num_lost += 1
+            self.resume(num_steps)
+
+    def resume(self, num_steps: int | None) -> None:
+        connection = self.connection
+        while True:
+            connection.leave("another one is lost")  # of those that live
+            self.link.rewind()
+            try:
+                connection.adopt(connection.open_connection(timeout_s=60))
+            except CacheRankLostError:
+                continue
+            rows = []
+            for row, length in zip(ROWS, LENGTHS, strict=True):
+                length += num_steps or 0
+                rows.append(
+                    StepRow(row=row, generation=10 + row, length=length, prefix_len=length,
+                            flags=RESIDENT if num_steps is not None else 0)
+                )  # fmt: skip
+            connection.resume(tuple(rows))
+            if connection.await_finish(connection.step):
+                connection.confirm(connection.step)
+                if num_steps is not None:
+                    assert connection.resumed_rows == (len(ROWS), 0)
+                return

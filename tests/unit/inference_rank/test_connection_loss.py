@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is told that an epoch is lost, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_region import RegionSizes
+from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.links.connection import SharedConnection
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def connection(tmp_path: Path, counters: Counters) -> Iterator[SharedConnection]:
+    model: Any = SimpleNamespace(num_layers=2)
+    found = SharedConnection(
+        run_dir=RunDir.create(tmp_path / "run"),
+        settings=RankSettings(),
+        model=model,
+        sizes=RegionSizes(num_slots=9, num_rows=2, page_size=1),
+        kept=MappedTensors(),
+        counters=counters,
+    )
+    found.lost_reason = None  # as after `adopt`
+    yield found
+    found.close()
+
+
+def test_waits_of_a_gpu_end_before_anybody_sees_the_loss(
+    connection: SharedConnection, counters: Counters
+) -> None:
+    """Else the recovery could be over by then, and the next epoch's waits would end as well."""
+    seen: list[str | None] = []
+    connection.end_waits = lambda: seen.append(connection.lost_reason)
+    connection.mark_lost("its process ended")
+    connection.mark_lost("no heartbeat")
+    assert seen == [None]
+    assert connection.lost_reason == "its process ended"
+    assert counters.cache_rank_lost_total == 1
+
+
+def test_leaving_ends_them_too_and_is_no_loss(
+    connection: SharedConnection, counters: Counters
+) -> None:
+    ended: list[bool] = []
+    connection.end_waits = lambda: ended.append(True)
+    connection.leave("the cache rank of another rank was lost")
+    connection.leave("again")
+    assert ended == [True]
+    assert counters.cache_rank_lost_total == 0
+
+
+def test_an_epoch_is_lost_also_where_its_waits_cannot_be_ended(
+    connection: SharedConnection, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error")
+
+    connection.end_waits = fail
+    connection.mark_lost("its process ended")
+    assert connection.lost_reason == "its process ended"
+    assert "cannot be ended at once" in caplog.text

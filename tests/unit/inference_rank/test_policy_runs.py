@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies through SGLang's ModelRunner: where all is selected the tokens are stock's.
+
+Over HTTP, `test_local` shows this of one policy in CI, and of others in slow tests.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_runs import result, run_program
+from tiny_models import LENGTHS, STEPS, write_model
+
+pytestmark = pytest.mark.timeout(600)
+
+NAME = "qwen3"
+COVERING = {
+    "budget_tokens": 600, "num_recent_tokens": 32, "dense_while_fits": False,
+    "index_dtype": "int8",
+}  # fmt: skip
+ALL: dict[str, dict[str, Any]] = {
+    "look_ahead": {"policy": "look_ahead", "exact_layers": [0]},
+    "late_layers": {"policy": "look_ahead", "late_layers": 1},
+    "kascade": {"policy": "kascade", "anchors": [0, 1]},
+    "async_spade": {"policy": "async_spade"},
+    "shared_async_spade": {
+        "policy": "async_spade", "share_layers": True, "anchors": [1], "exact_layers": [0],
+    },
+    "last_query": {"policy": "last_query"},
+    "mean_query": {"policy": "mean_query"},
+    "quest": {"policy": "quest"},
+    "oracle": {"policy": "oracle"},
+    "lfps": {"policy": "lfps"},
+}  # fmt: skip
+"""Everything is selected, nothing skipped; int8, so that the index is kept as well."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_model(NAME, folder / "models" / NAME)
+    trees = {way: {"selection": COVERING | more} for way, more in ALL.items()}
+    (folder / "ways.json").write_text(json.dumps(trees))
+    run_program(folder, NAME, "--ways", str(folder / "ways.json"))
+    return folder
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_all_selected_gives_the_tokens_of_stock(runs: Path, way: str) -> None:
+    stock = result(runs / f"{NAME}-stock.safetensors")
+    found = result(runs / f"{NAME}-{way}.safetensors")
+    assert torch.equal(found["tokens"], stock["tokens"])
+    assert float((found["logits"] - stock["logits"]).abs().max()) < 1e-4
+    assert found["rows"].tolist() == [0, STEPS * len(LENGTHS), 0], "nothing was selected"

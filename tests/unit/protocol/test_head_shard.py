@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A part of the KV heads: views of one pool, and the queries that are predicted for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, shard_of
+from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor, put_weights
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.shared_region import (
+    RegionSizes,
+    check_region,
+    kept_specs,
+    pools_of,
+    specs_by_life,
+)
+from tandemkv.kernels.query import QueryWeights, quantize_query_weight
+
+MODEL = ModelSpec(
+    architecture="LlamaForCausalLM", num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=4,
+    hidden_size=24, max_context=32, dtype="float32", model_hash="0",
+)  # fmt: skip
+SELECTION = SelectionSettings(
+    budget_tokens=8, num_sink_tokens=2, num_recent_tokens=4, sample_tokens=6
+)
+SIZES = RegionSizes(num_slots=20, num_rows=3, page_size=1)
+
+
+def test_parts_are_views_that_together_are_all() -> None:
+    whole = torch.arange(24).view(2, 6, 2)
+    parts = [part.of(whole, 1) for part in parts_of(3)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    parts[1].fill_(-1)
+    assert (whole[:, 2:4] == -1).all()
+    assert HeadShard().of(whole, 1) is whole
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_every_shard_maps_one_pool_and_writes_its_own_heads(is_apart: bool) -> None:
+    sizes = replace(SIZES, is_apart=is_apart)
+    kept = MappedTensors()
+    kept.allocate_all(kept_specs(MODEL, SELECTION, sizes))
+    model = shard_of(MODEL, 3)
+    for shard in parts_of(3):
+        own = replace(sizes, shard=shard)
+        assert kept_specs(model, SELECTION, own) == kept_specs(MODEL, SELECTION, sizes)
+        pools = pools_of(kept, model, SELECTION, own)
+        assert pools.log_weight is not None
+        number = shard.index + 1.0
+        for layer in range(2):
+            tensors = (pools.k[layer], pools.v[layer], *pools.resident[layer])
+            for tensor in tensors:
+                assert tensor.shape[-2:] == (1, 4)
+                tensor.fill_(number)
+        pools.log_weight.fill_(number)
+    whole = pools_of(kept, MODEL, SELECTION, sizes)
+    assert whole.log_weight is not None
+    want = torch.tensor([1.0, 2.0, 3.0])
+    for layer in range(2):
+        for tensor in (whole.k[layer], whole.v[layer], *whole.resident[layer]):
+            assert torch.equal(tensor, want[:, None].expand_as(tensor))
+    assert torch.equal(whole.log_weight, want[:, None].expand_as(whole.log_weight))
+    kept.close()
+
+
+def test_staging_is_of_the_shard_and_another_shard_count_is_refused() -> None:
+    model, own = shard_of(MODEL, 3), replace(SIZES, shard=HeadShard(1, 3))
+    kept, epoch = specs_by_life(model, SELECTION, own, on_gpu=False)
+    shapes = {spec.name: spec.shape for spec in (*kept, *epoch)}
+    assert shapes["kv"][3] == 3
+    assert shapes["queries"][2] == 2
+    tensors = MappedTensors()
+    tensors.allocate_all((*kept, *epoch))
+    check_region(tensors, model, SELECTION, own)
+    with pytest.raises(ProtocolError, match="mapped tensor 'kv' must be"):
+        check_region(tensors, model, SELECTION, SIZES)
+    tensors.close()
+
+
+def weights_of(norm: str, *, is_int8: bool) -> QueryWeights:
+    generator = torch.Generator().manual_seed(4)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    width = MODEL.num_qo_heads * MODEL.head_dim
+    weight, scale = random(width, MODEL.hidden_size), None
+    if is_int8:
+        weight, scale = quantize_query_weight(weight, torch.device("cpu"))
+    size = {"none": 0, "head": MODEL.head_dim, "all": width}[norm]
+    return QueryWeights(
+        head_dim=MODEL.head_dim,
+        weight=weight,
+        weight_scale=scale,
+        bias=random(width),
+        norm=random(MODEL.hidden_size),
+        query_norm=random(size) if size else None,
+        norm_eps=1e-5,
+        query_norm_eps=1e-5,
+    )
+
+
+@pytest.mark.parametrize("norm", ["none", "head", "all"])
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_predicted_queries_do_not_depend_on_the_shards(norm: str, is_int8: bool) -> None:
+    """A norm over all heads is over all of them, whoever predicts."""
+    mapped = MappedTensors()
+    angles = torch.rand(40, MODEL.head_dim)
+    put_weights(mapped, [weights_of(norm, is_int8=is_int8), None], angles)
+    hidden, positions = torch.randn(5, MODEL.hidden_size), torch.tensor([0, 3, 17, 5, 30])
+    want = MappedPredictor(mapped, 2)(0, hidden, positions)
+    parts = [MappedPredictor(mapped, 2, shard)(0, hidden, positions) for shard in parts_of(3)]
+    assert all(part.shape == (5, 2, 4) for part in parts)
+    torch.testing.assert_close(torch.cat(parts, 1), want)
+    mapped.close()
