@@ -157,6 +157,7 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "selection.resident_factor": _SERVED.resident_factor,
         "selection.fetch_cap": None,
         "selection.sample_tokens": None,
+        "stress_selection": True,
     },
     "-late0": {"selection.late_layers": 0},
     # Dummy weights give queries that hardly move; here every step fetches all it may.
