@@ -43,7 +43,10 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
         _LOG.warning("%s", note)
     settings = runtime_module.settings_from_environment()
     placement = settings.placement
-    check_server_args(runner.server_args, placement, settings.cache.kv_dtype)
+    check_server_args(
+        runner.server_args, placement, settings.cache.kv_dtype,
+        all_exact=settings.selection.declared.all_exact,
+    )  # fmt: skip
     if sglang_versions.tensor_rank():
         return  # one rank answers for all of a tensor-parallel group
     run_dir = runtime_module.run_dir_from_environment()
@@ -56,20 +59,25 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
         MetricsPublisher(status, sockets).start()
 
 
-def check_server_args(args: Any, placement: Placement, kv_dtype: str) -> None:
+def check_server_args(
+    args: Any, placement: Placement, kv_dtype: str, *, all_exact: bool = False
+) -> None:
     """Refuse options of SGLang that read or write the KV pool behind our back.
 
-    So is a tensor-parallel size that there are no cache ranks for.
+    So is a tensor-parallel size that there are no cache ranks for. Drafts of n-grams are verified
+    where all layers are exact and the engine is in this process.
 
     Raises
     ------
     SettingsError
         Names the option.
     """
+    drafts = getattr(args, "speculative_algorithm", None)
+    is_verified = drafts == "NGRAM" and all_exact and placement.link == "local"
     rejected = {
         "--enable-hierarchical-cache": bool(getattr(args, "enable_hierarchical_cache", False)),
         "--disaggregation-mode": getattr(args, "disaggregation_mode", "null") != "null",
-        "--speculative-algorithm": bool(getattr(args, "speculative_algorithm", None)),
+        "--speculative-algorithm": bool(drafts) and not is_verified,
         "--enable-mixed-chunk": bool(getattr(args, "enable_mixed_chunk", False)),
         "--kv-cache-dtype": getattr(args, "kv_cache_dtype", "auto") != kv_dtype,
         "--tp-size": placement.maps_memory and getattr(args, "tp_size", 1) != placement.tp_size,

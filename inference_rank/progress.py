@@ -13,6 +13,7 @@ from typing import Any
 
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.progress import ProgressClock
+from tandemkv.inference_rank.heap import heap
 
 clock = ProgressClock()
 """Of this process's scheduler thread."""
@@ -29,7 +30,8 @@ def on_layer(*_: Any, **__: Any) -> None:
     clock.advance()
 
 
-def around_idle(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Note that the loop found no work; housekeeping may sleep until some comes."""
+def around_idle(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Note that the loop found no work; housekeeping gives memory back, and may sleep."""
     clock.idle()
-    original(*args, **kwargs)
+    heap.on_idle(scheduler)
+    original(scheduler, *args, **kwargs)

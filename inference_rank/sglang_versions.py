@@ -22,7 +22,7 @@ from tandemkv.cache_rank.protocol.errors import ContractError
 
 VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
-RUN_ON_CPU, RUN_ON_GPU = (OLDEST,), (OLDEST,)
+RUN_ON_CPU, RUN_ON_GPU = (OLDEST, NEWEST), (OLDEST,)
 
 # What changed, by the last number of the first version that has it.
 _READ_ENDS = 18

@@ -18,10 +18,28 @@ A wait has an end. When it is reached, the wait stores its step in `lost`; from 
 at once and raises do nothing, so the rest of the graph runs through and nothing hangs or traps.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from tandemkv.kernels.check import FLOATS, INT32, Dims, fail
 from tandemkv.kernels.dispatch import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWait:
+    """A wait that a kernel makes behind its own work; the arguments of `wait_flags`."""
+
+    flags: torch.Tensor
+    step: torch.Tensor
+    lost: torch.Tensor
+    timeout_s: float
+
+    def check(self) -> None:
+        """Raise `ValueError` as `wait_flags` would."""
+        _check(self.flags, self.step, self.lost, "n")
+        if self.timeout_s <= 0:
+            fail("timeout_s", self.timeout_s, "> 0")
 
 
 def send_rows(
@@ -107,9 +125,7 @@ def wait_flags(
     ValueError
         If an argument differs from the above.
     """
-    _check(flags, step, lost, "n")
-    if timeout_s <= 0:
-        fail("timeout_s", timeout_s, "> 0")
+    StepWait(flags=flags, step=step, lost=lost, timeout_s=timeout_s).check()
     resolve("step_flags", "wait_flags", flags.device)(
         flags, step=step, lost=lost, timeout_s=timeout_s
     )

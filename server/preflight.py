@@ -30,6 +30,7 @@ from .query_weights import check_query_weights
 from .settings import EMBEDDED_MODEL, ServeSettings
 from .sglang_args import check_sglang_args
 from .shared_gpus import check_shared_gpus
+from .speculation import check_speculation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ def resolve_launch(
     check_query_weights(settings, model_dir, config)
     settings = resolve_settings(settings, spec, model_dir, device=device, progress=progress)
     check_shared_gpus(settings.rank_settings.placement)
+    check_speculation(settings, spec)
     check_selection(settings, spec, device)
     check_memory(settings, spec, model_dir, device=device)
     return ResolvedLaunch(

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 
+_DRAFT_MODEL = (
+    "drafts of a model (EAGLE, MTP) are not supported, as docs/models.md says; NGRAM is, by "
+    "--speculative-algorithm, --speculative-num-draft-tokens and --speculative-ngram-…"
+)
 _OWN_FLAG = {
     "--model-path": "give the model as the argument MODEL",
     "--model": "give the model as the argument MODEL",
@@ -59,13 +63,17 @@ _REFUSED = {
 _REFUSED_FAMILIES = {
     "--hicache-": "HiCache is not supported: the cache rank already keeps the KV",
     "--disaggregation-": "prefill-decode disaggregation is not supported",
-    "--speculative-": "speculative decoding is not supported",
-    "--decoupled-spec-": "speculative decoding is not supported",
+    "--speculative-": _DRAFT_MODEL,
+    "--decoupled-spec-": _DRAFT_MODEL,
     "--kv-canary": "the KV canary reads a pool that tandemkv does not have",
     "--ssl-": "readiness is asked over HTTP; put what speaks TLS before the server",
     "--dllm-": "diffusion language models are not supported",
 }
+_ALLOWED = ("--speculative-algorithm", "--speculative-num-draft-tokens")
+_ALLOWED_FAMILY = "--speculative-ngram-"
+"""Of those families; `check_speculation` refuses what they do not go with."""
 _ONLY = {
+    "--speculative-algorithm": ("NGRAM", _DRAFT_MODEL),
     "--tp-size": ("1", "use --tp of tandemkv"),
     "--tensor-parallel-size": ("1", "use --tp of tandemkv"),
     "--pp-size": ("1", "pipeline parallelism is not available in this version"),
@@ -125,6 +133,8 @@ def _reason(name: str) -> str | None:
     for full, why in {**_OWN_FLAG, **_REFUSED}.items():
         if _means(name, full):
             return why
+    if name in _ALLOWED or name.startswith(_ALLOWED_FAMILY):
+        return None
     for family, why in _REFUSED_FAMILIES.items():
         if name.startswith(family) or _means(name, family):
             return why

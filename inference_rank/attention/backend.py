@@ -17,13 +17,12 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
-from tandemkv.kernels.flags import wait_flags
 
 from .dense_steps import DenseSteps
 from .graph_variants import PlanFence, PlansApart
 from .probe import AttentionProbe
 from .resident_attention import FlashInferResident, PagedResident, ResidentAttention
-from .resident_home import ResidentHome
+from .resident_home import ResidentHome, wait_now
 
 
 class ResidentBackend(AttentionBackend):
@@ -76,7 +75,7 @@ class ResidentBackend(AttentionBackend):
         self._needs_full = not (all(self._is_sparse) or is_far)
         self._kind = self.captured_kind = DecodeKind.DENSE
         self.cache_device, self.shares_gpu = cache_device, cache_device == device
-        self._is_decode = False
+        self._is_decode = self._is_verify = False
         self._num_steps = 0
         self._windows: list[tuple[int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
@@ -105,10 +104,12 @@ class ResidentBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare a step that runs without a graph."""
         mode = forward_batch.forward_mode
-        self._is_decode = mode.is_decode()
+        self._is_decode, self._is_verify = mode.is_decode(), mode.is_target_verify()
         if mode.is_idle():
             return
-        if self._is_decode:
+        if self._is_verify:
+            self._begin_verify(forward_batch, in_capture=False, in_graph=False)
+        elif self._is_decode:
             self._begin_decode(forward_batch, in_capture=False, in_graph=False)
         else:
             with self._fence.planning():
@@ -117,17 +118,21 @@ class ResidentBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a step that is captured or replayed."""
-        self._is_decode = True
-        self._begin_decode(forward_batch, in_capture=in_capture, in_graph=True)
+        self._is_verify = forward_batch.forward_mode.is_target_verify()
+        self._is_decode = not self._is_verify
+        begin = self._begin_verify if self._is_verify else self._begin_decode
+        begin(forward_batch, in_capture=in_capture, in_graph=True)
 
     def forward_extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
         save_kv_cache: bool = True, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Prefill attention of one layer, by SGLang's own backend."""
+        """Attention of one layer to prompts or drafts, by SGLang's own backend."""
         out: torch.Tensor = self._full.forward_extend(
             q, k, v, layer, forward_batch, save_kv_cache, **kwargs
         )
+        if self._is_verify:
+            return out
         index = layer.layer_id
         if not self._is_decode:
             queries = _dense_view(q, layer)
@@ -157,7 +162,7 @@ class ResidentBackend(AttentionBackend):
             if awaited is not None and save_kv_cache:
                 self._home.await_in_write(awaited)  # a launch less than waiting for itself
             elif awaited is not None:
-                wait_flags(awaited)
+                wait_now(awaited)
             out = self._sparse.attend(
                 q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse,
                 rest=link.attend_selected(index, query), sinks=kwargs.get("sinks"),
@@ -276,6 +281,21 @@ class ResidentBackend(AttentionBackend):
                 self._full_plans.use(kind)
                 self._full.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             elif self._needs_full:
+                self._full.init_forward_metadata(forward_batch)
+
+    def _begin_verify(self, forward_batch: Any, *, in_capture: bool, in_graph: bool) -> None:
+        """Prepare a step that verifies drafts: they attend to everything, by SGLang's backend.
+
+        The engine has no part in it, as in every step of a policy whose layers are all exact.
+        """
+        if not in_capture:
+            num_padding = getattr(forward_batch, "num_padding", 0)
+            self._runtime.counters.decode_steps_total += 1
+            self._runtime.counters.exact_rows_total += forward_batch.batch_size - num_padding
+        with self._fence.planning():
+            if in_graph:
+                self._full.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            else:
                 self._full.init_forward_metadata(forward_batch)
 
     def _slow_rows(

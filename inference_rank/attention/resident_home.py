@@ -11,10 +11,22 @@ import torch
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.kernels.flags import wait_flags
 from tandemkv.kernels.slot_rules import latest_slots
+from tandemkv.kernels.step_flags import StepWait
+from tandemkv.kernels.step_flags import wait_flags as wait_for_step
 
 from .resident_attention import AttendTable, RingTable
 from .resident_set import ResidentSet
 from .samples import OwnSamples, StepSamples
+
+
+def wait_now(awaited: torch.Tensor | StepWait) -> None:
+    """Let what is queued next wait, in a launch of its own."""
+    if isinstance(awaited, StepWait):
+        wait_for_step(
+            awaited.flags, step=awaited.step, lost=awaited.lost, timeout_s=awaited.timeout_s
+        )
+    else:
+        wait_flags(awaited)
 
 
 class ResidentHome(Protocol):
@@ -59,8 +71,8 @@ class ResidentHome(Protocol):
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
         """Take over the tokens of a finished prompt, at `slots` ``[length]`` of the pool."""
 
-    def await_in_write(self, flags: torch.Tensor) -> None:
-        """Let what follows the next write of a step's tokens wait for `flags` ``[n]`` int32."""
+    def await_in_write(self, awaited: torch.Tensor | StepWait) -> None:
+        """Let what follows the next write of a step's tokens wait; see `append_tokens`."""
 
     def begin_step(self) -> None:
         """Forget what a step that failed has left to be waited for."""
@@ -93,9 +105,9 @@ class PoolTail:
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
         """Nothing to copy."""
 
-    def await_in_write(self, flags: torch.Tensor) -> None:
+    def await_in_write(self, awaited: torch.Tensor | StepWait) -> None:
         """See `ResidentHome.await_in_write`: SGLang writes, so here that is a launch of its own."""
-        wait_flags(flags)
+        wait_now(awaited)
 
     def begin_step(self) -> None:
         """Nothing is left."""
@@ -143,9 +155,9 @@ class OwnSet:
         if self._samples is not None:
             self._samples.fill(layer, row, slots, self._pool.get_kv_buffer(layer))
 
-    def await_in_write(self, flags: torch.Tensor) -> None:
+    def await_in_write(self, awaited: torch.Tensor | StepWait) -> None:
         """See `ResidentHome.await_in_write`."""
-        self.pool.await_in_write(flags)
+        self.pool.await_in_write(awaited)
 
     def begin_step(self) -> None:
         """See `ResidentHome.begin_step`."""
@@ -167,12 +179,12 @@ class _WritesBoth:
         self._buffers = [
             (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(resident.k, resident.v, strict=True)
         ]
-        self.awaited: torch.Tensor | None = None
+        self.awaited: torch.Tensor | StepWait | None = None
 
-    def await_in_write(self, flags: torch.Tensor) -> None:
+    def await_in_write(self, awaited: torch.Tensor | StepWait) -> None:
         """See `ResidentHome.await_in_write`."""
         self.require_written()
-        self.awaited = flags
+        self.awaited = awaited
 
     def require_written(self) -> None:
         """See `ResidentHome.end_step`."""

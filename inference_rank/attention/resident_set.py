@@ -16,6 +16,7 @@ from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.append import SampleMoves, append_tokens
+from tandemkv.kernels.step_flags import StepWait
 
 from .sample_set import SampleSet, zeros_on
 
@@ -73,7 +74,7 @@ class ResidentSet:
 
     def append(
         self, layer: int, rows: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        *, moves: SampleMoves | None = None, awaited: torch.Tensor | None = None,
+        *, moves: SampleMoves | None = None, awaited: torch.Tensor | StepWait | None = None,
     ) -> None:  # fmt: skip
         """Write the newest token of each row.
 
@@ -87,7 +88,7 @@ class ResidentSet:
             ``[B, num_kv_heads, head_dim]``.
         moves : SampleMoves, optional
             What becomes a sample, before it is overwritten.
-        awaited : torch.Tensor, optional
-            ``[n]`` int32 flags that what is queued next waits for.
+        awaited : torch.Tensor or StepWait, optional
+            What is queued next waits for it; see `append_tokens`.
         """
         append_tokens(k, v, rows, slots, self.k[layer], self.v[layer], moves=moves, awaited=awaited)

@@ -11,6 +11,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.kernels.step_flags import StepWait
 
 
 class StepLostError(CacheRankLostError):
@@ -131,10 +132,10 @@ class Link(Protocol):
         what is attended to here; see `Engine.attend_selected`.
         """
 
-    def await_set(self, layer: int) -> torch.Tensor | None:
+    def await_set(self, layer: int) -> torch.Tensor | StepWait | None:
         """Wait until the resident set of `layer` is ready for this step.
 
-        Returns flags that the caller has to wait for instead, or None.
+        Returns what the caller has to wait for instead, or None.
         """
 
     def resident_positions(self, layer: int) -> torch.Tensor | None:

@@ -24,6 +24,7 @@ from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
 from tandemkv.cache_rank.protocol.step_ring import StepEntry, StepRow
 from tandemkv.inference_rank.counters import Counters
+from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows
 from .connection import HANDSHAKE_TIMEOUT_S, OpenedEpoch, SharedConnection
@@ -284,6 +285,11 @@ class ShardedSignals:
     def await_ready(self, layer: int) -> bool:
         """See `LinkSignals.await_ready`: attention needs all heads."""
         return all(part.await_ready(layer) for part in self._parts)
+
+    def ready_wait(self, layer: int) -> StepWait | None:
+        """See `LinkSignals.ready_wait`: the host waits."""
+        del layer
+        return None
 
     def await_output(self, layer: int, size: int) -> bool:
         """See `LinkSignals.await_output`."""

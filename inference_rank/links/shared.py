@@ -24,6 +24,7 @@ from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractErro
 from tandemkv.cache_rank.protocol.shared_region import SEED_BUFFERS
 from tandemkv.cache_rank.protocol.step_ring import SLOW, EntryKind, StepEntry, StepRow
 from tandemkv.inference_rank.residual_hooks import install_norm_hooks, install_residual_hooks
+from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow, StepLostError
 from .connection import SharedConnection
@@ -223,11 +224,14 @@ class SharedLink:
         nothing[..., -1] = float("-inf")  # the log of no weight at all
         return nothing
 
-    def await_set(self, layer: int) -> torch.Tensor | None:
+    def await_set(self, layer: int) -> StepWait | None:
         """See `Link.await_set`."""
-        if self._is_open and self.program.awaits(self._kind, layer):
+        if not self._is_open or not self.program.awaits(self._kind, layer):
+            return None
+        wait = self._signals.ready_wait(layer)
+        if wait is None:
             self._check(self._signals.await_ready(layer))
-        return None
+        return wait
 
     def resident_positions(self, layer: int) -> torch.Tensor | None:
         """See `Link.resident_positions`: the engine's books are mapped here, too."""

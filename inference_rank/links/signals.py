@@ -11,7 +11,7 @@ import torch
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
-from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
+from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags
 from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
 from .base import DecodeRows
@@ -67,6 +67,9 @@ class LinkSignals(Protocol):
 
     def await_ready(self, layer: int) -> bool:
         """Wait until the engine is done with `layer`; False: it is lost."""
+
+    def ready_wait(self, layer: int) -> StepWait | None:
+        """Return that wait for a kernel that makes it behind its own work; None: none can."""
 
     def await_output(self, layer: int, size: int) -> bool:
         """Wait for what the engine has attended to for `size` requests; False: it is lost."""
@@ -161,6 +164,11 @@ class HostSignals:
     def await_ready(self, layer: int) -> bool:
         """See `LinkSignals.await_ready`."""
         return self._connection.wait(self._at.ready(layer))
+
+    def ready_wait(self, layer: int) -> StepWait | None:
+        """See `LinkSignals.ready_wait`: the host waits."""
+        del layer
+        return None
 
     def await_output(self, layer: int, size: int) -> bool:
         """See `LinkSignals.await_output`."""
@@ -330,6 +338,13 @@ class StreamSignals:
         """See `LinkSignals.await_ready`."""
         self._wait(self._flags.ready(layer), self._step)
         return True
+
+    def ready_wait(self, layer: int) -> StepWait | None:
+        """See `LinkSignals.ready_wait`."""
+        return StepWait(
+            flags=self._flags.ready(layer), step=self._step, lost=self._lost,
+            timeout_s=self._timeout_s,
+        )  # fmt: skip
 
     def await_output(self, layer: int, size: int) -> bool:
         """See `LinkSignals.await_output`: a flag a row."""

@@ -34,6 +34,7 @@ from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.native_sinks import NativeSinks
+from tandemkv.inference_rank.attention.native_verify import NativeVerify
 from tandemkv.inference_rank.attention.pool import as_stored, token_slots
 from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
@@ -361,6 +362,8 @@ def full_backend(runner: Any) -> Any:
         from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
         return FlashInferAttnBackend(runner, init_new_workspace=True)
+    if runner.server_args.speculative_algorithm:
+        return NativeVerify(runner)
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     return TorchNativeAttnBackend(runner)

@@ -5,7 +5,9 @@ import torch
 
 from tandemkv.kernels.append import SampleMoves
 from tandemkv.kernels.flags import TIMEOUT_S
+from tandemkv.kernels.reference import step_flags
 from tandemkv.kernels.reference.flags import wait_flags
+from tandemkv.kernels.step_flags import StepWait
 
 
 def append_tokens(
@@ -17,7 +19,7 @@ def append_tokens(
     v_res: torch.Tensor,
     *,
     moves: SampleMoves | None,
-    awaited: torch.Tensor | None = None,
+    awaited: torch.Tensor | StepWait | None = None,
 ) -> None:
     """Write; see `tandemkv.kernels.append.append_tokens`."""
     if moves is not None:
@@ -26,5 +28,9 @@ def append_tokens(
         moves.k[own, index], moves.v[own, index] = k_res[own, source], v_res[own, source]
     k_res[rows.long(), slots.long()] = k
     v_res[rows.long(), slots.long()] = v
-    if awaited is not None:
+    if isinstance(awaited, StepWait):
+        step_flags.wait_flags(
+            awaited.flags, step=awaited.step, lost=awaited.lost, timeout_s=awaited.timeout_s
+        )
+    elif awaited is not None:
         wait_flags(awaited, timeout_s=TIMEOUT_S)

@@ -11,16 +11,19 @@ import triton.language as tl
 
 from tandemkv.kernels.append import SampleMoves
 from tandemkv.kernels.flags import TIMEOUT_S
+from tandemkv.kernels.step_flags import StepWait
+from tandemkv.kernels.triton_ops import step_flags
 from tandemkv.kernels.triton_ops.bits import as_bits
 from tandemkv.kernels.triton_ops.flags import await_up, wait_flags
+from tandemkv.kernels.triton_ops.step_flags import await_step
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _append_kernel(
-    k, v, rows, slots, k_res, v_res, k_smp, v_smp, samples, sources, awaited, head_dim, num_flags,
-    timeout_ns,
+    k, v, rows, slots, k_res, v_res, k_smp, v_smp, samples, sources, awaited, step, lost,
+    head_dim, num_flags, timeout_ns,
     k_stride_b, k_stride_h, k_stride_d, v_stride_b, v_stride_h, v_stride_d,
     rows_stride, slots_stride,
     kr_stride_r, kr_stride_s, kr_stride_h, kr_stride_d,
@@ -28,7 +31,7 @@ def _append_kernel(
     ks_stride_r, ks_stride_s, ks_stride_h, ks_stride_d,
     vs_stride_r, vs_stride_s, vs_stride_h, vs_stride_d, samples_stride, sources_stride,
     HAS_SAMPLES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
-    USE_ASM: tl.constexpr,
+    BY_STEP: tl.constexpr, USE_ASM: tl.constexpr,
 ):  # fmt: skip
     req, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = tl.load(rows + req * rows_stride).to(tl.int64)
@@ -55,7 +58,10 @@ def _append_kernel(
     tl.store(v_to + dim * vr_stride_d, value, mask=mask)
     if BLOCK_F:  # noqa: SIM102 (a constant)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            await_up(awaited, num_flags, timeout_ns, BLOCK_F, USE_ASM)
+            if BY_STEP:
+                await_step(awaited, num_flags, step, lost, timeout_ns, BLOCK_F, USE_ASM)
+            else:
+                await_up(awaited, num_flags, timeout_ns, BLOCK_F, USE_ASM)
 
 
 def append_tokens(
@@ -67,25 +73,40 @@ def append_tokens(
     v_res: torch.Tensor,
     *,
     moves: SampleMoves | None,
-    awaited: torch.Tensor | None = None,
+    awaited: torch.Tensor | StepWait | None = None,
 ) -> None:
     """Write; see `tandemkv.kernels.append.append_tokens`."""
     num_reqs, num_heads, head_dim = k.shape
     if not k.numel():
-        if awaited is not None:
-            wait_flags(awaited, timeout_s=TIMEOUT_S)
+        _wait_alone(awaited)
         return
-    num_flags = 0 if awaited is None else len(awaited)
+    # Without a wait, or one for steps, some tensor stands for what is not looked at.
+    flags, step, lost, timeout_s = rows, rows, rows, TIMEOUT_S
+    if isinstance(awaited, StepWait):
+        flags, step, lost = awaited.flags, awaited.step, awaited.lost
+        timeout_s = awaited.timeout_s
+    elif awaited is not None:
+        flags = awaited
+    num_flags = 0 if awaited is None else len(flags)
     k_smp, v_smp = (k_res, v_res) if moves is None else (moves.k, moves.v)
     samples, sources = (rows, rows) if moves is None else (moves.samples, moves.sources)
     _append_kernel[(num_reqs, num_heads)](
         as_bits(k), as_bits(v), rows, slots, as_bits(k_res), as_bits(v_res),
         as_bits(k_smp), as_bits(v_smp), samples, sources,
-        rows if awaited is None else awaited, head_dim, num_flags, int(TIMEOUT_S * 1e9),
+        flags, step, lost, head_dim, num_flags, int(timeout_s * 1e9),
         *k.stride(), *v.stride(), *rows.stride(), *slots.stride(),
         *k_res.stride(), *v_res.stride(), *k_smp.stride(), *v_smp.stride(),
         *samples.stride(), *sources.stride(), HAS_SAMPLES=moves is not None,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_F=triton.next_power_of_2(num_flags) if num_flags else 0,
-        USE_ASM=not _INTERPRETED, num_warps=1,
+        BY_STEP=isinstance(awaited, StepWait), USE_ASM=not _INTERPRETED, num_warps=1,
     )  # fmt: skip
+
+
+def _wait_alone(awaited: torch.Tensor | StepWait | None) -> None:
+    if isinstance(awaited, StepWait):
+        step_flags.wait_flags(
+            awaited.flags, step=awaited.step, lost=awaited.lost, timeout_s=awaited.timeout_s
+        )
+    elif awaited is not None:
+        wait_flags(awaited, timeout_s=TIMEOUT_S)

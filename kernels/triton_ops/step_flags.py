@@ -53,10 +53,10 @@ def _num_missing(flags, mask, wanted, USE_ASM: tl.constexpr):
 
 
 @triton.jit
-def _wait_kernel(
-    flags, num_flags, step, lost, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr,
-    CHAINED: tl.constexpr,
-):  # fmt: skip
+def await_step(
+    flags, num_flags, step, lost, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr
+):
+    """Poll until all flags are raised to `step`, or `lost` is; for one program of a kernel."""
     at = tl.arange(0, BLOCK)
     mask = at < num_flags
     wanted, is_lost = tl.load(step), tl.load(lost, volatile=True)
@@ -69,6 +69,14 @@ def _wait_kernel(
         if not USE_ASM:  # nobody could raise them meanwhile
             is_late = tl.full([], 1, tl.int32)
     tl.store(lost, wanted, mask=(num_missing > 0) & (is_lost == 0))
+
+
+@triton.jit
+def _wait_kernel(
+    flags, num_flags, step, lost, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    await_step(flags, num_flags, step, lost, timeout_ns, BLOCK, USE_ASM)
     lead(CHAINED)  # not before: what is launched takes room
 
 

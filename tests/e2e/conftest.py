@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,10 +46,31 @@ def new_tokens() -> int:
 
 
 @pytest.fixture(scope="session")
-def reference(prompts: list[list[int]], new_tokens: int) -> list[Any]:
+def reference(
+    prompts: list[list[int]], new_tokens: int, tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
     """What stock SGLang says to the prompts, one at a time."""
-    with stock() as server:
-        return run(server, prompts, new_tokens=new_tokens, at_once=1)
+
+    def ask() -> list[Any]:
+        with stock() as server:
+            return run(server, prompts, new_tokens=new_tokens, at_once=1)
+
+    return once("stock", ask, tmp_path_factory)
+
+
+def once(
+    name: str, ask: Callable[[], list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
+    """Return what `ask` finds, asked by one of the processes that share the tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers of this run
+    path = folder / f"{name}.json"
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_text(json.dumps(ask()))
+        return list(json.loads(path.read_text()))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models built unlike the embedded one: query norms, biases, scaled RoPE, sliding windows.
 
-Weights are random, and large enough that tokens depend on what is attended to.
+Weights are random, and large enough that tokens depend on what is attended to. In CI
+``unit/inference_rank/test_architectures.py`` runs these models and others, without HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import transformers
 from exactness import compare, run
 from rank_servers import model_dir, ours, stock
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SHAPE = {
     "vocab_size": 49152, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 5,
@@ -79,13 +80,7 @@ def make_model(name: str, folder: Path) -> None:
         shutil.copy(Path(model_dir()) / file, folder / file)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "qwen3",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", "gemma3", "mistral")),
-    ],
-)
+@pytest.fixture(scope="module", params=MODELS)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """One prompt that fits the resident set, and two that are several times as long."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -14,6 +16,7 @@ from rank_servers import Server, ours
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+CONNECTIONS, FD_SLACK = 20_000, 8
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -81,6 +84,24 @@ def test_a_paused_server_is_not_ready_and_only_administrators_pause(server: Serv
     assert server.post(COMPLETIONS, {"prompt": "hi"}, 5.0)[0] == 503
     assert server.post("/continue_generation", {})[0] == 200
     still_serves(server)
+
+
+def test_20000_connections_that_are_closed_at_once_leave_nothing(server: Server) -> None:
+    address = urlsplit(server.url)
+    before = sum(process.num_fds() for process in server.processes())
+    for _ in range(CONNECTIONS):
+        with socket.socket() as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            stranger.connect((address.hostname, address.port))
+    begun = time.monotonic()
+    assert server.get("/tandemkv/ready")[0] == 200
+    # One second is what is asked for; CI's machine may stall.
+    assert time.monotonic() - begun < 5.0
+    still_serves(server)
+    deadline = time.monotonic() + 10.0
+    while sum(process.num_fds() for process in server.processes()) > before + FD_SLACK:
+        assert time.monotonic() < deadline, "descriptors leak"
+        time.sleep(0.2)
 
 
 def test_the_key_is_shown_nowhere(server: Server) -> None:

@@ -31,12 +31,21 @@ _SMALL = {
 @pytest.fixture(
     scope="module",
     params=[
-        {},
-        {"exact_layers": [], "late_layers": 2},
-        {"policy": "kascade", "anchors": [0, 10, 20]},
-        {"policy": "async_spade", "share_layers": True, "anchors": [1, 10, 20]},
+        pytest.param({}, id="look_ahead"),
+        *(
+            # In CI `test_policy_runs` does so with SGLang's ModelRunner.
+            pytest.param(selection, id=name, marks=pytest.mark.slow)
+            for name, selection in {
+                "late_layers": {"exact_layers": [], "late_layers": 2},
+                "kascade": {"policy": "kascade", "anchors": [0, 10, 20]},
+                "shared_async_spade": {
+                    "policy": "async_spade",
+                    "share_layers": True,
+                    "anchors": [1, 10, 20],
+                },
+            }.items()
+        ),
     ],
-    ids=["look_ahead", "late_layers", "kascade", "shared_async_spade"],
 )
 def covering(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Everything is selected, nothing skipped; int8, so that the index is kept as well."""
@@ -167,6 +176,7 @@ def test_a_request_grows_out_of_dense_attention(small: Server, token_ids: list[i
     assert mean[1] > mean[0] - 1.0, mean
 
 
+@pytest.mark.slow  # in CI test_requests, with the backend and the engine and no model
 def test_dense_up_to_a_length_or_while_there_is_little_else(
     prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:

@@ -33,7 +33,7 @@ def environment_of(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("cache_ranks", [0, 1])
+@pytest.mark.parametrize("cache_ranks", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_policy_outside_of_the_package(
     cache_ranks: int, token_ids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,11 +25,12 @@ from tandemkv.kernels.rope import apply_rope
 from tandemkv.kernels.samples import attend_samples, load_sample_moves, load_sample_slots
 from tandemkv.kernels.score import score_keys, score_window
 from tandemkv.kernels.select import score_topk
+from tandemkv.kernels.step_flags import StepWait
 from tandemkv.kernels.step_tables import CandidateTables, load_attended, load_candidates, load_ring
 from tandemkv.kernels.topk import topk_positions
 
 BATCH, QO_HEADS, KV_HEADS, DIM, HIDDEN, CONTEXT = 8, 32, 8, 128, 4096, 65536
-K, RESIDENT, RECENT, SINK, CAP, SAMPLES, LAYERS = 1024, 2052, 128, 4, 64, 128, 36
+K, RESIDENT, RECENT, SINK, CAP, SAMPLES, LAYERS = 1792, 1796, 128, 4, 448, 128, 36
 BF16, FP16, FP32, I32, I64 = (
     torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64,
 )  # fmt: skip
@@ -38,7 +39,7 @@ BF16, FP16, FP32, I32, I64 = (
 Launch = Callable[[torch.device], object]
 
 
-def _append(device: torch.device, *, samples: bool) -> None:
+def _append(device: torch.device, *, samples: bool, by_step: bool = False) -> None:
     new = partial(torch.empty, device=device)
     token, sets = (BATCH, KV_HEADS, DIM), (BATCH + 1, RESIDENT + RECENT, KV_HEADS, DIM)
     moves = None
@@ -47,10 +48,13 @@ def _append(device: torch.device, *, samples: bool) -> None:
         moves = SampleMoves(
             k=kept, v=kept, samples=new(BATCH, dtype=I64), sources=new(BATCH, dtype=I64)
         )
+    wait = StepWait(
+        flags=new(1, dtype=I32), step=new(1, dtype=I32), lost=new(1, dtype=I32), timeout_s=1.0
+    )
     append_tokens(
         new(token, dtype=BF16), new(token, dtype=BF16), new(BATCH, dtype=I64),
         new(BATCH, dtype=I64), new(sets, dtype=BF16), new(sets, dtype=BF16), moves=moves,
-        awaited=new(1, dtype=I32) if samples else None,
+        awaited=wait if by_step else new(1, dtype=I32) if samples else None,
     )  # fmt: skip
 
 
@@ -280,6 +284,7 @@ def _launches() -> dict[str, Launch]:
     return {
         "append": partial(_append, samples=False),
         "append, samples and a flag": partial(_append, samples=True),
+        "append, samples and a step": partial(_append, samples=True, by_step=True),
         "attend": _attend,
         "attend, one request": partial(_attend, batch=1, page=64),
         "attend, heads of 64": partial(_attend, dtype=FP16, dim=64, group=1),

@@ -2,6 +2,7 @@
 """Flags between GPUs, and appends; interpreted where there is no GPU."""
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from own_process import run_cases
 from tandemkv.kernels.append import append_tokens
 from tandemkv.kernels.exchange import SampleWeights, exchange_rows
 from tandemkv.kernels.flags import raise_flags, send_rows, wait_flags
+from tandemkv.kernels.step_flags import StepWait
 
 pytest.importorskip("triton")
 
@@ -53,6 +55,16 @@ def test_an_append_waits_on_a_cpu() -> None:
         append_tokens(token, token, at, at, *resident, awaited=up)
     with pytest.raises(ValueError, match="awaited"):
         append_tokens(token, token, at, at, *resident, awaited=up.long())
+
+
+def test_an_append_checks_what_it_waits_for() -> None:
+    token, at = torch.ones(1, 1, 2), torch.zeros(1, dtype=torch.int64)
+    resident, word = torch.zeros(2, 1, 1, 1, 2), torch.ones(1, dtype=torch.int32)
+    wait = StepWait(flags=word, step=word, lost=0 * word, timeout_s=1.0)
+    append_tokens(token, token, at, at, *resident, awaited=wait)
+    for changed in ({"flags": word.long()}, {"timeout_s": 0.0}, {"lost": torch.ones(2).int()}):
+        with pytest.raises(ValueError, match=next(iter(changed))):
+            append_tokens(token, token, at, at, *resident, awaited=replace(wait, **changed))
 
 
 @pytest.mark.gpu

@@ -4,7 +4,9 @@
 import pytest
 import torch
 
-from tandemkv.kernels.reference import step_flags
+from tandemkv.kernels.reference import append, step_flags
+from tandemkv.kernels.step_flags import StepWait
+from tandemkv.kernels.triton_ops import append as triton_append
 from tandemkv.kernels.triton_ops import step_flags as triton_step_flags
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,3 +68,24 @@ def test_flags_are_raised_unless_the_epoch_is_lost() -> None:
         assert flags.tolist() == [5, 5, 0, 0, 0, 0]
         module.raise_flags(flags[3:5], step=word(6), lost=word(0), follows=True)
         assert flags.tolist() == [5, 5, 0, 6, 6, 0]
+
+
+@pytest.mark.parametrize("num_reqs", [0, 3])
+@pytest.mark.parametrize(
+    ("raised", "before", "after"),
+    [([3, 5], 0, 0), ([3, 2], 0, 3), ([3, 2], 1, 1)],
+)
+def test_an_append_waits_for_a_step(
+    num_reqs: int, raised: list[int], before: int, after: int
+) -> None:
+    k, v = torch.randn(2, num_reqs, 2, 10, device=DEVICE)
+    rows = torch.arange(num_reqs, device=DEVICE)
+    for module in (append, triton_append):
+        flags, lost = torch.tensor(raised, dtype=torch.int32, device=DEVICE), word(before)
+        wait = StepWait(flags=flags, step=word(3), lost=lost, timeout_s=0.01)
+        resident = torch.zeros(2, 4, 7, 2, 10, device=DEVICE)
+        module.append_tokens(k, v, rows, rows, *resident, moves=None, awaited=wait)
+        assert lost.item() == after, module.__name__
+        assert flags.tolist() == raised
+        assert torch.equal(resident[0, rows, rows], k)  # also where the step is lost
+        assert torch.equal(resident[1, rows, rows], v)

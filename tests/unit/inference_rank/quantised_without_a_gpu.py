@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from sglang.srt.hardware_backend.gpu.quantization.awq_kernels import AWQLinearKernel
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.awq import AWQConfig
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
@@ -31,6 +32,7 @@ def install() -> None:
     for config in (Fp8Config, AWQConfig, GPTQConfig, CompressedTensorsConfig):
         config.get_supported_act_dtypes = lambda *_: [torch.float32]
     GPTQMarlinConfig.is_gptq_marlin_compatible = lambda *_: False
+    QUANTIZATION_METHODS["gptq"] = GPTQConfig  # newer versions have another one of AMX
     GPTQLinearScheme._init_kernel = lambda *_: _GPTQKernel()
     CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
     for owner, process in (

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
 from tandemkv.cache_rank.policies.registry import selection_values
@@ -256,7 +257,7 @@ class World:
         self.runtime.rows_on_host = self.random.choice([None, [request.row]])
         self.forward(
             SimpleNamespace(
-                forward_mode=SimpleNamespace(is_decode=lambda: False, is_idle=lambda: False),
+                forward_mode=ForwardMode.EXTEND,
                 batch_size=1,
                 tokens=request.tokens[start:end],
                 out_cache_loc=self.table[request.row, start:end].long(),
@@ -280,7 +281,7 @@ class World:
         at = zip(rows, lengths, strict=True)
         self.forward(
             SimpleNamespace(
-                forward_mode=SimpleNamespace(is_decode=lambda: True, is_idle=lambda: False),
+                forward_mode=ForwardMode.DECODE,
                 batch_size=len(rows),
                 num_padding=padding,
                 tokens=torch.stack(tokens),

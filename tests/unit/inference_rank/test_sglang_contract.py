@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.placement import Link, Placement
 from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
 from tandemkv.inference_rank import sglang_contract, sglang_versions
 from tandemkv.inference_rank.process import check_server_args
@@ -72,6 +72,20 @@ def test_every_hook_target_is_in_the_contract(
 def test_options_that_bypass_us_are_refused(args: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match=next(iter(args)).replace("_", "-")):
         check_server_args(SimpleNamespace(**args), Placement(link="shared"), "auto")
+
+
+@pytest.mark.parametrize(
+    ("link", "all_exact", "algorithm"),
+    [("shared", True, "NGRAM"), ("local", False, "NGRAM"), ("local", True, "EAGLE")],
+)
+def test_drafts_are_verified_densely_in_one_process(
+    link: Link, all_exact: bool, algorithm: str
+) -> None:
+    plain = SimpleNamespace(speculative_algorithm="NGRAM")
+    check_server_args(plain, Placement(link="local"), "auto", all_exact=True)
+    args = SimpleNamespace(speculative_algorithm=algorithm)
+    with pytest.raises(SettingsError, match="--speculative-algorithm: not supported"):
+        check_server_args(args, Placement(link=link), "auto", all_exact=all_exact)
 
 
 def test_plain_options_are_accepted() -> None:

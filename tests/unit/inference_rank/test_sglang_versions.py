@@ -83,7 +83,9 @@ def test_where_a_version_was_run() -> None:
     assert sglang_versions.not_run("0.5.17", on_gpu=True) == ""
     assert sglang_versions.not_run("0.5.17", on_gpu=False) == ""
     assert "0.5.23 is taken, and was not run" in sglang_versions.not_run("0.5.23", on_gpu=True)
-    assert "that was 0.5.17 (docs" in sglang_versions.not_run("0.5.23", on_gpu=False)
+    assert "that was 0.5.17 (docs" in sglang_versions.not_run("0.5.23", on_gpu=True)
+    assert sglang_versions.not_run("0.5.23", on_gpu=False) == ""
+    assert "that was 0.5.17 and 0.5.23 (docs" in sglang_versions.not_run("0.5.22", on_gpu=False)
 
 
 @pytest.mark.parametrize("number", [17, 18, 19, 23])

@@ -8,6 +8,7 @@ import signal
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 from tiny_model import write_model
 
@@ -28,6 +29,7 @@ from tandemkv.server.serve import make_plan
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import load_settings
 from tandemkv.server.sglang_args import check_sglang_args
+from tandemkv.server.speculation import check_speculation
 
 
 @pytest.fixture
@@ -187,7 +189,9 @@ def test_addresses() -> None:
     [
         ["--attention-backend", "triton"], ["--attention-b=triton"], ["--enable-mixed-chunk"],
         ["--hicache-size", "3"], ["--enable-hierarchical-cache"], ["--speculative-algorithm", "x"],
-        ["--spec", "x"], ["--disaggregation-mode", "decode"], ["--kv-canary", "on"],
+        ["--spec", "x"], ["--speculative-algorithm=EAGLE"], ["--speculative-draft-model-path", "m"],
+        ["--speculative-algo", "NGRAM"], ["--speculative-num-steps", "3"],
+        ["--disaggregation-mode", "decode"], ["--kv-canary", "on"],
         ["--page-size", "16"], ["--page-size=16"], ["--tp", "2"], ["--kv-cache-dtype", "fp8_e5m2"],
         ["--config", "x.yaml"], ["--port", "1"], ["--model-path", "m"], ["--max-total-tokens", "9"],
         ["--cuda-graph-backend-prefill", "full"], ["--cuda-graph-config", "{}"],
@@ -202,6 +206,27 @@ def test_addresses() -> None:
 def test_refuses_sglang_arguments_that_contradict_us(args: list[str]) -> None:
     with pytest.raises(SettingsError, match=f"SGLang argument {args[0].partition('=')[0]} "):
         check_sglang_args(["--log-level", "debug", *args], device="cpu")
+
+
+NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
+
+
+def test_drafts_of_n_grams_go_with_exact_in_one_process(model_dir: Path) -> None:
+    exact = {"policy": "exact"}
+    resolve(model_dir, sglang_args=NGRAMS, selection=exact, cache_ranks=0)
+    with pytest.raises(SettingsError, match=r"policy=look_ahead: drafts .* use --policy exact"):
+        resolve(model_dir, sglang_args=NGRAMS, cache_ranks=0)
+    with pytest.raises(SettingsError, match=r"cache_ranks=1: drafts .* use --cache-ranks 0"):
+        resolve(model_dir, sglang_args=NGRAMS, selection=exact)
+    with pytest.raises(SettingsError, match="with --evaluation, which chooses tokens one at a"):
+        resolve(model_dir, sglang_args=NGRAMS, selection=exact, cache_ranks=0, evaluation=True)
+
+
+def test_drafts_are_not_verified_in_a_window(model_dir: Path) -> None:
+    settings = resolve(model_dir, sglang_args=NGRAMS, selection={"policy": "exact"}, cache_ranks=0)
+    spec = msgspec.structs.replace(settings.spec, windowed_layers=(1,))
+    with pytest.raises(SettingsError, match="layers with a sliding window; drop the argument"):
+        check_speculation(settings.settings, spec)
 
 
 def test_key_files_are_read_before_anything_starts(model_dir: Path, tmp_path: Path) -> None:

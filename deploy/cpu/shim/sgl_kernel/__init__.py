@@ -2,8 +2,8 @@
 """Stand-in for the CPU build of sgl_kernel, which is not on the package index.
 
 With SGLANG_USE_CPU_ENGINE=1 SGLang imports CPU operators from here at module import time. Plain
-serving (no speculation, no experts, no quantisation) calls one of them; the others raise when
-called. ``torch.ops.sgl_kernel`` stays empty, so SGLang's layers take their torch path.
+serving (no draft model, no experts, no quantisation) calls those that are here; the others raise
+when called. ``torch.ops.sgl_kernel`` stays empty, so SGLang's layers take their torch path.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,19 @@ from typing import NoReturn
 
 import torch
 
+from .speculative import (
+    assign_extend_cache_locs_cpu as assign_extend_cache_locs_cpu,
+)
+from .speculative import (
+    copy_all_layer_kv_cache_cpu as copy_all_layer_kv_cache_cpu,
+)
+from .speculative import (
+    fill_accept_out_cache_loc_cpu as fill_accept_out_cache_loc_cpu,
+)
+from .speculative import verify_tree_greedy_cpu as verify_tree_greedy_cpu
+
 __version__ = "0.0.0+tandemkv.cpu.shim"
-__path__: list[str] = []  # importing a submodule fails at once and says so
+__path__: list[str] = []  # importing another submodule fails at once and says so
 
 
 def assign_req_to_token_pool_cpu(

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which speculative decoding of SGLang's can be served: drafts that are verified densely."""
+
+from __future__ import annotations
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+
+from .settings import ServeSettings
+from .sglang_args import value_of
+
+ALGORITHM = "--speculative-algorithm"
+
+
+def check_speculation(settings: ServeSettings, spec: ModelSpec) -> None:
+    """Refuse speculative decoding, unless every layer attends to everything in one process.
+
+    `check_sglang_args` has refused drafts of another model before.
+
+    Raises
+    ------
+    SettingsError
+        With what to do.
+    """
+    if value_of(settings.sglang_args, ALGORITHM) is None:
+        return
+    policy = settings.selection.policy
+    if not settings.selection.declared.all_exact:
+        raise SettingsError(
+            f"SGLang argument {ALGORITHM} cannot be passed with policy={policy}: drafts are "
+            "verified by attention to everything; use --policy exact, or drop the argument"
+        )
+    if settings.cache_ranks != 0:
+        raise SettingsError(
+            f"SGLang argument {ALGORITHM} cannot be passed with "
+            f"cache_ranks={settings.cache_ranks}: drafts of a lost pass cannot be taken back; use "
+            "--cache-ranks 0"
+        )
+    if settings.evaluation:
+        raise SettingsError(
+            f"SGLang argument {ALGORITHM} cannot be passed with --evaluation, which chooses tokens "
+            "one at a time; drop one of them"
+        )
+    if spec.windowed_layers:
+        raise SettingsError(
+            f"SGLang argument {ALGORITHM} cannot be passed with {spec.architecture}: drafts are "
+            "not verified in layers with a sliding window; drop the argument"
+        )
