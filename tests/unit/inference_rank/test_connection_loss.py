@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes
+from tandemkv.cache_rank.protocol.shared_region import FlagIndex, RegionSizes
+from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.connection import SharedConnection
 
@@ -34,7 +36,9 @@ def connection(tmp_path: Path, counters: Counters) -> Iterator[SharedConnection]
         kept=MappedTensors(),
         counters=counters,
     )
-    found.lost_reason = None  # as after `adopt`
+    # As after `adopt`.
+    found._flags = StepFlags(torch.zeros((FlagIndex(2).count, WORDS_APART), dtype=torch.int64))
+    found.lost_reason = None
     yield found
     found.close()
 

@@ -222,7 +222,7 @@ def test_a_cache_rank_that_ends_too_often_is_reported_and_its_log_stays(
 @pytest.mark.parametrize(
     ("options", "count", "said"),
     [
-        ((), 3, "started 3 processes, and these settings have 2"),
+        (("--cache-ranks", "1"), 3, "started 3 processes, and these settings have 2"),
         (("--tp", "2"), 3, "is not available under torchrun in this version; use `tandemkv serve`"),
         (("--cache-ranks", "0"), 2, "started 2 processes, and these settings have 1"),
         (("--no-such-option",), 2, "No such option"),
@@ -329,7 +329,7 @@ def test_each_later_process_starts_a_cache_rank_of_its_own(tmp_path: Path) -> No
 def test_four_processes_of_torchrun_are_one_server(launched: Launched) -> None:
     launched.start_workers("serve", "--cache-ranks", "3", count=4)
     launched.wait_ready()
-    assert len(launched.pids("cache")) == 3
+    launched.wait_for(lambda: len(launched.pids("cache")) == 3)
     os.kill(launched.processes[0].pid, signal.SIGTERM)
     assert launched.wait() == [0, 0, 0, 0]
     launched.assert_nothing_left()
