@@ -42,7 +42,7 @@ test-newest: setup ## the plugin's unit tests and tokens equal to stock's, on th
 	@$(TEST_ENV) $(VENV)-newest/bin/python -m pytest $(SHARED) -m "not gpu and not multi_gpu and not slow" \
 	    tests/unit/inference_rank tests/e2e/test_shared.py $(ARGS)
 
-# A minute or two of setup where nothing is installed yet, and three minutes of tests.
+# A minute or two of setup where nothing is installed yet, and four minutes of tests.
 check-newest: setup ## of these what CI runs: the contract, and servers of two processes beside stock's
 	@deploy/cpu/setup.sh --newest
 	@$(TEST_ENV) $(VENV)-newest/bin/python -m pytest $(SHARED) -m "not gpu and not multi_gpu and not slow" \

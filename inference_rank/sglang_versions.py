@@ -37,8 +37,6 @@ _MODEL_HOOK = 19
 """What adjusts the arguments to a model is a function of a module, no longer their method."""
 _KEY_IN_BAG = 20
 """SGLang's first request takes its key from the configuration, no longer from its arguments."""
-_NO_GET_LOAD = 21
-"""The route `/get_load`, deprecated before, is no longer there."""
 _CHECKPOINT = 22
 """`release_kv_cache` takes `checkpoint` where it took `is_insert`."""
 
@@ -285,11 +283,6 @@ def taken_for(args: Any, backend: str, other: str) -> Iterator[None]:
 
 
 # -- HTTP --------------------------------------------------------------------------------
-
-
-def routes_gone() -> frozenset[str]:
-    """Return the routes that the edge lets through and SGLang has no more: it answers 404."""
-    return frozenset({"/get_load"} if _number() >= _NO_GET_LOAD else ())
 
 
 def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:

@@ -102,7 +102,6 @@ class CacheEngine:
     def _make_program(self, settings: RankSettings) -> EngineProgram:
         """Return what is done in which step, by what the policy declares."""
         policy, says = self._policy, self._policy.capabilities
-        interval = interval_of(self._selection.index_dtype, says.index, self._pools.page_size)
         return EngineProgram(
             self._model,
             settings,
@@ -110,7 +109,7 @@ class CacheEngine:
             traits=policy.traits,
             all_exact=says.all_exact,
             keeps_queries=says.wants_query_window,
-            index_interval=interval if says.selects and not says.attends else 0,
+            index_interval=interval_of(says, self._selection.index_dtype, self._pools.page_size),
         )
 
     def _make_windows(self, policy: Policy) -> DeviceQueryWindows | None:

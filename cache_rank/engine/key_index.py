@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tandemkv.cache_rank.policies.base import PolicyCapabilities
 from tandemkv.cache_rank.protocol.engine import EnginePools
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
@@ -221,12 +222,14 @@ class Int4Index(KeyIndex):
         append_int4(self._pools.k[layer], pages, lengths, self._codes[layer], self._scales[layer])
 
 
-def interval_of(index_dtype: str, kind: str, page_size: int) -> int:
-    """Return the `KeyIndex.interval` of an index, in pages of `page_size`.
+def interval_of(says: PolicyCapabilities, index_dtype: str, page_size: int) -> int:
+    """Return the `KeyIndex.interval` of a policy's index, in pages of `page_size`.
 
-    `kind` as in `PolicyCapabilities.index`; the precision concerns keys.
+    The precision concerns keys. 0 also where nothing is indexed.
     """
-    if kind == "page_bounds":
+    if not says.selects or says.attends:
+        return 0
+    if says.index == "page_bounds":
         return 1
     return {"native": 0, "int8": 1, "int4": page_size}[index_dtype]
 

@@ -242,8 +242,7 @@ class SharedEngineService:
 
     def _welcome(self, epoch: int, policy: Policy, sizes: RegionSizes) -> Welcome:
         """Return what the inference rank must know of the policy and of the memory."""
-        says, selection = policy.capabilities, self._settings.selection
-        interval = interval_of(selection.index_dtype, says.index, sizes.page_size)
+        says, index_dtype = policy.capabilities, self._settings.selection.index_dtype
         return Welcome(
             epoch=epoch,
             num_slots=sizes.num_slots,
@@ -251,7 +250,7 @@ class SharedEngineService:
             all_exact=says.all_exact,
             traits=policy.traits,
             keeps_queries=says.wants_query_window,
-            index_interval=interval if says.selects and not says.attends else 0,
+            index_interval=interval_of(says, index_dtype, sizes.page_size),
         )
 
     def _accept(self, epoch: int, model: ModelSpec, sizes: RegionSizes) -> SharedSession:

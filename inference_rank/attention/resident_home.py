@@ -12,7 +12,6 @@ from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.kernels.flags import wait_flags
 from tandemkv.kernels.slot_rules import latest_slots
 from tandemkv.kernels.step_flags import StepWait
-from tandemkv.kernels.step_flags import wait_flags as wait_for_step
 
 from .resident_attention import AttendTable, RingTable
 from .resident_set import ResidentSet
@@ -22,9 +21,7 @@ from .samples import OwnSamples, StepSamples
 def wait_now(awaited: torch.Tensor | StepWait) -> None:
     """Let what is queued next wait, in a launch of its own."""
     if isinstance(awaited, StepWait):
-        wait_for_step(
-            awaited.flags, step=awaited.step, lost=awaited.lost, timeout_s=awaited.timeout_s
-        )
+        awaited.now()
     else:
         wait_flags(awaited)
 

@@ -5,7 +5,6 @@ import torch
 
 from tandemkv.kernels.append import SampleMoves
 from tandemkv.kernels.flags import TIMEOUT_S
-from tandemkv.kernels.reference import step_flags
 from tandemkv.kernels.reference.flags import wait_flags
 from tandemkv.kernels.step_flags import StepWait
 
@@ -29,8 +28,6 @@ def append_tokens(
     k_res[rows.long(), slots.long()] = k
     v_res[rows.long(), slots.long()] = v
     if isinstance(awaited, StepWait):
-        step_flags.wait_flags(
-            awaited.flags, step=awaited.step, lost=awaited.lost, timeout_s=awaited.timeout_s
-        )
+        awaited.now()
     elif awaited is not None:
         wait_flags(awaited, timeout_s=TIMEOUT_S)

@@ -12,7 +12,6 @@ import triton.language as tl
 from tandemkv.kernels.append import SampleMoves
 from tandemkv.kernels.flags import TIMEOUT_S
 from tandemkv.kernels.step_flags import StepWait
-from tandemkv.kernels.triton_ops import step_flags
 from tandemkv.kernels.triton_ops.bits import as_bits
 from tandemkv.kernels.triton_ops.flags import await_up, wait_flags
 from tandemkv.kernels.triton_ops.step_flags import await_step
@@ -78,7 +77,10 @@ def append_tokens(
     """Write; see `tandemkv.kernels.append.append_tokens`."""
     num_reqs, num_heads, head_dim = k.shape
     if not k.numel():
-        _wait_alone(awaited)
+        if isinstance(awaited, StepWait):
+            awaited.now()
+        elif awaited is not None:
+            wait_flags(awaited, timeout_s=TIMEOUT_S)
         return
     # Without a wait, or one for steps, some tensor stands for what is not looked at.
     flags, step, lost, timeout_s = rows, rows, rows, TIMEOUT_S
@@ -101,12 +103,3 @@ def append_tokens(
         BLOCK_F=triton.next_power_of_2(num_flags) if num_flags else 0,
         BY_STEP=isinstance(awaited, StepWait), USE_ASM=not _INTERPRETED, num_warps=1,
     )  # fmt: skip
-
-
-def _wait_alone(awaited: torch.Tensor | StepWait | None) -> None:
-    if isinstance(awaited, StepWait):
-        step_flags.wait_flags(
-            awaited.flags, step=awaited.step, lost=awaited.lost, timeout_s=awaited.timeout_s
-        )
-    elif awaited is not None:
-        wait_flags(awaited, timeout_s=TIMEOUT_S)

@@ -109,6 +109,20 @@ def flush(server: Server, within_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
+def check_everywhere(
+    server: Server, prompts: list[list[int]], reference: list[dict[str, Any]], *, new_tokens: int
+) -> None:
+    """Fail unless answers are `reference`: alone, with radix hits, and after a flush."""
+    alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
+    assert alone["pass"], alone
+    warm = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
+    assert warm["pass"], f"with radix hits, four at a time: {warm}"
+    assert warm["cached_tokens"] > 0
+    flush(server)
+    cold = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
+    assert cold["pass"], f"after a flush, four at a time: {cold}"
+
+
 def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
     """Requests whose tokens differ, and the largest difference of a logprob.
 

@@ -143,6 +143,17 @@ def serving_pid(server: Server) -> int:
     return int(status["cache_ranks"][0]["info"]["pid"])
 
 
+def cache_ranks(server: Server) -> list[dict[str, Any]]:
+    """Status of each cache rank, in order."""
+    found: list[dict[str, Any]] = server.get("/tandemkv/status")[1]["cache_ranks"]
+    return found
+
+
+def pids(server: Server) -> list[int]:
+    """Process id of each cache rank, in order."""
+    return [int(rank["info"]["pid"]) for rank in cache_ranks(server)]
+
+
 def wait_for(
     condition: Any, complaint: str, timeout_s: float = _READY_S, pause_s: float = 0.05
 ) -> None:
@@ -168,6 +179,34 @@ def undisturbed(server: Server, prompts: Sequence[list[int]], new_tokens: int) -
     if errors:
         raise AssertionError(errors[0])
     return [stream.tokens for stream in streams]
+
+
+def killed_while_decoding(
+    server: Server, prompts: Sequence[list[int]], want: list[list[int]], *, pid: int,
+    begin_within_s: float = 60.0,
+) -> dict[str, float]:  # fmt: skip
+    """Kill `pid` once all of `prompts` decode; returns by how much each value has grown then.
+
+    Fails unless every request ends with the tokens in `want`, and nothing is left.
+    """
+    flush(server)
+    before = values(server)
+    with ThreadPoolExecutor(len(prompts) + 1) as pool:
+        streams, futures = begin(pool, server, prompts, len(want[0]))
+        wait_for(
+            lambda: all(s.tokens for s in streams), "requests do not begin", begin_within_s, 0.01
+        )
+        assert not any(future.done() for future in futures[:-1])
+        os.kill(pid, signal.SIGKILL)
+        for future in futures:
+            future.result()
+    assert [stream.error for stream in streams] == [""] * len(prompts)
+    assert [stream.tokens for stream in streams] == want
+    after = values(server)
+    wait_for(lambda: values(server)["request_rows"] == 0, "rows are left", 30.0)
+    flush(server)
+    assert values(server)["slots_used"] == 0
+    return {name: value - before[name] for name, value in after.items() if name in before}
 
 
 def repeat(

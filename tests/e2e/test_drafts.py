@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from exactness import compare, flush, run
+from exactness import check_everywhere
 from rank_servers import Server, ours
 
 from tandemkv.inference_rank import sglang_versions
@@ -35,14 +35,7 @@ def server() -> Iterator[Server]:
 def test_tokens_equal_those_without_drafts(
     server: Server, prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:
-    alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
-    assert alone["pass"], alone
-    warm = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
-    assert warm["pass"], f"with radix hits, four at a time: {warm}"
-    assert warm["cached_tokens"] > 0
-    flush(server)
-    cold = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
-    assert cold["pass"], f"after a flush, four at a time: {cold}"
+    check_everywhere(server, prompts, reference, new_tokens=new_tokens)
 
 
 def test_what_was_written_before_is_accepted(server: Server, token_ids: list[int]) -> None:

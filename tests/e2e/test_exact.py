@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from exactness import compare, flush, run
+from exactness import check_everywhere
 from rank_servers import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -15,12 +15,5 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 def test_tokens_equal_stock(
     exact_server: Server, prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:
-    alone = compare(run(exact_server, prompts, new_tokens=new_tokens, at_once=1), reference)
-    assert alone["pass"], alone
-    warm = compare(run(exact_server, prompts, new_tokens=new_tokens, at_once=4), reference)
-    assert warm["pass"], f"with radix hits, four at a time: {warm}"
-    assert warm["cached_tokens"] > 0
-    flush(exact_server)
-    cold = compare(run(exact_server, prompts, new_tokens=new_tokens, at_once=4), reference)
-    assert cold["pass"], f"after a flush, four at a time: {cold}"
+    check_everywhere(exact_server, prompts, reference, new_tokens=new_tokens)
     assert exact_server.values()[0]["exact_rows_total"] > 0

@@ -6,12 +6,20 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from exactness import flush
-from nothing_lost import SELECTION, begin, make_prompts, settings_of, undisturbed, values, wait_for
+from nothing_lost import (
+    SELECTION,
+    cache_ranks,
+    killed_while_decoding,
+    make_prompts,
+    pids,
+    settings_of,
+    undisturbed,
+    values,
+    wait_for,
+)
 from rank_servers import Server, ours
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -24,20 +32,9 @@ def prompts() -> list[list[int]]:
     return make_prompts(REQUESTS)
 
 
-def settings(cache_ranks: int, policy: str = "look_ahead") -> dict[str, Any]:
+def settings(count: int, policy: str = "look_ahead") -> dict[str, Any]:
     selection = SELECTION | {"policy": policy}
-    return settings_of(
-        num_requests=REQUESTS, standby=False, cache_ranks=cache_ranks, selection=selection
-    )
-
-
-def cache_ranks(server: Server) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = server.get("/tandemkv/status")[1]["cache_ranks"]
-    return found
-
-
-def pids(server: Server) -> list[int]:
-    return [int(rank["info"]["pid"]) for rank in cache_ranks(server)]
+    return settings_of(num_requests=REQUESTS, standby=False, cache_ranks=count, selection=selection)
 
 
 def fetched(server: Server) -> float:
@@ -86,24 +83,14 @@ def test_metrics_have_each_cache_rank(server: Server) -> None:
 def test_one_of_three_killed_while_requests_decode(
     server: Server, prompts: list[list[int]], of_one: tuple[list[list[int]], float], killed: int
 ) -> None:
-    flush(server)
-    before, found = values(server), pids(server)
-    with ThreadPoolExecutor(REQUESTS + 1) as pool:
-        streams, futures = begin(pool, server, prompts, NEW_TOKENS)
-        wait_for(lambda: all(s.tokens for s in streams), "requests do not begin", 300.0, 0.01)
-        assert not any(future.done() for future in futures[:-1])
-        os.kill(found[killed], signal.SIGKILL)
-        for future in futures:
-            future.result()
-    assert [stream.error for stream in streams] == [""] * REQUESTS
-    assert [stream.tokens for stream in streams] == of_one[0]
-    after, now = values(server), pids(server)
+    found = pids(server)
+    grown = killed_while_decoding(
+        server, prompts, of_one[0], pid=found[killed], begin_within_s=300.0
+    )
     names = ("pauses_total", "cache_rank_lost_total", "restored_rows_total", "reseeded_rows_total")
-    assert [after[name] - before[name] for name in names] == [1, 1, REQUESTS, 0]
+    assert [grown[name] for name in names] == [1, 1, REQUESTS, 0]
+    now = pids(server)
     assert [a == b for a, b in zip(now, found, strict=True)] == [n != killed for n in range(SHARDS)]
-    wait_for(lambda: values(server)["request_rows"] == 0, "rows are left", 30.0)
-    flush(server)
-    assert values(server)["slots_used"] == 0
 
 
 def test_nothing_is_left(server: Server) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from exactness import compare, flush, run
+from exactness import check_everywhere, flush
 from mapped_memory import Memory, mapped, scheduler_pid
 from rank_servers import Server, ours
 
@@ -36,14 +36,7 @@ def server() -> Iterator[Server]:
 def test_tokens_equal_stock(
     server: Server, prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:
-    alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
-    assert alone["pass"], alone
-    warm = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
-    assert warm["pass"], f"with radix hits, four at a time: {warm}"
-    assert warm["cached_tokens"] > 0
-    flush(server)
-    cold = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
-    assert cold["pass"], f"after a flush, four at a time: {cold}"
+    check_everywhere(server, prompts, reference, new_tokens=new_tokens)
     inference, cache = server.values()
     assert inference["sparse_rows_total"] > 0
     assert inference["exchange_wait_us_total"] > 0

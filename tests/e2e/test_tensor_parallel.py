@@ -11,15 +11,22 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from exactness import flush
-from nothing_lost import begin, make_prompts, settings_of, undisturbed, values, wait_for
+from nothing_lost import (
+    cache_ranks,
+    killed_while_decoding,
+    make_prompts,
+    pids,
+    settings_of,
+    undisturbed,
+    values,
+    wait_for,
+)
 from rank_servers import Server, model_dir, ours
 from workbench import long_ids
 
@@ -76,15 +83,6 @@ def server(of_one_rank: list[list[int]]) -> Iterator[Server]:
         yield found
 
 
-def cache_ranks(server: Server) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = server.get("/tandemkv/status")[1]["cache_ranks"]
-    return found
-
-
-def pids(server: Server) -> list[int]:
-    return [int(rank["info"]["pid"]) for rank in cache_ranks(server)]
-
-
 def test_tokens_are_those_of_one_rank(
     server: Server, prompts: list[list[int]], of_one_rank: list[list[int]]
 ) -> None:
@@ -118,25 +116,13 @@ def test_status_and_metrics_have_each_cache_rank(server: Server) -> None:
 def test_one_of_two_killed_while_requests_decode(
     server: Server, prompts: list[list[int]], of_one_rank: list[list[int]], killed: int
 ) -> None:
-    flush(server)
-    before, found = values(server), pids(server)
-    with ThreadPoolExecutor(REQUESTS + 1) as pool:
-        streams, futures = begin(pool, server, prompts, NEW_TOKENS)
-        wait_for(lambda: all(s.tokens for s in streams), "requests do not begin", 60.0, 0.01)
-        assert not any(future.done() for future in futures[:-1])
-        os.kill(found[killed], signal.SIGKILL)
-        for future in futures:
-            future.result()
-    assert [stream.error for stream in streams] == [""] * REQUESTS
-    assert [stream.tokens for stream in streams] == of_one_rank
-    after, now = values(server), pids(server)
+    found = pids(server)
+    grown = killed_while_decoding(server, prompts, of_one_rank, pid=found[killed])
     names = ("pauses_total", "restored_rows_total", "reseeded_rows_total")
-    assert [after[name] - before[name] for name in names] == [1, REQUESTS, 0]
+    assert [grown[name] for name in names] == [1, REQUESTS, 0]
+    now = pids(server)
     assert now[killed] != found[killed]
     assert now[1 - killed] == found[1 - killed]  # it was told, and not ended
-    wait_for(lambda: values(server)["request_rows"] == 0, "rows are left", 30.0)
-    flush(server)
-    assert values(server)["slots_used"] == 0
 
 
 def test_nothing_is_left(server: Server) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from engine_process import start_engine
 
+from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
@@ -30,6 +32,27 @@ from tandemkv.inference_rank.links.shared import SharedLink
 
 ROWS, LENGTHS, STEPS = [1, 2, 3], [90, 120, 75], 40
 CONTEXT = 256
+
+
+def settings_of(policy: str, placement: dict[str, object], **selection: object) -> RankSettings:
+    """Settings of a small selection, on link shared."""
+    given = {
+        "policy": policy,
+        "budget_tokens": 16,
+        "resident_factor": 1.0,
+        "num_sink_tokens": 4,
+        "num_recent_tokens": 8,
+        "fetch_cap": 4,
+        **selection,
+    }
+    return RankSettings.model_validate(
+        {
+            "selection": json.loads(json.dumps(selection_values(given), default=vars)),
+            "placement": {"link": "shared", **placement},
+            "cache": {"capacity_tokens": 1024},
+            "exchange": {"heartbeat_interval_s": 0.2},
+        }
+    )
 
 
 class Engines:

@@ -6,7 +6,6 @@ The engines are real processes; the forward pass is played here.
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -16,13 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared_forward import Engines, Forward
+from shared_forward import Engines, Forward, settings_of
 from tiny_model import write_model
 
-from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank.links.sharded import ShardedConnection
 
 pytestmark = pytest.mark.timeout(240)
@@ -30,30 +27,12 @@ SHARDS = 2
 Steps = list[list[torch.Tensor]]
 
 
-def settings_of(policy: str, num_shards: int) -> RankSettings:
-    selection = {
-        "policy": policy,
-        "budget_tokens": 16,
-        "resident_factor": 1.0,
-        "num_sink_tokens": 4,
-        "num_recent_tokens": 8,
-        "fetch_cap": 4,
-        "sample_tokens": 8 if policy == "oracle" else 0,
-    }
-    return RankSettings.model_validate(
-        {
-            "selection": json.loads(json.dumps(selection_values(selection), default=vars)),
-            "placement": {"link": "shared", "head_shards": num_shards},
-            "cache": {"capacity_tokens": 1024},
-            "exchange": {"heartbeat_interval_s": 0.2},
-        }
-    )
-
-
 @contextmanager
 def playing(folder: Path, policy: str, num_shards: int) -> Iterator[tuple[Forward, list[Engines]]]:
     """Yield a forward pass, and the processes of each cache rank."""
-    settings = settings_of(policy, num_shards)
+    settings = settings_of(
+        policy, {"head_shards": num_shards}, sample_tokens=8 if policy == "oracle" else 0
+    )
     run_dir = RunDir.create(folder / "run")
     model_dir = write_model(folder / "model")
     with ExitStack() as stack:

@@ -7,7 +7,6 @@ run in which nothing is killed.
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import threading
@@ -17,10 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared_forward import LENGTHS, ROWS, Engines, Forward
+from shared_forward import LENGTHS, ROWS, Engines, Forward, settings_of
 from tiny_model import write_model
 
-from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -33,24 +31,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(params=[("oracle", False), ("last_query", True)], ids=["oracle", "apart"])
 def settings(request: pytest.FixtureRequest) -> RankSettings:
     policy, is_apart = request.param
-    selection = {
-        "policy": policy,
-        "budget_tokens": 16,
-        "resident_factor": 1.0,
-        "num_sink_tokens": 4,
-        "num_recent_tokens": 8,
-        "fetch_cap": 4,
-        "index_dtype": "int8",
-        "sample_tokens": 8,
-    }
-    return RankSettings.model_validate(
-        {
-            "selection": json.loads(json.dumps(selection_values(selection), default=vars)),
-            "placement": {"link": "shared", "two_gpus": is_apart},
-            "cache": {"capacity_tokens": 1024},
-            "exchange": {"heartbeat_interval_s": 0.2},
-        }
-    )
+    return settings_of(policy, {"two_gpus": is_apart}, index_dtype="int8", sample_tokens=8)
 
 
 @pytest.fixture
