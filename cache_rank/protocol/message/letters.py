@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.ipc import refuse_version
 from tandemkv.cache_rank.protocol.messages import (
@@ -53,11 +54,17 @@ class Admitted(_Letter, frozen=True, tag=22):
 
 
 class Meet(_Letter, frozen=True, tag=23):
-    """Open the data plane of an epoch: the sender is met at `place`, and shows `token` there."""
+    """Open the data plane of an epoch: the sender is met at `place`, and shows `token` there.
+
+    `tensors` are what both ends hold besides what they derive; their contents come first. `is_new`:
+    what is known of requests is of an inference rank that ended.
+    """
 
     epoch: Id
     place: Place
     token: Token
+    tensors: Annotated[tuple[SpecMessage, ...], msgspec.Meta(max_length=64)] = ()
+    is_new: bool = True
 
     def __repr__(self) -> str:  # the token must not reach a log
         return f"Meet(epoch={self.epoch}, ...)"
@@ -68,6 +75,13 @@ class Met(_Letter, frozen=True, tag=24):
 
     epoch: Id
     place: Place
+
+
+class Opened(_Letter, frozen=True, tag=28):
+    """The engine has taken the memory; `memory` names the memory that K/V of this epoch are in."""
+
+    epoch: Id
+    memory: Id
 
 
 class Beat(_Letter, frozen=True, tag=25):
@@ -92,7 +106,7 @@ class Ended(_Letter, frozen=True, tag=27):
     reason: Text
 
 
-Letter = Knock | Admitted | Meet | Met | Beat | BeatReply | Ended | Refused
+Letter = Knock | Admitted | Meet | Met | Opened | Beat | BeatReply | Ended | Refused
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
