@@ -107,6 +107,13 @@ def cache_rank(
     rank: Annotated[
         int, typer.Option("--rank", min=0, hidden=True, help="Its number, of --cache-ranks.")
     ] = 0,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", help="tcp://HOST:PORT for inference ranks of other hosts."),
+    ] = None,
+    allow: Annotated[
+        str, typer.Option("--allow", help="Addresses that they may come from; default: any.")
+    ] = "",
 ) -> None:
     """Run one cache rank; `serve` starts it by itself.
 
@@ -116,9 +123,40 @@ def cache_rank(
         flags["model"] = Sourced(model, "--model")
     flags["run_dir"] = Sourced(run_dir, "--run-dir")
     settings = load_settings(flags, os.environ, config)
+    if address is not None:
+        from .message_launch import run_far_rank
+
+        hosts = [host for host in allow.split(",") if host]
+        run_far_rank(settings, run_dir, address, hosts, Console(stderr=True, highlight=False))
+        return
     from .serve import run_cache_rank_process
 
     run_cache_rank_process(settings, run_dir, rank)
+
+
+@app.command(hidden=True)
+def pump(
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Of the inference rank.")],
+    config: ConfigOption = None,
+) -> None:
+    """Carry steps and K/V to a cache rank on another host; `serve` starts it by itself."""
+    from .message_launch import run_pump
+
+    run_pump(load_settings({}, {}, config), run_dir)
+
+
+@app.command("link-keys")
+def link_keys(
+    folder: Annotated[Path, typer.Argument(help="Where the keys of both ends are made.")],
+) -> None:
+    """Make CURVE keys for an inference rank and a cache rank on two hosts.
+
+    Each host needs its own .key_secret file, and both .key files.
+    """
+    from tandemkv.cache_rank.protocol.message.keys import make_keys
+
+    for path in make_keys(folder):
+        typer.echo(str(path))
 
 
 @app.command()

@@ -95,7 +95,9 @@ def estimate_memory(
     predicts = selection.declared.predicts_from_hidden and weights is not None
     layer = spec.num_qo_heads * spec.head_dim * spec.hidden_size
     return MemoryEstimate(
-        cache_bytes=settings.cache.capacity_tokens * token_bytes if on_cpu else 0,
+        cache_bytes=settings.cache.capacity_tokens * token_bytes
+        if on_cpu and settings.cache_rank_address is None
+        else 0,
         resident_bytes=settings.max_running_requests
         * selection.row_tokens
         * (token_bytes // spec.num_layers * num_full)

@@ -146,6 +146,11 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             f"standby needs a cache rank in a process of its own, and link {placement.link} has "
             "none; leave --standby out, or use --transport shared"
         )
+    if placement.has_far_host and placement.model_device != "cpu":
+        raise SettingsError(
+            "transport=message moves K/V between CPUs only in this version, and the model is on a "
+            "GPU; use --transport shared or peer, or --device cpu"
+        )
     _check_shards(settings, spec, placement)
     check_dense(settings.selection, placement)
     check_windows(spec, placement)
@@ -336,6 +341,8 @@ def _choose(
     """Decide what is open of `cache_ranks`, `transport` and `tensor_parallel`, and say why."""
     if settings.cache_ranks == 0:
         return settings, "--cache-ranks 0 was given"
+    if settings.cache_rank_address is not None:
+        return settings, f"--cache-rank-address {settings.cache_rank_address} was given"
     if settings.transport is not None:
         return settings, f"--transport {settings.transport} was given"
     if settings.cache_ranks is not None:

@@ -39,6 +39,7 @@ from .devices import cache_rank_device
 from .embedded_model import cache_root
 from .launch import Launcher, LaunchPlan
 from .liveness import Pulse
+from .message_launch import message_launches, with_own_link
 from .ports import server_url
 from .preflight import ResolvedLaunch, check_policy, resolve_cache_rank, resolve_launch
 from .probes import StatusUnavailableError, server_state
@@ -152,6 +153,9 @@ def make_plan(
 ) -> LaunchPlan:
     """Return what is to be started here, and write the settings that the cache rank reads."""
     settings, device = launch.settings, launch.device
+    is_far_here = launch.placement.has_far_host and settings.cache_rank_address is None
+    if is_far_here:
+        settings = with_own_link(settings, run_dir)
     child_settings = settings.model_copy(
         update={
             "model": str(launch.model_dir),
@@ -169,7 +173,9 @@ def make_plan(
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
     return LaunchPlan(
-        cache_ranks=cache_rank_launches(
+        cache_ranks=message_launches(settings, run_dir, is_far_here=is_far_here)
+        if launch.placement.has_far_host
+        else cache_rank_launches(
             settings, run_dir, stop_signal=signal.SIGINT if split is None else None
         ),
         meanwhile=MEANWHILE,

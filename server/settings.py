@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
+from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.placement import Link, Placement, lies_on_two_gpus
 from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
@@ -60,8 +61,16 @@ class ServeSettings(BaseModel):
     transport: Link | None = Field(
         None,
         description="How the ranks meet. shared: the cache rank is a process of its own, and both "
-        "map the same memory; peer: one process drives both GPUs; local: on the model's own "
-        "device. Default: what fits.",
+        "map the same memory; message: it may be on another host; peer: one process drives both "
+        "GPUs; local: on the model's own device. Default: what fits.",
+    )
+    cache_rank_address: str | None = Field(
+        None,
+        description="tcp://HOST:PORT of a cache rank that `tandemkv cache-rank --address` serves, "
+        "on another host or here (transport message).",
+    )
+    link_keys: Path | None = Field(
+        None, description="Folder of CURVE keys that `tandemkv link-keys` makes."
     )
     placement: Placement | None = Field(
         None, description="Where the cache rank works; entered by `serve`, which decides it."
@@ -150,7 +159,9 @@ class ServeSettings(BaseModel):
     @property
     def wished_link(self) -> Link | None:
         """The link that was asked for, if any; `cache_ranks` alone decides whether it is local."""
-        return "local" if self.cache_ranks == 0 else self.transport
+        if self.cache_ranks == 0:
+            return "local"
+        return "message" if self.cache_rank_address is not None else self.transport
 
     @property
     def head_shards(self) -> int:
@@ -206,6 +217,7 @@ class ServeSettings(BaseModel):
                 "--cache-ranks 0"
             )
         self._check_cache_ranks()
+        self._check_message()
         if self.cache.stored_dtype and self.selection.declared.attends:
             raise ValueError(
                 f"policy={self.selection.policy} attends to K and V itself, in the model's dtype, "
@@ -222,6 +234,34 @@ class ServeSettings(BaseModel):
                 f"max_context={self.max_context}; raise --cache-tokens or lower --max-context"
             )
         return self
+
+    def _check_message(self) -> None:
+        """Refuse what link message has not, or lacks."""
+        if self.cache_rank_address is not None:
+            LinkAddress.parse(self.cache_rank_address)
+            if self.cache_ranks == 0 or self.transport not in (None, "message"):
+                raise ValueError(
+                    "cache_rank_address is that of a cache rank met by messages; leave "
+                    "--cache-ranks and --transport out"
+                )
+            if self.link_keys is None:
+                raise ValueError(
+                    "cache_rank_address needs keys of both ends; add --link-keys with the folder "
+                    "that `tandemkv link-keys` made"
+                )
+        if self.wished_link != "message":
+            return
+        for name, is_used, instead in (
+            ("device=cuda", self.device == "cuda", "--device cpu, or --transport shared"),
+            ("tensor_parallel", self.tensor_parallel > 1, "--tp 1, or --transport shared"),
+            ("cache_ranks above 1", (self.cache_ranks or 1) > 1, "--cache-ranks 1"),
+            ("standby", self.standby, "no --standby"),
+            ("evaluation", self.evaluation, "--transport shared, whose books are at hand"),
+        ):
+            if is_used:
+                raise ValueError(
+                    f"transport=message is not available with {name} in this version; use {instead}"
+                )
 
     def _check_cache_ranks(self) -> None:
         """Refuse a number of cache ranks that the link has no use for."""

@@ -160,6 +160,11 @@ def check_processes(settings: ServeSettings, worker: Worker) -> None:
             "own is not available under torchrun in this version; use `tandemkv serve`, which "
             "starts all of them, or --cache-ranks 0 with --nproc-per-node 1"
         )
+    if settings.wished_link == "message":
+        raise SettingsError(
+            "transport=message is not available under torchrun in this version; use `tandemkv "
+            "serve`, which starts what it needs"
+        )
     is_apart = settings.cache_ranks != 0 and settings.transport in (None, "shared")
     needed = 1 + ((settings.cache_ranks or 1) if is_apart else 0)
     if worker.local_world_size != needed:

@@ -13,9 +13,7 @@ from pydantic import Field
 from .one_device import is_apart_on_one_device, is_peer_on_one_device
 from .strict import Strict
 
-Link = Literal["shared", "peer", "local"]
-"""What a user may ask for."""
-PlacedLink = Literal["shared", "peer", "local", "message"]
+Link = Literal["shared", "message", "peer", "local"]
 Device = Literal["cpu", "cuda"]
 
 _WHERE = {
@@ -41,7 +39,7 @@ def lies_on_two_gpus(link: str, model_device: str) -> bool:
 class Placement(Strict):
     """One placement of model and cache rank, and why it was chosen."""
 
-    link: PlacedLink = Field(
+    link: Link = Field(
         default="shared", description="How the inference rank reaches the cache rank."
     )
     model_device: Device = Field(default="cpu", description="Device of the forward pass.")
