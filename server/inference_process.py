@@ -55,6 +55,11 @@ def become_inference_rank(
             f"tensor_parallel={settings.tensor_parallel}: each rank has a cache rank of its own, "
             "and only `tandemkv serve` starts as many; use it, or --cache-ranks 0, or --tp 1"
         )
+    if link == "message":
+        raise SettingsError(
+            "transport=message takes a pump beside the inference rank, which `tandemkv serve "
+            "--cache-rank-address` starts; use it instead of inference-rank"
+        )
     if settings.head_shards > 1:
         raise SettingsError(
             f"cache_ranks={settings.cache_ranks}: only `tandemkv serve` starts as many; use it, or "

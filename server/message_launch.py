@@ -47,7 +47,7 @@ from .settings_sources import to_yaml
 from .sglang_command import cache_rank_env
 
 _LOOPBACK = "127.0.0.1"
-_FAR_FOLDER, _KEYS_FOLDER = "far", "keys"
+_FAR_FOLDER, _KEYS_FOLDER = "far", "own-keys"
 _CHILDREN_EXIT_S = 15.0
 
 

@@ -41,6 +41,7 @@ _MADE = (
     *_SOCKET_NAMES,
     *(f"{name}.lock" for name in _SOCKET_NAMES),
     *("token", ".token-*", "epoch", "epoch.new", "cache_rank.yaml*", "keep-logs", FAULTS_FILE),
+    *("far", "own-keys"),  # of link message
     *(_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm"),
     *_OF_RANKS,
 )
