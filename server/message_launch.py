@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 
@@ -168,6 +169,7 @@ def run_far_rank(
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(alone), encoding="utf-8")
     door = Door(where, own_keys(keys, CACHE_RANK), allowed_keys(keys), hosts)
+    serving = _Serving(FarPump(run_dir, settings.rank_settings, door).run)
     plan = LaunchPlan(
         cache_ranks=cache_rank_launches(alone, run_dir),
         meanwhile=MEANWHILE,
@@ -176,7 +178,8 @@ def run_far_rank(
         drain_timeout_s=0.0,
         exit_timeout_s=_CHILDREN_EXIT_S,
         clean_up=lambda _: run_dir.clear(),
-        make_holder=lambda: _Serving(FarPump(run_dir, settings.rank_settings, door).run),
+        make_holder=serving.start,
+        is_over=lambda: serving.has_ended,
         banner=f"cache rank at {door.address}",
     )
     Launcher(plan, console).run()
@@ -188,7 +191,16 @@ class _Serving:
     def __init__(self, run: Callable[[threading.Event], None]) -> None:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=run, args=(self._stop,), name="far pump")
+
+    def start(self) -> Self:
+        """Begin to serve."""
         self._thread.start()
+        return self
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it ended by itself, which ends the launch: the K/V went with it."""
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         """End it, and with it the memory."""
