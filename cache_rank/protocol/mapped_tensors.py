@@ -210,6 +210,11 @@ class MappedTensors:
             if name in self._addresses:
                 to._addresses[name] = self._addresses.pop(name)
 
+    def borrow(self, *others: MappedTensors) -> None:
+        """Show the tensors of `others`, which keep them and their descriptors."""
+        for other in others:
+            self._tensors.update(other._tensors)
+
     def forget(self, name: str) -> None:
         """Close the descriptor of `name`, and unmap it once its tensor is used no more."""
         os.close(self._descriptors.pop(name))
