@@ -173,6 +173,18 @@ class ServeSettings(BaseModel):
             }
         )
 
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _refuse_message(cls, value: Any) -> Any:
+        """Say why a link that exists, but that nothing starts, cannot be asked for."""
+        if value == "message":
+            raise ValueError(
+                "transport=message is not available in this version: what carries K/V to another "
+                "host exists, and `serve` does not start it yet; use --transport shared, or leave "
+                "--transport out"
+            )
+        return value
+
     @field_validator("selection", mode="before")
     @classmethod
     def _ask_policy(cls, value: Any) -> Any:

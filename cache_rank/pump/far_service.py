@@ -22,7 +22,13 @@ from tandemkv.cache_rank.protocol.errors import (
 from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.ipc import refuse_version
-from tandemkv.cache_rank.protocol.mapped_tensors import DTYPES, HOMES, Home, MappedTensors
+from tandemkv.cache_rank.protocol.mapped_tensors import (
+    DTYPES,
+    HOMES,
+    Home,
+    MappedTensors,
+    TensorSpec,
+)
 from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, DataPlane, MeetingPoint
 from tandemkv.cache_rank.protocol.message.door import Door
 from tandemkv.cache_rank.protocol.message.letters import (
@@ -221,7 +227,7 @@ class FarPump:
         )
         return session
 
-    def _keep(self, specs: tuple[object, ...], meet: Meet) -> None:
+    def _keep(self, specs: tuple[TensorSpec, ...], meet: Meet) -> None:
         """Have the memory that survives the cache rank; other sizes begin anew."""
         for spec in self._kept.specs:
             if spec.name.startswith(PREDICTOR_PREFIX):
@@ -229,7 +235,7 @@ class FarPump:
         if list(self._kept.specs) != list(specs):
             self._kept.close()
             self._books.close()
-            self._kept.allocate_all(specs)  # type: ignore[arg-type]
+            self._kept.allocate_all(specs)
             self._memory = secrets.randbits(61) + 1
         for spec in meet.tensors:
             is_known = spec.name.startswith(PREDICTOR_PREFIX) and spec.dtype in DTYPES

@@ -194,7 +194,9 @@ class NearPump:
             text = "the tokens differ; start both with the same --run-dir"
             self._control.send(peer, Refused(field="token", message=text))
             return
-        self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0))
+        # It may have waited for long: who gave up must not end another's epoch.
+        if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
+            return
         self._close_epoch("a new inference rank came")
         caller = Caller(self._address, self._keys, self._server)
         try:
@@ -203,7 +205,8 @@ class NearPump:
             if not isinstance(reply, Admitted):
                 raise ProtocolError(f"Knock was answered with {type(reply).__name__}")
             self._heartbeat.expect(reply.welcome.epoch)
-            self._control.send(peer, reply.welcome)
+            if not self._control.send(peer, reply.welcome):
+                raise CacheRankLostError("the inference rank has given up")
             self._session = self._begin(caller, hello, reply.welcome)
         except TandemKVError as error:
             field = error.field if isinstance(error, HandshakeRefusedError) else "cache_rank"
@@ -223,7 +226,8 @@ class NearPump:
             epoch=welcome.epoch,
             timeout_s=_TIMEOUT_S,
         )
-        made, plane = MappedTensors(), None
+        made = MappedTensors()
+        plane: DataPlane | None = None
         try:
             known = int(tensors[STAMPS][0]) if STAMPS in tensors else 0
             plane, memory = self._meet(caller, welcome.epoch, tensors, is_new=not known)
