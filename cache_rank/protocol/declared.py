@@ -25,7 +25,7 @@ class DeclaredPolicy(Strict):
         description="Whether every layer attends to everything; entered from the policy's class.",
     )
     num_samples: int = Field(
-        default=128,
+        default=256,
         ge=0,
         le=1024,
         description="Samples that it gains by; entered from the policy's class.",

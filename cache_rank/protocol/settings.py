@@ -29,8 +29,11 @@ DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
 DEFAULT_POLICY = "look_ahead"
 """`DeclaredPolicy` is its declaration, where nobody enters another."""
 
-DEFAULT_SAMPLES = 128
+DEFAULT_SAMPLES = 256
 """Tokens that stand for the rest, for policies that gain by them (docs/quality.md)."""
+
+SAMPLE_STEP = 128
+"""The default has a multiple of it; fewer are too few for a flat layer (docs/decisions/0018)."""
 
 LEAST_FETCH_CAP = 64
 """What the default fetch cap does not go below: a sixteenth of a small K is too few."""
@@ -50,6 +53,11 @@ OptionValues = Annotated[
 """Options of a policy by name, as settings carry them; the policy's own model checks the values."""
 
 
+def default_samples(wanted: int, budget_tokens: int) -> int:
+    """Return how many samples there are of those `wanted` beside K = `budget_tokens`."""
+    return min(wanted, budget_tokens // SAMPLE_STEP * SAMPLE_STEP)
+
+
 class SelectionSettings(Strict):
     """What is attended to, and who decides it. Token counts are per KV head."""
 
@@ -65,7 +73,7 @@ class SelectionSettings(Strict):
         description="The policy's own options, those that differ from their defaults.",
     )
     budget_tokens: int = Field(
-        default=1792, ge=0, le=65536, description="K: tokens selected per KV head."
+        default=1664, ge=0, le=65536, description="K: tokens selected per KV head."
     )
     resident_factor: float = Field(
         default=1.0,
@@ -82,7 +90,7 @@ class SelectionSettings(Strict):
         ge=0,
         le=1024,
         description="Evenly spaced tokens attended to besides, which count for all that is not "
-        "resident; even. Default 128 for look_ahead and oracle, if K is not less; else 0.",
+        "resident; even. Default 256 for look_ahead and oracle, 128 or none if K is less; else 0.",
     )
     fetch_cap: int | None = Field(
         default=None,
@@ -179,16 +187,14 @@ class SelectionSettings(Strict):
         """Tokens per KV head that stand for what is not resident."""
         if self.sample_tokens is not None:
             return self.sample_tokens
-        wanted = self.declared.num_samples
-        return wanted if self.budget_tokens >= wanted else 0
+        return default_samples(self.declared.num_samples, self.budget_tokens)
 
     @property
     def exact_layer_ids(self) -> tuple[int, ...]:
         """`exact_layers`, or what they are where they are left open."""
         if self.exact_layers is not None:
             return self.exact_layers
-        wanted = self.declared.num_samples
-        has_samples = 0 < wanted <= self.num_samples
+        has_samples = self.declared.num_samples and self.num_samples >= SAMPLE_STEP
         return () if has_samples and not self.share_layers else FLAT_LAYERS
 
     @property

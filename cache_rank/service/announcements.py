@@ -15,24 +15,31 @@ class AnnouncementDelays:
     """Delays of the latest decode steps. Noted by one thread, read by any.
 
     Both processes read the host's monotonic clock, so their times can be subtracted. On a GPU a
-    step begins when its graph has been launched, on a CPU when its own work starts.
+    step begins when its graph has been launched, on a CPU when its own work starts. Two moments
+    before that tell where the time goes: the announcement has been read, and what the step works
+    on has been queued or loaded.
     """
 
     def __init__(self) -> None:
-        self._delays_ns: deque[int] = deque(maxlen=_KEPT)
+        self._delays_ns: deque[tuple[int, int, int]] = deque(maxlen=_KEPT)
 
-    def note(self, entry: StepEntry) -> None:
-        """Note that `entry` begins now."""
-        if entry.announced_ns:
-            self._delays_ns.append(time.monotonic_ns() - entry.announced_ns)
+    def note(self, entry: StepEntry, *, read_ns: int, loaded_ns: int) -> None:
+        """Note that `entry` begins now; it was read, and loaded, at these times of the clock."""
+        start = entry.announced_ns
+        if start:
+            now = time.monotonic_ns()
+            self._delays_ns.append((read_ns - start, loaded_ns - start, now - start))
 
     def values(self) -> dict[str, float]:
-        """Return median and 99th percentile in us by name; nothing before the first step."""
-        found = sorted(self._delays_ns.copy())
+        """Return medians and a 99th percentile in us by name; nothing before the first step."""
+        found = self._delays_ns.copy()
         if not found:
             return {}
         last = len(found) - 1
+        read, loaded, begun = (sorted(column) for column in zip(*found, strict=True))
         return {
-            "announcement_p50_us": found[last // 2] / 1000,
-            "announcement_p99_us": found[last * 99 // 100] / 1000,
+            "announcement_read_p50_us": read[last // 2] / 1000,
+            "announcement_loaded_p50_us": loaded[last // 2] / 1000,
+            "announcement_p50_us": begun[last // 2] / 1000,
+            "announcement_p99_us": begun[last * 99 // 100] / 1000,
         }

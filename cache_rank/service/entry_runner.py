@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -97,7 +98,7 @@ class EntryRunner:
         StepAbortedError
             If the inference rank is gone.
         """
-        self._step = entry.step
+        read_ns, self._step = time.monotonic_ns(), entry.step
         self._signals.begin(entry.step)
         changed: Sequence[StepRow] = ()
         try:
@@ -106,7 +107,7 @@ class EntryRunner:
             elif entry.kind is EntryKind.RESUME:
                 self._resume(entry)
             elif entry.kind is EntryKind.DECODE:
-                changed = self._decode(entry)
+                changed = self._decode(entry, read_ns)
             elif entry.kind is EntryKind.GROW:
                 changed = self._grow(entry)
             else:
@@ -194,7 +195,7 @@ class EntryRunner:
         self._signals.raise_loaded()
         return entry.rows
 
-    def _decode(self, entry: StepEntry) -> Sequence[StepRow]:
+    def _decode(self, entry: StepEntry, read_ns: int) -> Sequence[StepRow]:
         """Do a decode step; returns the rows whose books it has changed."""
         engine, kind, size = self._engine, _DECODE_KINDS[entry.variant], len(entry.rows)
         self._signals.await_begin()
@@ -203,8 +204,9 @@ class EntryRunner:
         slow = [bool(row.flags & SLOW) for row in entry.rows]
         self._load(kind, rows, lengths, num_cold=entry.num_cold, slow=slow)
         self._signals.raise_loaded()
+        loaded_ns = time.monotonic_ns()
         is_queued = self._graphs.replay(str(kind), size)
-        self.delays.note(entry)
+        self.delays.note(entry, read_ns=read_ns, loaded_ns=loaded_ns)
         if not is_queued:
             self._select(kind, size)
         return tuple(r for r in entry.rows if r.row) if kind is DecodeKind.SELECTING else ()

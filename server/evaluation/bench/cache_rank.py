@@ -33,7 +33,7 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
         If it ends, or does not answer in time.
     """
     placement = settings.rank_settings.placement
-    if not settings.model_fields_set or not placement.num_cache_ranks:
+    if not placement.num_cache_ranks:
         yield
         return
     if placement.num_cache_ranks > 1:

@@ -250,7 +250,12 @@ def _run_child(
         settings = configuration.serve_settings(
             model_dir=model_dir, capacity_tokens=capacity, batch=batch
         )
-        with cache_rank_beside(settings, run_dir, folder):
+        beside = (
+            cache_rank_beside(settings, run_dir, folder)
+            if configuration.settings
+            else contextlib.nullcontext()  # a reference is stock SGLang alone
+        )
+        with beside:
             status = _wait(argv, env, folder, run.timeout_s)
     except SettingsError as error:  # the other configurations can still be measured
         return _ChildOutput(measured=[], failures=_all_failed(name, points, str(error)), traces=())

@@ -16,7 +16,11 @@ from tandemkv.cache_rank.policies.options import parse_option
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.settings import (
+    SAMPLE_STEP,
+    SelectionSettings,
+    default_samples,
+)
 from tandemkv.server.devices import choose_cache_device
 from tandemkv.server.policy_options import MOVED
 from tandemkv.server.settings_sources import removed
@@ -333,18 +337,18 @@ def _divide(
 ) -> tuple[dict[str, object], int]:
     """Divide `tokens` between c * K and samples; return what to set, and the samples.
 
-    Where nothing else is asked for there are as many samples as by default, if that leaves K as
-    large as the default asks for, and none otherwise.
+    Where nothing else is asked for there are as many samples as a server of this K has.
     """
     if base.get("sample_tokens") is not None:
         samples = int(str(base["sample_tokens"]))
         return {"budget_tokens": int((tokens - samples) / factor)}, samples
-    wanted = find_policy(policy).capabilities.default_samples
-    selected, samples = int((tokens - wanted) / factor), wanted
-    if not wanted:
-        return {"budget_tokens": selected}, 0
-    if selected < wanted:
-        selected, samples = int(tokens / factor), 0
+    most = find_policy(policy).capabilities.default_samples
+    if not most:
+        return {"budget_tokens": int(tokens / factor)}, 0
+    for samples in range(most, -1, -SAMPLE_STEP):
+        selected = int((tokens - samples) / factor)
+        if default_samples(most, selected) >= samples:
+            break
     return {"budget_tokens": selected, "sample_tokens": samples}, samples
 
 

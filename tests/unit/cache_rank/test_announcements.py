@@ -11,22 +11,36 @@ from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.cache_rank.service.announcements import AnnouncementDelays
 
 
+def note(delays: AnnouncementDelays, seconds: float) -> None:
+    """Note a step that was announced so long ago, read half-way and loaded after three quarters."""
+    now, delay = time.monotonic_ns(), int(seconds * 1e9)
+    entry = StepEntry(kind=EntryKind.DECODE, step=1, announced_ns=now - delay)
+    delays.note(entry, read_ns=now - delay // 2, loaded_ns=now - delay // 4)
+
+
 def test_median_and_the_slowest_of_a_hundred_are_told() -> None:
     delays = AnnouncementDelays()
     assert delays.values() == {}
     for seconds in [0.5] * 99 + [3.0]:
-        at = time.monotonic_ns() - int(seconds * 1e9)
-        delays.note(StepEntry(kind=EntryKind.DECODE, step=1, announced_ns=at))
+        note(delays, seconds)
     found = delays.values()
     assert found["announcement_p50_us"] == pytest.approx(5e5, rel=0.2)
     assert found["announcement_p99_us"] == pytest.approx(5e5, rel=0.2)
     for _ in range(2):
-        at = time.monotonic_ns() - int(3e9)
-        delays.note(StepEntry(kind=EntryKind.DECODE, step=2, announced_ns=at))
+        note(delays, 3.0)
     assert delays.values()["announcement_p99_us"] == pytest.approx(3e6, rel=0.2)
+
+
+def test_what_comes_before_the_beginning_is_told_too() -> None:
+    delays = AnnouncementDelays()
+    for seconds in (1.0, 2.0, 4.0):
+        note(delays, seconds)
+    found = delays.values()
+    assert found["announcement_read_p50_us"] == pytest.approx(1e6, rel=0.01)
+    assert found["announcement_loaded_p50_us"] == pytest.approx(1.5e6, rel=0.01)
 
 
 def test_a_step_that_was_never_announced_has_no_delay() -> None:
     delays = AnnouncementDelays()
-    delays.note(StepEntry(kind=EntryKind.DECODE, step=1))
+    delays.note(StepEntry(kind=EntryKind.DECODE, step=1), read_ns=1, loaded_ns=2)
     assert delays.values() == {}

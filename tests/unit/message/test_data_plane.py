@@ -59,7 +59,7 @@ def _bytes(size: int, seed: int) -> torch.Tensor:
 
 def _listening(process: psutil.Process) -> set[tuple[str, int]]:
     found = process.net_connections(kind="tcp")
-    return {tuple(x.laddr) for x in found if x.status == psutil.CONN_LISTEN}
+    return {(x.laddr.ip, x.laddr.port) for x in found if x.status == psutil.CONN_LISTEN}
 
 
 def test_messages_of_any_size_in_order_both_ways() -> None:

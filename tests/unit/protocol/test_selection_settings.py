@@ -12,8 +12,10 @@ from tandemkv.cache_rank.policies.registry import resolve_selection
 @pytest.mark.parametrize(
     ("given", "samples"),
     [
-        ({}, 128),
-        ({"policy": "oracle"}, 128),
+        ({}, 256),
+        ({"policy": "oracle"}, 256),
+        ({"budget_tokens": 256}, 256),
+        ({"budget_tokens": 255}, 128),
         ({"policy": "async_spade"}, 0),
         ({"policy": "streaming"}, 0),
         ({"budget_tokens": 128}, 128),

@@ -136,7 +136,7 @@ def test_as_served_is_what_serve_makes_of_the_same_command(prepared: Prepare) ->
         progress=lambda _: None,
     )
     assert served.resolved == named(by_serve) == found.choice
-    defaults = (1792, 1.0, 448, 128, "native", [])
+    defaults = (1664, 1.0, 416, 256, "native", [])
     names = ("budget_tokens", "resident_factor", "fetch_cap", "sample_tokens", "index_dtype")
     assert tuple(served.resolved[name] for name in (*names, "exact_layers")) == defaults
     started = found.settings_of(served)
@@ -188,7 +188,7 @@ def test_other_campaigns_name_what_differs_from_serve(prepared: Prepare) -> None
     found = prepared("cpu")
     (sparse,) = (c for c in found.configurations if not c.is_dense)
     changed = differences(sparse.resolved, found.choice)
-    assert changed["budget_tokens"] == (140, 1792)
+    assert changed["budget_tokens"] == (140, 1664)
     assert changed["sample_tokens"] == (0, 128)
     assert changed["exact_layers"] == ([0, 1], [])
     assert "index_dtype" not in changed
@@ -206,8 +206,8 @@ def test_a_grid_is_named_by_what_serve_leaves_of_it(prepared: Prepare, tmp_path:
     assert [item.budget for item in found.configurations] == [
         "K 128, c 1, cap 32, 128 samples, native",
         "K 128, c 1, cap 128, 128 samples, native",
-        "K 256, c 1, cap 64, 128 samples, native",
-        "K 256, c 1, cap 256, 128 samples, native",
+        "K 256, c 1, cap 64, 256 samples, native",
+        "K 256, c 1, cap 256, 256 samples, native",
         "streaming, 300",
     ]
     settings = found.settings_of(found.configurations[0]).selection

@@ -34,7 +34,7 @@ def test_dense_comes_first_then_every_policy_at_every_budget() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "samples"),
-    [("look_ahead", 128), ("oracle", 128), ("async_spade", 0), ("last_query", 0)],
+    [("look_ahead", 256), ("oracle", 256), ("async_spade", 0), ("last_query", 0)],
 )
 def test_attended_tokens_are_the_budget_and_what_the_settings_say(
     policy: str, samples: int
@@ -52,6 +52,8 @@ def test_attended_tokens_are_the_budget_and_what_the_settings_say(
     [
         ("196", {}, 128, 0),  # with 128 samples nothing would be left for K
         ("324", {}, 128, 128),
+        ("579", {}, 383, 128),  # 256 would leave K less
+        ("580", {}, 256, 256),
         ("1092", {"sample_tokens": 64}, 960, 64),
         ("1092", {"sample_tokens": 0}, 1024, 0),
         ("512", {"resident_factor": 2.0}, 158, 128),

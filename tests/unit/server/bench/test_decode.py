@@ -265,6 +265,23 @@ def test_a_cache_rank_that_does_not_start_fails_its_own_points_alone(
     assert {f"tpot_ms_ours_{x}" for x in labels} <= {row.figure for row in result.rows}
 
 
+def test_a_reference_has_no_cache_rank_beside_it(
+    run: DecodeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> contextlib.AbstractContextManager[None]:
+        raise SettingsError("started")
+
+    monkeypatch.setattr(decode, "cache_rank_beside", refuse)
+    env = {"FAKE_STEP_S": "0.001"}
+    table = {
+        "dense": Configuration(flags=("--device", "cpu"), env=env, is_reference=True),
+        "ours": Configuration(settings={"device": "cpu"}, env=env),
+    }
+    result = run_decode(replace_run(run, configurations=table), lambda _: None)
+    assert {failure.figure.split("_")[2] for failure in result.failures} == {"ours"}
+    assert any(row.figure.startswith("tpot_ms_dense_") for row in result.rows)
+
+
 @pytest.mark.parametrize(
     ("value", "two_gpus", "late"), [(None, True, 1), ("apart", True, 1), ("1", False, None)]
 )

@@ -39,7 +39,7 @@ IN_PROCESS = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
 
 
 def test_selection_settings_become_a_workload() -> None:
-    assert (LOAD.num_resident, LOAD.num_recent_tokens, LOAD.fetch_cap_tokens) == (1796, 64, 448)
+    assert (LOAD.num_resident, LOAD.num_recent_tokens, LOAD.fetch_cap_tokens) == (1668, 64, 416)
     assert LOAD.exact_layers == ()
     assert LOAD.selects
     streaming = resolve_selection({"policy": "streaming"})
