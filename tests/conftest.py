@@ -46,15 +46,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def gpus_needed(item: pytest.Item) -> int:
     multi = item.get_closest_marker("multi_gpu")
-    if multi is not None and not (multi.kwargs.get("or_one_device") and _is_peer_on_one_device()):
+    if multi is not None and not (multi.kwargs.get("or_one_device") and _is_on_one_device()):
         return int(multi.args[0] if multi.args else multi.kwargs["n"])
     return 1 if item.get_closest_marker("gpu") is not None else 0
 
 
-def _is_peer_on_one_device() -> bool:
-    from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
+def _is_on_one_device() -> bool:
+    from tandemkv.cache_rank.protocol.one_device import is_on_one_device
 
-    return is_peer_on_one_device()
+    return is_on_one_device()
 
 
 @pytest.fixture(autouse=True)
