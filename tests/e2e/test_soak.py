@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three minutes of ``tandemkv soak``: mixed load, kills, stops, delays and lost messages."""
+"""A minute and a half of ``tandemkv soak``: mixed load, kills, stops, delays, lost messages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ SERVE = (
 )
 
 
-def test_three_minutes_of_load_and_faults_leave_a_server_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("duration_s", "calm_s"), [(90, 10), pytest.param(180, 15, marks=pytest.mark.slow)]
+)
+def test_load_and_faults_leave_a_server_as_it_was(
+    tmp_path: Path, duration_s: int, calm_s: int
+) -> None:
     report = tmp_path / "soak.json"
     argv = [
-        *(sys.executable, "-P", "-m", "tandemkv.server", "soak", "smollm2", "--duration", "180"),
-        *("--seed", "25", "--calm", "15", "--json", str(report)),
+        *(sys.executable, "-P", "-m", "tandemkv.server", "soak", "smollm2"),
+        *("--duration", str(duration_s), "--calm", str(calm_s)),
+        *("--seed", "25", "--json", str(report)),
         # Twice what is asked for: another test computes on the same two cores.
         *("--ready-within", "120", "--expect-no-loss", "--", *SERVE),
     ]
@@ -34,5 +40,5 @@ def test_three_minutes_of_load_and_faults_leave_a_server_as_it_was(tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
     assert found["passed"]
-    assert found["faults"]
+    assert len(found["faults"]) > 1
     assert found["endings"]["answered"] > 20

@@ -63,6 +63,8 @@ SELECTION = {
 }  # fmt: skip
 """The shorter prompt fits into the resident set and the ring, the longer one does not."""
 _LIMIT_S, _ALL_LIMIT_S = 120, 500
+COUNTED = ("slow_rows_total", "attended_tokens_total", "selections_total", "fetched_rows_total")
+"""What is in ``counts``, in this order; -1 for what another process counts."""
 
 Seen = list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -166,6 +168,8 @@ def decode(
         counters = runtime.current().counters
         rows = [counters.dense_rows_total, counters.sparse_rows_total, counters.exact_rows_total]
         found["rows"] = torch.tensor(rows)
+        values = runtime.current().status().values
+        found["counts"] = torch.tensor([int(values.get(name, -1)) for name in COUNTED])
     return found
 
 
@@ -176,7 +180,11 @@ def run_with_adapter(model: Path, mode: str, out: Path) -> None:
 
 
 def run_way(model: Path, tree: dict[str, Any], out: Path) -> None:
-    """Run a model with the engine in this process, as a tree of settings says."""
+    """Run a model with the engine in this process, as a tree of settings says.
+
+    Its key ``environ`` has variables.
+    """
+    os.environ |= tree.pop("environ", {})
     hand_over(settings_of(model, **tree), out.with_suffix(".run"))
     save_file(decode(model, "tandemkv"), out)
 
