@@ -18,6 +18,7 @@ from tandemkv.kernels.step_flags import StepWait
 pytest.importorskip("triton")
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
     run_cases("triton_flags_cases.py", tmp_path)
 
