@@ -91,7 +91,7 @@ def of_serve(small_asked: list[list[int]], new_tokens: int, once: Once) -> list[
     return once("small", ask)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def small_server() -> Iterator[Server]:
     """Ours with a resident set much smaller than the prompts."""
     with ours({"selection": SMALL_SELECTION, "evaluation": True}) as server:
