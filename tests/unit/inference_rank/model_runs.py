@@ -185,7 +185,10 @@ def run_way(model: Path, tree: dict[str, Any], out: Path) -> None:
     Its key ``environ`` has variables.
     """
     os.environ |= tree.pop("environ", {})
+    is_loaded = RUN_DIR_VARIABLE in os.environ
     hand_over(settings_of(model, **tree), out.with_suffix(".run"))
+    if not is_loaded:
+        load_the_plugin()
     save_file(decode(model, "tandemkv"), out)
 
 
@@ -270,8 +273,11 @@ def do(given: argparse.Namespace) -> None:
         in_copy(path.with_suffix(".log"), partial(work, *arguments, path))
 
     server_args(models / given.names[0], "torch_native")  # and what SGLang's start does
+    ways = json.loads(given.ways.read_text()) if given.ways else {}
     for name in given.cache_rank:  # each loads the plugin for itself
         copy(f"{name}-two", run_with_cache_rank, models / name)
+    for way in [way for way, tree in ways.items() if "transport" in tree]:  # and so do these
+        copy(f"{given.names[0]}-{way}", run_way, models / given.names[0], ways.pop(way))
     for mode, policy in MODES.items():
         if policy and RUN_DIR_VARIABLE not in os.environ:  # from here on with the plugin
             hand_over(settings_of(models / given.names[0], {"policy": policy}), folder / "run")
@@ -281,7 +287,7 @@ def do(given: argparse.Namespace) -> None:
         if given.adapter is not None:
             model = models / given.adapter
             copy(f"{given.adapter}-{mode}-adapter", run_with_adapter, model, mode)
-    for way, tree in (json.loads(given.ways.read_text()) if given.ways else {}).items():
+    for way, tree in ways.items():
         copy(f"{given.names[0]}-{way}", run_way, models / given.names[0], tree)
 
 

@@ -54,7 +54,7 @@ SMALL = {
 }  # fmt: skip
 """The shorter prompt fits at first, and does not when it has been decoded."""
 STRIDE = 4
-SLOW = {"policy": "sync_kv", "budget_tokens": 96}
+SLOW = {"policy": "sync_kv", "budget_tokens": 96, "options": {"stride": STRIDE}}
 
 
 def write_clusters(model: Path, out: Path) -> None:
@@ -74,10 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(NAME, folder / "models" / NAME)
     write_clusters(folder / "models" / NAME, folder / "clusters.json")
     trees: dict[str, Any] = {way: {"selection": COVERING | more} for way, more in ALL.items()}
-    trees["slow"] = {
-        "selection": SLOW | {"calibration": str(folder / "clusters.json")},
-        "policy_options": {"sync_kv": {"stride": STRIDE}},
-    }
+    trees["slow"] = {"selection": SLOW | {"calibration": str(folder / "clusters.json")}}
     trees["near"] = {"selection": SMALL}
     trees["sent"] = {
         "cache_ranks": 1, "transport": "peer", "environ": {ONE_DEVICE_VARIABLE: "1"},
