@@ -24,6 +24,7 @@ def words(*values: int, device: str = "cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
     run_cases("triton_step_flags_cases.py", tmp_path)
 
