@@ -174,12 +174,18 @@ class ServeSettings(BaseModel):
 
     @field_validator("transport", mode="before")
     @classmethod
-    def _refuse_peer(cls, value: Any) -> Any:
-        """Say of the link that earlier versions had what does its work."""
+    def _refuse_gone_and_unstarted(cls, value: Any) -> Any:
+        """Say of a link that nothing starts what does its work."""
         if value == "peer":
             raise ValueError(
                 "transport=peer is gone: two processes on two GPUs take its place; use "
                 "--cache-ranks 1 --transport shared, or with --tp as many --cache-ranks"
+            )
+        if value == "message":
+            raise ValueError(
+                "transport=message is not available in this version: what carries K/V to another "
+                "host exists, and `serve` does not start it yet; use --transport shared, or leave "
+                "--transport out"
             )
         return value
 

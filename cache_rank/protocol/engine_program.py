@@ -71,6 +71,8 @@ class EngineProgram:
         selects nothing.
     is_far : bool
         Whether K/V lie on another GPU than the model: exact layers attend there.
+    tells_all : bool
+        Whether every step is announced: K/V are on another host, and those of each step go there.
     slow_steps : RefreshRule
         Which steps of a sparse request are slow: it attends to everything, without samples, and is
         selected for, for the next step on. Nothing is selected for others.
@@ -105,6 +107,7 @@ class EngineProgram:
         self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
         self.attends = timing is Timing.SAME_STEP_ATTENTION
         self.is_far = settings.placement.has_far_pool
+        self.tells_all = settings.placement.has_far_host
         self.slow_steps = selection.declared.refresh
         # A policy that attends selects nothing for the inference rank to attend to.
         has_selections = timing is not Timing.NONE and not self.attends
@@ -237,7 +240,7 @@ class EngineProgram:
     def asks(self, kind: DecodeKind) -> bool:
         """Whether a decode step of a kind has any work for the engine."""
         is_exact = self.is_far and len(self._sparse) < self.num_layers
-        return kind is not DecodeKind.DENSE or self.attends or is_exact
+        return kind is not DecodeKind.DENSE or self.attends or is_exact or self.tells_all
 
     def attends_in(self, layer: int) -> bool:
         """Whether the policy attends in `layer`, and its output is merged."""

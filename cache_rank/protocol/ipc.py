@@ -53,7 +53,7 @@ class IpcRouter:
         self._lock = take_lock(path)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        _bound(self._socket)
+        bound(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # Nobody answers for this domain, and so everybody is let in (the directory's mode is the
         # guard). But with one, zmq refuses ZMTP 1 and 2, for which random bytes may be taken:
@@ -70,8 +70,8 @@ class IpcRouter:
     def receive(self, timeout_s: float) -> tuple[bytes, Message] | None:
         """Return the next sound message and who sent it, or None after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while _readable(self._socket, deadline):
-            parts, is_whole = _receive_parts(self._socket, limit=2)
+        while readable(self._socket, deadline):
+            parts, is_whole = receive_parts(self._socket, limit=2)
             if len(parts) != 2 or not is_whole:
                 self.malformed += 1
                 continue
@@ -113,7 +113,7 @@ class IpcDealer:
         self._path = path
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _bound(self._socket)
+        bound(self._socket)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
         self._socket.connect(f"ipc://{path}")
@@ -141,9 +141,9 @@ class IpcDealer:
         ProtocolError
             If it is malformed.
         """
-        if not _readable(self._socket, time.monotonic() + timeout_s):
+        if not readable(self._socket, time.monotonic() + timeout_s):
             return None
-        parts, is_whole = _receive_parts(self._socket, limit=1)
+        parts, is_whole = receive_parts(self._socket, limit=1)
         if not is_whole:
             raise ProtocolError(f"{self._path}: a message of several frames")
         return decode(parts[0])
@@ -179,7 +179,8 @@ def refuse_version(version: int) -> Refused:
     )
 
 
-def _bound(socket: zmq.Socket[bytes]) -> None:
+def bound(socket: zmq.Socket[bytes]) -> None:
+    """Set every bound of a socket."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
@@ -188,12 +189,13 @@ def _bound(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
 
 
-def _readable(socket: zmq.Socket[bytes], deadline: float) -> bool:
+def readable(socket: zmq.Socket[bytes], deadline: float) -> bool:
+    """Wait for a message until `deadline`."""
     left_ms = max(0, round((deadline - time.monotonic()) * 1e3))
     return bool(socket.poll(left_ms, zmq.POLLIN))
 
 
-def _receive_parts(socket: zmq.Socket[bytes], limit: int) -> tuple[list[bytes], bool]:
+def receive_parts(socket: zmq.Socket[bytes], limit: int) -> tuple[list[bytes], bool]:
     """Return the first `limit` frames of a message, and whether these are all."""
     parts: list[bytes] = []
     is_whole, more = True, True

@@ -183,6 +183,13 @@ class MappedTensors:
         for spec in specs:
             self.allocate(spec.name, spec.shape, spec.dtype, spec.home)
 
+    def allocate_sparse(self, spec: TensorSpec) -> torch.Tensor:
+        """Make a tensor on the host that takes memory only where it was written.
+
+        For what is given back in parts. Where the host has none left, writing ends the process.
+        """
+        return self._keep(spec, create_memory(spec.name, spec.nbytes, is_sparse=True))
+
     def attach(self, spec: TensorSpec, descriptor: int) -> torch.Tensor:
         """Map what another process made; the descriptor is ours from now on, even on an error.
 
@@ -209,6 +216,11 @@ class MappedTensors:
             to._specs[name] = self._specs.pop(name)
             if name in self._addresses:
                 to._addresses[name] = self._addresses.pop(name)
+
+    def borrow(self, *others: MappedTensors) -> None:
+        """Show the tensors of `others`, which keep them and their descriptors."""
+        for other in others:
+            self._tensors.update(other._tensors)
 
     def forget(self, name: str) -> None:
         """Close the descriptor of `name`, and unmap it once its tensor is used no more."""
@@ -250,8 +262,10 @@ class MappedTensors:
             ) from error
 
 
-def create_memory(name: str, nbytes: int) -> int:
+def create_memory(name: str, nbytes: int, *, is_sparse: bool = False) -> int:
     """Return the descriptor of `nbytes` zeroed bytes of memory that can be mapped.
+
+    With `is_sparse` pages are taken when they are written.
 
     Raises
     ------
@@ -259,7 +273,7 @@ def create_memory(name: str, nbytes: int) -> int:
         If they are not to be had; nothing is left then.
     """
     free = available_bytes()
-    if free is not None and nbytes > free:
+    if free is not None and nbytes > free and not is_sparse:
         raise SettingsError(
             f"shared memory of {name} needs {nbytes / _GIB:.2f} GiB, the host has "
             f"{free / _GIB:.2f} GiB available (control group included); lower --cache-tokens or "
@@ -269,7 +283,10 @@ def create_memory(name: str, nbytes: int) -> int:
         descriptor = os.memfd_create(f"tandemkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with _explained(name, nbytes):
-            os.posix_fallocate(descriptor, 0, nbytes)
+            if is_sparse:
+                os.ftruncate(descriptor, nbytes)
+            else:
+                os.posix_fallocate(descriptor, 0, nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)

@@ -14,11 +14,14 @@ from .one_device import is_apart_on_one_device, is_on_one_device
 from .strict import Strict
 
 Link = Literal["shared", "local"]
+"""What a user may ask for."""
+PlacedLink = Literal["shared", "local", "message"]
 Device = Literal["cpu", "cuda"]
 
 _WHERE = {
     "local": "in SGLang's process, on the same device",
     "shared": "in a process of its own, in memory that both processes map",
+    "message": "in a process of its own, on another host or address, met by messages",
     "shared, two GPUs": "in a process of its own, on a GPU of its own, in memory that both map",
 }
 _HOSTS = {"cpu": "processes", "cuda": "GPUs"}
@@ -30,14 +33,14 @@ def lies_on_two_gpus(link: str, model_device: str) -> bool:
     Two processes have a GPU each unless the environment gives them one device (`one_device`).
     """
     if link != "shared":
-        return False
+        return link == "message"
     return is_apart_on_one_device() or (model_device == "cuda" and not is_on_one_device())
 
 
 class Placement(Strict):
     """One placement of model and cache rank, and why it was chosen."""
 
-    link: Link = Field(
+    link: PlacedLink = Field(
         default="shared", description="How the inference rank reaches the cache rank."
     )
     model_device: Device = Field(default="cpu", description="Device of the forward pass.")
@@ -84,7 +87,12 @@ class Placement(Strict):
     @property
     def maps_memory(self) -> bool:
         """Whether the cache rank's process maps the memory of the inference rank."""
-        return self.link == "shared"
+        return self.link in ("shared", "message")
+
+    @property
+    def has_far_host(self) -> bool:
+        """Whether the cache rank, and with it all K/V, may be on another host."""
+        return self.link == "message"
 
     @property
     def attends_to_pool(self) -> bool:
@@ -98,7 +106,7 @@ class Placement(Strict):
             model, ranks = f"{self.tp_size} {_HOSTS[self.model_device]}", "cache rank of each"
         if self.head_shards > 1:
             ranks = f"{self.head_shards} cache ranks, each with its part of the KV heads,"
-        where = _WHERE["shared, two GPUs" if self.has_far_pool else self.link]
+        where = _WHERE["shared, two GPUs" if self.link == "shared" and self.two_gpus else self.link]
         return f"link {self.link}: model on {model}, {ranks} {where}; {self.reason}"
 
     def info(self) -> dict[str, str]:

@@ -189,7 +189,8 @@ class SharedConnection:
         try:
             return self._open(timeout_s, (self._kept, self._theirs))
         except HandshakeRefusedError as error:
-            if error.field != "memory" or not self._theirs.specs:
+            is_lost = self._settings.placement.has_far_host  # the K/V, with the other host
+            if error.field != "memory" or not self._theirs.specs or is_lost:
                 raise
             _LOG.warning("rows are seeded anew, what is known of them is of no use: %s", error)
             return self._open(timeout_s, (self._kept,))
@@ -396,6 +397,8 @@ class SharedConnection:
         """Let the engine take up the requests in `rows`; `has_finished` tells when it has."""
         self.step += 1
         self.announce(StepEntry(kind=EntryKind.RESUME, step=self.step, rows=rows))
+        if self.program.tells_all:  # their K/V come back first
+            self.wait(self._at.LOADED)
 
     @property
     def resumed_rows(self) -> tuple[int, int]:

@@ -41,7 +41,11 @@ def make_kept_tensors(
     kept.close()
     kept = MappedTensors(homes)
     try:
-        kept.allocate_all(wanted)
+        for spec in wanted:
+            if spec.name == "kv" and settings.placement.has_far_host:
+                kept.allocate_sparse(spec)  # what prompts need: the pump gives the rest back
+            else:
+                kept.allocate_all([spec])
     except BaseException:
         kept.close()
         raise

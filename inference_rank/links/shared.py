@@ -114,6 +114,8 @@ class SharedLink:
             for request in requests
         ]
         self._announce(EntryKind.EXTEND, rows)
+        if self._is_open and self.program.tells_all:  # prefixes that are not here come back first
+            self._check(self._signals.end())
 
     def extend(self, layer: int, slots: torch.Tensor, windows: Sequence[torch.Tensor]) -> None:
         """See `Link.extend`."""
@@ -133,6 +135,8 @@ class SharedLink:
 
     def end_extend(self) -> None:
         """See `Link.end_extend`."""
+        if self._is_open and self.program.tells_all:
+            self._signals.raise_end()
         self._end()
 
     def seed_identity(self, rows: torch.Tensor, tables: torch.Tensor | None) -> None:

@@ -292,3 +292,8 @@ def test_a_standby_is_for_a_cache_rank_of_its_own() -> None:
     with pytest.raises(ValueError, match="leave --standby out"):
         ServeSettings(model="smollm2", standby=True, cache_ranks=0)
     assert ServeSettings(model="smollm2", standby=True).standby
+
+
+def test_a_link_that_nothing_starts_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="`serve` does not start it yet"):
+        ServeSettings.model_validate({"model": "smollm2", "transport": "message"})

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control between two hosts: zmq over TCP, encrypted and authenticated with CURVE.
+
+`Door` is the cache rank's end, on one interface. Who has no key of the allow-list, or comes from an
+address that is not on it, gets no further than the handshake of CURVE, so nothing that a stranger
+sends is decoded. `Caller` is the inference rank's end; it says in words why it was not let in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Mapping
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
+
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankError,
+    CacheRankLostError,
+    HandshakeRefusedError,
+    ProtocolError,
+)
+from tandemkv.cache_rank.protocol.ipc import bound, readable, receive_parts
+from tandemkv.cache_rank.protocol.messages import Refused
+
+from .address import LinkAddress
+from .keys import KeyPair
+from .letters import Letter, decode, encode, refusal_of
+
+_LOG = logging.getLogger(__name__)
+_DOMAIN = "tandemkv"
+_WAITING = 64
+_LINGER_MS = 50
+_SLICE_S = 0.1
+_REFUSALS = (
+    int(zmq.Event.HANDSHAKE_FAILED_AUTH)
+    | int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
+    | int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
+)
+
+
+class _AllowList:
+    """Answers whether a key is on the list; what zmq's authenticator asks."""
+
+    def __init__(self, keys: Mapping[bytes, str]) -> None:
+        self._keys, self.num_refused = dict(keys), 0
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether the owner of `key` is let in."""
+        del domain
+        is_allowed = key in self._keys
+        if not is_allowed:
+            self.num_refused += 1
+            _LOG.warning("refused: key %s is not on the allow-list", key.decode("ascii", "replace"))
+        return is_allowed
+
+
+class Door:
+    """The cache rank's end. Used by one thread.
+
+    Parameters
+    ----------
+    address : LinkAddress
+        Where it listens; nowhere else.
+    keys : KeyPair
+        Its own.
+    allowed : Mapping
+        Public keys of who may connect, with names for them.
+    hosts : Collection of str
+        IP addresses that they may come from; none: from any.
+
+    Raises
+    ------
+    CacheRankError
+        If the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: LinkAddress,
+        keys: KeyPair,
+        allowed: Mapping[bytes, str],
+        hosts: Collection[str] = (),
+    ) -> None:
+        self.malformed = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._allow_list = _AllowList(allowed)
+        self._authenticator = ThreadAuthenticator(self._context, log=_LOG)
+        self._authenticator.start()
+        if hosts:
+            self._authenticator.allow(*hosts)
+        self._authenticator.configure_curve_callback(
+            domain=_DOMAIN, credentials_provider=self._allow_list
+        )
+        self._socket = self._context.socket(zmq.ROUTER)
+        bound(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.BACKLOG, _WAITING)
+        self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+        self._socket.curve_server = True
+        try:
+            self._socket.bind(str(address))
+        except zmq.ZMQError as error:
+            self.close()
+            raise CacheRankError(
+                f"address={address} cannot be bound: {error}; it must be one of this machine's, "
+                "with a free port"
+            ) from error
+        self.address = LinkAddress.parse(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    @property
+    def num_refused(self) -> int:
+        """Connections whose key was not on the allow-list."""
+        return self._allow_list.num_refused
+
+    def receive(self, timeout_s: float) -> tuple[bytes, Letter] | None:
+        """Return the next letter and who sent it, or None after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while readable(self._socket, deadline):
+            parts, is_whole = receive_parts(self._socket, limit=2)
+            if len(parts) != 2 or not is_whole:
+                self.malformed += 1
+                continue
+            try:
+                return parts[0], decode(parts[1])
+            except ProtocolError:
+                self.malformed += 1
+                refused = refusal_of(parts[1])
+                if refused is not None:
+                    self.send(parts[0], refused)
+        return None
+
+    def send(self, peer: bytes, letter: Letter) -> bool:
+        """Send to `peer`; False if it is gone or does not read."""
+        try:
+            self._socket.send_multipart([peer, encode(letter)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close. Idempotent."""
+        if self._context.closed:
+            return
+        self._socket.close(linger=_LINGER_MS)
+        self._authenticator.stop()
+        self._context.term()
+
+
+class Caller:
+    """The inference rank's end, for one epoch. Used by one thread.
+
+    Parameters
+    ----------
+    address : LinkAddress
+        Of the cache rank.
+    keys : KeyPair
+        Our own.
+    server : bytes
+        The cache rank's public key.
+    """
+
+    def __init__(self, address: LinkAddress, keys: KeyPair, server: bytes) -> None:
+        self._address = address
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        bound(self._socket)
+        self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+        self._socket.curve_serverkey = server
+        events = int(zmq.Event.CONNECTED) | int(zmq.Event.HANDSHAKE_SUCCEEDED) | _REFUSALS
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._is_in = self._is_connected = False
+        self._socket.connect(str(address))
+
+    def send(self, letter: Letter) -> None:
+        """Queue `letter`; waits 50 ms at most.
+
+        Raises
+        ------
+        CacheRankLostError
+            If the cache rank has not read for long.
+        """
+        try:
+            self._socket.send(encode(letter))
+        except zmq.ZMQError as error:
+            raise CacheRankLostError(f"{self._address}: nobody reads ({error})") from error
+
+    def request(self, letter: Letter, timeout_s: float) -> Letter:
+        """Send `letter` and return the answer.
+
+        Raises
+        ------
+        HandshakeRefusedError
+            If we are not let in, or what we ask for is refused.
+        CacheRankLostError
+            If there is no answer within `timeout_s`, with what is known of the reason.
+        ProtocolError
+            If it is malformed.
+        """
+        self.send(letter)
+        reply = self.receive(timeout_s)
+        if reply is None:
+            raise CacheRankLostError(f"{self._address}: {self._why(timeout_s)}")
+        if isinstance(reply, Refused):
+            raise HandshakeRefusedError(reply.field, reply.message)
+        return reply
+
+    def receive(self, timeout_s: float) -> Letter | None:
+        """Return the next letter, or None after `timeout_s`.
+
+        Raises
+        ------
+        HandshakeRefusedError
+            If we are not let in.
+        ProtocolError
+            If it is malformed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not readable(self._socket, min(deadline, time.monotonic() + _SLICE_S)):
+            self._look()
+            if time.monotonic() >= deadline:
+                return None
+        parts, is_whole = receive_parts(self._socket, limit=1)
+        if not is_whole:
+            raise ProtocolError(f"{self._address}: a message of several frames")
+        return decode(parts[0])
+
+    def close(self) -> None:
+        """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
+        if self._context.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=_LINGER_MS)
+        self._context.term()
+
+    def _look(self) -> None:
+        """Take note of what became of the connection."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                self._is_connected = True
+                if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                    self._is_in = True
+                elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+                    raise HandshakeRefusedError(
+                        "key",
+                        f"the cache rank at {self._address} does not let us in: our key or our "
+                        "address is not on its allow-list; copy inference_rank.key into its folder "
+                        "of keys, and name our address there",
+                    )
+
+    def _why(self, timeout_s: float) -> str:
+        within = f"within {timeout_s:g} s"
+        if self._is_in:
+            return f"the cache rank did not answer {within}"
+        if self._is_connected:
+            return (
+                f"no CURVE handshake {within}: what listens there is not the cache rank whose key "
+                "is in cache_rank.key"
+            )
+        return f"nobody listens there ({within}); is `tandemkv cache-rank` running on that host?"

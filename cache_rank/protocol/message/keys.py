@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CURVE keys of the two ends of a link between hosts.
+
+A folder on each host. ``<end>.key_secret`` is the secret key of the end that runs there, and never
+leaves it; ``<end>.key`` the public one, which the other host needs. On the cache rank's host the
+public keys in the folder are the allow-list.
+"""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq.auth
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+
+CACHE_RANK, INFERENCE_RANK = "cache_rank", "inference_rank"
+_PUBLIC, _SECRET = ".key", ".key_secret"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """Keys of one end, in Z85 text; the secret one is not shown."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def make_keys(folder: Path) -> tuple[Path, ...]:
+    """Make the keys of both ends in `folder`, which is made if need be; those there are kept.
+
+    Returns
+    -------
+    tuple of Path
+        The files that were made.
+
+    Raises
+    ------
+    SettingsError
+        If they cannot be written.
+    """
+    made: list[Path] = []
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for end in (CACHE_RANK, INFERENCE_RANK):
+            if not (folder / f"{end}{_SECRET}").exists():
+                public, secret = zmq.auth.create_certificates(folder, end)
+                Path(secret).chmod(0o600)
+                made += [Path(public), Path(secret)]
+    except OSError as error:
+        raise SettingsError(f"{folder}: keys cannot be made there: {error.strerror}") from error
+    return tuple(made)
+
+
+def own_keys(folder: Path, end: str) -> KeyPair:
+    """Return the keys of `end`, which runs on this host.
+
+    Raises
+    ------
+    SettingsError
+        If there are none, or others can read the secret one.
+    """
+    path = folder / f"{end}{_SECRET}"
+    public, secret = _load(path)
+    if secret is None:
+        raise SettingsError(f"{path}: holds no secret key; make the keys anew")
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SettingsError(f"{path}: others can read the secret key; chmod 600 it")
+    return KeyPair(public, secret)
+
+
+def public_key(folder: Path, end: str) -> bytes:
+    """Return the public key of `end`, which may run on another host.
+
+    Raises
+    ------
+    SettingsError
+        If there is none.
+    """
+    return _load(folder / f"{end}{_PUBLIC}")[0]
+
+
+def allowed_keys(folder: Path) -> dict[bytes, str]:
+    """Return who may connect to the cache rank, by public key: names of files without their end.
+
+    Raises
+    ------
+    SettingsError
+        If there is nobody.
+    """
+    found = {_load(path)[0]: path.stem for path in sorted(folder.glob(f"*{_PUBLIC}"))}
+    found = {key: name for key, name in found.items() if name != CACHE_RANK}
+    if not found:
+        raise SettingsError(
+            f"{folder}: no public key of an inference rank is there, so nobody may connect; copy "
+            f"{INFERENCE_RANK}{_PUBLIC} into it"
+        )
+    return found
+
+
+def _load(path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        return zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path}: no CURVE key is there ({error})") from error

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two ends of a link between hosts tell each other, besides steps and K/V.
+
+The inference rank's end speaks first. `Knock` and `Meet` are answered at once, with what they ask
+for or with `Refused`; `Beat` with `BeatReply`. Either end may say `Ended`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage
+from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.ipc import refuse_version
+from tandemkv.cache_rank.protocol.messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Hello,
+    Id,
+    Refused,
+    Seconds,
+    Text,
+    Token,
+    Welcome,
+)
+
+Place = Annotated[bytes, msgspec.Meta(max_length=1024)]
+"""Where an end of the data plane is met, as gloo writes it."""
+
+
+class _Letter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class Knock(_Letter, frozen=True, tag=21):
+    """Ask for an epoch; `hello` is the inference rank's, without its token."""
+
+    protocol_version: Id
+    hello: Hello
+
+
+class _AnyKnock(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """What is common to the `Knock` of every protocol version."""
+
+    protocol_version: Id
+
+
+class Admitted(_Letter, frozen=True, tag=22):
+    """The cache rank has opened an epoch; the data plane is next."""
+
+    welcome: Welcome
+
+
+class Meet(_Letter, frozen=True, tag=23):
+    """Open the data plane of an epoch: the sender is met at `place`, and shows `token` there.
+
+    `tensors` are what both ends hold besides what they derive; their contents come first. `is_new`:
+    what is known of requests is of an inference rank that ended.
+    """
+
+    epoch: Id
+    place: Place
+    token: Token
+    tensors: Annotated[tuple[SpecMessage, ...], msgspec.Meta(max_length=64)] = ()
+    is_new: bool = True
+
+    def __repr__(self) -> str:  # the token must not reach a log
+        return f"Meet(epoch={self.epoch}, ...)"
+
+
+class Met(_Letter, frozen=True, tag=24):
+    """Answers `Meet` with the other place."""
+
+    epoch: Id
+    place: Place
+
+
+class Opened(_Letter, frozen=True, tag=28):
+    """The engine has taken the memory; `memory` names the memory that K/V of this epoch are in."""
+
+    epoch: Id
+    memory: Id
+
+
+class Beat(_Letter, frozen=True, tag=25):
+    """Prove that the sender lives."""
+
+    epoch: Id
+    sequence: Id
+
+
+class BeatReply(_Letter, frozen=True, tag=26):
+    """`busy_s` as in `HeartbeatReply`."""
+
+    epoch: Id
+    sequence: Id
+    busy_s: Seconds
+
+
+class Ended(_Letter, frozen=True, tag=27):
+    """The epoch is over at the sender's."""
+
+    epoch: Id
+    reason: Text
+
+
+Letter = Knock | Admitted | Meet | Met | Opened | Beat | BeatReply | Ended | Refused
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
+_KNOCK_DECODER = msgspec.msgpack.Decoder(_AnyKnock)
+
+
+def encode(letter: Letter) -> bytes:
+    """Return the frame of `letter`; raises `ProtocolError` if it is too long."""
+    frame = _ENCODER.encode(letter)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+    return frame
+
+
+def decode(frame: bytes) -> Letter:
+    """Return the letter in `frame`; raises `ProtocolError` if there is none."""
+    try:
+        return _DECODER.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
+
+
+def refusal_of(frame: bytes) -> Refused | None:
+    """Return the answer to a `Knock` of another version; None if `frame` is no such."""
+    try:
+        version = _KNOCK_DECODER.decode(frame).protocol_version
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if version == PROTOCOL_VERSION else refuse_version(version)

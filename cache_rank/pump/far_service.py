@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands for an inference rank on the host of its cache rank, and holds the K/V there."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+import torch
+
+from tandemkv.cache_rank.protocol.control import ControlClient
+from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors
+from tandemkv.cache_rank.protocol.errors import (
+    HandshakeRefusedError,
+    ProtocolError,
+    TandemKVError,
+)
+from tandemkv.cache_rank.protocol.handshake import open_epoch
+from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
+from tandemkv.cache_rank.protocol.ipc import refuse_version
+from tandemkv.cache_rank.protocol.mapped_tensors import (
+    DTYPES,
+    HOMES,
+    Home,
+    MappedTensors,
+    TensorSpec,
+)
+from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, DataPlane, MeetingPoint
+from tandemkv.cache_rank.protocol.message.door import Door
+from tandemkv.cache_rank.protocol.message.letters import (
+    Admitted,
+    Beat,
+    BeatReply,
+    Ended,
+    Knock,
+    Letter,
+    Meet,
+    Met,
+    Opened,
+)
+from tandemkv.cache_rank.protocol.messages import (
+    PROTOCOL_VERSION,
+    Goodbye,
+    Hello,
+    Refused,
+    Welcome,
+)
+from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_region import STAMPS, RegionSizes, specs_by_life
+
+from .far import Announced, FarReceiver, FarSender
+from .near_service import has_hung_up, program_of
+from .records import Op, read_records
+from .session import Pulse, PumpSession
+from .side import Side
+
+_LOG = logging.getLogger(__name__)
+_POLL_S, _TIMEOUT_S = 0.05, 20.0
+_MAX_TEXT = 4096
+
+
+@dataclass
+class _Guest:
+    """An inference rank that was let in."""
+
+    peer: bytes
+    hello: Hello
+    welcome: Welcome
+    control: ControlClient
+    pulse: Pulse
+    session: PumpSession | None = None
+
+
+class FarPump:
+    """Lets one inference rank after the other in, and holds what must survive the cache rank.
+
+    Parameters
+    ----------
+    run_dir : RunDir
+        Where the cache rank's sockets are, on this host.
+    settings : RankSettings
+        Of both ranks.
+    door : Door
+        Where inference ranks knock; K/V come to the same interface. Closed with the pump.
+    """
+
+    def __init__(self, run_dir: RunDir, settings: RankSettings, door: Door) -> None:
+        self._run_dir, self._settings, self._door = run_dir, settings, door
+        self._kept, self._books, self._memory = MappedTensors(), MappedTensors(), 0
+        self._guest: _Guest | None = None
+        exchange = settings.exchange
+        self._heartbeat = HeartbeatClient(
+            run_dir.heartbeat_socket,
+            interval_s=exchange.heartbeat_interval_s,
+            misses=exchange.heartbeat_misses,
+            on_lost=self._end,
+            max_busy_s=exchange.transfer_timeout_s,
+        )
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set."""
+        try:
+            while not stop.is_set():
+                received = self._door.receive(_POLL_S)
+                if received is not None:
+                    self._handle(*received)
+                self._tend()
+        finally:
+            self._close_epoch("the cache rank's host stops")
+            self._door.close()
+            self._kept.close()
+            self._books.close()
+
+    def _handle(self, peer: bytes, letter: Letter) -> None:
+        guest = self._guest
+        if isinstance(letter, Knock):
+            self._admit(peer, letter)
+            return
+        if guest is None or guest.peer != peer:
+            _LOG.info("ignored %s of an epoch that is over", type(letter).__name__)
+            return
+        guest.pulse.hear()
+        match letter:
+            case Meet():
+                self._open(guest, letter)
+            case Beat():
+                reply = BeatReply(epoch=letter.epoch, sequence=letter.sequence, busy_s=0.0)
+                self._door.send(peer, reply)
+            case Ended():
+                self._close_epoch(letter.reason)
+            case _:
+                self._close_epoch(f"{type(letter).__name__} is nothing that an inference rank says")
+
+    def _tend(self) -> None:
+        guest = self._guest
+        if guest is None:
+            return
+        session = guest.session
+        if guest.pulse.is_silent():
+            self._close_epoch("no heartbeat from the inference rank's host")
+        elif session is not None and has_hung_up(session.connection):
+            self._close_epoch("the cache rank's process ended")
+        elif session is not None and session.is_over():
+            self._close_epoch(session.reason)
+
+    def _admit(self, peer: bytes, knock: Knock) -> None:
+        if knock.protocol_version != PROTOCOL_VERSION:
+            self._door.send(peer, refuse_version(knock.protocol_version))
+            return
+        self._close_epoch("a new inference rank came")
+        hello = msgspec.structs.replace(knock.hello, token=self._run_dir.token)
+        control = ControlClient(self._run_dir)
+        try:
+            welcome = open_epoch(control, hello, _TIMEOUT_S)
+        except TandemKVError as error:
+            control.close()
+            _LOG.warning("refused: %s", error)
+            is_refused = isinstance(error, HandshakeRefusedError)
+            name = error.field if isinstance(error, HandshakeRefusedError) else "cache_rank"
+            text = str(error).partition(": ")[2] if is_refused else str(error)
+            self._door.send(peer, Refused(field=name, message=text[:_MAX_TEXT]))
+            return
+        self._guest = _Guest(peer, hello, welcome, control, Pulse(self._settings.exchange))
+        self._door.send(peer, Admitted(welcome))
+
+    def _open(self, guest: _Guest, meet: Meet) -> None:
+        limit_s = self._settings.exchange.transfer_timeout_s
+        try:
+            point = MeetingPoint(
+                self._door.address.host, CACHE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
+            )
+            self._door.send(guest.peer, Met(guest.welcome.epoch, point.place))
+            plane = point.meet(meet.place, meet.token)
+            try:
+                guest.session = self._begin(guest, meet, plane)
+            except BaseException:
+                plane.close()
+                raise
+        except (TandemKVError, RuntimeError) as error:
+            self._close_epoch(str(error))
+            return
+        guest.pulse.hear()
+        self._heartbeat.start(guest.welcome.epoch)
+        self._door.send(guest.peer, Opened(guest.welcome.epoch, self._memory))
+        _LOG.info("epoch %d", guest.welcome.epoch)
+
+    def _begin(self, guest: _Guest, meet: Meet, plane: DataPlane) -> PumpSession:
+        """Give the cache rank memory for the epoch, and start the threads."""
+        hello, settings, welcome = guest.hello, self._settings, guest.welcome
+        sizes = RegionSizes(
+            num_slots=welcome.num_slots,
+            num_rows=hello.max_rows + 1,
+            page_size=hello.page_size,
+            is_apart=True,
+        )
+        kept, new = specs_by_life(hello.model, settings.selection, sizes, on_gpu=False)
+        self._keep(kept, meet)
+        self._receive_tensors(meet, plane)
+        ours = MappedTensors()
+        ours.allocate_all(new)
+        if meet.is_new and STAMPS in self._books:
+            self._books[STAMPS].zero_()
+        connection, books = offer_tensors(
+            self._run_dir.memory_socket,
+            (self._kept, self._books, ours),
+            token=self._run_dir.token,
+            epoch=welcome.epoch,
+            timeout_s=_TIMEOUT_S,
+        )
+        self._books.close()
+        self._books = books
+        session = PumpSession(welcome.epoch, plane, connection, (ours,))
+        view = MappedTensors()
+        view.borrow(self._kept, ours)
+        side = Side(view, program_of(hello, settings, welcome), settings.selection, session.is_over)
+        announced = Announced()
+        positions = books.get("resident_positions")
+        session.start(
+            FarReceiver(side, plane, announced).run,
+            FarSender(side, plane, announced, positions).run,
+        )
+        return session
+
+    def _keep(self, specs: tuple[TensorSpec, ...], meet: Meet) -> None:
+        """Have the memory that survives the cache rank; other sizes begin anew."""
+        for spec in self._kept.specs:
+            if spec.name.startswith(PREDICTOR_PREFIX):
+                self._kept.forget(spec.name)
+        if list(self._kept.specs) != list(specs):
+            self._kept.close()
+            self._books.close()
+            self._kept.allocate_all(specs)
+            self._memory = secrets.randbits(61) + 1
+        for spec in meet.tensors:
+            is_known = spec.name.startswith(PREDICTOR_PREFIX) and spec.dtype in DTYPES
+            if not is_known or spec.home not in HOMES:
+                raise ProtocolError(f"tensor {spec.name!r} of {spec.dtype} is none of ours")
+            self._kept.allocate(spec.name, spec.shape, spec.dtype, cast(Home, spec.home))
+
+    def _receive_tensors(self, meet: Meet, plane: DataPlane) -> None:
+        while True:
+            for record in read_records(plane.receive()):
+                if record.op is Op.END:
+                    return
+                if record.op is not Op.TENSOR or not 0 <= record.a < len(meet.tensors):
+                    raise ProtocolError(f"{record.op.name} came before the tensors")
+                whole = self._kept[meet.tensors[record.a].name].view(-1).view(torch.uint8)
+                whole[record.b : record.b + len(record.content)] = record.content
+
+    def _end(self, reason: str) -> None:
+        guest = self._guest
+        if guest is not None and guest.session is not None:
+            guest.session.end(reason)
+
+    def _close_epoch(self, reason: str) -> None:
+        guest, self._guest = self._guest, None
+        if guest is None:
+            return
+        _LOG.info("epoch %d ends: %s", guest.welcome.epoch, reason)
+        self._heartbeat.stop()
+        self._door.send(guest.peer, Ended(guest.welcome.epoch, reason[:_MAX_TEXT]))
+        try:
+            guest.control.send(Goodbye(epoch=guest.welcome.epoch))
+        except TandemKVError as error:
+            _LOG.info("the cache rank was not told: %s", error)
+        guest.control.close()
+        if guest.session is not None:
+            guest.session.close()

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that stands for a cache rank on the host of its inference rank."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from tandemkv.cache_rank.protocol.control import ControlServer
+from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage
+from tandemkv.cache_rank.protocol.descriptor_socket import DescriptorListener, send_tensors
+from tandemkv.cache_rank.protocol.engine_program import EngineProgram
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankLostError,
+    HandshakeRefusedError,
+    ProtocolError,
+    TandemKVError,
+)
+from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
+from tandemkv.cache_rank.protocol.message.address import LinkAddress
+from tandemkv.cache_rank.protocol.message.data_plane import (
+    INFERENCE_END,
+    TOKEN_BYTES,
+    DataPlane,
+    MeetingPoint,
+)
+from tandemkv.cache_rank.protocol.message.door import Caller
+from tandemkv.cache_rank.protocol.message.keys import KeyPair
+from tandemkv.cache_rank.protocol.message.letters import (
+    Admitted,
+    Beat,
+    BeatReply,
+    Ended,
+    Knock,
+    Meet,
+    Met,
+    Opened,
+)
+from tandemkv.cache_rank.protocol.messages import (
+    PROTOCOL_VERSION,
+    Goodbye,
+    HeartbeatReply,
+    Hello,
+    Message,
+    Refused,
+    StatusReply,
+    StatusRequest,
+    Timing,
+    Welcome,
+)
+from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_region import STAMPS
+
+from .near import NearReceiver, NearSender
+from .records import PIECE_BYTES, Op, Outbox
+from .session import Pulse, PumpSession
+from .side import Side
+
+_LOG = logging.getLogger(__name__)
+_POLL_S, _TIMEOUT_S = 0.05, 25.0
+_MAX_TEXT = 4096
+
+
+class NearPump:
+    """Serves the run directory of an inference rank as its cache rank does, by messages.
+
+    Parameters
+    ----------
+    run_dir : RunDir
+        Of the inference rank.
+    settings : RankSettings
+        Of both ranks.
+    address : LinkAddress
+        Of the cache rank.
+    keys, server
+        As for `Caller`.
+    interface : str, optional
+        Address of this host that K/V come to; by default the one that leads to the cache rank.
+
+    Raises
+    ------
+    CacheRankError
+        If another live process serves the run directory.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        settings: RankSettings,
+        address: LinkAddress,
+        keys: KeyPair,
+        server: bytes,
+        interface: str | None = None,
+    ) -> None:
+        self._run_dir, self._settings, self._exchange = run_dir, settings, settings.exchange
+        self._address, self._keys, self._server = address, keys, server
+        self._interface = interface or local_address(address)
+        self._session: PumpSession | None = None
+        self._caller: Caller | None = None
+        self._pulse = Pulse(self._exchange)
+        self._control = ControlServer(run_dir)
+        try:
+            self._listener = DescriptorListener(run_dir.memory_socket)
+            self._heartbeat = HeartbeatServer(
+                run_dir.heartbeat_socket,
+                busy=lambda: 0.0,
+                status=self.status,
+                on_silence=lambda: self._end("the inference rank is silent"),
+                interval_s=self._exchange.heartbeat_interval_s,
+                misses=self._exchange.heartbeat_misses,
+            )
+        except BaseException:
+            self._control.close()
+            raise
+
+    def run(self, stop: threading.Event, on_ready: Callable[[], None] | None = None) -> None:
+        """Serve until `stop` is set."""
+        try:
+            if on_ready is not None:
+                on_ready()
+            while not stop.is_set():
+                received = self._control.poll(_POLL_S)
+                if received is not None:
+                    self._handle(*received)
+                self._tend()
+        finally:
+            self._close_epoch("the pump stops")
+            self._heartbeat.close()
+            self._listener.close()
+            self._control.close()
+
+    def status(self) -> StatusReply:
+        """Return counters and gauges. Safe from any thread."""
+        session = self._session
+        values = {"stalled_s": 0.0}
+        if session is not None:
+            values["link_sent_bytes"] = float(session.plane.bytes_sent)
+            values["link_received_bytes"] = float(session.plane.bytes_received)
+        return StatusReply(
+            role="pump",
+            epoch=0 if session is None else session.epoch,
+            ready=True,
+            values=values,
+            info={"address": str(self._address), "pid": str(os.getpid())},
+        )
+
+    def _handle(self, peer: bytes, message: Message) -> None:
+        match message:
+            case Hello():
+                self._open(peer, message)
+            case StatusRequest():
+                self._control.send(peer, self.status())
+            case Goodbye():
+                self._close_epoch("goodbye")
+            case _:
+                _LOG.warning("ignored %s", type(message).__name__)
+
+    def _tend(self) -> None:
+        """Look after the epoch: both ends alive, and nothing broken."""
+        session, caller = self._session, self._caller
+        if session is None or caller is None:
+            return
+        try:
+            while (letter := caller.receive(0.0)) is not None:
+                self._pulse.hear()
+                if isinstance(letter, Ended):
+                    session.end(letter.reason)
+                elif not isinstance(letter, BeatReply):
+                    raise ProtocolError(f"{type(letter).__name__} came in the middle of an epoch")
+            if self._pulse.is_due():
+                caller.send(Beat(epoch=session.epoch, sequence=self._pulse.sequence))
+        except TandemKVError as error:
+            session.end(str(error))
+        if self._pulse.is_silent():
+            session.end(f"no heartbeat from {self._address}")
+        if has_hung_up(session.connection):
+            session.end("the inference rank is gone")
+        if session.is_over():
+            self._close_epoch(session.reason)
+
+    def _open(self, peer: bytes, hello: Hello) -> None:
+        if not hmac.compare_digest(hello.token, self._run_dir.token):
+            text = "the tokens differ; start both with the same --run-dir"
+            self._control.send(peer, Refused(field="token", message=text))
+            return
+        # It may have waited for long: who gave up must not end another's epoch.
+        if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
+            return
+        self._close_epoch("a new inference rank came")
+        caller = Caller(self._address, self._keys, self._server)
+        try:
+            bare = msgspec.structs.replace(hello, token=b"")
+            reply = caller.request(Knock(PROTOCOL_VERSION, bare), _TIMEOUT_S)
+            if not isinstance(reply, Admitted):
+                raise ProtocolError(f"Knock was answered with {type(reply).__name__}")
+            self._heartbeat.expect(reply.welcome.epoch)
+            if not self._control.send(peer, reply.welcome):
+                raise CacheRankLostError("the inference rank has given up")
+            self._session = self._begin(caller, hello, reply.welcome)
+        except TandemKVError as error:
+            field = error.field if isinstance(error, HandshakeRefusedError) else "cache_rank"
+            _LOG.warning("no epoch: %s", error)
+            self._control.send(peer, Refused(field=field, message=str(error)[:_MAX_TEXT]))
+            self._heartbeat.forget()
+            caller.close()
+            return
+        self._caller, self._pulse = caller, Pulse(self._exchange)
+        _LOG.info("epoch %d, with %s", self._session.epoch, self._address)
+
+    def _begin(self, caller: Caller, hello: Hello, welcome: Welcome) -> PumpSession:
+        """Take the inference rank's memory, open the data plane, and start the threads."""
+        connection, tensors = self._listener.accept(
+            Homes.on_host(),
+            token=self._run_dir.token,
+            epoch=welcome.epoch,
+            timeout_s=_TIMEOUT_S,
+        )
+        made = MappedTensors()
+        plane: DataPlane | None = None
+        try:
+            known = int(tensors[STAMPS][0]) if STAMPS in tensors else 0
+            plane, memory = self._meet(caller, welcome.epoch, tensors, is_new=not known)
+            if known and memory != known:
+                raise HandshakeRefusedError(
+                    "memory",
+                    f"the K/V at {self._address} are lost, with the process that held them; start "
+                    "the server again",
+                )
+            made.allocate(STAMPS, (1,), torch.int64, "host").fill_(memory)
+            send_tensors(connection, made)
+        except BaseException as error:
+            send_tensors(connection, error=str(error)[:_MAX_TEXT])
+            connection.close()
+            tensors.close()
+            made.close()
+            if plane is not None:
+                plane.close()
+            raise
+        session = PumpSession(welcome.epoch, plane, connection, (tensors, made))
+        program = program_of(hello, self._settings, welcome)
+        side = Side(tensors, program, self._settings.selection, session.is_over)
+        session.start(NearSender(side, plane).run, NearReceiver(side, plane).run)
+        return session
+
+    def _meet(
+        self, caller: Caller, epoch: int, tensors: MappedTensors, *, is_new: bool
+    ) -> tuple[DataPlane, int]:
+        """Return the data plane, and the name of the memory at its other end."""
+        extra = [x for x in tensors.specs if x.name.startswith(PREDICTOR_PREFIX)]
+        token = os.urandom(TOKEN_BYTES)
+        limit_s = self._exchange.transfer_timeout_s
+        point = MeetingPoint(
+            self._interface, INFERENCE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
+        )
+        specs = tuple(SpecMessage(x.name, x.shape, x.dtype, x.home) for x in extra)
+        met = caller.request(Meet(epoch, point.place, token, specs, is_new), _TIMEOUT_S)
+        if not isinstance(met, Met):
+            raise ProtocolError(f"Meet was answered with {type(met).__name__}")
+        plane = point.meet(met.place, token)
+        try:
+            out = Outbox(plane)
+            for number, spec in enumerate(extra):
+                content = tensors[spec.name].reshape(-1).view(torch.uint8)
+                for first in range(0, len(content), PIECE_BYTES):
+                    out.put(Op.TENSOR, number, first, content[first : first + PIECE_BYTES])
+            out.put(Op.END)
+            out.flush()
+            opened = caller.receive(_TIMEOUT_S)
+            if isinstance(opened, Ended):
+                raise HandshakeRefusedError("memory", opened.reason)
+            if not isinstance(opened, Opened):
+                raise CacheRankLostError(f"{self._address}: its engine does not begin")
+        except BaseException:
+            plane.close()
+            raise
+        return plane, opened.memory
+
+    def _end(self, reason: str) -> None:
+        session = self._session
+        if session is not None:
+            session.end(reason)
+
+    def _close_epoch(self, reason: str) -> None:
+        session, self._session = self._session, None
+        caller, self._caller = self._caller, None
+        self._heartbeat.forget()
+        if session is not None:
+            _LOG.info("epoch %d ends: %s", session.epoch, session.reason or reason)
+            if caller is not None:
+                try:
+                    caller.send(Ended(epoch=session.epoch, reason=reason[:_MAX_TEXT]))
+                except TandemKVError as error:
+                    _LOG.info("the other host was not told: %s", error)
+            session.close()
+        if caller is not None:
+            caller.close()
+
+
+def program_of(hello: Hello, settings: RankSettings, welcome: Welcome) -> EngineProgram:
+    """Return what both ranks do in which layer."""
+    return EngineProgram(
+        hello.model,
+        settings,
+        timing=Timing(welcome.timing),
+        traits=welcome.traits,
+        all_exact=welcome.all_exact,
+        keeps_queries=welcome.keeps_queries,
+        index_interval=welcome.index_interval,
+    )
+
+
+def local_address(address: LinkAddress) -> str:
+    """Return the address of this host that leads to `address`; sends nothing."""
+    family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address.host, address.port))
+        except OSError as error:
+            raise CacheRankLostError(f"{address} cannot be reached: {error.strerror}") from error
+        return str(probe.getsockname()[0])
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    """Whether the other end of a connection is closed."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+    return bool(poll.poll(0))

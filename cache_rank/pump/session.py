@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One epoch of a pump: two threads that run until either ends it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.message.data_plane import DataPlane
+
+_LOG = logging.getLogger(__name__)
+
+
+class Pulse:
+    """Whether the other host has spoken lately, and when it is to be spoken to."""
+
+    def __init__(self, exchange: ExchangeSettings) -> None:
+        self._interval_s = exchange.heartbeat_interval_s
+        self._patience_s = exchange.heartbeat_interval_s * exchange.heartbeat_misses
+        self._heard = self._turn = time.monotonic()
+        self._said = 0.0
+        self.sequence = 0
+
+    def hear(self) -> None:
+        """Note that it has spoken."""
+        self._heard = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether to speak; counts it."""
+        now = time.monotonic()
+        if now - self._said < self._interval_s:
+            return False
+        self._said, self.sequence = now, self.sequence + 1
+        return True
+
+    def is_silent(self) -> bool:
+        """Whether nothing was heard for too long; a pause of our own does not count."""
+        now = time.monotonic()
+        if now - self._turn > self._patience_s / 2:
+            self._heard = max(self._heard, now - self._patience_s / 2)
+        self._turn = now
+        return now - self._heard > self._patience_s
+
+
+class PumpSession:
+    """Threads, memory and connections of one epoch.
+
+    Parameters
+    ----------
+    epoch : int
+        Its number.
+    plane : DataPlane
+        To the other host.
+    connection : socket.socket
+        To the rank of this host; either end closes it when it ends.
+    tensors : Sequence of MappedTensors
+        Closed with the session.
+
+    Attributes
+    ----------
+    reason : str
+        Why it is over; empty while it is not.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        plane: DataPlane,
+        connection: socket.socket,
+        tensors: Sequence[MappedTensors],
+    ) -> None:
+        self.epoch, self.plane, self.connection = epoch, plane, connection
+        self._tensors, self._over = tensors, threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.reason = ""
+
+    def start(self, *works: Callable[[], None]) -> None:
+        """Run `works`, a thread each."""
+        for work in works:
+            thread = threading.Thread(target=self._run, args=(work,), name="pump", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def is_over(self) -> bool:
+        """Whether the epoch has ended."""
+        return self._over.is_set()
+
+    def end(self, reason: str) -> None:
+        """End the epoch. Safe from any thread; the first reason counts."""
+        if not self._over.is_set():
+            self.reason = reason
+            self._over.set()
+            self.plane.abort(reason)
+
+    def close(self) -> None:
+        """Release everything, and tell the rank of this host by that."""
+        self.end("it was closed")
+        for thread in self._threads:
+            thread.join()
+        self.plane.close()
+        for tensors in self._tensors:
+            tensors.close()
+        self.connection.close()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except CacheRankLostError as error:
+            self.end(str(error))
+        except Exception as error:
+            _LOG.exception("epoch %d", self.epoch)
+            self.end(f"{type(error).__name__}: {error}")

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pumps of both hosts know of the memory that they map with their rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
+from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.cache_rank.protocol.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.step_flags import StepFlags
+from tandemkv.cache_rank.protocol.step_ring import ROW_WORDS, EntryKind, StepEntry, StepRow
+
+from .records import PIECE_BYTES, Op, Outbox, Record
+
+DECODE_KINDS = tuple(DecodeKind)
+_LONGEST_WAIT_S = 3600.0
+_FIELDS = tuple(StepRow.__dataclass_fields__)
+
+
+class Side:
+    """Memory, flags and program of one epoch on one host.
+
+    Parameters
+    ----------
+    tensors : MappedTensors
+        Of `shared_region.specs_by_life`, resident sets apart from the pool.
+    program : EngineProgram
+        What happens in which layer.
+    selection : SelectionSettings
+        Of both ranks.
+    is_over : Callable
+        Whether the epoch has ended.
+    """
+
+    def __init__(
+        self,
+        tensors: MappedTensors,
+        program: EngineProgram,
+        selection: SelectionSettings,
+        is_over: Callable[[], bool],
+    ) -> None:
+        self.tensors, self.program, self.is_over = tensors, program, is_over
+        self.at, self.flags = FlagIndex(program.num_layers), StepFlags(tensors["flags"])
+        self.table, self.kv = tensors["req_to_token"], tensors["kv"]
+        self.num_resident = selection.num_resident
+        self.has_samples = selection.num_samples > 0
+        self._num_slots = int(self.kv.shape[2])
+
+    def wait(self, flag: int, step: int) -> bool:
+        """Wait for a flag of `step`; False: the step was given up, or the epoch is over."""
+        return self.flags.wait(
+            flag, step, timeout_s=_LONGEST_WAIT_S,
+            is_over=lambda: self.is_over() or self.flags.value(self.at.ABORTED) - step >= 0,
+        )  # fmt: skip
+
+    def wait_always(self, flag: int, step: int) -> bool:
+        """Wait for a flag of `step`, also of one that was given up; False: the epoch is over."""
+        return self.flags.wait(flag, step, timeout_s=_LONGEST_WAIT_S, is_over=self.is_over)
+
+    def slots_of(self, record: Record) -> torch.Tensor:
+        """Return ``[n]`` int64, the slots in a record; raises `ProtocolError` beyond the pool."""
+        slots = record.view(torch.int32, -1).long()
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_slots:
+            raise ProtocolError(f"{record.op.name}: a slot is beyond the pool's {self._num_slots}")
+        return slots
+
+    def put_kv(self, out: Outbox, layer: int, slots: torch.Tensor) -> None:
+        """Send K/V of `layer` at ``slots [n]``, which were sent as `Op.SLOTS`, in pieces."""
+        per_slot = self.kv[layer, :, 0].nbytes
+        width = max(1, PIECE_BYTES // per_slot)
+        for first in range(0, len(slots), width):
+            out.put(
+                Op.KV, layer, first, self.kv[layer].index_select(1, slots[first : first + width])
+            )
+
+    def write_kv(self, record: Record, slots: torch.Tensor) -> None:
+        """Store what `put_kv` has sent."""
+        found = record.view(self.kv.dtype, 2, -1, *self.kv.shape[3:])
+        self.kv[record.a][:, slots[record.b : record.b + found.shape[1]]] = found
+
+
+def words_of(entry: StepEntry) -> torch.Tensor:
+    """Return an announcement as int64 numbers."""
+    words = [int(entry.kind), entry.step, entry.variant, entry.num_cold, len(entry.rows)]
+    for row in entry.rows:
+        words += (row.row, row.generation, row.length, row.prefix_len, row.window, row.flags)
+    return torch.tensor(words)
+
+
+def entry_of(record: Record) -> StepEntry:
+    """Return the announcement in a record; raises `ProtocolError` if there is none."""
+    words = record.view(torch.int64, -1).tolist()
+    if len(words) < 5 or len(words) != 5 + ROW_WORDS * words[4]:
+        raise ProtocolError(f"an announcement of {len(words)} words")
+    rows = tuple(
+        StepRow(**dict(zip(_FIELDS, words[i : i + ROW_WORDS], strict=True)))
+        for i in range(5, len(words), ROW_WORDS)
+    )
+    return StepEntry(
+        kind=EntryKind(words[0]), step=words[1], variant=words[2], num_cold=words[3], rows=rows
+    )

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Link ``message``: what is attended to is what link ``shared`` gives, and nothing more is kept.
+
+A real process of the engine; the forward pass is played here, between pumps that meet by TCP.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from shared_forward import Engines, Forward, settings_of
+from tiny_model import write_model
+
+from tandemkv.cache_rank.protocol.message.address import LinkAddress
+from tandemkv.cache_rank.protocol.message.door import Door
+from tandemkv.cache_rank.protocol.message.keys import (
+    CACHE_RANK,
+    INFERENCE_RANK,
+    allowed_keys,
+    make_keys,
+    own_keys,
+    public_key,
+)
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.pump.far_service import FarPump
+from tandemkv.cache_rank.pump.near_service import NearPump
+from tandemkv.inference_rank.links.base import ExtendRow
+
+pytestmark = pytest.mark.timeout(120)
+_SELECTION = {"index_dtype": "int8", "sample_tokens": 8}
+
+
+class FarForward(Forward):
+    """The K/V of earlier prompts are on the other host alone."""
+
+    pumps: Pumps
+
+    def attended(self, layer: int, query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        here, self.kept = self.kept, self.pumps.far._kept
+        try:
+            return super().attended(layer, query, lengths)
+        finally:
+            self.kept = here
+
+
+class Pumps:
+    """Both pumps, as threads of this process, on two addresses of it."""
+
+    def __init__(self, near: RunDir, far: RunDir, settings: RankSettings, keys: Path) -> None:
+        make_keys(keys)
+        door = Door(LinkAddress("127.0.0.3", 0), own_keys(keys, CACHE_RANK), allowed_keys(keys))
+        self.far = FarPump(far, settings, door)
+        self.near = NearPump(
+            near,
+            settings,
+            door.address,
+            own_keys(keys, INFERENCE_RANK),
+            public_key(keys, CACHE_RANK),
+            "127.0.0.2",
+        )
+        self.stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=pump.run, args=(self.stop,)) for pump in (self.far, self.near)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self.stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@contextmanager
+def _played(folder: Path, settings: RankSettings) -> Iterator[tuple[FarForward, Engines]]:
+    near, far = RunDir.create(folder / "near"), RunDir.create(folder / "far")
+    model_dir = write_model(folder / "model")
+    engines = Engines(far, model_dir, settings)
+    pumps = Pumps(near, far, settings, folder / "keys")
+    try:
+        played = FarForward(near, model_dir, settings)
+        played.pumps = pumps
+        yield played, engines
+        played.connection.close()
+        played.kept.close()
+    finally:
+        pumps.close()
+        engines.close()
+
+
+def _shared(folder: Path, policy: str, **selection: object) -> list[list[torch.Tensor]]:
+    """Return what is attended to with link ``shared``, laid out for two GPUs."""
+    settings = settings_of(policy, {"two_gpus": True}, **selection)
+    run_dir, model_dir = RunDir.create(folder / "shared"), write_model(folder / "shared_model")
+    engines = Engines(run_dir, model_dir, settings)
+    try:
+        played = Forward(run_dir, model_dir, settings)
+        found = played.run()
+        played.connection.close()
+        played.kept.close()
+    finally:
+        engines.close()
+    return found
+
+
+def _same(found: list[list[torch.Tensor]], want: list[list[torch.Tensor]]) -> None:
+    assert len(found) == len(want)
+    for number, (mine, theirs) in enumerate(zip(found, want, strict=True)):
+        for layer, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert torch.equal(a, b), f"step {number}, tensor {layer}"
+
+
+@pytest.mark.parametrize("policy", ["oracle", "last_query", "quest"])
+def test_what_is_attended_to_is_that_of_link_shared(tmp_path: Path, policy: str) -> None:
+    want = _shared(tmp_path, policy, **_SELECTION)
+    settings = settings_of(policy, {"link": "message", "two_gpus": True}, **_SELECTION)
+    with _played(tmp_path, settings) as (played, _):
+        _same(played.run(), want)
+        assert played.num_lost == 0
+
+
+def test_a_killed_cache_rank(tmp_path: Path) -> None:
+    settings = settings_of("last_query", {"link": "message", "two_gpus": True}, **_SELECTION)
+    with _played(tmp_path, settings) as (played, engines):
+        want, rng = played.run(), random.Random(3)
+
+        def kill() -> None:
+            time.sleep(0.1 + rng.random())
+            engines.kill(signal.SIGKILL)
+
+        for _ in range(2):
+            killer, losses = threading.Thread(target=kill), played.num_lost
+            killer.start()
+            while killer.is_alive() or played.num_lost == losses:
+                _same(played.run(), want)
+            killer.join()
+        assert played.num_lost == 2
+
+
+def test_k_and_v_of_earlier_prompts_are_not_kept_and_come_back(tmp_path: Path) -> None:
+    settings = settings_of("oracle", {"link": "message", "two_gpus": True}, **_SELECTION)
+    with _played(tmp_path, settings) as (played, _):
+        played.begin()
+        name = [spec.name for spec in played.kept.specs].index("kv")
+        descriptor = played.kept.descriptors[name]
+        slots = played.slots[0, :90].long()
+        want = played.pumps.far._kept["kv"][:, :, slots].clone()
+        assert want.count_nonzero() > 0
+        first = os.fstat(descriptor).st_blocks
+        played.link.begin_extend([_row(played, 1, prefix=90, length=91)])
+        assert torch.equal(played.kept["kv"][:, :, slots], want)
+        played.link.recover()
+        played.link.begin_extend([_row(played, 1, prefix=0, length=1)])
+        assert os.fstat(descriptor).st_blocks < first
+        played.link.recover()
+
+
+def _row(played: Forward, row: int, *, prefix: int, length: int) -> ExtendRow:
+    played.table[row, :length] = played.slots[row - 1, :length]
+    return ExtendRow(row=row, prefix_len=prefix, length=length, table=played.table[row, :length])

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is let in between two hosts, and what is said to others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from tandemkv.cache_rank.protocol.errors import (
+    CacheRankError,
+    CacheRankLostError,
+    HandshakeRefusedError,
+    SettingsError,
+)
+from tandemkv.cache_rank.protocol.message.address import LinkAddress
+from tandemkv.cache_rank.protocol.message.data_plane import (
+    CACHE_END,
+    INFERENCE_END,
+    TOKEN_BYTES,
+    DataPlane,
+    MeetingPoint,
+)
+from tandemkv.cache_rank.protocol.message.door import Caller, Door
+from tandemkv.cache_rank.protocol.message.keys import (
+    CACHE_RANK,
+    INFERENCE_RANK,
+    allowed_keys,
+    make_keys,
+    own_keys,
+    public_key,
+)
+from tandemkv.cache_rank.protocol.message.letters import Beat, BeatReply, Letter, Meet, Met
+from tandemkv.cache_rank.protocol.messages import PROTOCOL_VERSION, Refused
+
+pytestmark = pytest.mark.timeout(60)
+_ANYWHERE = LinkAddress("127.0.0.1", 0)
+
+
+def _answer(letter: Letter) -> Letter:
+    assert isinstance(letter, Beat)
+    return BeatReply(epoch=letter.epoch, sequence=letter.sequence, busy_s=0.0)
+
+
+@contextmanager
+def _serving(
+    folder: Path, answer: Callable[[Letter], Letter] = _answer, hosts: tuple[str, ...] = ()
+) -> Iterator[Door]:
+    door = Door(_ANYWHERE, own_keys(folder, CACHE_RANK), allowed_keys(folder), hosts)
+    stopping = threading.Event()
+
+    def serve() -> None:
+        while not stopping.is_set():
+            received = door.receive(0.05)
+            if received is not None:
+                door.send(received[0], answer(received[1]))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield door
+    finally:
+        stopping.set()
+        thread.join()
+        door.close()
+
+
+@contextmanager
+def _calling(door: Door, folder: Path, server: bytes | None = None) -> Iterator[Caller]:
+    caller = Caller(
+        door.address,
+        own_keys(folder, INFERENCE_RANK),
+        public_key(folder, CACHE_RANK) if server is None else server,
+    )
+    try:
+        yield caller
+    finally:
+        caller.close()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    folder = tmp_path / "keys"
+    assert len(make_keys(folder)) == 4
+    return folder
+
+
+def _asks(caller: Caller, sequence: int = 1) -> Letter:
+    return caller.request(Beat(epoch=3, sequence=sequence), 5.0)
+
+
+def test_who_has_the_keys_is_answered(keys: Path) -> None:
+    with _serving(keys) as door, _calling(door, keys) as caller:
+        for sequence in (1, 2):
+            reply = BeatReply(epoch=3, sequence=sequence, busy_s=0.0)
+            assert _asks(caller, sequence) == reply
+
+
+def test_a_key_that_is_not_on_the_allow_list(keys: Path, tmp_path: Path) -> None:
+    stranger = tmp_path / "stranger"
+    make_keys(stranger)
+    server = public_key(keys, CACHE_RANK)
+    with _serving(keys) as door, _calling(door, keys) as known:
+        with (
+            _calling(door, stranger, server) as caller,
+            pytest.raises(HandshakeRefusedError, match=r"not on its allow-list; copy"),
+        ):
+            _asks(caller)
+        assert door.num_refused > 0
+        assert isinstance(_asks(known), BeatReply)  # nothing was disturbed
+
+
+def test_an_address_that_is_not_on_the_allow_list(keys: Path) -> None:
+    with (
+        _serving(keys, hosts=("192.0.2.7",)) as door,
+        _calling(door, keys) as caller,
+        pytest.raises(HandshakeRefusedError, match="our address is not on its allow-list"),
+    ):
+        _asks(caller)
+    with _serving(keys, hosts=("127.0.0.1",)) as door, _calling(door, keys) as caller:
+        assert isinstance(_asks(caller), BeatReply)
+
+
+def test_the_key_of_another_cache_rank(keys: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make_keys(other)
+    with (
+        _serving(keys) as door,
+        _calling(door, keys, public_key(other, CACHE_RANK)) as caller,
+        pytest.raises(CacheRankLostError, match="not the cache rank whose key"),
+    ):
+        caller.request(Beat(epoch=1, sequence=1), 1.0)
+
+
+def test_nobody_listens(keys: Path) -> None:
+    with _serving(keys) as door:
+        pass
+    with _calling(door, keys) as caller, pytest.raises(CacheRankLostError, match="nobody listens"):
+        caller.request(Beat(epoch=1, sequence=1), 0.5)
+
+
+def test_plain_and_random_bytes_disturb_nothing(keys: Path) -> None:
+    with _serving(keys) as door, _calling(door, keys) as caller:
+        assert isinstance(_asks(caller), BeatReply)
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000)):
+            with socket.create_connection((door.address.host, door.address.port)) as stranger:
+                stranger.sendall(data)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+            plain.setsockopt(zmq.LINGER, 0)
+            plain.connect(str(door.address))
+            plain.send(b"hello")
+            assert not plain.poll(300)
+        assert isinstance(_asks(caller, 2), BeatReply)
+        assert door.malformed == 0  # nothing of it was decoded
+
+
+def test_another_version_is_refused(keys: Path) -> None:
+    with _serving(keys) as door, _calling(door, keys) as caller:
+        # A later version's Knock: the first field is the version, the rest is anything.
+        caller._socket.send(msgspec.msgpack.encode([21, PROTOCOL_VERSION + 1, "new", 5]))
+        reply = caller.receive(5.0)
+    assert isinstance(reply, Refused)
+    assert reply.field == "protocol_version"
+    assert f"inference rank has {PROTOCOL_VERSION + 1}" in reply.message
+
+
+def test_the_data_plane_opens_behind_the_door(keys: Path) -> None:
+    planes: list[DataPlane] = []
+    threads: list[threading.Thread] = []
+
+    def answer(letter: Letter) -> Letter:
+        assert isinstance(letter, Meet)
+        point = MeetingPoint("127.0.0.3", CACHE_END, timeout_s=10, transfer_timeout_s=5)
+        threads.append(
+            threading.Thread(target=lambda: planes.append(point.meet(letter.place, letter.token)))
+        )
+        threads[0].start()
+        return Met(epoch=letter.epoch, place=point.place)
+
+    token = os.urandom(TOKEN_BYTES)
+    with _serving(keys, answer) as door, _calling(door, keys) as caller:
+        point = MeetingPoint("127.0.0.2", INFERENCE_END, timeout_s=10, transfer_timeout_s=5)
+        met = caller.request(Meet(epoch=4, place=point.place, token=token), 5.0)
+        assert isinstance(met, Met)
+        ours = point.meet(met.place, token)
+        threads[0].join()
+    sent = threading.Thread(
+        target=planes[0].send, args=(torch.frombuffer(bytearray(b"packed"), dtype=torch.uint8),)
+    )
+    sent.start()
+    assert bytes(ours.receive().tolist()) == b"packed"
+    sent.join()
+
+
+def test_a_taken_or_foreign_address_is_told(keys: Path) -> None:
+    own, allowed = own_keys(keys, CACHE_RANK), allowed_keys(keys)
+    with _serving(keys) as door, pytest.raises(CacheRankError, match="cannot be bound"):
+        Door(door.address, own, allowed)
+    with pytest.raises(CacheRankError, match="must be one of this machine's"):
+        Door(LinkAddress("192.0.2.1", 0), own, allowed)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("127.0.0.1:5", "tcp://HOST:PORT"),
+        ("tcp://127.0.0.1", "tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:99999", "tcp://HOST:PORT"),
+        ("tcp://0.0.0.0:5", "every interface"),
+        ("tcp://[::]:5", "every interface"),
+        ("tcp://example.org:5", "IP address"),
+    ],
+)
+def test_addresses_that_are_none(text: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        LinkAddress.parse(text)
+
+
+def test_addresses() -> None:
+    for text in ("tcp://127.0.0.1:5", "tcp://[::1]:65535"):
+        assert str(LinkAddress.parse(text)) == text
+
+
+def test_keys_are_kept_private_and_not_shown(keys: Path) -> None:
+    assert make_keys(keys) == ()
+    pair = own_keys(keys, CACHE_RANK)
+    assert pair.secret.decode() not in repr(pair)
+    secret = keys / "cache_rank.key_secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    secret.chmod(0o640)
+    with pytest.raises(SettingsError, match="chmod 600"):
+        own_keys(keys, CACHE_RANK)
+
+
+def test_missing_keys_are_told(keys: Path) -> None:
+    (keys / "inference_rank.key").unlink()
+    with pytest.raises(SettingsError, match="nobody may connect"):
+        allowed_keys(keys)
+    with pytest.raises(SettingsError, match="no CURVE key"):
+        public_key(keys, INFERENCE_RANK)
