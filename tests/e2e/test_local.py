@@ -100,7 +100,6 @@ def test_attends_to_a_bounded_set(small: Server, token_ids: list[int]) -> None:
     assert after["fetched_rows_total"] > before["fetched_rows_total"]
 
 
-@pytest.mark.slow  # in CI test_policy_runs, without HTTP
 def test_sets_apart_from_the_pool_give_the_same_answers(
     small: Server, prompts: list[list[int]], token_ids: list[int], new_tokens: int
 ) -> None:

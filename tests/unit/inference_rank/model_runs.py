@@ -184,7 +184,6 @@ def run_way(model: Path, tree: dict[str, Any], out: Path) -> None:
 
     Its key ``environ`` has variables.
     """
-    os.environ |= tree.pop("environ", {})
     is_loaded = RUN_DIR_VARIABLE in os.environ
     hand_over(settings_of(model, **tree), out.with_suffix(".run"))
     if not is_loaded:

@@ -24,7 +24,6 @@ from tandemkv.cache_rank.calibration.format import (
     write_calibration,
 )
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec
-from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -48,11 +47,6 @@ ALL: dict[str, dict[str, Any]] = {
     "lfps": {"policy": "lfps"},
 }  # fmt: skip
 """Everything is selected, nothing skipped; int8, so that the index is kept as well."""
-SMALL = {
-    "policy": "look_ahead", "budget_tokens": 64, "fetch_cap": 8, "late_layers": 1,
-    "sample_tokens": 16,
-}  # fmt: skip
-"""The shorter prompt fits at first, and does not when it has been decoded."""
 STRIDE = 4
 SLOW = {"policy": "sync_kv", "budget_tokens": 96, "options": {"stride": STRIDE}}
 
@@ -75,11 +69,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_clusters(folder / "models" / NAME, folder / "clusters.json")
     trees: dict[str, Any] = {way: {"selection": COVERING | more} for way, more in ALL.items()}
     trees["slow"] = {"selection": SLOW | {"calibration": str(folder / "clusters.json")}}
-    trees["near"] = {"selection": SMALL}
-    trees["sent"] = {
-        "cache_ranks": 1, "transport": "peer", "environ": {ONE_DEVICE_VARIABLE: "1"},
-        "selection": SMALL | {"predictor_dtype": "native"},
-    }  # fmt: skip
     (folder / "ways.json").write_text(json.dumps(trees))
     run_program(folder, NAME, "--ways", str(folder / "ways.json"))
     return folder
@@ -106,16 +95,3 @@ def test_slow_steps_attend_to_everything(runs: Path) -> None:
     assert (rows, attended) == (len(slow), fast + whole)
     assert selections == len(slow) * LAYERS
     assert fetched > 0
-
-
-def test_rows_that_are_sent_give_the_same_answers(runs: Path) -> None:
-    """``--transport peer`` on this one device, its queries predicted by the model's own weights.
-
-    One text outgrows dense attention while it is decoded, the other is seeded.
-    """
-    near, sent = (result(runs / f"{NAME}-{way}.safetensors") for way in ("near", "sent"))
-    for name in ("tokens", "logits", "rows", "counts"):
-        assert torch.equal(sent[name], near[name]), name
-    num_dense, num_sparse, _ = sent["rows"].tolist()
-    assert 0 < num_dense < STEPS < num_sparse
-    assert sent["counts"].tolist()[-1] > 0
