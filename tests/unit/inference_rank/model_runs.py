@@ -180,10 +180,7 @@ def run_with_adapter(model: Path, mode: str, out: Path) -> None:
 
 
 def run_way(model: Path, tree: dict[str, Any], out: Path) -> None:
-    """Run a model with the engine in this process, as a tree of settings says.
-
-    Its key ``environ`` has variables.
-    """
+    """Run a model with the engine in this process, as a tree of settings says."""
     is_loaded = RUN_DIR_VARIABLE in os.environ
     hand_over(settings_of(model, **tree), out.with_suffix(".run"))
     if not is_loaded:
