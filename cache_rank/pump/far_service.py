@@ -237,11 +237,11 @@ class FarPump:
             self._books.close()
             self._kept.allocate_all(specs)
             self._memory = secrets.randbits(61) + 1
-        for spec in meet.tensors:
-            is_known = spec.name.startswith(PREDICTOR_PREFIX) and spec.dtype in DTYPES
-            if not is_known or spec.home not in HOMES:
-                raise ProtocolError(f"tensor {spec.name!r} of {spec.dtype} is none of ours")
-            self._kept.allocate(spec.name, spec.shape, spec.dtype, cast(Home, spec.home))
+        for told in meet.tensors:
+            is_known = told.name.startswith(PREDICTOR_PREFIX) and told.dtype in DTYPES
+            if not is_known or told.home not in HOMES:
+                raise ProtocolError(f"tensor {told.name!r} of {told.dtype} is none of ours")
+            self._kept.allocate(told.name, told.shape, told.dtype, cast(Home, told.home))
 
     def _receive_tensors(self, meet: Meet, plane: DataPlane) -> None:
         while True:

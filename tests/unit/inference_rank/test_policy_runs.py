@@ -2,7 +2,7 @@
 """Policies through SGLang's ModelRunner: where all is selected the tokens are stock's.
 
 Over HTTP, `test_local` shows this of one policy in CI, and of others in slow tests. So it is with
-slow steps, and with rows that are sent: slow tests of `test_policies` and `test_local`.
+slow steps (`test_policies`).
 """
 
 from __future__ import annotations
