@@ -20,7 +20,7 @@ KUBERNETES_VERSION := 1.33
 DRA_VERSION := 1.34
 # Longest file that CI accepts, in lines.
 MAX_LINES := 500
-# In the order of collection, so that servers are not what is left for the end.
+# In the order that tests/conftest.py gives: servers among what needs one core or waits.
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup serve test test-newest check-newest test-all lint format deploy-lint types imports size wheel lock sbom ci acceptance clean

@@ -154,17 +154,11 @@ def _note_rows(self: Any, *_: Any, req_to_token_pool: Any, **__: Any) -> None:
 def _build_pool(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
     from tandemkv.inference_rank.attention.pool import (
         make_local_pool_class,
-        make_peer_pool_class,
         resident_slots,
     )
 
     settings = runtime_module.settings_from_environment()
     selection, base = settings.selection, kwargs["mha_pool_class"]
-    if settings.placement.has_peer_gpu:
-        from tandemkv.inference_rank.start.local import cache_device_of
-
-        kwargs["mha_pool_class"] = make_peer_pool_class(base, cache_device_of(self, settings))
-        return original(self, **kwargs)
     if settings.placement.maps_memory:
         from tandemkv.inference_rank.links.pool import make_shared_pool_class
 

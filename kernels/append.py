@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandemkv.kernels.check import INT32, INT64, INTS, KV_FLOATS, Dims
+from tandemkv.kernels.check import INT64, INTS, KV_FLOATS, Dims
 from tandemkv.kernels.dispatch import resolve
 from tandemkv.kernels.step_flags import StepWait
 
@@ -45,7 +45,7 @@ def append_tokens(
     v_res: torch.Tensor,
     *,
     moves: SampleMoves | None = None,
-    awaited: torch.Tensor | StepWait | None = None,
+    awaited: StepWait | None = None,
 ) -> None:
     """Write one token per request, keys and values, bit by bit.
 
@@ -62,15 +62,9 @@ def append_tokens(
         ``[num_rows, num_slots, num_kv_heads, head_dim]``, dtype of `k` and `v`. Written.
     moves : SampleMoves, optional
         Which tokens of the resident sets become samples.
-    awaited : torch.Tensor or StepWait, optional
-        ``[n]`` int32 flags. As `tandemkv.kernels.flags.wait_flags` on them, after the writes and
-        in the same launch: what is queued next is held back until all are up, and they are taken
-        down. Or as `tandemkv.kernels.step_flags.wait_flags`.
-
-    Raises
-    ------
-    RuntimeError
-        On CPU, if one of `awaited` is down.
+    awaited : StepWait, optional
+        As `tandemkv.kernels.step_flags.wait_flags`, after the writes and in the same launch: what
+        is queued next is held back until all of its flags are up.
     """
     dims = Dims()
     res, token = "num_rows num_slots num_kv_heads head_dim", "num_reqs num_kv_heads head_dim"
@@ -82,9 +76,7 @@ def append_tokens(
     dims.check("v_res", v_res, res, (v.dtype,))
     if moves is not None:
         moves.check(dims, k.dtype, v.dtype)
-    if isinstance(awaited, StepWait):
+    if awaited is not None:
         awaited.check()
-    elif awaited is not None:
-        dims.check("awaited", awaited, "n", INT32)
     run = resolve("append", "append_tokens", k.device)
     run(k, v, rows, slots, k_res, v_res, moves=moves, awaited=awaited)

@@ -59,8 +59,6 @@ def exchange_rows(
     *,
     page_size: int = 1,
     weights: SampleWeights | None = None,
-    flag: torch.Tensor | None = None,
-    num_done: torch.Tensor | None = None,
 ) -> None:
     """Copy the rows of the positions to fetch to their resident slots, bit by bit.
 
@@ -84,17 +82,11 @@ def exchange_rows(
         Tokens per page, ``>= 1``. With 1, `slots` holds the slot of each position.
     weights : SampleWeights, optional
         Copied too, bit by bit, also where nothing is fetched.
-    flag : torch.Tensor, optional
-        ``[1]`` int32, down. Raised when all of this is written, for a GPU that waits with
-        `tandemkv.kernels.flags.wait_flags`; may be that GPU's memory.
-    num_done : torch.Tensor, optional
-        ``[1]`` int32, 0 before and after. Needed with `flag`; no two calls at once may share it.
 
     Raises
     ------
     ValueError
-        If a shape, dtype, device or `page_size` differs from the above, or one of `flag` and
-        `num_done` is missing.
+        If a shape, dtype, device or `page_size` differs from the above.
     IndexError, RuntimeError
         On CPU, if a page, slot or row is out of range.
     """
@@ -111,14 +103,6 @@ def exchange_rows(
     dims.check("rows", rows, "num_reqs", INTS)
     if weights is not None:
         weights.check(dims)
-    if (flag is None) != (num_done is None):
-        fail("num_done", num_done, "given with `flag`, and only with it")
-    for name, word in (("flag", flag), ("num_done", num_done)):
-        if word is not None:
-            dims.check(name, word, "one", INT32)
-            if len(word) != 1:
-                fail(f"{name}.shape", tuple(word.shape), "(1,)")
-    options = {"weights": weights, "flag": flag, "num_done": num_done}
     run = resolve("exchange", "exchange_rows", k_pool.device)
     sets = k_res, v_res, rows
-    run(k_pool, v_pool, slots, fetch_pos, fetch_slot, *sets, page_size=page_size, **options)
+    run(k_pool, v_pool, slots, fetch_pos, fetch_slot, *sets, page_size=page_size, weights=weights)

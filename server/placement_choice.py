@@ -14,7 +14,7 @@ from tandemkv.cache_rank.protocol.engine import check_dense
 from tandemkv.cache_rank.protocol.engine_program import check_windows
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
+from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_on_one_device
 from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
@@ -70,12 +70,13 @@ def resolve_placement(
         _check_without_gpus(settings)
     settings, reason = _choose(settings, spec, model_dir, device=device)
     placement = placement_of(settings, device, reason)
-    num_ranks = 1 if placement.has_peer_gpu else placement.num_cache_ranks
-    settings = settings.model_copy(update={"placement": placement, "cache_ranks": num_ranks})
+    settings = settings.model_copy(
+        update={"placement": placement, "cache_ranks": placement.num_cache_ranks}
+    )
     progress(f"placement: {placement.describe()}")
-    if placement.has_far_pool and is_peer_on_one_device():
+    if placement.has_far_pool and is_on_one_device():
         progress(
-            f"{ONE_DEVICE_VARIABLE}=1: the model's own device stands for the second GPU; that is "
+            f"{ONE_DEVICE_VARIABLE}: the model's own device stands for the second GPU; that is "
             "for tests, and slow"
         )
     _check_contradictions(settings, spec, placement)
@@ -206,11 +207,6 @@ def _check_without_gpus(settings: ServeSettings) -> None:
             f"tensor_parallel={tp_size} on cpu takes a core for each of the processes, and this "
             f"one may use {num_cores}; use --tp {num_cores} or less"
         )
-    if settings.wished_link == "peer" and not is_peer_on_one_device():
-        raise SettingsError(
-            "transport=peer drives two GPUs from one process, and the model is on cpu; "
-            "leave --transport out, or use --device cuda on a machine with two GPUs"
-        )
     if settings.selection.index_dtype == "int4":
         raise SettingsError(
             "index_dtype=int4 takes pages of many tokens, which SGLang has on GPUs only, and the "
@@ -275,7 +271,7 @@ def _check_gpus(
 ) -> None:
     """Refuse what these GPUs cannot hold, before SGLang loads the weights."""
     tp_size, is_far = placement.tp_size, placement.has_far_pool
-    has_cache_gpus = is_far and not is_peer_on_one_device()
+    has_cache_gpus = is_far and not is_on_one_device()
     num_needed, num_gpus = tp_size * (2 if has_cache_gpus else 1), torch.cuda.device_count()
     if num_gpus < num_needed:
         raise SettingsError(

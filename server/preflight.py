@@ -10,7 +10,7 @@ from pathlib import Path
 from tandemkv.cache_rank.protocol.available_memory import available_bytes
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
-from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
+from tandemkv.cache_rank.protocol.one_device import is_on_one_device
 from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.inference_rank.edge.keys import Keys
@@ -71,7 +71,7 @@ def resolve_launch(
         If a file of the model is missing, damaged, or does not fit the others.
     """
     check_policy(settings.selection.policy)
-    on_one_device = settings.wished_link != "local" and is_peer_on_one_device()
+    on_one_device = settings.wished_link != "local" and is_on_one_device()
     device = resolve_device(
         settings.device,
         cache_ranks=settings.cache_ranks,
@@ -236,7 +236,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> No
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel}: head maps of {found.origin} lead from "
             f"one GPU to another; use --anchors {anchors}, with which every head follows its own, "
-            "or --tp 1 with --cache-ranks 0 or --transport peer"
+            "or --tp 1"
         )
 
 

@@ -61,8 +61,8 @@ class ServeSettings(BaseModel):
     transport: Link | None = Field(
         None,
         description="How the ranks meet. shared: the cache rank is a process of its own, and both "
-        "map the same memory; message: it may be on another host; peer: one process drives both "
-        "GPUs; local: on the model's own device. Default: what fits.",
+        "map the same memory; message: it may be on another host; "
+        "local: on the model's own device. Default: what fits.",
     )
     cache_rank_address: str | None = Field(
         None,
@@ -184,6 +184,17 @@ class ServeSettings(BaseModel):
             }
         )
 
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _refuse_peer(cls, value: Any) -> Any:
+        """Say of the link that earlier versions had what does its work."""
+        if value == "peer":
+            raise ValueError(
+                "transport=peer is gone: two processes on two GPUs take its place; use "
+                "--cache-ranks 1 --transport shared, or with --tp as many --cache-ranks"
+            )
+        return value
+
     @field_validator("selection", mode="before")
     @classmethod
     def _ask_policy(cls, value: Any) -> Any:
@@ -223,7 +234,7 @@ class ServeSettings(BaseModel):
                 f"policy={self.selection.policy} attends to K and V itself, in the model's dtype, "
                 f"and kv_dtype={self.cache.kv_dtype}; use --kv-cache-dtype auto, or another policy"
             )
-        if self.standby and self.wished_link in ("local", "peer"):
+        if self.standby and self.wished_link == "local":
             raise ValueError(
                 f"standby needs transport=shared, and transport={self.wished_link}; leave "
                 "--standby out, or use --transport shared"
@@ -268,20 +279,13 @@ class ServeSettings(BaseModel):
         given, tp_size = self.cache_ranks, self.tensor_parallel
         if not given:
             return
-        if self.transport == "peer":
-            if given != 1:
-                raise ValueError(
-                    f"cache_ranks={given}: with transport=peer SGLang's own processes drive a "
-                    "second GPU each, whatever their number; use --cache-ranks 1"
-                )
-        elif tp_size > 1 and given != tp_size:
+        if tp_size > 1 and given != tp_size:
             raise ValueError(
                 f"cache_ranks={given} and tensor_parallel={tp_size}: each tensor-parallel rank has "
                 f"one cache rank of its own; use --cache-ranks {tp_size}, or 0 for none in a "
-                "process of its own"
-                + (", or --transport peer" if given == 1 else f", or --tp {given}")
+                f"process of its own, or --tp {given}"
             )
-        elif self.head_shards > 1 and self.stress_selection:
+        if self.head_shards > 1 and self.stress_selection:
             raise ValueError(
                 f"cache_ranks={given}: stress_selection draws other signs for other numbers of "
                 "heads; use --cache-ranks 1"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
+from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_on_one_device
 from tandemkv.cache_rank.protocol.placement import Placement
 
 _PIPE_VARIABLE, _PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # CUDA's default
@@ -36,7 +36,7 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     """
     if placement.model_device != "cuda" or not placement.maps_memory:
         return
-    if is_peer_on_one_device():
+    if is_on_one_device():
         _check_mps(environ)
         return
     num_gpus, tp_size = torch.cuda.device_count(), placement.tp_size

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds, and what happens to tests that need GPUs: skipped, or required with --require-gpus N."""
+"""Seeds, the order of files, and tests that need GPUs, which --require-gpus N does not skip."""
 
 import contextlib
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,25 +37,45 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+@pytest.hookimpl(trylast=True)  # what is left out does not count in the order
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     present = torch.cuda.device_count()
     for item in items:
         needed = gpus_needed(item)
         if needed > present:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, {present} present"))
+    items[:] = spread_servers(items)
+
+
+def spread_servers(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return `items` with the files that start servers at even distances among the others.
+
+    A server has two busy processes, and of the others many wait. One of each kind at a time keeps
+    two cores busy and no more. The last tenth has no servers: a long file there has one process
+    finish late.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    servers = [path for path, same in files.items() if same[0].get_closest_marker("e2e")]
+    order = [path for path in files if path not in servers]
+    step = max(1, len(order) * 9 // 10 // max(1, len(servers)))
+    for number, path in enumerate(servers):
+        order.insert(number * (step + 1), path)
+    return [item for path in order for item in files[path]]
 
 
 def gpus_needed(item: pytest.Item) -> int:
     multi = item.get_closest_marker("multi_gpu")
-    if multi is not None and not (multi.kwargs.get("or_one_device") and _is_peer_on_one_device()):
+    if multi is not None and not (multi.kwargs.get("or_one_device") and _is_on_one_device()):
         return int(multi.args[0] if multi.args else multi.kwargs["n"])
     return 1 if item.get_closest_marker("gpu") is not None else 0
 
 
-def _is_peer_on_one_device() -> bool:
-    from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
+def _is_on_one_device() -> bool:
+    from tandemkv.cache_rank.protocol.one_device import is_on_one_device
 
-    return is_peer_on_one_device()
+    return is_on_one_device()
 
 
 @pytest.fixture(autouse=True)

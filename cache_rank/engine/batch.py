@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 
-from tandemkv.cache_rank.protocol.engine import DenseLengths, SeenFrom
+from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.step_tables import CandidateTables, load_candidates
@@ -82,17 +80,6 @@ class DecodeBatch:
             step=self.step,
             selections=selections,
         )
-        self._by_device = {device: self._tables}
-
-    def let_load_from(self, device: torch.device, seen_from: SeenFrom) -> None:
-        """See `CacheEngine.let_load_from`."""
-        tables = self._tables
-        self._by_device[device] = CandidateTables(
-            **{
-                field.name: seen_from(device, getattr(tables, field.name))
-                for field in fields(tables)
-            }
-        )
 
     def load_slow(self, slow: torch.Tensor, *, num_layers: int, fills_others: bool) -> None:
         """Let selections of the step that was loaded be for the `slow` requests alone.
@@ -131,18 +118,13 @@ class DecodeBatch:
         `lag` is the number of steps until the selection is used, `num_layers` the number of
         layers that the step selects for.
         """
-        # Kernels run where the requests are listed.
-        tables = self._by_device.get(rows.device)
-        if tables is None:
-            raise ContractError(
-                f"requests on {rows.device}: only {', '.join(map(str, self._by_device))} can load "
-                "them; name the device to let_load_from"
-            )
+        if rows.device != self.rows.device:
+            raise ContractError(f"requests on {rows.device}, the engine on {self.rows.device}")
         load_candidates(
             rows,
             lengths,
             req_to_token[:, :: self._page_size],
-            tables,
+            self._tables,
             page_size=self._page_size,
             num_sink=self._sink,
             num_excluded=self._num_recent - lag,

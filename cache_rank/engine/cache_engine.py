@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tandemkv.cache_rank.policies.base import Policy, ScoringPolicy, keep_first
 from tandemkv.cache_rank.policies.composition import Composition
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
-from tandemkv.cache_rank.protocol.engine import EnginePools, PredictQuery, SeenFrom
+from tandemkv.cache_rank.protocol.engine import EnginePools, PredictQuery
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -152,7 +152,6 @@ class CacheEngine:
             for _ in range(num_lanes)
         ]
         self.weights = LaneWeights(pools, num_lanes)
-        self._num_done = torch.zeros((NUM_LANES, 1), dtype=torch.int32, device=device)
         # Of the lowest priority: a scan fills the GPU, and the rest of another lane's selection,
         # a few programs each, would wait for all of it.
         self._scan_streams = [shared_stream(device, number=n) for n in range(NUM_LANES)]
@@ -261,10 +260,6 @@ class CacheEngine:
         self._seeder.seed_identity(self._sparse, rows, tables)
 
     # -- decode --------------------------------------------------------------------------
-
-    def let_load_from(self, device: torch.device, seen_from: SeenFrom) -> None:
-        """See `Engine.let_load_from`."""
-        self.batch.let_load_from(device, seen_from)
 
     def begin_step(self) -> None:
         """See `Engine.begin_step`."""
@@ -379,7 +374,7 @@ class CacheEngine:
         order = scores.argsort(dim=-1, descending=True, stable=True)
         return keep_first(chosen.gather(-1, order), wanted), None
 
-    def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
+    def fetch(self, layer: int, batch_size: int) -> None:
         """See `Engine.fetch`."""
         batch, selection, book = self.batch, self._selection, self.program.book_of(layer)
         assert book is not None
@@ -416,8 +411,7 @@ class CacheEngine:
         exchange_rows(
             self._pools.k[layer], self._pools.v[layer], pages, fetch_pos, fetch_slot,
             k_res, v_res, rows, page_size=self._pools.page_size,
-            weights=self.weights.carried(layer, lane, active), flag=flag,
-            num_done=None if flag is None else self._num_done[lane],
+            weights=self.weights.carried(layer, lane, active),
         )  # fmt: skip
 
     def _ends_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

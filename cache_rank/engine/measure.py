@@ -210,15 +210,12 @@ class _Scratch:
         found = torch.randint(
             context, shape, generator=self.generator, dtype=torch.int32, device=device
         )
-        # With flags, as between two GPUs, other programs copy.
-        words = torch.zeros((2, 1), dtype=torch.int32, device=device)
-        flag, num_done = words if pools.is_far else (None, None)
         weights = rank.weights.carried(0, 0, rank.batch.active[: self.batch])
 
         def copy() -> None:
             exchange_rows(
                 pools.k[0], pools.v[0], rank.batch.pages[: self.batch], found, to, k_res, v_res,
-                rows, page_size=pools.page_size, weights=weights, flag=flag, num_done=num_done,
+                rows, page_size=pools.page_size, weights=weights,
             )  # fmt: skip
 
         return median_us(copy, device, budget_s=0.1)

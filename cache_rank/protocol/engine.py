@@ -27,9 +27,6 @@ _MEASURE = "tandemkv.cache_rank.engine.measure:measure"
 PredictQuery = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(layer, hidden [B, hidden_size], positions [B] int64) -> query [B, Hq, D]`` after RoPE."""
 
-SeenFrom = Callable[[torch.device, torch.Tensor], torch.Tensor]
-"""Returns another GPU's tensor as one for kernels on a device; it names the same memory."""
-
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """``(name, shape, dtype)`` -> zeros on the engine's device, where other processes map them."""
 
@@ -226,13 +223,6 @@ class Engine(Protocol):
         Without tables they lie there already.
         """
 
-    def let_load_from(self, device: torch.device, seen_from: SeenFrom) -> None:
-        """Let `begin_decode` be called with what is on `device`, whose kernels then do its work.
-
-        For a forward pass on another GPU than the cache rank's: copies there, and waiting for
-        them, took 85 us a step (two H200).
-        """
-
     def begin_step(self) -> None:
         """Count a decode step; not to be captured."""
 
@@ -247,8 +237,7 @@ class Engine(Protocol):
         Parameters
         ----------
         rows, lengths : torch.Tensor
-            ``[B]`` integers, lengths after the step. All on the cache rank's device, or on one
-            that was named to `let_load_from`.
+            ``[B]`` integers, lengths after the step. All on the cache rank's device.
         req_to_token : torch.Tensor
             ``[rows, max_context]`` int32, the slot of each position.
         selects : bool
@@ -295,11 +284,8 @@ class Engine(Protocol):
         The query is observed as well.
         """
 
-    def fetch(self, layer: int, batch_size: int, *, flag: torch.Tensor | None = None) -> None:
-        """Bring to `layer` what its source, maybe itself, has chosen in this step.
-
-        `flag` ``[1]`` int32, if given, is raised when the rows are in place.
-        """
+    def fetch(self, layer: int, batch_size: int) -> None:
+        """Bring to `layer` what its source, maybe itself, has chosen in this step."""
 
     def observe(self, layer: int, query: torch.Tensor) -> None:
         """Take note of a step's query ``[B, Hq, D]`` in `layer`, where nothing is selected."""

@@ -62,7 +62,7 @@ class EngineProgram:
     Attributes
     ----------
     refresh_every : int
-        Steps from one that selects to the next; the settings' until it is changed at start.
+        Steps from one that selects to the next.
     late_layers : tuple of int
         Layers that are selected for at the end of a step, for the next one. They are no
         `targets_of` any layer; all have attended where the last layer that has targets begins.

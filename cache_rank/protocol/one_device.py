@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests: transports ``peer`` and ``shared`` on a machine that has no second GPU.
+"""For tests: transport ``shared`` on a machine that has no second GPU.
 
-With ``TANDEMKV_PEER_ON_ONE_DEVICE=1`` the cache rank works on the device of the forward pass, a GPU
-or the CPU. Link ``peer`` does all else as between two: the predictor's own copies of weights,
-resident sets apart from the pool, rows that are sent, and flags. Link ``shared`` has its resident
-sets in the pool then; with ``TANDEMKV_PEER_ON_ONE_DEVICE=apart`` it lays out its memory as for two
-GPUs as well. So either path can be tested anywhere. Its times say nothing of two GPUs.
+With ``TANDEMKV_ONE_DEVICE=1`` the cache rank's process works on the device of the forward pass, a
+GPU (under CUDA MPS) or the CPU, with the resident sets in the pool. With
+``TANDEMKV_ONE_DEVICE=apart`` memory is laid out as for two GPUs. So either layout can be tested
+anywhere. Its times say nothing of two GPUs.
 """
 
 import os
 
-ONE_DEVICE_VARIABLE = "TANDEMKV_PEER_ON_ONE_DEVICE"
+ONE_DEVICE_VARIABLE = "TANDEMKV_ONE_DEVICE"
 APART = "apart"
 
 
-def is_peer_on_one_device() -> bool:
+def is_on_one_device() -> bool:
     """Whether the environment asks for it."""
     return os.environ.get(ONE_DEVICE_VARIABLE) in ("1", APART)
 

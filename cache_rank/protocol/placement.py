@@ -10,15 +10,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from .one_device import is_apart_on_one_device, is_peer_on_one_device
+from .one_device import is_apart_on_one_device, is_on_one_device
 from .strict import Strict
 
-Link = Literal["shared", "message", "peer", "local"]
+Link = Literal["shared", "message", "local"]
 Device = Literal["cpu", "cuda"]
 
 _WHERE = {
     "local": "in SGLang's process, on the same device",
-    "peer": "driven by SGLang's process, on a GPU of its own",
     "shared": "in a process of its own, in memory that both processes map",
     "message": "in a process of its own, on another host or address, met by messages",
     "shared, two GPUs": "in a process of its own, on a GPU of its own, in memory that both map",
@@ -33,7 +32,7 @@ def lies_on_two_gpus(link: str, model_device: str) -> bool:
     """
     if link != "shared":
         return link == "message"
-    return is_apart_on_one_device() or (model_device == "cuda" and not is_peer_on_one_device())
+    return is_apart_on_one_device() or (model_device == "cuda" and not is_on_one_device())
 
 
 class Placement(Strict):
@@ -75,21 +74,13 @@ class Placement(Strict):
         return self.tp_size * self.head_shards
 
     @property
-    def has_peer_gpu(self) -> bool:
-        """Whether SGLang's process drives another GPU, where K/V lie, for each of its own.
-
-        In tests both may be one device (`one_device`), and all is done as if they were two.
-        """
-        return self.link == "peer"
-
-    @property
     def has_far_pool(self) -> bool:
         """Whether K/V lie on another GPU than the model.
 
         What decode attends to is kept beside the model then, apart from the pool. In tests both may
-        be one device, as with `has_peer_gpu`.
+        be one device (`one_device`), and all is done as if they were two.
         """
-        return self.has_peer_gpu or (self.maps_memory and self.two_gpus)
+        return self.maps_memory and self.two_gpus
 
     @property
     def maps_memory(self) -> bool:

@@ -126,8 +126,7 @@ class SelectionSettings(Strict):
         default=None,
         ge=1,
         le=1024,
-        description="Select every n-th step; default 1, with transport=peer and a policy that "
-        "selects for a later step up to 4 if selection is measured not to hide (1 turns it off).",
+        description="Select every n-th step; default 1.",
     )
     seed_window: int = Field(
         default=64, ge=1, le=1024, description="Prompt queries that seed the set."
@@ -224,14 +223,14 @@ class SelectionSettings(Strict):
         selecting = set(range(num_layers)) - {*self.exact_layer_ids, *windowed}
         return max(0, max(selecting, default=0) - self.declared.layers_ahead)
 
-    def predictor_dtype_of(self, *, on_peer_gpu: bool) -> str:
+    def predictor_dtype_of(self, *, on_second_gpu: bool) -> str:
         """Return `predictor_dtype`, or what it is on another GPU or the model's if left open."""
-        is_int8 = on_peer_gpu and self.index_dtype == "int4"
+        is_int8 = on_second_gpu and self.index_dtype == "int4"
         return self.predictor_dtype or ("int8" if is_int8 else "native")
 
     @property
     def refresh_steps(self) -> int:
-        """`refresh_every`, or what it is where it is left open and nothing was measured."""
+        """`refresh_every`, or 1 where it is left open."""
         return self.refresh_every or 1
 
     @property

@@ -15,7 +15,7 @@ import torch
 
 from .errors import SettingsError
 from .mapped_tensors import Homes
-from .one_device import ONE_DEVICE_VARIABLE, is_peer_on_one_device
+from .one_device import ONE_DEVICE_VARIABLE, is_on_one_device
 
 _ROLES = ("the model's", "the cache rank's")
 
@@ -79,7 +79,7 @@ def differing_gpu(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
 
 
 def _engine_of(device: torch.device, num_before: int) -> torch.device:
-    if is_peer_on_one_device():
+    if is_on_one_device():
         return device
     engine = torch.device("cuda", device.index + num_before)
     if engine.index >= torch.cuda.device_count():

@@ -22,7 +22,7 @@ from .dense_steps import DenseSteps
 from .graph_variants import PlanFence, PlansApart
 from .probe import AttentionProbe
 from .resident_attention import FlashInferResident, PagedResident, ResidentAttention
-from .resident_home import ResidentHome, wait_now
+from .resident_home import ResidentHome
 
 
 class ResidentBackend(AttentionBackend):
@@ -162,7 +162,7 @@ class ResidentBackend(AttentionBackend):
             if awaited is not None and save_kv_cache:
                 self._home.await_in_write(awaited)  # a launch less than waiting for itself
             elif awaited is not None:
-                wait_now(awaited)
+                awaited.now()
             out = self._sparse.attend(
                 q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse,
                 rest=link.attend_selected(index, query), sinks=kwargs.get("sinks"),

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.inference_rank import sglang_versions
-from tandemkv.inference_rank.links.peer_memory import enable_peer_access, seen_from, with_index
 
 
 def make_local_pool_class(base: Any, num_extra: int, windowed: Collection[int] = ()) -> type:
@@ -64,36 +62,6 @@ def make_local_pool_class(base: Any, num_extra: int, windowed: Collection[int] =
             super()._finalize_allocation_log(num_tokens + num_extra)
 
     return LocalKVPool
-
-
-def make_peer_pool_class(base: Any, cache_device: torch.device) -> type:
-    """Return a subclass of SGLang's ``MHATokenToKVPool`` whose K/V are the cache rank's memory.
-
-    SGLang's own kernels write and read them over NVLink; what the cache rank uses are the same
-    bytes as tensors of its own device, ``cache_k`` and ``cache_v``.
-    """
-
-    class PeerKVPool(base):
-        """K/V of all requests, in the cache GPU."""
-
-        device: Any
-        k_buffer: list[torch.Tensor]
-        v_buffer: list[torch.Tensor]
-
-        def _create_buffers(self) -> None:
-            before, own = self.device, with_index(torch.device(self.device))
-            self.device = cache_device
-            try:
-                super()._create_buffers()
-            finally:
-                self.device = before
-            enable_peer_access(own, cache_device)
-            self.cache_k, self.cache_v = self.k_buffer, self.v_buffer
-            self.k_buffer = [seen_from(own, t) for t in self.cache_k]
-            self.v_buffer = [seen_from(own, t) for t in self.cache_v]
-            sglang_versions.describe_buffers(self)
-
-    return PeerKVPool
 
 
 def resident_slots(selection: SelectionSettings, max_rows1: int, page_size: int) -> int:

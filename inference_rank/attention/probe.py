@@ -87,16 +87,15 @@ class AttentionProbe:
         Raises
         ------
         SettingsError
-            If decode steps are captured in CUDA graphs, which nobody can look into, or K/V are on
-            another GPU.
+            If decode steps are captured in CUDA graphs, which nobody can look into.
         """
         path = cls.asked_for(settings)
         if path is None:
             return None
-        if has_graphs or settings.placement.has_peer_gpu:
+        if has_graphs:
             raise SettingsError(
                 f"{PROBE_VARIABLE}: decode steps in CUDA graphs cannot be looked into; add -- "
-                "--disable-cuda-graph, and leave out --transport peer"
+                "--disable-cuda-graph"
             )
         return cls(
             path, model=model, settings=settings, keys=keys,

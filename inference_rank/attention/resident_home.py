@@ -9,21 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.kernels.flags import wait_flags
 from tandemkv.kernels.slot_rules import latest_slots
 from tandemkv.kernels.step_flags import StepWait
 
 from .resident_attention import AttendTable, RingTable
 from .resident_set import ResidentSet
 from .samples import OwnSamples, StepSamples
-
-
-def wait_now(awaited: torch.Tensor | StepWait) -> None:
-    """Let what is queued next wait, in a launch of its own."""
-    if isinstance(awaited, StepWait):
-        awaited.now()
-    else:
-        wait_flags(awaited)
 
 
 class ResidentHome(Protocol):
@@ -68,7 +59,7 @@ class ResidentHome(Protocol):
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
         """Take over the tokens of a finished prompt, at `slots` ``[length]`` of the pool."""
 
-    def await_in_write(self, awaited: torch.Tensor | StepWait) -> None:
+    def await_in_write(self, awaited: StepWait) -> None:
         """Let what follows the next write of a step's tokens wait; see `append_tokens`."""
 
     def begin_step(self) -> None:
@@ -102,9 +93,9 @@ class PoolTail:
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
         """Nothing to copy."""
 
-    def await_in_write(self, awaited: torch.Tensor | StepWait) -> None:
+    def await_in_write(self, awaited: StepWait) -> None:
         """See `ResidentHome.await_in_write`: SGLang writes, so here that is a launch of its own."""
-        wait_now(awaited)
+        awaited.now()
 
     def begin_step(self) -> None:
         """Nothing is left."""
@@ -152,7 +143,7 @@ class OwnSet:
         if self._samples is not None:
             self._samples.fill(layer, row, slots, self._pool.get_kv_buffer(layer))
 
-    def await_in_write(self, awaited: torch.Tensor | StepWait) -> None:
+    def await_in_write(self, awaited: StepWait) -> None:
         """See `ResidentHome.await_in_write`."""
         self.pool.await_in_write(awaited)
 
@@ -176,9 +167,9 @@ class _WritesBoth:
         self._buffers = [
             (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(resident.k, resident.v, strict=True)
         ]
-        self.awaited: torch.Tensor | StepWait | None = None
+        self.awaited: StepWait | None = None
 
-    def await_in_write(self, awaited: torch.Tensor | StepWait) -> None:
+    def await_in_write(self, awaited: StepWait) -> None:
         """See `ResidentHome.await_in_write`."""
         self.require_written()
         self.awaited = awaited

@@ -74,7 +74,7 @@ class ResidentSet:
 
     def append(
         self, layer: int, rows: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        *, moves: SampleMoves | None = None, awaited: torch.Tensor | StepWait | None = None,
+        *, moves: SampleMoves | None = None, awaited: StepWait | None = None,
     ) -> None:  # fmt: skip
         """Write the newest token of each row.
 
@@ -88,7 +88,7 @@ class ResidentSet:
             ``[B, num_kv_heads, head_dim]``.
         moves : SampleMoves, optional
             What becomes a sample, before it is overwritten.
-        awaited : torch.Tensor or StepWait, optional
+        awaited : StepWait, optional
             What is queued next waits for it; see `append_tokens`.
         """
         append_tokens(k, v, rows, slots, self.k[layer], self.v[layer], moves=moves, awaited=awaited)

@@ -132,7 +132,7 @@ class Link(Protocol):
         what is attended to here; see `Engine.attend_selected`.
         """
 
-    def await_set(self, layer: int) -> torch.Tensor | StepWait | None:
+    def await_set(self, layer: int) -> StepWait | None:
         """Wait until the resident set of `layer` is ready for this step.
 
         Returns what the caller has to wait for instead, or None.

@@ -13,12 +13,9 @@ from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.inference_rank.links.layer_streams import LayerStreams
 from tandemkv.inference_rank.links.look_ahead import LookAhead
-from tandemkv.inference_rank.links.peer_flags import Signal
-from tandemkv.inference_rank.links.peer_memory import seen_from
-from tandemkv.inference_rank.links.remote_attention import RemoteAttention
 from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.inference_rank.residual_hooks import install_logits_hook
-from tandemkv.kernels.flags import raise_flags
+from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow
 
@@ -36,10 +33,8 @@ class LocalLink:
         Heads of this rank.
     max_batch : int
         Requests of a step at most.
-    device, cache_device : torch.device
+    device : torch.device
         Of the forward pass and of the engine.
-    is_far : bool
-        Whether the latter is another GPU, or to be taken for one.
     """
 
     def __init__(
@@ -50,64 +45,31 @@ class LocalLink:
         *,
         max_batch: int,
         device: torch.device,
-        cache_device: torch.device,
-        is_far: bool,
     ) -> None:
         self._engine, self.program = engine, engine.program
-        self._num_layers = num_layers = model.num_layers
-        program = self.program
-        layers = range(num_layers)
-        sizes: dict[str, Any] = {
-            "max_batch": max_batch,
-            "dtype": runner.dtype,
-            "device": device,
-            "cache_device": cache_device,
-        }
-        all_sparse = all(program.is_sparse_layer(x) for x in layers)
-        attends_far = int(is_far and not all_sparse)  # `RemoteAttention` has the last of each
-        num_rows, num_lanes = num_layers + attends_far, engine.num_lanes + attends_far
-        self._side = SideStream(device, cache_device, num_rows, num_lanes, max_batch, is_far=is_far)
-        # On the same GPU the engine reads the queries where they are.
-        self._queries: LayerStreams | None = None
-        self._far: RemoteAttention | None = None
-        if is_far:
-            width = model.num_qo_heads * model.head_dim
-            self._send_queries(
-                runner.token_to_kv_pool, attends=bool(attends_far), width=width, **sizes
-            )
-            engine.let_load_from(device, seen_from)
+        num_layers = model.num_layers
+        self._side = SideStream(device, num_layers, engine.num_lanes)
         self._kind, self._is_decode = DecodeKind.DENSE, False
         self._seeds: list[tuple[int, int]] = []
         self._ahead: LookAhead | None = None
-        if program.needs_hidden:
-            hidden = int(runner.model_config.hidden_size)
+        if self.program.needs_hidden:
+            streams = LayerStreams(
+                num_layers=num_layers, max_batch=max_batch, dtype=runner.dtype, device=device,
+                width=int(runner.model_config.hidden_size),
+            )  # fmt: skip
             self._ahead = LookAhead(
-                runner.model, engine, self._side,
-                LayerStreams(num_layers=num_layers, is_far=is_far, width=hidden, **sizes),
+                runner.model, engine, self._side, streams,
                 is_selecting=lambda: self._is_decode and self._kind is DecodeKind.SELECTING,
-                fetch=self._fetch, sends_beside=is_far,
+                fetch=self._fetch,
             )  # fmt: skip
-        if program.late_layers:
+        if self.program.late_layers:
             install_logits_hook(runner.model, self._on_logits)
-
-    def _send_queries(self, pool: Any, *, attends: bool, width: int, **sizes: Any) -> None:
-        """Send queries to the engine's GPU, where it needs them or `attends` for exact layers."""
-        if not (self.program.needs_query or attends):
-            return
-        num_layers = self._num_layers
-        self._queries = LayerStreams(num_layers=num_layers, is_far=True, width=width, **sizes)
-        if attends:
-            self._far = RemoteAttention(
-                self._engine, pool, self._side, self._queries,
-                lane=self._engine.num_lanes, row=num_layers, width=width, **sizes,
-            )  # fmt: skip
 
     # -- prefill -------------------------------------------------------------------------
 
     def begin_extend(self, requests: Sequence[ExtendRow]) -> None:
         """See `Link.begin_extend`."""
         self._is_decode = False
-        self._side.begin_step()
         if self._ahead is not None:
             self._ahead.begin_step()
         tables = [request.table for request in requests]
@@ -146,7 +108,7 @@ class LocalLink:
         if self._ahead is not None:
             self._ahead.begin_step()
         self._engine.begin_step()
-        if kind is not DecodeKind.DENSE or self._far is not None or self.program.attends:
+        if kind is not DecodeKind.DENSE or self.program.attends:
             # Every lane reads what this loads.
             self._engine.begin_decode(
                 step.rows, step.lengths, step.req_to_token,
@@ -154,35 +116,23 @@ class LocalLink:
             )  # fmt: skip
 
     def enter_attention(self, layer: int) -> None:
-        """See `Link.enter_attention`."""
-        if self._ahead is not None:
-            self._ahead.join_sent()
+        """See `Link.enter_attention`: nothing is sent."""
 
     def select_with_query(
         self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: Any,
         forward_batch: Any, save_kv_cache: bool,
     ) -> None:  # fmt: skip
         """See `Link.select_with_query`."""
-        program, side, size = self.program, self._side, len(query)
-        there: torch.Tensor | None = None
-        if self._far is not None and not program.is_sparse_layer(layer):
-            there = self._far.begin(query, k, v, owner, forward_batch, save_kv_cache)
+        program = self.program
         if not program.hands_over_query(self._kind, layer):
             return
-        signal = side.signal(layer, size)
-        if there is None:
-            there = self._query_for_engine(layer, query, signal)
-        elif signal is not None:
-            raise_flags(signal.raised)
-        with side.fork(there, lane=self._engine.lane_of(layer), signal=signal):
-            self._engine.choose(layer, there)
-            self._fetch(*program.fetched_by(layer), size=size)
+        with self._side.fork(query, lane=self._engine.lane_of(layer)):
+            self._engine.choose(layer, query)
+            self._fetch(*program.fetched_by(layer), size=len(query))
 
     def remote_output(self, layer: int) -> torch.Tensor | None:
-        """See `Link.remote_output`."""
-        if self._far is None or self.program.is_sparse_layer(layer):
-            return None
-        return self._far.end(layer)
+        """See `Link.remote_output`: K and V of all layers are here."""
+        return None
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:
         """See `Link.attend_selected`; only on a CPU, where one thing is done after the other."""
@@ -190,9 +140,10 @@ class LocalLink:
             return None
         return self._engine.attend_selected(layer, query)
 
-    def await_set(self, layer: int) -> torch.Tensor | None:
-        """See `Link.await_set`."""
-        return self._side.join_by_flags(layer)
+    def await_set(self, layer: int) -> StepWait | None:
+        """See `Link.await_set`: an event is waited for."""
+        self._side.join(layer)
+        return None
 
     def resident_positions(self, layer: int) -> torch.Tensor | None:
         """See `Link.resident_positions`."""
@@ -206,9 +157,7 @@ class LocalLink:
         # was joined.
         later = program.hands_over_later(self._kind, layer)
         if later and program.is_source(layer):
-            signal = side.signal(layer, batch_size)
-            query = self._query_for_engine(layer, query, signal)
-            with side.fork(query, lane=lane, signal=signal):
+            with side.fork(query, lane=lane):
                 engine.append(layer, batch_size)
                 if selecting:
                     engine.choose(layer, query)
@@ -217,10 +166,7 @@ class LocalLink:
                     engine.observe(layer, query)
         elif later:
             # What its source chose is for the next step as well: not before it has attended.
-            signal = side.signal(layer, batch_size)
-            if signal is not None:
-                raise_flags(signal.raised)
-            with side.fork(lane=lane, signal=signal):
+            with side.fork(lane=lane):
                 engine.fetch(layer, batch_size)
         elif program.indexes(self._kind, layer):
             side.defer(lane, lambda: engine.append(layer, batch_size))
@@ -234,21 +180,13 @@ class LocalLink:
 
     def recover(self) -> None:
         """See `Link.recover`."""
-        self._side.begin_step()
         self._join()  # nothing to wait for, unless a step failed
 
     def _fetch(self, *layers: int, size: int) -> None:
         """Inside a fork: bring to `layers` what has been chosen for them, one after the other."""
         for layer in layers:
-            self._engine.fetch(layer, size, flag=self._side.done_flags(layer))
+            self._engine.fetch(layer, size)
             self._side.note_done(layer)
-
-    def _query_for_engine(
-        self, layer: int, query: torch.Tensor, signal: Signal | None
-    ) -> torch.Tensor:
-        if self._queries is None:
-            return query
-        return self._queries.put(layer, query.flatten(1), None, [signal]).view(query.shape)
 
     @property
     def _is_pending(self) -> bool:

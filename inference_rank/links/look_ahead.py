@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.engine import Engine
-from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.inference_rank.residual_hooks import install_norm_hooks, install_residual_hooks
+from tandemkv.inference_rank.residual_hooks import install_residual_hooks
 
 from .layer_streams import LayerStreams
 from .side_stream import SideStream
@@ -18,9 +17,6 @@ from .side_stream import SideStream
 
 class LookAhead:
     """Lets the cache rank select for a layer where the forward pass enters an earlier one.
-
-    Between two GPUs, where flags are used, the stream is sent beside the product with the layer's
-    queries, keys and values, from where its norm has left it; else it is copied before the norm.
 
     Attributes
     ----------
@@ -38,8 +34,6 @@ class LookAhead:
         Whether the current step is one that selects.
     fetch : callable
         ``fetch(*layers, size=...)``: brings to layers what was chosen, inside a fork.
-    sends_beside : bool
-        Whether that is another GPU's.
 
     Raises
     ------
@@ -56,75 +50,31 @@ class LookAhead:
         *,
         is_selecting: Callable[[], bool],
         fetch: Callable[..., None],
-        sends_beside: bool,
     ) -> None:
         self._rank, self._side, self._streams = rank, side, streams
         self._is_selecting, self._fetch = is_selecting, fetch
-        self._program = rank.program
-        self._unsent: int | None = None
-        self._sends_beside, self.is_pending = sends_beside, False
+        self._program, self.is_pending = rank.program, False
         install_residual_hooks(model, self._on_layer_input)
-        if sends_beside:
-            install_norm_hooks(model, self._on_normed)
 
     def begin_step(self) -> None:
         """Forget what a step, or a capture, that failed has left."""
-        self._unsent, self.is_pending = None, False
-        self._streams.forget()
-
-    def join_sent(self) -> None:
-        """Let the forward pass wait for what it sends of the layer that it is in.
-
-        Raises
-        ------
-        ContractError
-            If a layer's stream should have been sent, and its norm was not called.
-        """
-        if self._unsent is not None:
-            raise ContractError(
-                f"layer {self._unsent}: SGLang has not called input_layernorm as a module, so its "
-                "residual stream is not known; disable fused norms in SGLang, or serve with "
-                "--cache-ranks 0"
-            )
-        self._streams.join()
+        self.is_pending = False
 
     def _on_layer_input(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
         if not self._is_selecting():
             return
-        if self._sends_beside and self._side.uses_flags:
-            self._unsent = layer
-        else:
-            self._select(layer, hidden_states, residual, beside=False)
-
-    def _on_normed(self, layer: int, stream: torch.Tensor) -> None:
-        if self._unsent == layer:
-            self._unsent = None
-            self._select(layer, stream, None, beside=True)
-
-    def _select(
-        self,
-        layer: int,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        *,
-        beside: bool,
-    ) -> None:
         size, rank, side = len(hidden_states), self._rank, self._side
         targets = self._program.targets_of(layer)
         if not targets and layer not in self._program.late_layers:
             return
-        signals = [side.signal(target, size) for target in targets]
-        put = self._streams.put_beside if beside else self._streams.put
-        stream = put(layer, hidden_states, residual, signals)
+        stream = self._streams.put(layer, hidden_states, residual)
         lanes = [rank.lane_of(target) for target in targets]
         # At the first layer two selections may begin; nobody can wait for the second before the
         # first is done, and beside each other they take 274 us instead of 185 (H200, 8 x 64K).
-        for target, signal, lane, after in zip(
-            targets, signals, lanes, (None, *lanes), strict=False
-        ):
-            with side.fork(lane=lane, signal=signal, after=after):
+        for target, lane, after in zip(targets, lanes, (None, *lanes), strict=False):
+            with side.fork(lane=lane, after=after):
                 rank.choose_ahead(target, stream)
                 self._fetch(target, *self._program.followers_of(target), size=size)
         if targets and layer == self._program.last_entry:

@@ -18,7 +18,7 @@ from tandemkv.cache_rank.protocol.shared_devices import inference_homes
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank import sglang_versions
-from tandemkv.inference_rank.links.peer_memory import with_index
+from tandemkv.inference_rank.gpu_index import with_index
 
 from .kept_tensors import make_kept_tensors
 

@@ -67,10 +67,10 @@ class QueryLayer:
         """
         attention: Any = getattr(layer, "self_attn", None)
         weight, bias = read_projection(name, index, attention, place)
-        norm = place.here(_attention_norm(name, layer, entry))
-        query_norm = place.here(getattr(attention, "q_norm", None))
+        norm = _attention_norm(name, layer, entry)
+        query_norm = getattr(attention, "q_norm", None)
         _check_query_norm(name, query_norm, entry)
-        rotary = place.here(attention.rotary_emb)
+        rotary = attention.rotary_emb
         plain = cls(
             place=place,
             norm=norm,

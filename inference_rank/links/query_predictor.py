@@ -31,9 +31,9 @@ class LiveQueryPredictor:
     embeddings its query is made in one operation (`tandemkv.kernels.query`), else by calling the
     layer's modules.
 
-    On another GPU the weights are copies, made by `load` and not refreshed. With
-    `is_int8`, where a query is made in one operation, ``W_q`` is a copy with a scale per row:
-    reading it is most of the operation's time, and what is predicted only chooses tokens.
+    With `is_int8`, where a query is made in one operation, ``W_q`` is a copy with a scale per row,
+    made by `load` and not refreshed: reading it is most of the operation's time, and what is
+    predicted only chooses tokens.
 
     Parameters
     ----------
@@ -44,8 +44,6 @@ class LiveQueryPredictor:
         Of this rank.
     device : torch.device
         Where to predict.
-    is_far : bool
-        Whether that is another GPU than the model's, or to be taken for one.
     is_int8 : bool
         Whether to keep a copy of W_q in int8, where the whole prediction is one operation.
     dtype : torch.dtype
@@ -63,7 +61,6 @@ class LiveQueryPredictor:
         num_qo_heads: int,
         head_dim: int,
         device: torch.device,
-        is_far: bool = False,
         is_int8: bool = False,
         dtype: torch.dtype = torch.float32,
         checkpoint: QueryCheckpoint | None = None,
@@ -74,7 +71,6 @@ class LiveQueryPredictor:
             num_heads=num_qo_heads,
             head_dim=head_dim,
             device=device,
-            is_far=is_far,
             is_int8=is_int8,
             dtype=dtype,
             checkpoint=checkpoint,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +24,6 @@ class QueryPlace:
         Query heads of this rank, and their size.
     device : torch.device
         Where to predict.
-    is_far : bool
-        Whether that is another GPU than the model's, or to be taken for one.
     is_int8 : bool
         Whether to keep W_q in int8, where the whole prediction is one operation.
     dtype : torch.dtype
@@ -38,7 +35,6 @@ class QueryPlace:
     num_heads: int
     head_dim: int
     device: torch.device
-    is_far: bool
     is_int8: bool
     dtype: torch.dtype = torch.float32
     checkpoint: QueryCheckpoint | None = None
@@ -47,12 +43,6 @@ class QueryPlace:
     def width(self) -> int:
         """Elements of a layer's query."""
         return self.num_heads * self.head_dim
-
-    def here(self, module: Any) -> Any:
-        """Return `module`, or a copy on the device that predicts."""
-        if not self.is_far or module is None:
-            return module
-        return copy.deepcopy(module).to(self.device)
 
 
 def read_projection(

@@ -28,7 +28,6 @@ from tandemkv.kernels.step_flags import StepWait
 
 from .base import DecodeRows, ExtendRow, StepLostError
 from .connection import SharedConnection
-from .remote_attention import store_tokens
 from .sharded import ShardedConnection
 from .signals import LinkSignals
 
@@ -203,7 +202,7 @@ class SharedLink:
         program, self._size = self.program, len(query)
         is_remote = program.attends_remotely(layer)
         if is_remote and save_kv_cache:
-            store_tokens(self._pool, owner, forward_batch, k, v)
+            _store_tokens(self._pool, owner, forward_batch, k, v)
         if self._is_open and (is_remote or program.hands_over_query(self._kind, layer)):
             self._signals.put_query(layer, query)
 
@@ -375,3 +374,14 @@ class SharedLink:
         if self._unsent == layer:
             self._unsent = None
             self._signals.put_stream_beside(layer, stream)
+
+
+def _store_tokens(
+    pool: Any, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write a step's tokens to SGLang's pool, as its own attention of `layer` would do it."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    shape = (-1, layer.tp_k_head_num, layer.head_dim)
+    location = KVWriteLoc(forward_batch.out_cache_loc, None)
+    pool.set_kv_buffer(layer, location, k.view(shape), v.view(shape))

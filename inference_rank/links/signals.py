@@ -12,11 +12,15 @@ from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags
-from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
+from tandemkv.kernels.streams import (
+    FORWARD_PRIORITY,
+    LANE_PRIORITY,
+    LOWEST_PRIORITY,
+    shared_stream,
+)
 
 from .base import DecodeRows
 from .connection import SharedConnection
-from .layer_streams import stream_beside
 
 
 class LinkSignals(Protocol):
@@ -375,6 +379,17 @@ class StreamSignals:
 
     def _wait(self, flags: torch.Tensor, step: torch.Tensor) -> None:
         wait_flags(flags, step=step, lost=self._lost, timeout_s=self._timeout_s)
+
+
+def stream_beside(device: torch.device, cache_device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream for what is sent beside the forward pass; None on a CPU.
+
+    On the cache rank's own GPU, whose lanes spin until it has arrived, it must not come to lie
+    behind them in a queue of the GPU: it is none of theirs, and of the forward pass's priority.
+    """
+    if device != cache_device:
+        return shared_stream(device, LOWEST_PRIORITY)
+    return shared_stream(device, FORWARD_PRIORITY, number=1)
 
 
 def _put_windows(buffer: torch.Tensor, windows: Sequence[torch.Tensor]) -> None:

@@ -27,7 +27,6 @@ from tandemkv.cache_rank.protocol.model_spec import (
     read_model_spec,
     shard_of,
 )
-from tandemkv.cache_rank.protocol.one_device import is_peer_on_one_device
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank import sglang_versions
@@ -43,9 +42,9 @@ from tandemkv.inference_rank.attention.resident_set import ResidentSet
 from tandemkv.inference_rank.attention.sample_set import make_log_weights, zeros_on
 from tandemkv.inference_rank.attention.samples import OwnSamples, PoolSamples
 from tandemkv.inference_rank.counters import Counters
+from tandemkv.inference_rank.gpu_index import with_index
 from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
-from tandemkv.inference_rank.links.peer_memory import seen_from, with_index
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.live_model import (
     architecture_of,
@@ -107,24 +106,21 @@ def create_backend(runner: Any) -> ResidentBackend:
 
 def _create_local_backend(runner: Any, settings: RankSettings) -> ResidentBackend:
     device = with_index(torch.device(runner.device))
-    cache_device = cache_device_of(runner, settings)
     model = local_model_spec(runner)
     home = make_home(runner, settings, model, device)
-    is_far, max_batch = settings.placement.has_peer_gpu, len(home.table.slots)
-    predictor = live_predictor(runner, settings, model, device=cache_device, is_far=is_far)
+    max_batch = len(home.table.slots)
+    predictor = live_predictor(runner, settings, model, device=device)
     rank = create_engine(
         model=model,
         settings=settings,
-        pools=_engine_pools(runner, home, cache_device, is_far=is_far),
+        pools=_engine_pools(runner, home),
         max_batch=max_batch,
         predict_query=predictor,
         model_dir=Path(runner.model_config.model_path),
     )
     if rank.program.needs_hidden:
         predictor.load()
-    measurement = StartMeasurement(
-        settings, model, rank, device=device, cache_device=cache_device, agree=agree_over_ranks
-    )
+    measurement = StartMeasurement(settings, model, rank, device=device, agree=agree_over_ranks)
     num_slots = token_slots(runner.token_to_kv_pool)
     measurement.measure(runner, predictor, num_slots=num_slots, max_batch=max_batch)
     runtime = LocalRuntime(
@@ -138,28 +134,20 @@ def _create_local_backend(runner: Any, settings: RankSettings) -> ResidentBacken
         refresh=refresh_for(runner, settings.selection),
     )
     runtime_module.set_current(runtime)
-    link = LocalLink(
-        runner, rank, model,
-        max_batch=max_batch, device=device, cache_device=cache_device, is_far=is_far,
-    )  # fmt: skip
-    return backend_of(runner, runtime, link, home, cache_device=cache_device, is_far=is_far)
+    link = LocalLink(runner, rank, model, max_batch=max_batch, device=device)
+    return backend_of(runner, runtime, link, home, cache_device=device, is_far=False)
 
 
 def live_predictor(
-    runner: Any, settings: RankSettings, model: ModelSpec, *, device: torch.device, is_far: bool
+    runner: Any, settings: RankSettings, model: ModelSpec, *, device: torch.device
 ) -> LiveQueryPredictor:
-    """Return what predicts queries on `device`, by the model's own weights, not loaded yet.
-
-    `is_far`: whether it copies weights to a GPU that is another one than the model's, or taken
-    for one.
-    """
-    dtype = settings.selection.predictor_dtype_of(on_peer_gpu=settings.placement.has_far_pool)
+    """Return what predicts queries on `device`, by the model's own weights, not loaded yet."""
+    dtype = settings.selection.predictor_dtype_of(on_second_gpu=settings.placement.has_far_pool)
     return LiveQueryPredictor(
         runner.model,
         num_qo_heads=model.num_qo_heads,
         head_dim=model.head_dim,
         device=device,
-        is_far=is_far,
         is_int8=dtype == "int8",
         dtype=runner.dtype,
         checkpoint=checkpoint_of(runner),
@@ -194,22 +182,17 @@ def backend_of(
     )
 
 
-def _engine_pools(
-    runner: Any, home: ResidentHome, cache_device: torch.device, *, is_far: bool
-) -> EnginePools:
-    """Return SGLang's K and V, and the resident sets as the engine's GPU sees them."""
+def _engine_pools(runner: Any, home: ResidentHome) -> EnginePools:
+    """Return SGLang's K and V, and the resident sets."""
     pool = runner.token_to_kv_pool
     num_slots = token_slots(pool)
-    keys = as_stored(pool, getattr(pool, "cache_k", pool.k_buffer))
-    values = as_stored(pool, getattr(pool, "cache_v", pool.v_buffer))
-    log_weight = None if home.samples is None else home.samples.log_weight
+    keys, values = as_stored(pool, pool.k_buffer), as_stored(pool, pool.v_buffer)
     return EnginePools(
         k=[t[:num_slots] for t in keys],
         v=[t[:num_slots] for t in values],
-        resident=[(seen_from(cache_device, k), seen_from(cache_device, v)) for k, v in home.sets],
+        resident=home.sets,
         page_size=int(runner.page_size),
-        log_weight=None if log_weight is None else seen_from(cache_device, log_weight),
-        is_far=is_far,
+        log_weight=None if home.samples is None else home.samples.log_weight,
     )
 
 
@@ -248,28 +231,6 @@ def dense_steps(selection: SelectionSettings) -> DenseSteps:
     """Return what is attended to as a whole, by these settings."""
     base = DenseLengths.of(selection, selection.num_resident)
     return DenseSteps(base, selection.dense_batch_tokens or 0)
-
-
-def cache_device_of(runner: Any, settings: RankSettings) -> torch.device:
-    """Where the cache rank works: this rank's own device, or with ``peer`` the next GPU.
-
-    With tensor parallelism over n GPUs the cache GPUs are the n after them. Tests may have it on
-    its own device with ``peer``, too (`one_device`).
-
-    Raises
-    ------
-    SettingsError
-        With ``peer``, if the model is on no GPU.
-    """
-    own = with_index(torch.device(runner.device))
-    if not settings.placement.has_peer_gpu or is_peer_on_one_device():
-        return own
-    if own.type != "cuda":
-        raise SettingsError(
-            f"transport=peer drives two GPUs from one process, and the model is on {own}; use "
-            "--cache-ranks 0"
-        )
-    return torch.device("cuda", own.index + sglang_versions.tensor_size())
 
 
 def make_home(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure at start what selection costs and whether the model hides it, and act on it."""
+"""Measure at start what selection costs beside a layer of the model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from tandemkv.cache_rank.protocol.engine import (
     SelectionTime,
     measure_selection,
 )
-from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.inference_rank.links.peer_memory import seen_from
 
 from .layer_time import LayerTime, measure_layer, measure_replay
 from .plan import StartPlan, make_plan
@@ -46,11 +44,11 @@ class StartMeasurement:
     model : ModelSpec
         Heads of this rank.
     rank : Engine
-        Gets the `refresh_every` of the plan.
-    device, cache_device : torch.device
+        Says what is selected.
+    device : torch.device
         Of the model and of the selection.
     agree : Agree
-        Over the tensor-parallel ranks, so that all of them select in the same steps.
+        Over the tensor-parallel ranks.
     """
 
     def __init__(
@@ -60,12 +58,10 @@ class StartMeasurement:
         rank: Engine,
         *,
         device: torch.device,
-        cache_device: torch.device,
         agree: Agree,
     ) -> None:
         self._settings, self._model, self._rank = settings, model, rank
-        self._device, self._cache_device = device, cache_device
-        self._agree = agree
+        self._device, self._agree = device, agree
         self._selection: SelectionTime | None = None
         self._layer: LayerTime | None = None
         self._has_graph = False
@@ -112,7 +108,7 @@ class StartMeasurement:
             dtype = getattr(torch, self._model.stored_dtype)
             k, v = (torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(2))
             kept.extend((k, v))
-            return seen_from(self._cache_device, k), seen_from(self._cache_device, v)
+            return k, v
 
         return measure_selection(
             model=self._model,
@@ -120,7 +116,7 @@ class StartMeasurement:
             num_slots=num_slots,
             page_size=int(runner.page_size),
             max_batch=max_batch,
-            device=self._cache_device,
+            device=self._device,
             make_sets=make_sets,
             predict_query=lambda _, hidden, positions: predict(layer, hidden, positions),
             model_dir=Path(runner.model_config.model_path),
@@ -130,7 +126,6 @@ class StartMeasurement:
         """Time a layer of the model that attends to a resident set and a ring for each request."""
         selection, model = self._settings.selection, self._model
         attended = selection.num_resident + selection.num_recent_tokens
-        # Not the pool: with `peer` it is not where attention reads.
         dtype = getattr(torch, model.stored_dtype)
         most = _MOST_BYTES // (model.num_kv_heads * model.head_dim * dtype.itemsize)
         shape = (min(batch * attended, most), model.num_kv_heads, model.head_dim)
@@ -186,25 +181,17 @@ class StartMeasurement:
 
     def _finish(self) -> None:
         self.plan = self._make_plan()
-        self._rank.program.refresh_every = self.plan.refresh_every
-        (_LOG.warning if self.plan.chosen else _LOG.info)("start plan: %s", self.plan.text())
+        _LOG.info("start plan: %s", self.plan.text())
 
     def _make_plan(self) -> StartPlan:
-        selection, rank = self._settings.selection, self._rank
-        timing = Timing.SAME_STEP_QUERY
-        if rank.program.needs_hidden:
-            timing = Timing.SAME_STEP_HIDDEN
-        elif rank.program.selects_for_next_step:
-            timing = Timing.NEXT_STEP
+        selection = self._settings.selection
         return make_plan(
             selection,
-            timing,
             measured=self._selection,
             layer=self._layer,
-            has_own_gpu=self._cache_device != self._device,
-            is_cuda=self._cache_device.type == "cuda",
+            is_cuda=self._device.type == "cuda",
             dense_tokens=DenseLengths.of(selection, selection.num_resident).num_dense,
-            scanned=rank.program.scanned_share,
+            scanned=self._rank.program.scanned_share,
             reason=self._reason,
         )
 

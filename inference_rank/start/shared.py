@@ -116,7 +116,7 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     counters = Counters()
     connection = _connection(settings, model, pool, counters)
     if selection.declared.predicts_from_hidden:
-        predictor = live_predictor(runner, settings, model, device=device, is_far=False)
+        predictor = live_predictor(runner, settings, model, device=device)
         predictor.load()
         put_weights(pool.mapped, *predictor.weights())
     connection.connect()

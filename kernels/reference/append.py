@@ -4,8 +4,6 @@
 import torch
 
 from tandemkv.kernels.append import SampleMoves
-from tandemkv.kernels.flags import TIMEOUT_S
-from tandemkv.kernels.reference.flags import wait_flags
 from tandemkv.kernels.step_flags import StepWait
 
 
@@ -18,7 +16,7 @@ def append_tokens(
     v_res: torch.Tensor,
     *,
     moves: SampleMoves | None,
-    awaited: torch.Tensor | StepWait | None = None,
+    awaited: StepWait | None = None,
 ) -> None:
     """Write; see `tandemkv.kernels.append.append_tokens`."""
     if moves is not None:
@@ -27,7 +25,5 @@ def append_tokens(
         moves.k[own, index], moves.v[own, index] = k_res[own, source], v_res[own, source]
     k_res[rows.long(), slots.long()] = k
     v_res[rows.long(), slots.long()] = v
-    if isinstance(awaited, StepWait):
+    if awaited is not None:
         awaited.now()
-    elif awaited is not None:
-        wait_flags(awaited, timeout_s=TIMEOUT_S)

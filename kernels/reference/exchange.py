@@ -18,16 +18,12 @@ def exchange_rows(
     *,
     page_size: int = 1,
     weights: SampleWeights | None = None,
-    flag: torch.Tensor | None = None,
-    num_done: torch.Tensor | None = None,
 ) -> None:
     """Copy rows; see `tandemkv.kernels.exchange.exchange_rows`."""
     is_copied = (fetch_pos >= 0) & (fetch_slot >= 0)
     if weights is not None:
         chosen = rows.long()[weights.active]
         weights.target[chosen] = weights.source[chosen]
-    if flag is not None:
-        flag.fill_(1)
     if not bool(is_copied.any()):
         return
     req, head, place = torch.nonzero(is_copied, as_tuple=True)

@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 
 from tandemkv.kernels.append import SampleMoves
-from tandemkv.kernels.flags import TIMEOUT_S
 from tandemkv.kernels.step_flags import StepWait
 from tandemkv.kernels.triton_ops.bits import as_bits
-from tandemkv.kernels.triton_ops.flags import await_up, wait_flags
 from tandemkv.kernels.triton_ops.step_flags import await_step
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -30,7 +28,7 @@ def _append_kernel(
     ks_stride_r, ks_stride_s, ks_stride_h, ks_stride_d,
     vs_stride_r, vs_stride_s, vs_stride_h, vs_stride_d, samples_stride, sources_stride,
     HAS_SAMPLES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
-    BY_STEP: tl.constexpr, USE_ASM: tl.constexpr,
+    USE_ASM: tl.constexpr,
 ):  # fmt: skip
     req, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = tl.load(rows + req * rows_stride).to(tl.int64)
@@ -57,10 +55,7 @@ def _append_kernel(
     tl.store(v_to + dim * vr_stride_d, value, mask=mask)
     if BLOCK_F:  # noqa: SIM102 (a constant)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            if BY_STEP:
-                await_step(awaited, num_flags, step, lost, timeout_ns, BLOCK_F, USE_ASM)
-            else:
-                await_up(awaited, num_flags, timeout_ns, BLOCK_F, USE_ASM)
+            await_step(awaited, num_flags, step, lost, timeout_ns, BLOCK_F, USE_ASM)
 
 
 def append_tokens(
@@ -72,24 +67,19 @@ def append_tokens(
     v_res: torch.Tensor,
     *,
     moves: SampleMoves | None,
-    awaited: torch.Tensor | StepWait | None = None,
+    awaited: StepWait | None = None,
 ) -> None:
     """Write; see `tandemkv.kernels.append.append_tokens`."""
     num_reqs, num_heads, head_dim = k.shape
     if not k.numel():
-        if isinstance(awaited, StepWait):
+        if awaited is not None:
             awaited.now()
-        elif awaited is not None:
-            wait_flags(awaited, timeout_s=TIMEOUT_S)
         return
-    # Without a wait, or one for steps, some tensor stands for what is not looked at.
-    flags, step, lost, timeout_s = rows, rows, rows, TIMEOUT_S
-    if isinstance(awaited, StepWait):
+    # Without a wait some tensor stands for what is not looked at.
+    flags, step, lost, num_flags, timeout_s = rows, rows, rows, 0, 0.0
+    if awaited is not None:
         flags, step, lost = awaited.flags, awaited.step, awaited.lost
-        timeout_s = awaited.timeout_s
-    elif awaited is not None:
-        flags = awaited
-    num_flags = 0 if awaited is None else len(flags)
+        num_flags, timeout_s = len(flags), awaited.timeout_s
     k_smp, v_smp = (k_res, v_res) if moves is None else (moves.k, moves.v)
     samples, sources = (rows, rows) if moves is None else (moves.samples, moves.sources)
     _append_kernel[(num_reqs, num_heads)](
@@ -101,5 +91,5 @@ def append_tokens(
         *samples.stride(), *sources.stride(), HAS_SAMPLES=moves is not None,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_F=triton.next_power_of_2(num_flags) if num_flags else 0,
-        BY_STEP=isinstance(awaited, StepWait), USE_ASM=not _INTERPRETED, num_warps=1,
+        USE_ASM=not _INTERPRETED, num_warps=1,
     )  # fmt: skip

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton version of `tandemkv.kernels.exchange`: one program per few rows of a head.
-
-A flag is raised by whichever program is the last to have written its rows. A kernel of its own for
-that waited 13 to 35 us for room beside a scan of all keys (H200).
-"""
+"""Triton version of `tandemkv.kernels.exchange`: one program per few rows of a head."""
 
 import torch
 import triton
@@ -12,18 +8,14 @@ import triton.language as tl
 from tandemkv.kernels.exchange import SampleWeights
 from tandemkv.kernels.triton_ops.bits import as_bits
 from tandemkv.kernels.triton_ops.chained import follow, is_chained
-from tandemkv.kernels.triton_ops.flags import raise_flags
 
 _BLOCK_ROWS, _NUM_WARPS = 16, 4
-# To another GPU from few multiprocessors: where stores wait for NVLink, loads of other kernels wait
-# behind them. 8 x 64K on two H200: 7.01 ms instead of 7.13 for a chain of 36 layers.
-_FAR_ROWS, _FAR_WARPS, _FAR_PROGRAMS = 128, 8, 64
 
 
 @triton.jit
 def _exchange_kernel(
     k_pool, v_pool, slots, fetch_pos, fetch_slot, k_res, v_res, rows,
-    weights, to_weights, active, flag, num_done,
+    weights, to_weights, active,
     num_heads, cap, head_dim,
     k_stride_s, k_stride_h, k_stride_d, v_stride_s, v_stride_h, v_stride_d,
     slots_stride_b, slots_stride_n, fp_stride_b, fp_stride_h, fp_stride_c,
@@ -32,9 +24,8 @@ def _exchange_kernel(
     vr_stride_r, vr_stride_s, vr_stride_h, vr_stride_d,
     rows_stride,
     weights_stride_r, weights_stride_h, to_weights_stride_r, to_weights_stride_h, active_stride,
-    HAS_FLAG: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, NUM_SAMPLES: tl.constexpr,
-    BLOCK_S: tl.constexpr, CHAINED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_SAMPLES: tl.constexpr, BLOCK_S: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     req = (tl.program_id(0) // num_heads).to(tl.int64)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -76,13 +67,6 @@ def _exchange_kernel(
     v_target = v_res + row * vr_stride_r + to * vr_stride_s + head * vr_stride_h
     tl.store(k_target + dim * kr_stride_d, k, mask=mask)
     tl.store(v_target + dim * vr_stride_d, v, mask=mask)
-    if HAS_FLAG:
-        # What each program wrote is released to the last one, and by it to whoever waits.
-        tl.debug_barrier()
-        before = tl.atomic_add(num_done, 1, sem="release", scope="gpu")
-        if before == tl.num_programs(0) * tl.num_programs(1) - 1:
-            tl.atomic_xchg(num_done, 0, sem="acquire", scope="gpu")
-            tl.atomic_xchg(flag, 1, sem="release", scope="sys")
 
 
 def exchange_rows(
@@ -97,37 +81,28 @@ def exchange_rows(
     *,
     page_size: int = 1,
     weights: SampleWeights | None = None,
-    flag: torch.Tensor | None = None,
-    num_done: torch.Tensor | None = None,
 ) -> None:
     """Copy rows; see `tandemkv.kernels.exchange.exchange_rows`."""
     num_reqs, num_heads, cap = fetch_pos.shape
     head_dim = k_pool.shape[-1]
     if not (num_reqs * num_heads and (weights is not None or cap * head_dim)):
-        if flag is not None:
-            raise_flags(flag)
         return
-    block, warps = _BLOCK_ROWS, _NUM_WARPS
-    if flag is not None:
-        share = triton.next_power_of_2(triton.cdiv(fetch_pos.numel(), _FAR_PROGRAMS))
-        block, warps = min(_FAR_ROWS, max(_BLOCK_ROWS, share)), _FAR_WARPS
     # What stands in for what is not given.
     carried, targets, active, num_samples = fetch_pos, fetch_pos, rows, 0
     if weights is not None:
         carried, targets = as_bits(weights.source), as_bits(weights.target)
         active, num_samples = weights.active.view(torch.int8), carried.shape[-1]
     chained = is_chained(k_pool.device)
-    grid = (num_reqs * num_heads, max(1, triton.cdiv(cap, block)))
+    grid = (num_reqs * num_heads, max(1, triton.cdiv(cap, _BLOCK_ROWS)))
     _exchange_kernel[grid](
         as_bits(k_pool), as_bits(v_pool), slots, fetch_pos, fetch_slot, as_bits(k_res),
         as_bits(v_res), rows, carried, targets, active,
-        fetch_pos if flag is None else flag, fetch_pos if num_done is None else num_done,
         num_heads, cap, head_dim,
         *k_pool.stride(), *v_pool.stride(), *slots.stride(), *fetch_pos.stride(),
         *fetch_slot.stride(), *k_res.stride(), *v_res.stride(), *rows.stride(),
         *carried.stride()[:2], *targets.stride()[:2], *active.stride(),
-        HAS_FLAG=flag is not None, PAGE_SIZE=page_size,
-        BLOCK_ROWS=block, BLOCK_D=triton.next_power_of_2(max(1, head_dim)),
+        PAGE_SIZE=page_size, BLOCK_ROWS=_BLOCK_ROWS,
+        BLOCK_D=triton.next_power_of_2(max(1, head_dim)),
         NUM_SAMPLES=num_samples, BLOCK_S=triton.next_power_of_2(max(1, num_samples)),
-        CHAINED=chained, launch_pdl=chained, num_warps=warps,
+        CHAINED=chained, launch_pdl=chained, num_warps=_NUM_WARPS,
     )  # fmt: skip

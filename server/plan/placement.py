@@ -61,9 +61,7 @@ class Placement:
         tensor_parallel = ("--tp", str(self.tp_size)) if self.tp_size > 1 else ()
         if self.kind is PlacementKind.IN_PROCESS:
             return ("--cache-ranks", "0", *tensor_parallel)
-        if self.tp_size == 1:
-            return ("--cache-ranks", "1")
-        return ("--cache-ranks", "1", "--transport", "peer", *tensor_parallel)
+        return ("--cache-ranks", str(self.tp_size), *tensor_parallel)
 
     @property
     def title(self) -> str:

@@ -106,8 +106,8 @@ class Workload:
             waits=is_own,
             num_late=selection.late_between_gpus,
             seed_window=selection.seed_window,
-            predictor_dtype=changed.predictor_dtype_of(on_peer_gpu=True),
-            own_predictor_dtype=changed.predictor_dtype_of(on_peer_gpu=False),
+            predictor_dtype=changed.predictor_dtype_of(on_second_gpu=True),
+            own_predictor_dtype=changed.predictor_dtype_of(on_second_gpu=False),
             predicts=timing is Timing.SAME_STEP_HIDDEN,
         )
 

@@ -156,23 +156,35 @@ def read_quietly(server: Server) -> None:
         return
 
 
+def put_through(
+    server: Server,
+    chosen: Sequence[Case],
+    rules: Path,
+    prompts: list[list[int]],
+    want: list[list[int]],
+) -> dict[str, Any]:
+    """Put a server that follows `rules` through `chosen`; a case that fails is a row, too."""
+    rows: dict[str, Any] = {}
+    for case in chosen:
+        begun = time.time()
+        try:
+            rows[case.name] = run_case(server, case, rules, prompts, want)
+        except (AssertionError, OSError, KeyError, HTTPException, psutil.Error) as error:
+            rows[case.name] = {"failed": f"{type(error).__name__}: {error}"}
+            _replace(rules, "")
+        rows[case.name]["seconds"] = round(time.time() - begun, 1)
+    return rows
+
+
 def campaign(chosen: Sequence[Case]) -> dict[str, Any]:
-    """Put one server through `chosen`; a case that fails is a row like the others."""
+    """Put one server through `chosen`."""
     prompts = make_prompts(REQUESTS)
     folder = Path(tempfile.mkdtemp(prefix="tkv-faults-"))
     rules = folder / "rules"
     settings = settings_of(num_requests=REQUESTS, standby=True)
-    rows: dict[str, Any] = {}
     with ours(settings, environ={FAULTS_VARIABLE: f"@{rules}"}) as server:
         want = undisturbed(server, prompts, NEW_TOKENS)
-        for case in chosen:
-            begun = time.time()
-            try:
-                rows[case.name] = run_case(server, case, rules, prompts, want)
-            except (AssertionError, OSError, KeyError, HTTPException, psutil.Error) as error:
-                rows[case.name] = {"failed": f"{type(error).__name__}: {error}"}
-                _replace(rules, "")
-            rows[case.name]["seconds"] = round(time.time() - begun, 1)
+        rows = put_through(server, chosen, rules, prompts, want)
         processes = server.processes()
     rules.unlink(missing_ok=True)
     folder.rmdir()

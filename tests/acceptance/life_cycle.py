@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests, aborts and disconnects; then nothing may be left."""
+"""Random requests, aborts and disconnects; then nothing may be left. And crashes of processes."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import os
 import random
 import re
 import subprocess
@@ -16,6 +18,8 @@ from typing import Any
 
 from rank_servers import Server
 
+from tandemkv.server.soak.processes import ServerProcesses
+
 _STREAM = """
 import sys, urllib.request
 request = urllib.request.Request(
@@ -26,6 +30,7 @@ with urllib.request.urlopen(request) as reply:
         print(line.decode(), end="", flush=True)
 """
 _IDLE_METRICS_S = 45.0  # SGLang refreshes its gauges every 30 s while idle
+_READY_AGAIN_S = 60.0
 
 
 def storm(
@@ -171,3 +176,33 @@ def after_flush(server: Server) -> dict[str, float]:
         time.sleep(0.5)
     time.sleep(1.0)
     return books(server)
+
+
+def ready_after_crash(server: Server, role: str) -> float:
+    """Kill the process of `role`; seconds until another one serves, which a minute is enough for.
+
+    A minute, where at most two processes a core want to run; as much longer as more do.
+    """
+    processes = ServerProcesses(server.pid, server.run_dir)
+    killed = processes.pids()[role]
+    os.kill(killed, 9)
+    begun = time.monotonic()
+    while True:
+        waited = time.monotonic() - begun
+        busy = os.getloadavg()[0] / (2 * (os.cpu_count() or 1))
+        assert waited < _READY_AGAIN_S * max(1.0, busy), server.log.read_text()
+        is_another = processes.pids().get(role, killed) != killed
+        if is_another and _is_ready(server) and _complete(server) == 200:
+            return waited
+        time.sleep(0.2)
+
+
+def _is_ready(server: Server) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(server.get("/tandemkv/ready", 5.0)[0] == 200)
+    return False
+
+
+def _complete(server: Server) -> int:
+    body = {"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0}
+    return server.post("/v1/completions", body, 60.0)[0]

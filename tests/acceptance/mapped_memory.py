@@ -42,6 +42,16 @@ def mapped(pid: int) -> dict[str, mmap.mmap]:
     return found
 
 
+def kv_inode(server: Server) -> str:
+    """Which memory the K/V lie in."""
+    for process in server.processes():
+        with contextlib.suppress(psutil.Error, OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if "memfd:tandemkv-kv " in line:
+                    return line.split()[4]
+    raise AssertionError("nobody has K/V mapped")
+
+
 class Memory:
     """Views of a server's mapped memory.
 

@@ -149,6 +149,11 @@ def cache_ranks(server: Server) -> list[dict[str, Any]]:
     return found
 
 
+def fetched_rows(server: Server) -> float:
+    """Rows that all cache ranks have fetched since they began."""
+    return sum(float(rank["values"]["fetched_rows_total"]) for rank in cache_ranks(server))
+
+
 def pids(server: Server) -> list[int]:
     """Process id of each cache rank, in order."""
     return [int(rank["info"]["pid"]) for rank in cache_ranks(server)]

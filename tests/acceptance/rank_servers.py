@@ -28,6 +28,14 @@ MODEL = "smollm2"
 CHUNK_TOKENS = 2048
 CAPACITY_TOKENS = 40_000
 START_TIMEOUT_S = 400.0
+SMALL_SELECTION = {
+    "policy": "look_ahead",
+    "budget_tokens": 96,
+    "resident_factor": 1.0,
+    "num_recent_tokens": 16,
+    "fetch_cap": 8,
+}
+"""Resident sets much smaller than most prompts of the end-to-end tests."""
 CPU_FLAGS = (
     *("--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"),

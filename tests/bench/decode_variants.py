@@ -3,7 +3,7 @@
 
     python tests/bench/decode_variants.py --variant "" \
         --variant "kernels.triton_ops.query.TILES.int8=(64,128,4,4,256,96)" --out variants.jsonl \
-        -- --config 1+1-peer --points 8x64k,8x96k --tokenizer MODEL --work-dir DIR
+        -- --config in-process-tp1 --points 8x64k,8x96k --tokenizer MODEL --work-dir DIR
 
 A start takes one to two minutes, a capture anew ten seconds: so each variant sets attributes,
 captures SGLang's decode graphs again and is timed, all with the same model and pools, twice in

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers in two settings, each started once and kept no longer than needed; and stock's."""
+"""A server with small resident sets, and what stock's and such a one say: once for all."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from typing import Any
 
 import pytest
 from exactness import make_prompts, run
-from rank_servers import Server, model_dir, ours, stock
+from rank_servers import SMALL_SELECTION, Server, model_dir, ours, stock
 
-SMALL = {
-    "policy": "look_ahead",
-    "budget_tokens": 96,
-    "resident_factor": 1.0,
-    "num_recent_tokens": 16,
-    "fetch_cap": 8,
-}
+Once = Callable[[str, Callable[[], list[Any]]], list[Any]]
 
 
 @pytest.fixture(scope="session")
@@ -46,42 +40,59 @@ def new_tokens() -> int:
 
 
 @pytest.fixture(scope="session")
-def reference(
-    prompts: list[list[int]], new_tokens: int, tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Give what a function finds, by name, if one of the processes that share the tests has it.
+
+    Else the function is called. It returns a list that JSON can hold.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers of this run
+
+    def asked(name: str, ask: Callable[[], list[Any]]) -> list[Any]:
+        path = folder / f"{name}.json"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                path.write_text(json.dumps(ask()))
+            return list(json.loads(path.read_text()))
+
+    return asked
+
+
+@pytest.fixture(scope="session")
+def reference(prompts: list[list[int]], new_tokens: int, once: Once) -> list[Any]:
     """What stock SGLang says to the prompts, one at a time."""
 
     def ask() -> list[Any]:
         with stock() as server:
             return run(server, prompts, new_tokens=new_tokens, at_once=1)
 
-    return once("stock", ask, tmp_path_factory)
-
-
-def once(
-    name: str, ask: Callable[[], list[Any]], tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
-    """Return what `ask` finds, asked by one of the processes that share the tests."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers of this run
-    path = folder / f"{name}.json"
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            path.write_text(json.dumps(ask()))
-        return list(json.loads(path.read_text()))
-
-
-@pytest.fixture(scope="module")
-def exact_server() -> Iterator[Server]:
-    """Ours with policy exact and a tiny ring."""
-    with ours({"selection": {"policy": "exact", "num_recent_tokens": 16}}) as server:
-        yield server
+    return once("stock", ask)
 
 
 @pytest.fixture(scope="session")
+def small_asked(prompts: list[list[int]]) -> list[list[int]]:
+    """A prompt that fits the resident set of `SMALL_SELECTION`, and two that do not."""
+    return [prompts[0], *prompts[-2:]]
+
+
+@pytest.fixture(scope="session")
+def of_serve(small_asked: list[list[int]], new_tokens: int, once: Once) -> list[Any]:
+    """What ``tandemkv serve`` says to `small_asked` with `SMALL_SELECTION`, one at a time.
+
+    For servers of these settings that are started another way; this one has ended.
+    """
+
+    def ask() -> list[Any]:
+        with ours({"selection": SMALL_SELECTION}) as server:
+            return run(server, small_asked, new_tokens=new_tokens, at_once=1)
+
+    return once("small", ask)
+
+
+@pytest.fixture(scope="module")
 def small_server() -> Iterator[Server]:
     """Ours with a resident set much smaller than the prompts."""
-    with ours({"selection": SMALL, "evaluation": True}) as server:
+    with ours({"selection": SMALL_SELECTION, "evaluation": True}) as server:
         yield server

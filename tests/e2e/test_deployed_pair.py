@@ -22,17 +22,17 @@ import yaml
 from containers import Container, can_be_apart, namespaces
 from exactness import compare, run
 from manifests import CONTAINERS, KUBERNETES, containers_of, pod_of
-from rank_servers import CAPACITY_TOKENS, CHUNK_TOKENS, Server, free_port, model_dir, ours
+from rank_servers import (
+    CAPACITY_TOKENS,
+    CHUNK_TOKENS,
+    SMALL_SELECTION,
+    Server,
+    free_port,
+    model_dir,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-SMALL = {
-    "policy": "look_ahead",
-    "budget_tokens": 96,
-    "resident_factor": 1.0,
-    "num_recent_tokens": 16,
-    "fetch_cap": 8,
-}
 LONG_TOKENS, FEW_TOKENS = 24, 4
 READY_S, PATIENCE_S = 180.0, 30.0
 
@@ -61,23 +61,10 @@ def settings_here(port: int) -> dict[str, Any]:
         "port": port,
         "max_running_requests": 6,
         "chunked_prefill_size": CHUNK_TOKENS,
-        "selection": SMALL,
+        "selection": SMALL_SELECTION,
         "cache": {"capacity_tokens": CAPACITY_TOKENS},
     }
     return found
-
-
-@pytest.fixture(scope="module")
-def asked(prompts: list[list[int]]) -> list[list[int]]:
-    """A prompt that fits the resident set, and one that does not."""
-    return [prompts[0], prompts[-1]]
-
-
-@pytest.fixture(scope="module")
-def of_serve(asked: list[list[int]], new_tokens: int) -> list[Any]:
-    """What ``tandemkv serve`` says to the prompts."""
-    with ours({"selection": SMALL}) as server:
-        return run(server, asked, new_tokens=new_tokens, at_once=1)
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +95,9 @@ def pod(of_serve: list[Any]) -> Iterator[Pod]:
 
 
 @pytest.fixture(scope="module")
-def want(pod: Pod, asked: list[list[int]]) -> list[int]:
+def want(pod: Pod, small_asked: list[list[int]]) -> list[int]:
     """What an undisturbed pod says to the longer prompt."""
-    return long_answer(pod, asked[-1])
+    return long_answer(pod, small_asked[-1])
 
 
 def await_ready(pod: Pod) -> None:
@@ -148,9 +135,9 @@ def held(pod: Pod) -> set[int]:
 
 
 def test_tokens_are_those_of_serve(
-    pod: Pod, of_serve: list[Any], asked: list[list[int]], new_tokens: int
+    pod: Pod, of_serve: list[Any], small_asked: list[list[int]], new_tokens: int
 ) -> None:
-    found = compare(run(pod.server, asked, new_tokens=new_tokens, at_once=1), of_serve)
+    found = compare(run(pod.server, small_asked, new_tokens=new_tokens, at_once=1), of_serve)
     assert found["pass"], found
     inference, cache = pod.server.values()
     assert inference["sparse_rows_total"] > 0
@@ -181,13 +168,13 @@ def test_no_container_sees_the_processes_of_another(pod: Pod) -> None:
 
 
 def test_a_killed_cache_rank_costs_a_pause(
-    pod: Pod, asked: list[list[int]], want: list[int]
+    pod: Pod, small_asked: list[list[int]], want: list[int]
 ) -> None:
     before, cache_rank = held(pod), pod["cache-rank"]
     steps = pod.server.values()[0]["decode_steps_total"]
     assert cache_rank.probe("livenessProbe") == 0
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(long_answer, pod, asked[-1])
+        answer = pool.submit(long_answer, pod, small_asked[-1])
         eventually(lambda: decoding(pod, steps), "the request does not start", PATIENCE_S)
         cache_rank.kill()
         assert cache_rank.probe("livenessProbe") == 1
@@ -204,11 +191,11 @@ def test_a_killed_cache_rank_costs_a_pause(
 
 
 def test_a_killed_memory_costs_nothing_and_is_given_all_again(
-    pod: Pod, asked: list[list[int]], want: list[int]
+    pod: Pod, small_asked: list[list[int]], want: list[int]
 ) -> None:
     before = held(pod)
     pod["memory"].kill()
-    assert long_answer(pod, asked[-1], FEW_TOKENS) == want[:FEW_TOKENS]
+    assert long_answer(pod, small_asked[-1], FEW_TOKENS) == want[:FEW_TOKENS]
     pod["memory"].start()
     pod["memory"].await_start()
     assert held(pod) == set()
@@ -217,24 +204,24 @@ def test_a_killed_memory_costs_nothing_and_is_given_all_again(
     assert cache_rank.probe("livenessProbe") == 1
     cache_rank.kill()
     cache_rank.start()
-    assert long_answer(pod, asked[-1], FEW_TOKENS) == want[:FEW_TOKENS]
+    assert long_answer(pod, small_asked[-1], FEW_TOKENS) == want[:FEW_TOKENS]
     assert held(pod) == before
 
 
 @pytest.mark.slow
 def test_an_inference_rank_that_is_started_again_gets_the_same_memory(
-    pod: Pod, asked: list[list[int]], want: list[int]
+    pod: Pod, small_asked: list[list[int]], want: list[int]
 ) -> None:
     before = held(pod)
     pod["inference-rank"].kill()
     assert pod["cache-rank"].is_running
     pod["inference-rank"].start()
     await_ready(pod)
-    assert long_answer(pod, asked[-1]) == want
+    assert long_answer(pod, small_asked[-1]) == want
     assert held(pod) & before, "K/V were made anew"
 
 
-def test_sigterm_drains_and_leaves_nothing(pod: Pod, asked: list[list[int]]) -> None:
+def test_sigterm_drains_and_leaves_nothing(pod: Pod, small_asked: list[list[int]]) -> None:
     steps = pod.server.values()[0]["decode_steps_total"]
     grace_s = pod_of("pair")["terminationGracePeriodSeconds"]
     every = [
@@ -243,7 +230,7 @@ def test_sigterm_drains_and_leaves_nothing(pod: Pod, asked: list[list[int]]) -> 
         for process in (container.main, *container.main.children(recursive=True))
     ]
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(long_answer, pod, asked[-1])
+        answer = pool.submit(long_answer, pod, small_asked[-1])
         eventually(lambda: decoding(pod, steps), "the request does not start", PATIENCE_S)
         begun = time.monotonic()
         pod["inference-rank"].stop(grace_s)

@@ -2,7 +2,7 @@
 """Link local on a GPU against stock SGLang with FlashInfer, in bfloat16.
 
 Overlap scheduling and CUDA graphs are on. `stock_agreement` says what agreement is, and how the
-same runs on a CPU. Tests of two GPUs run on one with ``TANDEMKV_PEER_ON_ONE_DEVICE=1``.
+same runs on a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from exactness import flush, run
 from life_cycle import sglang_used_tokens
 from rank_servers import Server
 from stock_agreement import (
-    COUNT,
     COVERING,
     DEVICE,
     NEW_TOKENS,
@@ -94,95 +93,6 @@ def test_tokens_are_those_of_stock(
     flush(server)
     cold = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
     check(agreement(cold, want), f"{name}, cold, eight at a time")
-
-
-_ON_ONE_AND_TWO = {
-    "local": {"cache_ranks": 0},
-    "peer": {"cache_ranks": 1, "transport": "peer"},
-}
-_NATIVELY = {"predictor_dtype": "native"}  # as one GPU predicts
-
-
-@pytest.mark.multi_gpu(2, or_one_device=True)
-@pytest.mark.parametrize("index_dtype", ["native", "int8", "int4"])
-def test_two_gpus_give_the_tokens_of_one(index_dtype: str, prompts: list[list[int]]) -> None:
-    """Rows that are fetched over NVLink, and flags, beside rows that are copied on one GPU."""
-    alone, together, fetched = {}, {}, {}
-    for transport, placement in _ON_ONE_AND_TWO.items():
-        own = _NATIVELY if transport == "peer" else {}
-        own = {"late_layers": 1, **own}
-        with served({**_SPARSE, "index_dtype": index_dtype, **own}, **placement) as server:
-            alone[transport] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
-            fetched[transport] = server.values()[0]["fetched_rows_total"]
-            flush(server)
-            together[transport] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
-    found = agreement(alone["peer"], alone["local"])
-    check(found, "two GPUs and one")
-    assert not found["margins_where_first_different"]
-    assert found["largest_logprob_difference"] == 0.0
-    # Batches form as requests come; what is near a tie may be chosen otherwise in another batch.
-    check(agreement(together["peer"], together["local"]), "two GPUs and one, eight at a time")
-    assert fetched["local"] > COUNT * NEW_TOKENS
-    assert fetched["peer"] == pytest.approx(fetched["local"], rel=0.05)
-
-
-@pytest.mark.multi_gpu(2, or_one_device=True)
-@pytest.mark.parametrize("index_dtype", ["native", "int8", "int4"])
-def test_requests_outgrow_dense_attention_alike(index_dtype: str, token_ids: list[int]) -> None:
-    """Steps of each kind: some complete a page before anything is selected, some after."""
-    recent = 128 if index_dtype == "int4" else 64  # as many as a page has
-    sizes = {
-        "budget_tokens": 256,
-        "resident_factor": 2.0,
-        "num_recent_tokens": recent,
-        "dense_tokens": 0,
-    }
-    selection = {"policy": "look_ahead", **sizes, "exact_layers": [0, 1]}
-    fitting = 4 + 2 * 256 + recent  # sink, c * K, the latest tokens
-    starts = [(37 * i, fitting - 70 + 9 * i) for i in range(8)]
-    growing = [token_ids[start : start + length] for start, length in starts]
-    answers = {}
-    for transport, placement in _ON_ONE_AND_TWO.items():
-        own = _NATIVELY if transport == "peer" else {}
-        with served({**selection, "index_dtype": index_dtype, **own}, **placement) as server:
-            answers[transport] = run(server, growing, new_tokens=400, at_once=1)
-            values = server.values()[0]
-            assert min(values["dense_rows_total"], values["sparse_rows_total"]) > 200, values
-    # Layers 0 and 1 are exact: FlashInfer's rounding on one, ours on the other.
-    check(agreement(answers["peer"], answers["local"]), f"growing, {index_dtype}")
-
-
-@pytest.mark.multi_gpu(2, or_one_device=True)
-@pytest.mark.parametrize(
-    "selection",
-    [{"policy": "exact"}, {**_SPARSE, **COVERING, "exact_layers": [0, 1]}],
-    ids=["every layer", "layers 0 and 1"],
-)
-def test_exact_layers_attend_on_the_other_gpu(
-    selection: dict[str, Any],
-    prompts: list[list[int]],
-    reference: dict[str, list[dict[str, Any]]],
-) -> None:
-    with served(selection, **_ON_ONE_AND_TWO["peer"]) as server:
-        alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
-        check(agreement(alone, reference["alone"]), f"{selection['policy']} on two GPUs, alone")
-        flush(server)
-        together = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
-        check(agreement(together, reference["alone"]), "eight at a time")
-
-
-@pytest.mark.multi_gpu(2, or_one_device=True)
-def test_two_gpus_as_served_give_stock_tokens_where_everything_is_covered(
-    prompts: list[list[int]], reference: dict[str, list[dict[str, Any]]]
-) -> None:
-    """A late first layer, an int4 index, W_q in int8, chained kernels, samples' weights carried."""
-    selection = {"policy": "look_ahead", **COVERING, "index_dtype": "int4", "exact_layers": []}
-    with served(selection, **_ON_ONE_AND_TWO["peer"]) as server:
-        alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
-        check(agreement(alone, reference["alone"]), "as served, alone")
-        flush(server)
-        together = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
-        check(agreement(together, reference["alone"]), "eight at a time")
 
 
 def test_selection_ran_where_everything_is_covered(covering: Server, token_ids: list[int]) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One launch through what may happen to it: a hung cache rank, a killed scheduler, SIGTERM.
+"""One launch through what may happen to it: a hung cache rank, killed processes, SIGTERM.
 
-One server for all of it, in this order; a start takes half a minute.
+One server for all of it, in this order; a start takes half a minute. Its policy is exact, and what
+it says before anything happens is compared with stock SGLang.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from typing import Any
 
 import psutil
 import pytest
+from exactness import check_everywhere
+from life_cycle import ready_after_crash
+from mapped_memory import kv_inode
 from rank_servers import Server, ours
+
+from tandemkv.server.soak.processes import HTTP
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -133,6 +139,13 @@ def scheduler_of(server: Server) -> psutil.Process:
     raise AssertionError([process.cmdline() for process in server.processes()])
 
 
+def test_tokens_equal_stock(
+    server: Server, prompts: list[list[int]], new_tokens: int, reference: list[Any]
+) -> None:
+    check_everywhere(server, prompts, reference, new_tokens=new_tokens)
+    assert server.values()[0]["exact_rows_total"] > 0
+
+
 def test_a_stopped_cache_rank_is_replaced_while_requests_wait(server: Server) -> None:
     stopped = server.cache_rank_pid()
     os.kill(stopped, signal.SIGSTOP)
@@ -150,7 +163,10 @@ def test_a_stopped_cache_rank_is_replaced_while_requests_wait(server: Server) ->
 def test_a_killed_scheduler_ends_requests_with_503_and_comes_back(
     server: Server, segments: set[str]
 ) -> None:
+    """Its successor gets the same memory, and says the same."""
     segments |= shared_memory(server)
+    memory = kv_inode(server)
+    before = json.loads(post(server, new_tokens=16, stream=False)[2])["choices"][0]["text"]
     time.sleep(5.0)  # the guard looks at them every four seconds
     with ThreadPoolExecutor(2) as pool:
         whole = begin(pool, server, new_tokens=1500, stream=False)
@@ -167,7 +183,16 @@ def test_a_killed_scheduler_ends_requests_with_503_and_comes_back(
     eventually(lambda: not is_ready(server), 10.0, "still ready")
     eventually(lambda: is_ready(server), READY_AGAIN_S, launch_log(server))
     assert "SGLang ended" in launch_log(server)
-    assert post(server, new_tokens=4, stream=False)[0] == 200
+    assert kv_inode(server) == memory
+    code, _, text = post(server, new_tokens=16, stream=False)
+    assert (code, json.loads(text)["choices"][0]["text"]) == (200, before), text
+
+
+def test_it_is_ready_again_within_a_minute_of_a_crash_of_the_http_process(
+    server: Server, segments: set[str]
+) -> None:
+    segments |= shared_memory(server)
+    ready_after_crash(server, HTTP)
 
 
 def test_sigterm_lets_streams_finish_refuses_new_work_and_leaves_nothing(

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache rank ends, hangs or is away for long: a pause, the same tokens, or a clear error."""
+"""The cache rank ends, hangs or is away for long: a pause, the same tokens, or a clear error.
+
+One server for all but the last; what is done at fault points comes from a file, which is empty at
+first.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,19 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import fault_matrix
 import psutil
 import pytest
 from exactness import flush
+from mapped_memory import kv_inode
 from nothing_lost import (
     LIMITS_S,
     Stream,
     begin,
+    fetched_rows,
     make_prompts,
     repeat,
     serving_pid,
@@ -31,10 +39,13 @@ from nothing_lost import (
     waiting_ranks,
 )
 from rank_servers import Server, ours
+from workbench import Checks
+
+from tandemkv.cache_rank.protocol.fault_points import FAULTS_VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-REQUESTS, NEW_TOKENS = 6, 20
+REQUESTS, NEW_TOKENS = fault_matrix.REQUESTS, fault_matrix.NEW_TOKENS
 PATIENCE_S = 2.0
 SLOWER = 4.0
 """CI machines are shared: what is promised of an idle one is taken so many times."""
@@ -46,14 +57,25 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with ours(settings_of(num_requests=REQUESTS, standby=True)) as found:
+def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of what is to be done at fault points."""
+    return tmp_path_factory.mktemp("faults") / "rules"
+
+
+@pytest.fixture(scope="module")
+def server(rules: Path) -> Iterator[Server]:
+    settings = settings_of(num_requests=REQUESTS, standby=True)
+    with ours(settings, environ={FAULTS_VARIABLE: f"@{rules}"}) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def want(server: Server, prompts: list[list[int]]) -> list[list[int]]:
-    return undisturbed(server, prompts, NEW_TOKENS)
+def want(server: Server, prompts: list[list[int]], once: Any) -> list[list[int]]:
+    def ask() -> list[Any]:
+        return [undisturbed(server, prompts, NEW_TOKENS), fetched_rows(server)]
+
+    found: list[list[int]] = once("one cache rank", ask)[0]  # test_shards compares with it
+    return found
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -115,6 +137,18 @@ def test_stopped_for_a_moment_is_a_pause_and_for_long_a_loss(
             )
 
 
+def test_faults_of_the_cache_rank_lose_nothing(
+    server: Server, rules: Path, prompts: list[list[int]], want: list[list[int]]
+) -> None:
+    chosen, checks = fault_matrix.sample(5), Checks()
+    assert len({case.action for case in chosen}) > 1
+    rows = fault_matrix.put_through(server, chosen, rules, prompts, want)
+    fault_matrix.judge(checks, chosen, rows)
+    result = checks.result()
+    assert result["pass"], result
+
+
+@pytest.mark.slow  # in CI test_life does so with policy exact
 def test_a_scheduler_that_is_started_again_gets_the_same_memory(
     server: Server, prompts: list[list[int]], want: list[list[int]]
 ) -> None:
@@ -131,16 +165,6 @@ def test_a_scheduler_that_is_started_again_gets_the_same_memory(
 
 def wait_until_all_decode(streams: Sequence[Stream]) -> None:
     wait_for(lambda: all(s.tokens for s in streams), "requests do not begin", 300.0)
-
-
-def kv_inode(server: Server) -> str:
-    """Which memory the K/V lie in."""
-    for process in server.processes():
-        with contextlib.suppress(psutil.Error, OSError):
-            for line in open(f"/proc/{process.pid}/maps"):  # noqa: PTH123, SIM115
-                if "memfd:tandemkv-kv " in line:
-                    return line.split()[4]
-    raise AssertionError("nobody has K/V mapped")
 
 
 def test_patience_has_an_end(prompts: list[list[int]]) -> None:

@@ -53,6 +53,7 @@ def test_a_policy_outside_of_the_package(
     assert calls.count("select") >= 28 * (NEW_TOKENS - 1)
 
 
+@pytest.mark.slow  # in CI test_policy_runs, without HTTP
 def test_slow_steps_attend_to_everything(token_ids: list[int]) -> None:
     """Of a period of four: every fourth step, and the first."""
     selection, options = {"policy": "sync_kv", **SMALL}, {"sync_kv": {"stride": 4}}

@@ -19,20 +19,13 @@ import psutil
 import pytest
 import sockets
 from exactness import compare, run
-from rank_servers import Server, ours
+from rank_servers import SMALL_SELECTION, Server, ours
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 END_S, PATIENCE_S = 30.0, 30.0
 LONG_TOKENS = 32
-SMALL = {
-    "policy": "look_ahead",
-    "budget_tokens": 96,
-    "resident_factor": 1.0,
-    "num_recent_tokens": 16,
-    "fetch_cap": 8,
-}
-SETTINGS = {"selection": SMALL}
+SETTINGS = {"selection": SMALL_SELECTION}
 MODULE = "tandemkv.server.torchrun"
 OF_TORCHRUN = ("TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
 
@@ -43,19 +36,6 @@ def torchrun(store: Path, processes: int) -> list[str]:
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(store)),
         *("--rdzv-conf", "store_type=file", "-m", MODULE),
     ]
-
-
-@pytest.fixture(scope="module")
-def asked(prompts: list[list[int]]) -> list[list[int]]:
-    """A prompt that fits the resident set, and two that do not."""
-    return [prompts[0], *prompts[-2:]]
-
-
-@pytest.fixture(scope="module")
-def of_serve(asked: list[list[int]], new_tokens: int) -> list[Any]:
-    """What ``tandemkv serve`` says to the prompts."""
-    with ours(SETTINGS) as server:
-        return run(server, asked, new_tokens=new_tokens, at_once=1)
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +77,9 @@ def rows(server: Server) -> float:
 
 
 def test_tokens_are_those_of_serve(
-    server: Server, of_serve: list[Any], asked: list[list[int]], new_tokens: int
+    server: Server, of_serve: list[Any], small_asked: list[list[int]], new_tokens: int
 ) -> None:
-    found = compare(run(server, asked, new_tokens=new_tokens, at_once=1), of_serve)
+    found = compare(run(server, small_asked, new_tokens=new_tokens, at_once=1), of_serve)
     assert found["pass"], found
     inference, cache = server.values()
     assert inference["sparse_rows_total"] > 0
@@ -126,12 +106,12 @@ def test_nothing_listens_on_tcp_but_http(server: Server) -> None:
 
 
 def test_a_killed_cache_rank_is_started_again_by_its_process(
-    server: Server, asked: list[list[int]]
+    server: Server, small_asked: list[list[int]]
 ) -> None:
-    want = long_answer(server, asked[-1])
+    want = long_answer(server, small_asked[-1])
     before, killed = workers(server), server.cache_rank_pid()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(long_answer, server, asked[-1])
+        answer = pool.submit(long_answer, server, small_asked[-1])
         eventually(lambda: rows(server) > 0, "the request does not start")
         os.kill(killed, signal.SIGKILL)
         assert answer.result(timeout=120) == want
@@ -143,7 +123,7 @@ def test_a_killed_cache_rank_is_started_again_by_its_process(
 
 
 def test_sigterm_drains_and_leaves_nothing(
-    server: Server, asked: list[list[int]], temporary: Path
+    server: Server, small_asked: list[list[int]], temporary: Path
 ) -> None:
     agent, processes = psutil.Process(server.pid), server.processes()
     segments = set()
@@ -151,7 +131,7 @@ def test_sigterm_drains_and_leaves_nothing(
         with contextlib.suppress(psutil.Error):
             segments |= {item.path for item in process.memory_maps()}
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(long_answer, server, asked[-1])
+        answer = pool.submit(long_answer, server, small_asked[-1])
         eventually(lambda: rows(server) > 0, "the request does not start")
         agent.send_signal(signal.SIGTERM)
         assert len(answer.result(timeout=END_S)) == LONG_TOKENS

@@ -15,22 +15,35 @@ from pathlib import Path
 import torch
 
 _MOST_WORKERS = 4
+_OF_PAIRS = "TANDEMKV_TEST_PAIRS"
 
 
-def run_cases(name: str, cache_dir: Path, *, is_compiled: bool = False) -> None:
+def is_of_pairs() -> bool:
+    """Whether this process runs combinations that have every pair of parameters, not all."""
+    return os.environ.get(_OF_PAIRS) == "1"
+
+
+def run_cases(
+    name: str, cache_dir: Path, *, is_compiled: bool = False, is_whole: bool = False
+) -> None:
     """Run ``tests/kernels/name``, and fail with its output unless every case passes.
 
     Interpreted cases are bound by one core each, minutes long, and do not touch one another: they
-    share the cores. With `is_compiled` the cases compile and run nothing, and see no GPU.
+    share the cores that no other process of pytest-xdist has. Unless `is_whole`, they are as many
+    combinations of parameters as have every pair of them. With `is_compiled` the cases compile and
+    run nothing, and see no GPU.
     """
     has_gpu = torch.cuda.is_available() and not is_compiled
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "TRITON_CACHE_DIR": str(cache_dir)}
     environment["TRITON_INTERPRET"] = "0" if has_gpu or is_compiled else "1"
+    environment[_OF_PAIRS] = "0" if has_gpu or is_compiled or is_whole else "1"
     if is_compiled:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    if not has_gpu:
-        command += ["-n", str(min(_MOST_WORKERS, len(os.sched_getaffinity(0))))]
+    others = int(environment.pop("PYTEST_XDIST_WORKER_COUNT", "1"))
+    workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // others)
+    if not has_gpu and workers > 1:
+        command += ["-n", str(workers)]
     command.append(str(Path(__file__).with_name(name)))
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tandemkv.kernels import flags, step_flags
+from tandemkv.kernels import step_flags
 from tandemkv.kernels.append import SampleMoves, append_tokens
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import SampleWeights, exchange_rows
@@ -81,20 +81,10 @@ def _exchange(device: torch.device, *, is_far: bool) -> None:
         carried = new(BATCH + 1, KV_HEADS, SAMPLES)
         active = new(BATCH, dtype=torch.bool)
         options["weights"] = SampleWeights(source=carried, target=carried, active=active)
-        options |= {"flag": new(1, dtype=I32), "num_done": new(1, dtype=I32)}
     exchange_rows(
         pool, pool, new(BATCH, CONTEXT // 64, dtype=I32), fetch, fetch, sets, sets,
         new(BATCH, dtype=I64), page_size=64, **options,
     )  # fmt: skip
-
-
-def _flags(device: torch.device) -> None:
-    new = partial(torch.empty, device=device)
-    rows, up = new(BATCH, HIDDEN, dtype=BF16), new(BATCH, dtype=I32)
-    for residual in (None, rows):
-        flags.send_rows(rows, residual, rows, up)
-    flags.raise_flags(up)
-    flags.wait_flags(up)
 
 
 def _step_flags(device: torch.device) -> None:
@@ -292,7 +282,6 @@ def _launches() -> dict[str, Launch]:
         "attend, float32": partial(_attend, dtype=FP32),
         "exchange": partial(_exchange, is_far=False),
         "exchange, another GPU": partial(_exchange, is_far=True),
-        "flags": _flags,
         "step flags": _step_flags,
         "merge": _merge,
         "mirror": partial(_mirror, scored=True),

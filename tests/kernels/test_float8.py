@@ -12,6 +12,7 @@ from tandemkv.kernels.quantize import quantize_int8
 from tandemkv.kernels.score import score_keys
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run_cases("triton_float8_cases.py", tmp_path)

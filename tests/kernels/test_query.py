@@ -13,6 +13,7 @@ from tolerances import assert_close
 from tandemkv.kernels.query import QueryWeights, predict_query, quantize_query_weight
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 def test_triton_kernels_equal_float64(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run_cases("triton_query_cases.py", tmp_path)

@@ -14,6 +14,7 @@ from tandemkv.kernels.rope import apply_rope
 HEADS, DIM = 2, 16
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 def test_triton_kernel_equals_the_reference(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run_cases("triton_query_window_cases.py", tmp_path)

@@ -188,6 +188,7 @@ def test_odd_numbers_are_refused(num_samples: int) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run_cases("triton_samples_cases.py", tmp_path)

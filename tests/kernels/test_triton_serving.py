@@ -16,6 +16,7 @@ from tandemkv.kernels.attention import attend_paged
 pytest.importorskip("triton")
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
     run_cases("triton_serving_cases.py", tmp_path)
 

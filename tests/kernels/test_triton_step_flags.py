@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that hold step numbers; interpreted where there is no GPU."""
+"""Flags that hold step numbers, and appends; interpreted where there is no GPU."""
 
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from own_process import run_cases
 
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
+from tandemkv.kernels.append import append_tokens
 from tandemkv.kernels.exchange import exchange_rows
-from tandemkv.kernels.step_flags import raise_flags, send_rows, wait_flags
+from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags
 from tandemkv.kernels.streams import let_chain
 
 pytest.importorskip("triton")
@@ -22,6 +24,7 @@ def words(*values: int, device: str = "cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
     run_cases("triton_step_flags_cases.py", tmp_path)
 
@@ -36,6 +39,38 @@ def test_bad_arguments() -> None:
         raise_flags(words(0), step=step, lost=words(0, 0))
     with pytest.raises(ValueError, match="out"):
         send_rows(torch.ones(2, 3), None, torch.ones(2, 4), words(0, 0), step=step, lost=lost)
+
+
+def test_an_append_checks_what_it_waits_for() -> None:
+    token, at = torch.ones(1, 1, 2), torch.zeros(1, dtype=torch.int64)
+    resident, word = torch.zeros(2, 1, 1, 1, 2), words(1)
+    wait = StepWait(flags=word, step=word, lost=0 * word, timeout_s=1.0)
+    append_tokens(token, token, at, at, *resident, awaited=wait)
+    for changed in ({"flags": word.long()}, {"timeout_s": 0.0}, {"lost": words(1, 1)}):
+        with pytest.raises(ValueError, match=next(iter(changed))):
+            append_tokens(token, token, at, at, *resident, awaited=replace(wait, **changed))
+
+
+@pytest.mark.gpu
+def test_an_append_is_not_done_before_its_step_is_raised() -> None:
+    token, at = torch.ones(1, 1, 2, device="cuda"), torch.zeros(1, device="cuda").long()
+    resident = torch.zeros(2, 1, 1, 1, 2, device="cuda")
+    flags, step, lost, raised = (words(x, device="cuda") for x in (1, 1, 0, 2))
+    wait = StepWait(flags=flags, step=step, lost=lost, timeout_s=20.0)
+    # Compiled before anything polls, as the other.
+    raise_flags(flags, step=step, lost=lost)
+    append_tokens(token, token, at, at, *resident, awaited=wait)
+    step.fill_(2)
+    torch.cuda.synchronize()
+    other, done = torch.cuda.Stream(), torch.cuda.Event()
+    append_tokens(token, token, at, at, *resident, awaited=wait)
+    done.record()
+    time.sleep(0.05)
+    assert not done.query()
+    with torch.cuda.stream(other):
+        raise_flags(flags, step=raised, lost=lost)
+    done.synchronize()
+    assert (flags.item(), lost.item()) == (2, 0)
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from tandemkv.kernels.step_tables import (
 SIZES = {"num_resident": 3, "num_recent": 2, "num_dense": 5}
 
 
+@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
 def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run_cases("triton_step_tables_cases.py", tmp_path)

@@ -274,37 +274,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize(("num_reqs", "cap"), [(1, 3), (8, 20), (9, 200)])
-def test_exchange_with_a_flag(num_reqs: int, cap: int) -> None:
-    """The more rows, the larger the programs; the last of them, whichever it is, raises it."""
-    heads, dim, num_slots = 3, 4, 256
-    pools = random_bits(2, 300, heads, dim, dtype=torch.bfloat16)
-    table = torch.stack([torch.randperm(300) for _ in range(num_reqs)]).int().to(DEVICE)
-    fetch = torch.randint(-30, 300, (num_reqs, heads, cap), dtype=torch.int32).to(DEVICE)
-    order = [torch.randperm(num_slots)[:cap] for _ in range(num_reqs * heads)]
-    to = torch.stack(order).view(num_reqs, heads, cap).int().to(DEVICE)
-    rows = torch.randperm(num_reqs + 2)[:num_reqs].to(DEVICE)
-    want = random_bits(2, num_reqs + 2, num_slots, heads, dim, dtype=torch.bfloat16)
-    got, words = want.clone(), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
-    exchange.exchange_rows(*pools, table, fetch, to, *want, rows)
-    for _ in range(2):  # the count is ready for the next one
-        words[0] = 0
-        triton_exchange.exchange_rows(
-            *pools, table, fetch, to, *got, rows, flag=words[0], num_done=words[1]
-        )
-        assert words.tolist() == [[1], [0]]
-    assert same_bits(got, want)
-    words[0] = 0
-    nothing = fetch[:, :, :0]
-    triton_exchange.exchange_rows(
-        *pools, table, nothing, nothing, *got, rows, flag=words[0], num_done=words[1]
-    )
-    assert words.tolist() == [[1], [0]]
-
-
-@pytest.mark.parametrize("has_flag", [False, True])
 @pytest.mark.parametrize(("cap", "num_samples"), [(40, 6), (3, 16), (0, 10)])
-def test_exchange_with_weights(cap: int, num_samples: int, has_flag: bool) -> None:
+def test_exchange_with_weights(cap: int, num_samples: int) -> None:
     """One program of a head carries them, whatever rows there are; others' stay as they are."""
     num_reqs, heads, dim, num_slots = 5, 3, 4, 64
     pools = random_bits(2, 300, heads, dim, dtype=torch.bfloat16)
@@ -316,7 +287,7 @@ def test_exchange_with_weights(cap: int, num_samples: int, has_flag: bool) -> No
     active = torch.tensor([True, True, False, False, True], device=DEVICE)
     fetch[~active] = -1
     want = random_bits(2, 7, num_slots, heads, dim, dtype=torch.bfloat16)
-    got, words = want.clone(), torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+    got = want.clone()
     # Neither need be contiguous, and any bits are copied.
     source = random_bits(7, heads + 1, num_samples, dtype=torch.float32)[:, 1:]
     kept = random_bits(2, 7, heads, num_samples + 3, dtype=torch.float32)[..., :num_samples]
@@ -324,9 +295,7 @@ def test_exchange_with_weights(cap: int, num_samples: int, has_flag: bool) -> No
     weights = [SampleWeights(source=source, target=target, active=active) for target in kept]
     kept[1] = kept[0]
     exchange.exchange_rows(*pools, table, fetch, to, *want, rows, weights=weights[0])
-    flags = {"flag": words[0], "num_done": words[1]} if has_flag else {}
-    triton_exchange.exchange_rows(*pools, table, fetch, to, *got, rows, weights=weights[1], **flags)
-    assert words.tolist() == [[int(has_flag)], [0]]
+    triton_exchange.exchange_rows(*pools, table, fetch, to, *got, rows, weights=weights[1])
     assert same_bits(got, want)
     assert same_bits(kept[1], kept[0])
     assert same_bits(kept[1, [0, 1, 4]], source[[0, 1, 4]])

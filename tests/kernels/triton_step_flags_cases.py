@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags with step numbers in Triton; run by `test_triton_step_flags` in its own process."""
+"""Flags with step numbers, and appends; run by `test_triton_step_flags` in its own process."""
 
 import pytest
 import torch
@@ -68,6 +68,21 @@ def test_flags_are_raised_unless_the_epoch_is_lost() -> None:
         assert flags.tolist() == [5, 5, 0, 0, 0, 0]
         module.raise_flags(flags[3:5], step=word(6), lost=word(0), follows=True)
         assert flags.tolist() == [5, 5, 0, 6, 6, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_appended_tokens(dtype: torch.dtype, index: torch.dtype) -> None:
+    torch.manual_seed(1)
+    k, v = torch.randn(2, 3, 4, 10, device=DEVICE).to(dtype).transpose(1, 2)[:, :, :2]
+    rows = torch.tensor([4, 1, 3, 1], device=DEVICE, dtype=index)
+    slots = torch.tensor([0, 6, 2, 5], device=DEVICE, dtype=index)
+    want = torch.zeros(2, 5, 7, 2, 10, device=DEVICE, dtype=dtype)
+    got = want.clone()
+    append.append_tokens(k, v, rows, slots, *want, moves=None)
+    triton_append.append_tokens(k, v, rows, slots, *got, moves=None)
+    assert torch.equal(got, want)
+    assert want.count_nonzero() == 2 * 4 * 2 * 10
 
 
 @pytest.mark.parametrize("num_reqs", [0, 3])

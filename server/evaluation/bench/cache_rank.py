@@ -39,7 +39,7 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
     if placement.num_cache_ranks > 1:
         raise SettingsError(
             f"{placement.num_cache_ranks} cache ranks are not measured here; use cache_ranks 0, or "
-            "transport peer"
+            "1 with tensor_parallel 1"
         )
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(settings), encoding="utf-8")

@@ -195,11 +195,6 @@ BUILT_IN: Mapping[str, Configuration] = {
         f"1+1-shared{name}": _own(1, cache_ranks=1, cache_device="cuda", transport="shared", **more)
         for name, more in _VARIANTS.items()
     },
-    **{
-        f"{size}+{size}-peer{name}": _own(size, cache_ranks=1, transport="peer", **more)
-        for size in (1, 2, 4)
-        for name, more in _VARIANTS.items()
-    },
 }
 
 

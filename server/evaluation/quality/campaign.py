@@ -270,7 +270,7 @@ def _configurations(
         num_layers=spec.num_layers,
         device=device,
         # In one process the cache rank is where the model is.
-        cache_device=device if base.wished_link in ("local", "peer") else base.cache_device,
+        cache_device=device if base.wished_link == "local" else base.cache_device,
         base=base.selection.model_dump(
             exclude_defaults=True, exclude={"policy", "declared", "options"}
         ),

@@ -137,7 +137,7 @@ def named(settings: ServeSettings) -> dict[str, Setting]:
         "fetch_cap": selection.fetch_cap_tokens,
         "sample_tokens": selection.num_samples,
         "index_dtype": selection.index_dtype,
-        "predictor_dtype": selection.predictor_dtype_of(on_peer_gpu=placement.has_far_pool),
+        "predictor_dtype": selection.predictor_dtype_of(on_second_gpu=placement.has_far_pool),
         "exact_layers": list(selection.exact_layer_ids),
         "late_layers": selection.num_late,
         "num_sink_tokens": selection.num_sink_tokens,

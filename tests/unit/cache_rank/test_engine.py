@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from engine_world import DIM, HEADS, LAYERS, MODEL, QUERY_HEADS, World
 
 from tandemkv.cache_rank.calibration.resolve import Resolved
-from tandemkv.cache_rank.engine import batch as batch_module
 from tandemkv.cache_rank.engine import factory
 from tandemkv.cache_rank.policies.base import (
     LayerShare,
@@ -38,29 +36,11 @@ def test_attends_to_all_tokens_of_each_request(page_size: int) -> None:
     assert world.rank.attend(2, query.bfloat16()).dtype == torch.bfloat16
 
 
-def test_a_step_may_be_loaded_from_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fills the tables of that device gets what is there, and its view of the batch's own."""
+def test_a_step_is_loaded_on_the_engines_device() -> None:
     world, other = World(), torch.device("meta")
-    views: list[tuple[torch.Tensor, torch.Tensor]] = []
-    calls: list[tuple[Any, ...]] = []
-
-    def seen_from(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-        views.append((torch.empty_like(tensor, device=device), tensor))
-        return views[-1][0]
-
     rows, lengths = torch.tensor([1, 2], device=other), torch.tensor([90, 70], device=other)
-    with pytest.raises(ContractError, match="on meta"):
+    with pytest.raises(ContractError, match="requests on meta, the engine on cpu"):
         world.rank.begin_decode(rows, lengths, world.table.to(other))
-    world.rank.let_load_from(other, seen_from)
-    monkeypatch.setattr(batch_module, "load_candidates", lambda *found, **_: calls.append(found))
-    world.rank.begin_decode(rows, lengths, world.table.to(other))
-    (found,) = calls
-    assert found[0] is rows
-    assert found[2].device == other
-    for name in ("pages", "step", "active", "selections"):
-        (own,) = [tensor for view, tensor in views if view is getattr(found[3], name)]
-        if name != "selections":
-            assert own.data_ptr() == getattr(world.rank.batch, name).data_ptr()
 
 
 @pytest.mark.parametrize("is_far", [False, True])

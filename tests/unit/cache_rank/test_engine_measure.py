@@ -34,8 +34,8 @@ MODEL = ModelSpec(
 )
 
 
-def settings_of(transport: str = "local", **selection: object) -> RankSettings:
-    """Make settings of a resident set of 52 slots."""
+def settings_of(*, two_gpus: bool = False, **selection: object) -> RankSettings:
+    """Make settings of a resident set of 52 slots, in the pool or on another GPU."""
     chosen = {
         "budget_tokens": 32,
         "resident_factor": 1.5,
@@ -45,7 +45,7 @@ def settings_of(transport: str = "local", **selection: object) -> RankSettings:
         **selection,
     }
     return RankSettings.model_validate(
-        {"selection": selection_values(chosen), "placement": {"link": transport}}
+        {"selection": selection_values(chosen), "placement": {"two_gpus": two_gpus}}
     )
 
 
@@ -135,11 +135,11 @@ def test_selection_is_timed(
     assert set(hidden_shapes) == ({(3, QUERY_HEADS * DIM)} if policy == "look_ahead" else set())
 
 
-@pytest.mark.parametrize("transport", ["local", "peer"])
+@pytest.mark.parametrize("two_gpus", [False, True])
 def test_weights_of_samples_go_the_same_way_as_in_a_step(
-    transport: str, monkeypatch: pytest.MonkeyPatch
+    two_gpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two GPUs the copy that is timed by itself carries them, and raises a flag."""
+    """Between two GPUs the copy that is timed by itself carries them."""
     calls: list[dict[str, Any]] = []
 
     def exchange(*found: torch.Tensor, **more: Any) -> None:
@@ -148,15 +148,15 @@ def test_weights_of_samples_go_the_same_way_as_in_a_step(
 
     monkeypatch.setattr(measure_module, "exchange_rows", exchange)
     found = measure_selection(
-        model=MODEL, settings=settings_of(transport, sample_tokens=8), num_slots=2 * CONTEXT,
-        page_size=16, max_batch=2, device=CPU,
+        model=MODEL, settings=settings_of(two_gpus=two_gpus, sample_tokens=8),
+        num_slots=2 * CONTEXT, page_size=16, max_batch=2, device=CPU,
         make_sets=lambda shape: (torch.zeros(shape), torch.zeros(shape)),
         predict_query=lambda _layer, hidden, _positions: hidden.view(-1, QUERY_HEADS, DIM),
     )  # fmt: skip
     assert found is not None
     for call in calls:
         weights = call["weights"]
-        assert (call["flag"] is not None) is (weights is not None) is (transport == "peer")
+        assert (weights is not None) is two_gpus
         if weights is not None:
             assert weights.active.all()
             assert weights.target[1:].isfinite().any(-1).all()

@@ -63,6 +63,8 @@ SELECTION = {
 }  # fmt: skip
 """The shorter prompt fits into the resident set and the ring, the longer one does not."""
 _LIMIT_S, _ALL_LIMIT_S = 120, 500
+COUNTED = ("slow_rows_total", "attended_tokens_total", "selections_total", "fetched_rows_total")
+"""What is in ``counts``, in this order; -1 for what another process counts."""
 
 Seen = list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -166,6 +168,8 @@ def decode(
         counters = runtime.current().counters
         rows = [counters.dense_rows_total, counters.sparse_rows_total, counters.exact_rows_total]
         found["rows"] = torch.tensor(rows)
+        values = runtime.current().status().values
+        found["counts"] = torch.tensor([int(values.get(name, -1)) for name in COUNTED])
     return found
 
 
@@ -177,7 +181,10 @@ def run_with_adapter(model: Path, mode: str, out: Path) -> None:
 
 def run_way(model: Path, tree: dict[str, Any], out: Path) -> None:
     """Run a model with the engine in this process, as a tree of settings says."""
+    is_loaded = RUN_DIR_VARIABLE in os.environ
     hand_over(settings_of(model, **tree), out.with_suffix(".run"))
+    if not is_loaded:
+        load_the_plugin()
     save_file(decode(model, "tandemkv"), out)
 
 
@@ -262,8 +269,11 @@ def do(given: argparse.Namespace) -> None:
         in_copy(path.with_suffix(".log"), partial(work, *arguments, path))
 
     server_args(models / given.names[0], "torch_native")  # and what SGLang's start does
+    ways = json.loads(given.ways.read_text()) if given.ways else {}
     for name in given.cache_rank:  # each loads the plugin for itself
         copy(f"{name}-two", run_with_cache_rank, models / name)
+    for way in [way for way, tree in ways.items() if "transport" in tree]:  # and so do these
+        copy(f"{given.names[0]}-{way}", run_way, models / given.names[0], ways.pop(way))
     for mode, policy in MODES.items():
         if policy and RUN_DIR_VARIABLE not in os.environ:  # from here on with the plugin
             hand_over(settings_of(models / given.names[0], {"policy": policy}), folder / "run")
@@ -273,7 +283,7 @@ def do(given: argparse.Namespace) -> None:
         if given.adapter is not None:
             model = models / given.adapter
             copy(f"{given.adapter}-{mode}-adapter", run_with_adapter, model, mode)
-    for way, tree in (json.loads(given.ways.read_text()) if given.ways else {}).items():
+    for way, tree in ways.items():
         copy(f"{given.names[0]}-{way}", run_way, models / given.names[0], tree)
 
 

@@ -192,10 +192,7 @@ class World:
         self.num_made = self.num_checked = self.num_decoded = self.num_small = 0
 
     def link(self, runner: Any) -> Link:
-        return LocalLink(
-            runner, self.rank, MODEL, max_batch=ROWS1 - 1, device=CPU, cache_device=CPU,
-            is_far=self.own,
-        )  # fmt: skip
+        return LocalLink(runner, self.rank, MODEL, max_batch=ROWS1 - 1, device=CPU)
 
     def make_home(self) -> ResidentHome:
         selection, pool, width = self.selection, self.pool, self.num_resident

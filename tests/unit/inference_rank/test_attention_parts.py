@@ -24,10 +24,10 @@ from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet
 from tandemkv.inference_rank.attention.resident_set import ResidentSet
-from tandemkv.inference_rank.links import remote_attention as far_attention
 from tandemkv.inference_rank.links.layer_streams import LayerStreams
 from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.kernels import streams
+from tandemkv.kernels.step_flags import StepWait
 
 CPU = torch.device("cpu")
 ROWS1, CONTEXT, NUM_SLOTS = 4, 64, 400
@@ -121,19 +121,19 @@ def test_a_write_waits_for_flags() -> None:
     sizes = {"num_resident": NUM_RESIDENT, "num_recent": NUM_RECENT, "num_dense": 0}
     home = OwnSet(far, RingTable(max_batch=3, device=CPU, **sizes), resident)
     layer, token = SimpleNamespace(layer_id=0), torch.ones(1, 1, 4)
-    flags = torch.ones(2, dtype=torch.int32)
-    home.await_in_write(flags)
+    flags, step, lost = (torch.tensor([x], dtype=torch.int32) for x in (4, 5, 0))
+    wait = StepWait(flags=flags, step=step, lost=lost, timeout_s=1.0)
+    home.await_in_write(wait)
     with pytest.raises(ContractError, match="left out the write"):
-        home.await_in_write(flags)
-    assert flags.tolist() == [1, 1]
+        home.await_in_write(wait)
+    assert lost.item() == 0, "nothing has waited yet"
     home.pool.set_kv_buffer(layer, None, token, token)
-    assert flags.tolist() == [0, 0]
+    assert lost.item() == 5, "the flag is a step behind"
+    lost.zero_()
     home.pool.set_kv_buffer(layer, None, token, token)  # nothing is awaited any more
-    home.await_in_write(flags)
-    with pytest.raises(RuntimeError, match="down"):
-        home.pool.set_kv_buffer(layer, None, token, token)
+    assert lost.item() == 0
     home.end_step()
-    home.await_in_write(flags)
+    home.await_in_write(wait)
     with pytest.raises(ContractError, match="left out the write"):
         home.end_step()
     home.begin_step()  # after a step that failed
@@ -159,10 +159,7 @@ def test_dense_lengths() -> None:
 
 
 def test_stream_is_a_copy() -> None:
-    streams = LayerStreams(
-        num_layers=2, max_batch=4, width=3, dtype=torch.float32, device=CPU, cache_device=CPU,
-        is_far=False,
-    )  # fmt: skip
+    streams = LayerStreams(num_layers=2, max_batch=4, width=3, dtype=torch.float32, device=CPU)
     hidden, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
     first = streams.put(0, hidden, None)
     second = streams.put(1, hidden, residual)
@@ -173,7 +170,7 @@ def test_stream_is_a_copy() -> None:
 
 
 def test_side_stream_without_cuda_runs_in_place() -> None:
-    side, seen = SideStream(CPU, CPU, 2), []
+    side, seen = SideStream(CPU, 2), []
     with side.fork(torch.ones(1)):
         seen.append("fork")
         side.note_done(1)
@@ -182,41 +179,10 @@ def test_side_stream_without_cuda_runs_in_place() -> None:
     assert seen == ["fork"]
 
 
-def test_far_attention_writes_before_it_asks() -> None:
-    """One device stands for both GPUs: what comes back is for the query that was sent."""
-    seen: list[object] = []
-
-    class Pool:
-        def set_kv_buffer(self, layer: Any, where: Any, k: torch.Tensor, v: torch.Tensor) -> None:
-            seen.append((layer.layer_id, where.loc.tolist(), k.tolist(), v.tolist()))
-
-    class Rank:
-        def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-            seen.append((layer, query.tolist()))
-            return query * 2
-
-    sizes: dict[str, Any] = {"max_batch": 3, "dtype": torch.float32, "width": 4}
-    devices = {"device": CPU, "cache_device": CPU}
-    far = far_attention.RemoteAttention(
-        Rank(), Pool(), SideStream(CPU, CPU, 3, num_lanes=2, max_batch=3, is_far=True),
-        LayerStreams(num_layers=2, is_far=True, **sizes, **devices), lane=1, row=2, **sizes,
-        **devices,
-    )  # fmt: skip
-    layer = SimpleNamespace(layer_id=1, tp_k_head_num=1, head_dim=2)
-    batch = SimpleNamespace(out_cache_loc=torch.tensor([5, 9]))
-    query = torch.arange(8.0).view(2, 2, 2)
-    k, v = torch.ones(2, 2), torch.zeros(2, 2)
-    assert torch.equal(far.begin(query, k, v, layer, batch, True), query)
-    assert torch.equal(far.end(1), query.flatten(1) * 2)
-    assert seen == [(1, [5, 9], [[[1.0, 1.0]]] * 2, [[[0.0, 0.0]]] * 2), (1, query.tolist())]
-    far.begin(query, k, v, layer, batch, False)
-    assert len(seen) == 3, "K/V of a layer that shares another one's are not written"
-
-
 @pytest.mark.gpu
 def test_a_lane_waits_for_another_one() -> None:
     device = torch.device("cuda", 0)
-    side = SideStream(device, device, 2, num_lanes=2)
+    side = SideStream(device, 2, num_lanes=2)
     slow, seen = torch.zeros(1, device=device), torch.zeros(1, device=device)
     with side.fork(lane=0):
         torch.cuda._sleep(50_000_000)

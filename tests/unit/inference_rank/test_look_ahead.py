@@ -138,8 +138,8 @@ def as_model(architecture: str, layers: Any) -> Any:
 
 
 def step(
-    rank: Any, *, selecting: bool = True, sends_beside: bool = False, is_fused: bool = False,
-    is_raw: bool = False, in_parts: bool = False,
+    rank: Any, *, selecting: bool = True, is_fused: bool = False, is_raw: bool = False,
+    in_parts: bool = False,
 ) -> LookAhead:  # fmt: skip
     """Run a step of one request whose stream is 5, 6, 7, 8 at the entries of the layers."""
     layers = nn.ModuleList(
@@ -147,19 +147,17 @@ def step(
         for _ in range(LAYERS)
     )
     model = as_model("Olmo2ForCausalLM" if is_raw else "LlamaForCausalLM", layers)
-    side = SideStream(CPU, CPU, LAYERS, num_lanes=2, max_batch=2, is_far=sends_beside)
+    side = SideStream(CPU, LAYERS, num_lanes=2)
     ahead = LookAhead(
         model, rank, side,
         LayerStreams(
-            num_layers=LAYERS, max_batch=2, width=WIDTH, dtype=torch.float32, device=CPU,
-            cache_device=CPU, is_far=sends_beside,
+            num_layers=LAYERS, max_batch=2, width=WIDTH, dtype=torch.float32, device=CPU
         ),
         is_selecting=lambda: selecting,
         fetch=lambda *found, size: rank.seen.append(("rows", *found, size)),
-        sends_beside=sends_beside,
     )  # fmt: skip
     hidden, residual = torch.full((1, WIDTH), 5.0), None
-    batch = SimpleNamespace(attend=ahead.join_sent, residual=None)
+    batch = SimpleNamespace(attend=lambda: None, residual=None)
     for layer in layers:
         if is_raw or in_parts:
             hidden = layer(None, hidden, batch)
@@ -169,12 +167,11 @@ def step(
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
-@pytest.mark.parametrize("sends_beside", [False, True])
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_what_is_selected_when(late: int, sends_beside: bool, in_parts: bool) -> None:
-    """Before the norm or behind it the stream is the same; late layers come last, with theirs."""
+def test_what_is_selected_when(late: int, in_parts: bool) -> None:
+    """Late layers come last, with the streams of their own entries."""
     rank = Rank(tuple(range(late)))
-    ahead = step(rank, sends_beside=sends_beside, in_parts=in_parts)
+    ahead = step(rank, in_parts=in_parts)
     in_step = [(0, 5.0), (1, 5.0), (2, 6.0), (3, 7.0)][late:]
     want: list[tuple[Any, ...]] = []
     for layer, value in in_step:
@@ -185,10 +182,9 @@ def test_what_is_selected_when(late: int, sends_beside: bool, in_parts: bool) ->
     assert ahead.is_pending is (late > 0)
 
 
-@pytest.mark.parametrize("sends_beside", [False, True])
-def test_layers_without_a_norm_before_attention(sends_beside: bool) -> None:
+def test_layers_without_a_norm_before_attention() -> None:
     rank = Rank(())
-    step(rank, sends_beside=sends_beside, is_raw=True)
+    step(rank, is_raw=True)
     assert [x[1:] for x in rank.seen if x[0] == "ahead"] == [(0, 5.0), (1, 5.0), (2, 6.0), (3, 7.0)]
 
 
@@ -199,8 +195,6 @@ def test_other_steps_select_nothing() -> None:
 
 
 def test_a_norm_that_is_not_called_as_a_module_stops_the_capture() -> None:
-    with pytest.raises(ContractError, match=r"layer 0: SGLang has not called.*--cache-ranks 0"):
-        step(Rank(()), sends_beside=True, is_fused=True)
     step(Rank(()), is_fused=True)  # the stream is taken at the entry
     with pytest.raises(ContractError, match=r"layer 0: SGLang has not called input_layernorm"):
         step(Rank(()), is_fused=True, in_parts=True)  # there it is not known

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies through SGLang's ModelRunner: where all is selected the tokens are stock's.
 
-Over HTTP, `test_local` shows this of one policy in CI, and of others in slow tests.
+Over HTTP, `test_local` shows this of one policy in CI, and of others in slow tests. So it is with
+slow steps (`test_policies`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 from program_runs import result, run_program
-from tiny_models import LENGTHS, STEPS, write_model
+from tiny_models import LAYERS, LENGTHS, STEPS, write_model
+
+from tandemkv.cache_rank.calibration.format import (
+    FORMAT_VERSION,
+    CalibratedModel,
+    Calibration,
+    SyncKVCalibration,
+    write_calibration,
+)
+from tandemkv.cache_rank.protocol.model_spec import read_model_spec
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -37,13 +47,28 @@ ALL: dict[str, dict[str, Any]] = {
     "lfps": {"policy": "lfps"},
 }  # fmt: skip
 """Everything is selected, nothing skipped; int8, so that the index is kept as well."""
+STRIDE = 4
+SLOW = {"policy": "sync_kv", "budget_tokens": 96, "options": {"stride": STRIDE}}
+
+
+def write_clusters(model: Path, out: Path) -> None:
+    """Write a calibration for policy sync_kv in which the first of two KV heads stands for both."""
+    spec = read_model_spec(model, dtype="float32")
+    heads = SyncKVCalibration(clusters=((0, 0),) * LAYERS, representatives=((0,),) * LAYERS)
+    found = Calibration(
+        version=FORMAT_VERSION, policy="sync_kv", source="measured", sync_kv=heads,
+        model=CalibratedModel.of(spec, NAME),
+    )  # fmt: skip
+    write_calibration(found, out)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_model(NAME, folder / "models" / NAME)
-    trees = {way: {"selection": COVERING | more} for way, more in ALL.items()}
+    write_clusters(folder / "models" / NAME, folder / "clusters.json")
+    trees: dict[str, Any] = {way: {"selection": COVERING | more} for way, more in ALL.items()}
+    trees["slow"] = {"selection": SLOW | {"calibration": str(folder / "clusters.json")}}
     (folder / "ways.json").write_text(json.dumps(trees))
     run_program(folder, NAME, "--ways", str(folder / "ways.json"))
     return folder
@@ -56,3 +81,17 @@ def test_all_selected_gives_the_tokens_of_stock(runs: Path, way: str) -> None:
     assert torch.equal(found["tokens"], stock["tokens"])
     assert float((found["logits"] - stock["logits"]).abs().max()) < 1e-4
     assert found["rows"].tolist() == [0, STEPS * len(LENGTHS), 0], "nothing was selected"
+
+
+def test_slow_steps_attend_to_everything(runs: Path) -> None:
+    """Every fourth step of the longer prompt, and the first; the shorter one is dense."""
+    dense, sparse = LENGTHS
+    found = result(runs / f"{NAME}-slow.safetensors")
+    assert found["rows"].tolist() == [STEPS, STEPS, 0]
+    slow = [step for step in range(STEPS) if step % STRIDE == 0]
+    fast = (STEPS - len(slow)) * (4 + 96 + 16)
+    whole = sum(sparse + 1 + step for step in slow) + sum(dense + 1 + s for s in range(STEPS))
+    rows, attended, selections, fetched = found["counts"].tolist()
+    assert (rows, attended) == (len(slow), fast + whole)
+    assert selections == len(slow) * LAYERS
+    assert fetched > 0

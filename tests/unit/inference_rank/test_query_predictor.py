@@ -137,30 +137,28 @@ def test_plain_layers_are_not_called_and_predict_the_same(has_bias: bool, has_no
 
 
 @pytest.mark.parametrize(("has_bias", "has_norm"), [(False, False), (True, False), (False, True)])
-def test_far_copies_are_int8_and_predict_nearly_the_same(has_bias: bool, has_norm: bool) -> None:
+def test_copies_in_int8_predict_nearly_the_same(has_bias: bool, has_norm: bool) -> None:
     hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
     model = make_model(has_bias=has_bias, has_norm=has_norm, norm=RMSNorm, rotary=RotaryEmbedding)
     found = []
-    for is_far in (False, True):
+    for is_int8 in (False, True):
         predict = LiveQueryPredictor(
             model,
             num_qo_heads=HEADS,
             head_dim=DIM,
             device=torch.device("cpu"),
-            is_far=is_far,
-            is_int8=is_far,
+            is_int8=is_int8,
         )
         predict.load()
         found.append(predict(1, hidden, positions))
         for own, layer in zip(predict._layers, model.model.layers, strict=True):
             assert own.fused is not None
             live = layer.self_attn.qkv_proj.weight
-            if is_far:
+            if is_int8:
                 assert own.weight is own.fused.weight
                 assert own.fused.weight.dtype == torch.int8
                 assert own.fused.weight.shape == (HEADS * DIM, HIDDEN)
                 assert own.fused.weight_scale is not None
-                assert own.norm is not layer.input_layernorm
             else:
                 assert own.fused.weight_scale is None
                 assert own.fused.weight.data_ptr() == live.data_ptr()
@@ -169,18 +167,17 @@ def test_far_copies_are_int8_and_predict_nearly_the_same(has_bias: bool, has_nor
     assert float(torch.cosine_similarity(found[1], found[0], dim=-1).min()) > 0.999
 
 
-def test_far_modules_that_are_called_keep_the_weights_as_they_are() -> None:
+def test_modules_that_are_called_keep_the_weights_as_they_are() -> None:
     hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
     model = make_model(has_bias=True, has_norm=True)
     found = []
-    for is_far in (False, True):
+    for is_int8 in (False, True):
         predict = LiveQueryPredictor(
             model,
             num_qo_heads=HEADS,
             head_dim=DIM,
             device=torch.device("cpu"),
-            is_far=is_far,
-            is_int8=is_far,
+            is_int8=is_int8,
         )
         predict.load()
         found.append(predict(1, hidden, positions))

@@ -42,13 +42,15 @@ def test_unapplied_hook_is_named() -> None:
 
 
 @pytest.mark.parametrize("version", [sglang_versions.OLDEST, sglang_versions.NEWEST])
-@pytest.mark.parametrize("transport", ["shared", "peer", "local"])
+@pytest.mark.parametrize(
+    "placement", [{}, {"two_gpus": True}, {"link": "local"}], ids=["shared", "two GPUs", "local"]
+)
 def test_every_hook_target_is_in_the_contract(
-    monkeypatch: pytest.MonkeyPatch, transport: str, version: str
+    monkeypatch: pytest.MonkeyPatch, placement: dict[str, object], version: str
 ) -> None:
     from tandemkv.inference_rank.hooks import scheduler_hooks
 
-    settings = RankSettings.model_validate({"placement": {"link": transport}})
+    settings = RankSettings.model_validate({"placement": placement})
     monkeypatch.setenv(SETTINGS_VARIABLE, settings.model_dump_json())
     number = sglang_versions.check_version(version)
     monkeypatch.setattr(sglang_versions, "_number", lambda: number)

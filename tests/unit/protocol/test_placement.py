@@ -9,20 +9,11 @@ from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
 from tandemkv.cache_rank.protocol.settings import RankSettings
 
 
-@pytest.mark.parametrize(
-    ("link", "processes", "peer", "maps", "whole"),
-    [
-        ("local", 0, False, False, True),
-        ("peer", 0, True, False, False),
-        ("shared", 1, False, True, True),
-    ],
-)
-def test_what_follows_from_the_link(
-    link: str, processes: int, peer: bool, maps: bool, whole: bool
-) -> None:
+@pytest.mark.parametrize(("link", "processes", "maps"), [("local", 0, False), ("shared", 1, True)])
+def test_what_follows_from_the_link(link: str, processes: int, maps: bool) -> None:
     found = Placement.model_validate({"link": link})
-    assert (found.num_cache_ranks, found.has_peer_gpu) == (processes, peer)
-    assert (found.maps_memory, found.attends_to_pool) == (maps, whole)
+    assert (found.num_cache_ranks, found.maps_memory) == (processes, maps)
+    assert found.attends_to_pool
     split = Placement.model_validate({"link": link, "tp_size": 4})
     assert split.num_cache_ranks == 4 * processes
 
@@ -32,7 +23,6 @@ def test_what_follows_from_the_link(
     [
         ("local", False, False),
         ("local", True, False),
-        ("peer", False, True),
         ("shared", False, False),
         ("shared", True, True),
     ],
@@ -52,7 +42,7 @@ def test_k_v_may_lie_on_another_gpu_than_the_model(link: str, two_gpus: bool, fa
         ("shared", "cpu", None, False),
         ("shared", "cpu", "1", False),
         ("shared", "cpu", "apart", True),
-        ("peer", "cuda", None, False),
+        ("local", "cuda", None, False),
         ("local", "cuda", "apart", False),
     ],
 )
@@ -66,8 +56,11 @@ def test_two_processes_have_a_gpu_each_unless_tests_give_them_one(
 
 
 def test_it_is_told_in_one_line_with_its_reason() -> None:
-    found = Placement(link="peer", model_device="cuda", engine_device="cuda", reason="asked for")
-    text = "link peer: model on cuda, cache rank driven by SGLang's process, on a GPU of its own"
+    found = Placement(model_device="cuda", engine_device="cuda", two_gpus=True, reason="asked for")
+    text = (
+        "link shared: model on cuda, cache rank in a process of its own, on a GPU of its own, in "
+        "memory that both map"
+    )
     assert found.describe() == f"{text}; asked for"
     split = Placement(link="local", model_device="cuda", engine_device="cuda", tp_size=4)
     assert "model on 4 GPUs" in split.describe()
@@ -76,7 +69,7 @@ def test_it_is_told_in_one_line_with_its_reason() -> None:
     three = Placement(link="shared", head_shards=3)
     assert three.num_cache_ranks == three.num_shards == 3
     assert "3 cache ranks, each with its part of the KV heads, in a process" in three.describe()
-    assert found.info() == {"link": "peer", "cache_ranks": "0", "placement": found.describe()}
+    assert found.info() == {"link": "shared", "cache_ranks": "1", "placement": found.describe()}
 
 
 def test_ranks_compare_the_link_and_whether_there_are_two_gpus() -> None:

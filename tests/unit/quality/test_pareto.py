@@ -48,7 +48,7 @@ def decode_file(tmp_path: Path, *more: Row) -> Path:
         Row(f"queued_tpot_ms_grid-{SLOW}_8x32k", 9.5, "ms"),
         Row(f"queued_tpot_ms_grid-{POOR}_8x32k", 7.5, "ms"),
         Row("queued_tpot_ms_in-process-tp1-samples_8x32k", 8.0, "ms"),
-        Row("queued_tpot_ms_1+1-peer_8x32k", 6.0, "ms"),
+        Row("queued_tpot_ms_1+1-shared_8x32k", 6.0, "ms"),
         *more,
     ]
     path = tmp_path / "d.json"

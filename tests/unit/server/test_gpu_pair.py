@@ -55,27 +55,22 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
     gpus: pytest.MonkeyPatch, model_dir: Path
 ) -> None:
     given: dict[str, Any] = {"model": str(model_dir), "cache_ranks": 1, "port": 0}
-    peer = ServeSettings.model_validate(given | {"transport": "peer"})
     pair = ServeSettings.model_validate(given)
     said: list[str] = []
     memory = SimpleNamespace(total_memory=139 << 30, name="a GPU")
     gpus.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
     gpus.delenv(ONE_DEVICE_VARIABLE, raising=False)
-    for settings in (peer, pair):
-        on_gpu = settings.model_copy(update={"device": "cuda"})
-        with pytest.raises(SettingsError, match=r"needs 2 GPUs, 1 seen"):
-            resolve_launch(on_gpu, said.append)
+    with pytest.raises(SettingsError, match=r"needs 2 GPUs, 1 seen"):
+        resolve_launch(pair.model_copy(update={"device": "cuda"}), said.append)
     gpus.setenv(ONE_DEVICE_VARIABLE, "1")
     (model_dir / "control").touch()  # as where CUDA MPS runs
     gpus.setenv("CUDA_MPS_PIPE_DIRECTORY", str(model_dir))
     for device in ("cuda", "auto"):
-        launch = resolve_launch(peer.model_copy(update={"device": device}), said.append)
-        assert (launch.device, launch.settings.rank_settings.placement.link) == ("cuda", "peer")
+        launch = resolve_launch(pair.model_copy(update={"device": device}), said.append)
+        assert (launch.device, launch.settings.rank_settings.placement.link) == ("cuda", "shared")
         environ = {ONE_DEVICE_VARIABLE: "1"}
         env = sglang_env(launch.settings, environ, run_dir=model_dir, device=launch.device)
         assert env[ONE_DEVICE_VARIABLE] == "1"
-        launch = resolve_launch(pair.model_copy(update={"device": device}), said.append)
-        assert (launch.device, launch.settings.rank_settings.placement.link) == ("cuda", "shared")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -151,7 +151,7 @@ def test_a_model_with_windows_stays_on_one_gpu(
     settings, said = resolve(tmp_path)
     assert settings.cache_ranks == 0
     assert "1+1" not in said[0].split("; ", 1)[0]
-    for given in ({"cache_ranks": 1}, {"transport": "peer"}):
+    for given in ({"cache_ranks": 1}, {"transport": "shared"}):
         with pytest.raises(SettingsError, match=r"sliding window.*--cache-ranks 0"):
             resolve(tmp_path, **given)
 
@@ -269,8 +269,6 @@ def test_processes_on_a_cpu_have_a_cache_rank_each(
     ("changes", "said"),
     [
         ({"tensor_parallel": 2, "cache_ranks": 0}, "use --cache-ranks 2, or --tp 1"),
-        ({"transport": "peer"}, "leave --transport out"),
-        ({"transport": "peer", "cache_ranks": 1}, "leave --transport out"),
         ({"cache_ranks": 0}, "use --index-dtype int8"),
     ],
 )
@@ -283,33 +281,31 @@ def test_one_device_stands_for_two_gpus_where_tests_ask_for_it(
     tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All is as between two, but what has to be there; other refusals stay."""
-    peer: dict[str, Any] = {"cache_ranks": 1, "transport": "peer"}
+    pair: dict[str, Any] = {"cache_ranks": 1, "transport": "shared"}
     predicting = {"selection": {"budget_tokens": 2048, "predictor_dtype": "int8"}}
     gpus(1)
-    for value, is_asked in (("0", False), ("", False), ("1", True)):
+    for value in ("0", "", "apart"):
         monkeypatch.setenv(ONE_DEVICE_VARIABLE, value)
+        if value != "apart":
+            with pytest.raises(SettingsError, match="needs 2 GPUs, 1 seen"):
+                resolve(tmp_path, **pair)
+            continue
         for device in ("cpu", "cuda"):
-            if not is_asked:
-                with pytest.raises(SettingsError, match=r"two GPUs|needs 2 GPUs, 1 seen"):
-                    resolve(tmp_path, device=device, **peer)
-                continue
-            settings, said = resolve(tmp_path, device=device, **peer | predicting)
-            assert (settings.cache_ranks, settings.rank_settings.placement.link) == (1, "peer")
+            settings, said = resolve(tmp_path, device=device, **pair | predicting)
+            assert (settings.cache_ranks, settings.rank_settings.placement.two_gpus) == (1, True)
             assert (settings.selection.num_late, len(said)) == (1, 3)
-            assert said[1].startswith(f"{ONE_DEVICE_VARIABLE}=1")
+            assert said[1].startswith(f"{ONE_DEVICE_VARIABLE}: ")
             assert settings.selection.dense_tokens is None
     with pytest.raises(SettingsError, match="needs 2 GPUs, 1 seen"):
-        resolve(tmp_path, tensor_parallel=2, **peer)
-    with pytest.raises(SettingsError, match=r"link peer .* or --tp 1"):
-        resolve(tmp_path, device="cpu", tensor_parallel=2, **peer)
+        resolve(tmp_path, tensor_parallel=2, **pair | {"cache_ranks": 2})
     with pytest.raises(SettingsError, match="GiB usable"):
-        resolve(tmp_path, **peer | {"cache": {"capacity_tokens": 1 << 21}})
+        resolve(tmp_path, **pair | {"cache": {"capacity_tokens": 1 << 21}})
     gpus(1, gib=92)  # K/V of 512K tokens take 72 GiB, and now the weights lie there, too
     with pytest.raises(SettingsError, match="GiB usable"):
-        resolve(tmp_path, **peer)
+        resolve(tmp_path, **pair)
     monkeypatch.delenv(ONE_DEVICE_VARIABLE)
     gpus(2, gib=92)
-    assert resolve(tmp_path, **peer)[0].rank_settings.placement.link == "peer"
+    assert resolve(tmp_path, **pair)[0].rank_settings.placement.two_gpus
 
 
 def test_local_is_in_process(tmp_path: Path) -> None:
@@ -322,10 +318,10 @@ def test_local_is_in_process(tmp_path: Path) -> None:
 def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
     settings, said = resolve(
-        tmp_path, cache_ranks=1, transport="peer", selection={"late_layers": 0}
+        tmp_path, cache_ranks=1, transport="shared", selection={"late_layers": 0}
     )
-    assert (settings.cache_ranks, settings.rank_settings.placement.link) == (1, "peer")
-    assert [line.rpartition("; ")[2] for line in said] == ["--transport peer was given"]
+    assert (settings.cache_ranks, settings.rank_settings.placement.link) == (1, "shared")
+    assert [line.rpartition("; ")[2] for line in said] == ["--transport shared was given"]
     settings, said = resolve(
         tmp_path, cache_ranks=0, selection={"budget_tokens": 512, "dense_tokens": 9000}
     )
@@ -339,8 +335,8 @@ def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
         settings, _ = resolve(tmp_path, device="cpu", selection={name: 9000})
         assert getattr(settings.selection, name) == 9000
     gpus(2)
-    with pytest.raises(SettingsError, match="dense_batch_tokens=9000: with transport=peer"):
-        resolve(tmp_path, cache_ranks=1, selection=both, transport="peer")
+    with pytest.raises(SettingsError, match="dense_batch_tokens=9000: with transport=shared"):
+        resolve(tmp_path, cache_ranks=1, selection=both, transport="shared")
 
 
 def test_shared_selections_stay_in_process(tmp_path: Path, gpus: Any) -> None:
@@ -376,7 +372,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, gpus: Any
 @pytest.mark.parametrize(
     ("count", "changes", "said"),
     [
-        (1, {"cache_ranks": 1, "transport": "peer"}, "needs 2 GPUs, 1 seen"),
         (1, {"cache_ranks": 1}, "needs 2 GPUs, 1 seen"),
         (2, {"cache_ranks": 1, "cache": {"capacity_tokens": 1 << 21}}, "each cache GPU needs"),
         (1, {"cache_ranks": 0, "tensor_parallel": 2}, "needs 2 GPUs, 1 seen"),
@@ -434,38 +429,30 @@ def test_an_int4_index_comes_with_as_many_recent_tokens_as_a_long_page(
     assert argv[argv.index("--page-size") + 1] == ("128" if is_long else "64")
 
 
-@pytest.mark.parametrize("transport", ["shared", "peer"])
-def test_every_placement_has_late_layers_and_a_w_q_of_its_own(
-    tmp_path: Path, gpus: Any, transport: str
-) -> None:
+def test_a_pair_has_late_layers_and_a_w_q_of_its_own(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
     selection = {"budget_tokens": 2048, "late_layers": 2, "predictor_dtype": "int8"}
-    link = {"transport": transport}
-    settings, _ = resolve(tmp_path, selection=selection, cache_ranks=1, **link)
+    settings, _ = resolve(tmp_path, selection=selection, cache_ranks=1)
     assert (settings.selection.num_late, settings.selection.predictor_dtype) == (2, "int8")
 
 
 @pytest.mark.parametrize(
-    ("selection", "transport", "late"),
+    ("selection", "late"),
     [
-        ({}, "peer", 1),
-        ({"late_layers": 0}, "peer", 0),
-        ({"late_layers": 2}, "peer", 2),
-        ({"exact_layers": [0, 1]}, "peer", None),
-        ({"policy": "async_spade"}, "peer", None),
-        ({}, "shared", 1),
-        ({"late_layers": 0}, "shared", 0),
-        ({"policy": "async_spade"}, "shared", None),
+        ({}, 1),
+        ({"late_layers": 0}, 0),
+        ({"late_layers": 2}, 2),
+        ({"exact_layers": [0, 1]}, None),
+        ({"policy": "async_spade"}, None),
     ],
 )
 def test_a_first_layer_is_late_between_two_gpus(
-    tmp_path: Path, gpus: Any, selection: dict[str, Any], transport: str, late: int | None
+    tmp_path: Path, gpus: Any, selection: dict[str, Any], late: int | None
 ) -> None:
     gpus(2)
     settings, said = resolve(
-        tmp_path, "cuda", selection={"budget_tokens": 2048, **selection}, cache_ranks=1,
-        transport=transport,
-    )  # fmt: skip
+        tmp_path, "cuda", selection={"budget_tokens": 2048, **selection}, cache_ranks=1
+    )
     assert settings.selection.late_layers == late
     is_told = any("--late-layers 0 turns that off" in line for line in said)
     assert is_told is (late == 1), "only what was left open"
@@ -481,12 +468,11 @@ def test_a_model_of_few_layers_has_no_late_ones(
     spec = msgspec.structs.replace(SPEC, num_layers=4)
     monkeypatch.setattr(sys.modules[__name__], "SPEC", spec)
     selection = {"budget_tokens": 2048, "options": {"distance": 3}}
-    peer: dict[str, Any] = {"cache_ranks": 1, "transport": "peer"}
-    settings, _ = resolve(tmp_path, "cuda", selection=selection, **peer)
+    settings, _ = resolve(tmp_path, "cuda", selection=selection, cache_ranks=1)
     assert settings.selection.late_layers is None
     with pytest.raises(SettingsError, match=r"too many for 4 layers.*use --late-layers 0"):
-        resolve(tmp_path, "cuda", selection={**selection, "late_layers": 1}, **peer)
+        resolve(tmp_path, "cuda", selection={**selection, "late_layers": 1}, cache_ranks=1)
     enough, _ = resolve(
-        tmp_path, "cuda", selection={**selection, "options": {"distance": 2}}, **peer
+        tmp_path, "cuda", selection={**selection, "options": {"distance": 2}}, cache_ranks=1
     )
     assert enough.selection.late_layers == 1

@@ -116,12 +116,15 @@ def test_what_is_printed_is_read_back_the_same(tmp_path: Path) -> None:
 
 def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -> None:
     """A file that says native keys would be taken for somebody's wish on GPUs."""
-    chosen = {"transport": "peer", "selection__index_dtype": "int8"}
+    chosen = {"transport": "shared", "selection__index_dtype": "int8"}
     for more in ({}, chosen):
         read = load_settings({}, {}, write(tmp_path, to_yaml(load_settings(flags(**more), {}))))
         assert (read.transport is not None) is bool(more)
         assert ("index_dtype" in read.selection.model_fields_set) is bool(more)
         assert read == load_settings(flags(**more), {})
+
+
+_INSTEAD_OF_PEER = ["transport=peer", "is gone", "use --cache-ranks 1 --transport shared"]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -
         ),
         ("", {}, {"selection__exact_layers": "0,a"}, ["selection.exact_layers=0,a", "integer"]),
         ("", {}, {"selection__budget_tokens": "10"}, ["budget_tokens=10", "= 68", "--selection_"]),
-        ("", {}, {"cache_ranks": "1", "tensor_parallel": "2"}, ["tensor_parallel=2", "peer"]),
+        ("", {}, {"cache_ranks": "1", "tensor_parallel": "2"}, ["tensor_parallel=2", "--tp 1"]),
         ("", {}, {"cache_ranks": "1", "transport": "local"}, ["--cache-ranks 0"]),
         (
             "",
@@ -175,7 +178,19 @@ def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -
             {"cache_ranks": "1", "tensor_parallel": "4"},
             ["one cache rank of its own", "use --cache-ranks 4,"],
         ),
-        ("", {}, {"cache_ranks": "2", "transport": "peer"}, ["use --cache-ranks 1"]),
+        ("transport: peer", {}, {}, ["serve.yaml", *_INSTEAD_OF_PEER]),
+        (
+            "",
+            {"TANDEMKV_SERVE_TRANSPORT": "peer"},
+            {},
+            ["TANDEMKV_SERVE_TRANSPORT", *_INSTEAD_OF_PEER],
+        ),
+        (
+            "",
+            {},
+            {"cache_ranks": "1", "transport": "peer", "tensor_parallel": "2"},
+            ["--transport", *_INSTEAD_OF_PEER],
+        ),
         ("", {}, {"cache_ranks": "-1"}, ["cache_ranks=-1", "--cache"]),
         ("", {}, {"host": "0.0.0.0"}, ["host=0.0.0.0", "--allow-remote", "--host"]),
         ("cache: {capacity_tokens: 64z}", {}, {}, ["'64z' is no number of tokens", "serve.yaml"]),

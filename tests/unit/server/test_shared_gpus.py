@@ -18,10 +18,7 @@ def _placement(**more: Any) -> Placement:
     return Placement.model_validate(given | more)
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [Placement(), _placement(link="local"), _placement(link="peer")],
-)
+@pytest.mark.parametrize("placement", [Placement(), _placement(link="local")])
 def test_others_are_not_concerned(placement: Placement) -> None:
     check_shared_gpus(placement, {})
 

@@ -107,7 +107,7 @@ def test_children_hear_nothing_of_the_group() -> None:
 
 @pytest.mark.parametrize(
     ("given", "implied"),
-    [({}, 1), ({"cache_ranks": 0}, None), ({"transport": "peer"}, None)],
+    [({}, 1), ({"cache_ranks": 0}, None), ({"transport": "local"}, None)],
 )
 def test_cache_ranks_follow_from_the_processes_if_open(
     second: Worker, given: dict[str, Any], implied: int | None
@@ -130,8 +130,6 @@ def test_each_other_process_is_a_cache_rank(second: Worker) -> None:
         ({"transport": "shared"}, 2),
         ({"cache_ranks": 0}, 1),
         ({"cache_ranks": 0, "tensor_parallel": 4}, 1),
-        ({"cache_ranks": 1, "transport": "peer"}, 1),
-        ({"cache_ranks": 1, "transport": "peer", "tensor_parallel": 2}, 1),
     ],
 )
 def test_there_is_a_process_for_each_role(

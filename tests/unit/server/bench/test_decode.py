@@ -292,14 +292,11 @@ def test_a_pair_of_processes_is_laid_out_for_the_gpus_that_there_are(
     monkeypatch.delenv(ONE_DEVICE_VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(ONE_DEVICE_VARIABLE, value)
-    for name in ("1+1-shared", "1+1-peer"):
-        settings = BUILT_IN[name].serve_settings(
-            model_dir=tmp_path, capacity_tokens=1 << 17, batch=8
-        )
-        placement = settings.rank_settings.placement
-        is_far = two_gpus or name == "1+1-peer"
-        assert placement.has_far_pool is is_far
-        assert settings.selection.late_layers == (1 if is_far else late)
+    settings = BUILT_IN["1+1-shared"].serve_settings(
+        model_dir=tmp_path, capacity_tokens=1 << 17, batch=8
+    )
+    assert settings.rank_settings.placement.has_far_pool is two_gpus
+    assert settings.selection.late_layers == late
 
 
 def test_yaml_adds_and_replaces(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tandemkv.server.plan.footprint import GIB, USABLE_FRACTION, index_bytes, me
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 from tandemkv.server.plan.workload import Workload
+from tandemkv.server.settings_sources import Sourced, load_settings
 
 QWEN = BUILT_IN_SHAPES["qwen3-8b"]
 LOAD = Workload.from_selection(
@@ -307,7 +308,14 @@ def test_every_placement_can_be_started() -> None:
         for placement in own:
             flags = dict(pairwise(placement.flags))
             is_separate = placement.kind is PlacementKind.SEPARATE
-            assert flags["--cache-ranks"] == ("1" if is_separate else "0")
+            assert flags["--cache-ranks"] == (str(placement.tp_size) if is_separate else "0")
             assert int(flags.get("--tp", "1")) * (1 + is_separate) == placement.num_gpus
-            # One pair is two processes; more are driven by the process of the model.
-            assert (flags.get("--transport") == "peer") is (is_separate and placement.tp_size > 1)
+            settings = load_settings(
+                {
+                    "model": Sourced("m", "test"),
+                    "cache_ranks": Sourced(flags["--cache-ranks"], "test"),
+                    "tensor_parallel": Sourced(flags.get("--tp", "1"), "test"),
+                },
+                {},
+            )
+            assert settings.wished_link == (None if is_separate else "local")
