@@ -40,8 +40,10 @@ _COVERING = {
 _SMALL = {"policy": "look_ahead", "budget_tokens": 96, "resident_factor": 1.0, "fetch_cap": 8}
 
 
-def _tokens(server: Server, prompts: list[list[int]], num_tokens: int = 24) -> list[list[int]]:
-    return [x["ids"] for x in run(server, prompts, new_tokens=num_tokens, at_once=2)]
+def _tokens(
+    server: Server, prompts: list[list[int]], num_tokens: int = 24, *, at_once: int = 2
+) -> list[list[int]]:
+    return [x["ids"] for x in run(server, prompts, new_tokens=num_tokens, at_once=at_once)]
 
 
 def test_tokens_equal_stock(
@@ -103,12 +105,16 @@ def _long_prompts(token_ids: list[int]) -> list[list[int]]:
 
 
 def test_tokens_equal_those_of_one_process(pair: tuple[Server, int], token_ids: list[int]) -> None:
+    """Asked once, and again with prefixes that come back from the other host.
+
+    A prefix that is there leaves fewer queries to seed a resident set by, so the second answers may
+    differ from the first: those of one process do likewise.
+    """
     server, _ = pair
     prompts = _long_prompts(token_ids)
-    found = _tokens(server, prompts)
-    assert found == _tokens(server, prompts), "with prefixes that come back from the other host"
-    with ours({"cache_ranks": 0, "selection": {**_SMALL, "late_layers": 1}}) as local:
-        assert found == _tokens(local, prompts)
+    found = [_tokens(server, prompts, at_once=1) for _ in range(2)]
+    with ours({"cache_ranks": 0, "selection": _SMALL}) as local:
+        assert found == [_tokens(local, prompts, at_once=1) for _ in range(2)]
 
 
 def test_a_killed_cache_rank_costs_a_pause(pair: tuple[Server, int], token_ids: list[int]) -> None:
