@@ -189,7 +189,7 @@ def test_other_campaigns_name_what_differs_from_serve(prepared: Prepare) -> None
     (sparse,) = (c for c in found.configurations if not c.is_dense)
     changed = differences(sparse.resolved, found.choice)
     assert changed["budget_tokens"] == (140, 1664)
-    assert changed["sample_tokens"] == (0, 128)
+    assert changed["sample_tokens"] == (0, 256)
     assert changed["exact_layers"] == ([0, 1], [])
     assert "index_dtype" not in changed
 
@@ -199,7 +199,7 @@ def test_a_grid_is_named_by_what_serve_leaves_of_it(prepared: Prepare, tmp_path:
     grid.write_text(
         "points:\n"
         "  - {budget_tokens: [128, 256], fetch_cap: [K/4, K]}\n"
-        "  - {budget_tokens: 256, fetch_cap: 64, sample_tokens: 128}\n"
+        "  - {budget_tokens: 256, fetch_cap: 64, sample_tokens: 256}\n"
         "streaming: [300]\n"
     )
     found = prepared("cpu", policy=None, bare=True, grid=grid, no_dense=True)
