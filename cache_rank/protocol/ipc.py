@@ -11,14 +11,18 @@ import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import zmq
 
 from .errors import CacheRankError, CacheRankLostError, ProtocolError
 from .messages import (
+    CODEC,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
+    Codec,
     Message,
     Refused,
     decode,
@@ -30,10 +34,63 @@ _HIGH_WATER = 1024
 _SEND_TIMEOUT_MS = 50
 _PID_BYTES = 32
 _MAX_CONNECTIONS_WAITING = 64
+ZAP_DOMAIN = b"tandemkv"
+
+T = TypeVar("T")
 
 
-class IpcRouter:
-    """The serving end. Garbage is counted in `malformed` and dropped.
+class Router(Generic[T]):
+    """A serving socket that tells its peers apart. Garbage is counted in `malformed` and dropped.
+
+    Parameters
+    ----------
+    codec : Codec
+        Of what is said there.
+    refusal_of : Callable
+        What a frame that cannot be decoded is answered with; None: with nothing.
+    """
+
+    def __init__(self, codec: Codec[T], refusal_of: Callable[[bytes], T | None]) -> None:
+        self.malformed = 0
+        self._codec, self._refusal_of = codec, refusal_of
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        bound(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # On ipc nobody answers for this domain, and so everybody is let in (the directory's mode is
+        # the guard). But with one, zmq refuses ZMTP 1 and 2, for which random bytes may be taken:
+        # libzmq 4.3.5 aborts if such a peer is in its handshake while the socket closes.
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        self._socket.setsockopt(zmq.BACKLOG, _MAX_CONNECTIONS_WAITING)
+
+    def receive(self, timeout_s: float) -> tuple[bytes, T] | None:
+        """Return the next sound message and who sent it, or None after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while readable(self._socket, deadline):
+            parts, is_whole = receive_parts(self._socket, limit=2)
+            if len(parts) != 2 or not is_whole:
+                self.malformed += 1
+                continue
+            try:
+                return parts[0], self._codec.decode(parts[1])
+            except ProtocolError:
+                self.malformed += 1
+                refusal = self._refusal_of(parts[1])
+                if refusal is not None:
+                    self.send(parts[0], refusal)
+        return None
+
+    def send(self, peer: bytes, message: T) -> bool:
+        """Send to `peer`; False if it is gone or does not read."""
+        try:
+            self._socket.send_multipart([peer, self._codec.encode(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+
+class IpcRouter(Router[Message]):
+    """The serving end.
 
     Parameters
     ----------
@@ -47,48 +104,16 @@ class IpcRouter:
     """
 
     def __init__(self, path: Path) -> None:
-        self.malformed = 0
         self._path = path
         self._closed = False
         self._lock = take_lock(path)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        bound(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Nobody answers for this domain, and so everybody is let in (the directory's mode is the
-        # guard). But with one, zmq refuses ZMTP 1 and 2, for which random bytes may be taken:
-        # libzmq 4.3.5 aborts if such a peer is in its handshake while the socket closes.
-        self._socket.setsockopt(zmq.ZAP_DOMAIN, b"tandemkv")
-        self._socket.setsockopt(zmq.BACKLOG, _MAX_CONNECTIONS_WAITING)
+        super().__init__(CODEC, _refusal_of)
         try:
             self._socket.bind(f"ipc://{path}")
             path.chmod(0o600)
         except (zmq.ZMQError, OSError) as error:
             self.close()
             raise CacheRankError(f"cannot bind {path}: {error}") from error
-
-    def receive(self, timeout_s: float) -> tuple[bytes, Message] | None:
-        """Return the next sound message and who sent it, or None after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while readable(self._socket, deadline):
-            parts, is_whole = receive_parts(self._socket, limit=2)
-            if len(parts) != 2 or not is_whole:
-                self.malformed += 1
-                continue
-            try:
-                return parts[0], decode(parts[1])
-            except ProtocolError:
-                self.malformed += 1
-                self._refuse_other_version(parts[0], parts[1])
-        return None
-
-    def send(self, peer: bytes, message: Message) -> bool:
-        """Send to `peer`; False if it is gone or does not read."""
-        try:
-            self._socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
 
     def close(self) -> None:
         """Close and remove the socket file. Idempotent."""
@@ -99,11 +124,6 @@ class IpcRouter:
         self._context.term()
         self._path.unlink(missing_ok=True)
         os.close(self._lock)  # gives up the lock last: the next owner finds a clean path
-
-    def _refuse_other_version(self, peer: bytes, frame: bytes) -> None:
-        version = hello_version(frame)
-        if version is not None and version != PROTOCOL_VERSION:
-            self.send(peer, refuse_version(version))
 
 
 class IpcDealer:
@@ -168,6 +188,11 @@ def server_pid(path: Path) -> int | None:
     finally:
         os.close(handle)
     return None
+
+
+def _refusal_of(frame: bytes) -> Refused | None:
+    version = hello_version(frame)
+    return None if version in (None, PROTOCOL_VERSION) else refuse_version(version)
 
 
 def refuse_version(version: int) -> Refused:

@@ -8,7 +8,7 @@ The inference rank speaks first; only `Hello`, `StatusRequest` and `Heartbeat` a
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
@@ -161,38 +161,56 @@ Message = (
 )
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+T = TypeVar("T")
+
+
+class Codec(Generic[T]):
+    """Frames of one union of messages.
+
+    Parameters
+    ----------
+    decoder : msgspec.msgpack.Decoder
+        Of the union.
+    """
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._decoder = decoder
+
+    def encode(self, message: T) -> bytes:
+        """Return the frame of `message`.
+
+        Raises
+        ------
+        ProtocolError
+            If the frame exceeds `MAX_FRAME_BYTES`.
+        """
+        frame = _ENCODER.encode(message)
+        _check_length(frame)
+        return frame
+
+    def decode(self, frame: bytes) -> T:
+        """Return the message in `frame`.
+
+        Raises
+        ------
+        ProtocolError
+            If the frame is too long, malformed, or a field is out of bounds.
+        """
+        _check_length(frame)
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
+
+
+def _check_length(frame: bytes) -> None:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+
+
+CODEC: Codec[Message] = Codec(msgspec.msgpack.Decoder(Message))
+encode, decode = CODEC.encode, CODEC.decode
 _HELLO_DECODER = msgspec.msgpack.Decoder(_AnyHello)
-
-
-def encode(message: Message) -> bytes:
-    """Return the frame of `message`.
-
-    Raises
-    ------
-    ProtocolError
-        If the frame exceeds `MAX_FRAME_BYTES`.
-    """
-    frame = _ENCODER.encode(message)
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
-    return frame
-
-
-def decode(frame: bytes) -> Message:
-    """Return the message in `frame`.
-
-    Raises
-    ------
-    ProtocolError
-        If the frame is too long, malformed, or a field is out of bounds.
-    """
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
-    try:
-        return _DECODER.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
 
 
 def hello_version(frame: bytes) -> int | None:

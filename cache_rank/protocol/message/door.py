@@ -23,16 +23,14 @@ from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     ProtocolError,
 )
-from tandemkv.cache_rank.protocol.ipc import bound, readable, receive_parts
+from tandemkv.cache_rank.protocol.ipc import ZAP_DOMAIN, Router, bound, readable, receive_parts
 from tandemkv.cache_rank.protocol.messages import Refused
 
 from .address import LinkAddress
 from .keys import KeyPair
-from .letters import Letter, decode, encode, refusal_of
+from .letters import CODEC, Letter, refusal_of
 
 _LOG = logging.getLogger(__name__)
-_DOMAIN = "tandemkv"
-_WAITING = 64
 _LINGER_MS = 50
 _SLICE_S = 0.1
 _REFUSALS = (
@@ -58,7 +56,7 @@ class _AllowList:
         return is_allowed
 
 
-class Door:
+class Door(Router[Letter]):
     """The cache rank's end. Used by one thread.
 
     Parameters
@@ -85,22 +83,16 @@ class Door:
         allowed: Mapping[bytes, str],
         hosts: Collection[str] = (),
     ) -> None:
-        self.malformed = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        super().__init__(CODEC, refusal_of)
         self._allow_list = _AllowList(allowed)
         self._authenticator = ThreadAuthenticator(self._context, log=_LOG)
         self._authenticator.start()
         if hosts:
             self._authenticator.allow(*hosts)
         self._authenticator.configure_curve_callback(
-            domain=_DOMAIN, credentials_provider=self._allow_list
+            domain=ZAP_DOMAIN.decode(), credentials_provider=self._allow_list
         )
-        self._socket = self._context.socket(zmq.ROUTER)
-        bound(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.BACKLOG, _WAITING)
         self._socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
-        self._socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.curve_server = True
         try:
@@ -117,31 +109,6 @@ class Door:
     def num_refused(self) -> int:
         """Connections whose key was not on the allow-list."""
         return self._allow_list.num_refused
-
-    def receive(self, timeout_s: float) -> tuple[bytes, Letter] | None:
-        """Return the next letter and who sent it, or None after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while readable(self._socket, deadline):
-            parts, is_whole = receive_parts(self._socket, limit=2)
-            if len(parts) != 2 or not is_whole:
-                self.malformed += 1
-                continue
-            try:
-                return parts[0], decode(parts[1])
-            except ProtocolError:
-                self.malformed += 1
-                refused = refusal_of(parts[1])
-                if refused is not None:
-                    self.send(parts[0], refused)
-        return None
-
-    def send(self, peer: bytes, letter: Letter) -> bool:
-        """Send to `peer`; False if it is gone or does not read."""
-        try:
-            self._socket.send_multipart([peer, encode(letter)], flags=zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
 
     def close(self) -> None:
         """Close. Idempotent."""
@@ -187,7 +154,7 @@ class Caller:
             If the cache rank has not read for long.
         """
         try:
-            self._socket.send(encode(letter))
+            self._socket.send(CODEC.encode(letter))
         except zmq.ZMQError as error:
             raise CacheRankLostError(f"{self._address}: nobody reads ({error})") from error
 
@@ -229,7 +196,7 @@ class Caller:
         parts, is_whole = receive_parts(self._socket, limit=1)
         if not is_whole:
             raise ProtocolError(f"{self._address}: a message of several frames")
-        return decode(parts[0])
+        return CODEC.decode(parts[0])
 
     def close(self) -> None:
         """Close; what cannot be sent within 50 ms is dropped. Idempotent."""

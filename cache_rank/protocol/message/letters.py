@@ -12,11 +12,10 @@ from typing import Annotated
 import msgspec
 
 from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage
-from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.ipc import refuse_version
 from tandemkv.cache_rank.protocol.messages import (
-    MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
+    Codec,
     Hello,
     Id,
     Refused,
@@ -108,25 +107,8 @@ class Ended(_Letter, frozen=True, tag=27):
 
 Letter = Knock | Admitted | Meet | Met | Opened | Beat | BeatReply | Ended | Refused
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Letter] = msgspec.msgpack.Decoder(Letter)
+CODEC: Codec[Letter] = Codec(msgspec.msgpack.Decoder(Letter))
 _KNOCK_DECODER = msgspec.msgpack.Decoder(_AnyKnock)
-
-
-def encode(letter: Letter) -> bytes:
-    """Return the frame of `letter`; raises `ProtocolError` if it is too long."""
-    frame = _ENCODER.encode(letter)
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
-    return frame
-
-
-def decode(frame: bytes) -> Letter:
-    """Return the letter in `frame`; raises `ProtocolError` if there is none."""
-    try:
-        return _DECODER.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
 
 
 def refusal_of(frame: bytes) -> Refused | None:
