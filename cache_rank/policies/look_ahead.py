@@ -7,9 +7,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
+from tandemkv.cache_rank.protocol.declared import DEFAULT_SAMPLES, DeclaredPolicy
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.settings import DEFAULT_SAMPLES
 
 from .base import PolicyCapabilities, PolicyOptions, ScoringPolicy
 

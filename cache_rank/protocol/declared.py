@@ -12,6 +12,9 @@ from pydantic import Field
 from .messages import RefreshRule, Timing
 from .strict import Strict
 
+DEFAULT_SAMPLES = 256
+"""Tokens that stand for the rest, for policies that gain by them (docs/quality.md)."""
+
 
 class DeclaredPolicy(Strict):
     """A policy's declaration; by default that of the default policy, `look_ahead`."""
@@ -25,7 +28,7 @@ class DeclaredPolicy(Strict):
         description="Whether every layer attends to everything; entered from the policy's class.",
     )
     num_samples: int = Field(
-        default=256,
+        default=DEFAULT_SAMPLES,
         ge=0,
         le=1024,
         description="Samples that it gains by; entered from the policy's class.",

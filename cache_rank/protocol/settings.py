@@ -29,14 +29,11 @@ DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
 DEFAULT_POLICY = "look_ahead"
 """`DeclaredPolicy` is its declaration, where nobody enters another."""
 
-DEFAULT_SAMPLES = 256
-"""Tokens that stand for the rest, for policies that gain by them (docs/quality.md)."""
-
 SAMPLE_STEP = 128
 """The default has a multiple of it; fewer are too few for a flat layer (docs/decisions/0018)."""
 
 LEAST_FETCH_CAP = 64
-"""What the default fetch cap does not go below: a sixteenth of a small K is too few."""
+"""What the default fetch cap does not go below: a quarter of a small K is too few."""
 
 FLAT_LAYERS = (0, 1)
 """Layers whose attention is too flat for the best tokens to stand for it (docs/decisions/0018)."""

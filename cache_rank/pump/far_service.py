@@ -182,8 +182,8 @@ class FarPump:
             except BaseException:
                 plane.close()
                 raise
-        except (TandemKVError, RuntimeError) as error:
-            self._close_epoch(str(error))
+        except (TandemKVError, RuntimeError, OSError, ValueError) as error:
+            self._close_epoch(str(error))  # too large as well: another epoch may be sound
             return
         guest.pulse.hear()
         self._heartbeat.start(guest.welcome.epoch)
