@@ -94,8 +94,8 @@ step() { # NAME HASH COMMAND...
     mv "$stamps/$name.tmp" "$stamps/$name"
 }
 
-pip_install() { # Python compiles what is imported; pip would compile 20,000 files, one after the other
-    quietly "${pip[@]}" install --disable-pip-version-check --no-input --progress-bar off --no-compile "$@"
+pip_install() { # pip compiles too: left to the first `serve`, it has that start take a minute
+    quietly "${pip[@]}" install --disable-pip-version-check --no-input --progress-bar off "$@"
 }
 
 install_locked() { # FILE: exactly what it lists, whose hashes are compared
