@@ -255,6 +255,9 @@ class Launcher:
                 raise LaunchError(f"{child.spec.name} ended: {status}\n{tail(child)}")
 
     def _serve(self) -> None:
+        for rank in (*self._cache_ranks, self._sglang):
+            if rank is not None:
+                rank.liveness.note_ready()  # `_start` has waited for them
         for rank in self._ranks():
             rank.liveness.start()
         while not self._is_asked_to_stop():

@@ -50,6 +50,11 @@ class Liveness:
             self._reason = ""
             self._generation = getattr(self, "_generation", 0) + 1
 
+    def note_ready(self) -> None:
+        """Take for known that it is ready: whoever started it has seen so."""
+        with self._lock:
+            self._was_ready, self._answered = True, time.monotonic()
+
     def start(self) -> None:
         """Begin to ask. Idempotent."""
         if self._thread is None:

@@ -30,7 +30,7 @@ from tandemkv.kernels.step_tables import CandidateTables, load_attended, load_ca
 from tandemkv.kernels.topk import topk_positions
 
 BATCH, QO_HEADS, KV_HEADS, DIM, HIDDEN, CONTEXT = 8, 32, 8, 128, 4096, 65536
-K, RESIDENT, RECENT, SINK, CAP, SAMPLES, LAYERS = 1792, 1796, 128, 4, 448, 128, 36
+K, RESIDENT, RECENT, SINK, CAP, SAMPLES, LAYERS = 1664, 1668, 128, 4, 416, 256, 36
 BF16, FP16, FP32, I32, I64 = (
     torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64,
 )  # fmt: skip
@@ -48,13 +48,15 @@ def _append(device: torch.device, *, samples: bool, by_step: bool = False) -> No
         moves = SampleMoves(
             k=kept, v=kept, samples=new(BATCH, dtype=I64), sources=new(BATCH, dtype=I64)
         )
-    wait = StepWait(
-        flags=new(1, dtype=I32), step=new(1, dtype=I32), lost=new(1, dtype=I32), timeout_s=1.0
-    )
+    awaited = None
+    if by_step:
+        awaited = StepWait(
+            flags=new(1, dtype=I32), step=new(1, dtype=I32), lost=new(1, dtype=I32), timeout_s=1.0
+        )
     append_tokens(
         new(token, dtype=BF16), new(token, dtype=BF16), new(BATCH, dtype=I64),
         new(BATCH, dtype=I64), new(sets, dtype=BF16), new(sets, dtype=BF16), moves=moves,
-        awaited=wait if by_step else new(1, dtype=I32) if samples else None,
+        awaited=awaited,
     )  # fmt: skip
 
 
@@ -273,7 +275,7 @@ def _launches() -> dict[str, Launch]:
     far = {"k": 2048, "context": 1 << 18}
     return {
         "append": partial(_append, samples=False),
-        "append, samples and a flag": partial(_append, samples=True),
+        "append, samples": partial(_append, samples=True),
         "append, samples and a step": partial(_append, samples=True, by_step=True),
         "attend": _attend,
         "attend, one request": partial(_attend, batch=1, page=64),
@@ -337,8 +339,8 @@ def _launches() -> dict[str, Launch]:
 
 LAUNCHES = _launches()
 OF_EACH_KERNEL = (
-    "append, samples and a flag", "attend", "exchange, another GPU", "flags", "step flags",
-    "merge", "mirror", "quantize", "query, int8", "window of queries", "rope", "samples",
+    "append, samples and a step", "attend", "exchange, another GPU", "step flags", "merge",
+    "mirror", "quantize", "query, int8", "window of queries", "rope", "samples",
     "scores, native", "choice, int4", "choice, neighbours pooled", "seeding, int4", "step tables",
 )  # fmt: skip
 """Enough to launch each kernel once."""

@@ -58,6 +58,16 @@ def test_silence_and_standing_still_count_and_moving_does_not() -> None:
     liveness.stop()
 
 
+def test_a_rank_that_falls_silent_at_once_after_its_start_hangs() -> None:
+    rank = Rank()
+    rank.pulse = None
+    liveness = Liveness(rank, interval_s=0.02)
+    liveness.note_ready()
+    liveness.start()
+    assert "nobody answers" in reason_of(liveness, 0.3)
+    liveness.stop()
+
+
 def test_a_cache_rank_that_waits_or_moves_is_not_stalled() -> None:
     clock = BusyClock()
     assert clock.progress.stalled_s() == 0
