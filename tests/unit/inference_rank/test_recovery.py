@@ -153,6 +153,7 @@ def test_requests_whose_kv_are_lost_are_computed_again_at_once(world: World) -> 
     connection.is_there = connection.is_finished = connection.has_lost_memory = True
     recovery = recovery_of(world, connection)
     connection.mark_lost("gone, and its memory with it")
+    recovery.turn(world)
     turn_until(recovery, world, lambda: recovery.state is State.SERVING)
     assert connection.num_forgotten == connection.num_closed == 1
     assert connection.resumed == [()]  # nothing of a row is asked for
