@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
-from tandemkv.cache_rank.protocol.message.door import Door
+from tandemkv.cache_rank.protocol.message.door import Door, await_entry
 from tandemkv.cache_rank.protocol.message.keys import (
     CACHE_RANK,
     INFERENCE_RANK,
@@ -31,6 +31,7 @@ from tandemkv.cache_rank.pump.far_service import FarPump
 from tandemkv.cache_rank.pump.near_service import NearPump
 
 from .cache_rank_launch import (
+    INFERENCE_RANK_EXIT_S,
     MEANWHILE,
     SETTINGS_FILE,
     cache_rank_detail,
@@ -100,27 +101,28 @@ def message_launches(
 def run_pump(settings: ServeSettings, path: Path) -> None:
     """Be the pump on the inference rank's host, until SIGTERM or SIGINT.
 
+    It serves once the cache rank lets it in: the two hosts may start in any order.
+
     Raises
     ------
     SettingsError
         If address or keys are missing, or unusable.
+    HandshakeRefusedError
+        If the cache rank does not let us in.
     CacheRankError
         If another process serves the run directory.
     """
     _log()
     keys = _keys(settings)
     assert settings.cache_rank_address is not None
-    pump = NearPump(
-        RunDir.open(path),
-        settings.rank_settings,
-        LinkAddress.parse(settings.cache_rank_address),
-        own_keys(keys, INFERENCE_RANK),
-        public_key(keys, CACHE_RANK),
-    )
+    address = LinkAddress.parse_peer(settings.cache_rank_address)
+    own, server = own_keys(keys, INFERENCE_RANK), public_key(keys, CACHE_RANK)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    pump.run(stop)
+    await_entry(address, own, server, stop)
+    if not stop.is_set():
+        NearPump(RunDir.open(path), settings.rank_settings, address, own, server).run(stop)
 
 
 def run_far_rank(
@@ -171,11 +173,13 @@ def run_far_rank(
     door = Door(where, own_keys(keys, CACHE_RANK), allowed_keys(keys), hosts)
     serving = _Serving(FarPump(run_dir, settings.rank_settings, door).run)
     plan = LaunchPlan(
-        cache_ranks=cache_rank_launches(alone, run_dir),
+        # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
+        # one host.
+        cache_ranks=cache_rank_launches(alone, run_dir, stop_signal=signal.SIGTERM),
         meanwhile=MEANWHILE,
         sglang=None,
         rules=restart_rules(settings, "cpu"),
-        drain_timeout_s=0.0,
+        drain_timeout_s=settings.drain_timeout_s + INFERENCE_RANK_EXIT_S,
         exit_timeout_s=_CHILDREN_EXIT_S,
         clean_up=lambda _: run_dir.clear(),
         make_holder=serving.start,

@@ -67,7 +67,7 @@ class ServeSettings(BaseModel):
     cache_rank_address: str | None = Field(
         None,
         description="tcp://HOST:PORT of a cache rank that `tandemkv cache-rank --address` serves, "
-        "on another host or here (transport message).",
+        "on another host or here (transport message). HOST may be a name.",
     )
     link_keys: Path | None = Field(
         None, description="Folder of CURVE keys that `tandemkv link-keys` makes."
@@ -249,7 +249,7 @@ class ServeSettings(BaseModel):
     def _check_message(self) -> None:
         """Refuse what link message has not, or lacks."""
         if self.cache_rank_address is not None:
-            LinkAddress.parse(self.cache_rank_address)
+            LinkAddress.parse_peer(self.cache_rank_address)
             if self.cache_ranks == 0 or self.transport not in (None, "message"):
                 raise ValueError(
                     "cache_rank_address is that of a cache rank met by messages; leave "

@@ -82,7 +82,7 @@ class NearPump:
     settings : RankSettings
         Of both ranks.
     address : LinkAddress
-        Of the cache rank.
+        Of the cache rank; a name is looked up for each epoch.
     keys, server
         As for `Caller`.
     interface : str, optional
@@ -105,7 +105,7 @@ class NearPump:
     ) -> None:
         self._run_dir, self._settings, self._exchange = run_dir, settings, settings.exchange
         self._address, self._keys, self._server = address, keys, server
-        self._interface = interface or local_address(address)
+        self._interface = interface
         self._session: PumpSession | None = None
         self._caller: Caller | None = None
         self._pulse = Pulse(self._exchange)
@@ -198,8 +198,9 @@ class NearPump:
         if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
             return
         self._close_epoch("a new inference rank came")
-        caller = Caller(self._address, self._keys, self._server)
+        caller: Caller | None = None
         try:
+            caller = Caller(self._address.resolved(), self._keys, self._server)
             bare = msgspec.structs.replace(hello, token=b"")
             reply = caller.request(Knock(PROTOCOL_VERSION, bare), _TIMEOUT_S)
             if not isinstance(reply, Admitted):
@@ -213,7 +214,8 @@ class NearPump:
             _LOG.warning("no epoch: %s", error)
             self._control.send(peer, Refused(field=field, message=str(error)[:_MAX_TEXT]))
             self._heartbeat.forget()
-            caller.close()
+            if caller is not None:
+                caller.close()
             return
         self._caller, self._pulse = caller, Pulse(self._exchange)
         _LOG.info("epoch %d, with %s", self._session.epoch, self._address)
@@ -229,14 +231,8 @@ class NearPump:
         made = MappedTensors()
         plane: DataPlane | None = None
         try:
-            known = int(tensors[STAMPS][0]) if STAMPS in tensors else 0
-            plane, memory = self._meet(caller, welcome.epoch, tensors, is_new=not known)
-            if known and memory != known:
-                raise HandshakeRefusedError(
-                    "memory",
-                    f"the K/V at {self._address} are lost, with the process that held them; start "
-                    "the server again",
-                )
+            is_new = STAMPS not in tensors or not int(tensors[STAMPS][0])
+            plane, memory = self._meet(caller, welcome.epoch, tensors, is_new=is_new)
             made.allocate(STAMPS, (1,), torch.int64, "host").fill_(memory)
             send_tensors(connection, made)
         except BaseException as error:
@@ -260,8 +256,9 @@ class NearPump:
         extra = [x for x in tensors.specs if x.name.startswith(PREDICTOR_PREFIX)]
         token = os.urandom(TOKEN_BYTES)
         limit_s = self._exchange.transfer_timeout_s
+        interface = self._interface or local_address(caller.address)
         point = MeetingPoint(
-            self._interface, INFERENCE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
+            interface, INFERENCE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
         )
         specs = tuple(SpecMessage(x.name, x.shape, x.dtype, x.home) for x in extra)
         met = caller.request(Meet(epoch, point.place, token, specs, is_new), _TIMEOUT_S)

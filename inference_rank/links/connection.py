@@ -60,13 +60,17 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedEpoch:
-    """A cache rank that was met, and whose epoch nobody has begun yet."""
+    """A cache rank that was met, and whose epoch nobody has begun yet.
+
+    `has_lost_memory`: the K/V of the epoch before are gone, with the host that held them.
+    """
 
     control: ControlClient
     connection: socket.socket
     ours: MappedTensors
     theirs: MappedTensors
     welcome: Welcome
+    has_lost_memory: bool = False
 
     @property
     def is_gone(self) -> bool:
@@ -189,8 +193,8 @@ class SharedConnection:
         try:
             return self._open(timeout_s, (self._kept, self._theirs))
         except HandshakeRefusedError as error:
-            is_lost = self._settings.placement.has_far_host  # the K/V, with the other host
-            if error.field != "memory" or not self._theirs.specs or is_lost:
+            is_far = self._settings.placement.has_far_host  # it names the K/V there, not rows
+            if error.field != "memory" or not self._theirs.specs or is_far:
                 raise
             _LOG.warning("rows are seeded anew, what is known of them is of no use: %s", error)
             return self._open(timeout_s, (self._kept,))
@@ -229,8 +233,16 @@ class SharedConnection:
             ours.close()
             raise
         return OpenedEpoch(
-            control=control, connection=connection, ours=ours, theirs=theirs, welcome=welcome
-        )
+            control=control, connection=connection, ours=ours, theirs=theirs, welcome=welcome,
+            has_lost_memory=self._has_lost_memory(theirs),
+        )  # fmt: skip
+
+    def _has_lost_memory(self, theirs: MappedTensors) -> bool:
+        """Whether the other host, if there is one, names other memory than that of the K/V."""
+        if not self._settings.placement.has_far_host or STAMPS not in self._theirs:
+            return False
+        known = int(self._theirs[STAMPS][0])
+        return known not in (0, int(theirs[STAMPS][0]))
 
     def adopt(self, opened: OpenedEpoch) -> None:
         """Begin the epoch of what `open_connection` returned; its engine knows no request yet."""

@@ -269,7 +269,8 @@ class Recovery:
         if not self._agreement.all(self._opened is not None):
             return
         opened, self._opened = self._opened, None
-        if self._failed_resumes >= _MOST_FAILED_RESUMES:
+        is_hopeless = self._failed_resumes >= _MOST_FAILED_RESUMES
+        if self._agreement.any(is_hopeless or opened.has_lost_memory):
             requests = recompute(scheduler, self._penalties)
             self._counters.recomputed_requests_total += len(requests)
             _LOG.warning("%d requests are computed again from their tokens", len(requests))

@@ -4,24 +4,30 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+import re
+import socket
+from dataclasses import dataclass, replace
 from typing import Self
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, SettingsError
 
 _SCHEME = "tcp://"
+_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
 
 
 @dataclass(frozen=True, slots=True)
 class LinkAddress:
-    """An interface, named by its IP address, and a port; port 0 is any free one."""
+    """A host and a port; port 0 is any free one.
+
+    The host is the IP address of an interface or, of the other end, a name that leads to one.
+    """
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``tcp://HOST:PORT``.
+        """Read ``tcp://HOST:PORT`` of our own end.
 
         Raises
         ------
@@ -29,11 +35,38 @@ class LinkAddress:
             If it is anything else, or HOST is not one address: names may change their meaning, and
             a wildcard would listen on every interface.
         """
-        host, _, port = text.removeprefix(_SCHEME).rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not text.startswith(_SCHEME) or not port.isdecimal() or int(port) > 0xFFFF:
-            raise SettingsError(f"address={text!r} must be tcp://HOST:PORT")
-        return cls(checked_interface(host), int(port))
+        host, port = _parts(text)
+        return cls(checked_interface(host), port)
+
+    @classmethod
+    def parse_peer(cls, text: str) -> Self:
+        """Read ``tcp://HOST:PORT`` of the other end, where HOST may be a name as well.
+
+        Who answers there has to have the key that we know, whatever the name leads to.
+
+        Raises
+        ------
+        SettingsError
+            If it is neither.
+        """
+        host, port = _parts(text)
+        return cls(host if _NAME.fullmatch(host) else checked_interface(host), port)
+
+    def resolved(self) -> Self:
+        """Return the address that the name leads to now.
+
+        Raises
+        ------
+        CacheRankLostError
+            If it leads to none.
+        """
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise CacheRankLostError(
+                f"{self}: the name leads to no address ({error.strerror})"
+            ) from error
+        return replace(self, host=str(found[0][4][0]))
 
     @property
     def is_ipv6(self) -> bool:
@@ -44,6 +77,14 @@ class LinkAddress:
         return f"{_SCHEME}[{self.host}]:{self.port}" if self.is_ipv6 else (
             f"{_SCHEME}{self.host}:{self.port}"
         )  # fmt: skip
+
+
+def _parts(text: str) -> tuple[str, int]:
+    host, _, port = text.removeprefix(_SCHEME).rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not text.startswith(_SCHEME) or not port.isdecimal() or int(port) > 0xFFFF:
+        raise SettingsError(f"address={text!r} must be tcp://HOST:PORT")
+    return host, int(port)
 
 
 def checked_interface(host: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Collection, Mapping
 
@@ -33,6 +34,7 @@ from .letters import CODEC, Letter, refusal_of
 _LOG = logging.getLogger(__name__)
 _LINGER_MS = 50
 _SLICE_S = 0.1
+_TRY_S, _PAUSE_S = 5.0, 0.5
 _REFUSALS = (
     int(zmq.Event.HANDSHAKE_FAILED_AUTH)
     | int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
@@ -133,7 +135,7 @@ class Caller:
     """
 
     def __init__(self, address: LinkAddress, keys: KeyPair, server: bytes) -> None:
-        self._address = address
+        self.address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         bound(self._socket)
@@ -144,6 +146,23 @@ class Caller:
         self._monitor = self._socket.get_monitor_socket(events)
         self._is_in = self._is_connected = False
         self._socket.connect(str(address))
+
+    def enter(self, timeout_s: float) -> None:
+        """Wait until we are let in; asks for nothing.
+
+        Raises
+        ------
+        HandshakeRefusedError
+            If we are not.
+        CacheRankLostError
+            If nobody answers within `timeout_s`, with what is known of the reason.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._is_in:
+            if time.monotonic() >= deadline:
+                raise CacheRankLostError(f"{self.address}: {self._why(timeout_s)}")
+            readable(self._monitor, min(deadline, time.monotonic() + _SLICE_S))
+            self._look()
 
     def send(self, letter: Letter) -> None:
         """Queue `letter`; waits 50 ms at most.
@@ -156,7 +175,7 @@ class Caller:
         try:
             self._socket.send(CODEC.encode(letter))
         except zmq.ZMQError as error:
-            raise CacheRankLostError(f"{self._address}: nobody reads ({error})") from error
+            raise CacheRankLostError(f"{self.address}: nobody reads ({error})") from error
 
     def request(self, letter: Letter, timeout_s: float) -> Letter:
         """Send `letter` and return the answer.
@@ -173,7 +192,7 @@ class Caller:
         self.send(letter)
         reply = self.receive(timeout_s)
         if reply is None:
-            raise CacheRankLostError(f"{self._address}: {self._why(timeout_s)}")
+            raise CacheRankLostError(f"{self.address}: {self._why(timeout_s)}")
         if isinstance(reply, Refused):
             raise HandshakeRefusedError(reply.field, reply.message)
         return reply
@@ -195,7 +214,7 @@ class Caller:
                 return None
         parts, is_whole = receive_parts(self._socket, limit=1)
         if not is_whole:
-            raise ProtocolError(f"{self._address}: a message of several frames")
+            raise ProtocolError(f"{self.address}: a message of several frames")
         return CODEC.decode(parts[0])
 
     def close(self) -> None:
@@ -218,7 +237,7 @@ class Caller:
                 elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
                     raise HandshakeRefusedError(
                         "key",
-                        f"the cache rank at {self._address} does not let us in: our key or our "
+                        f"the cache rank at {self.address} does not let us in: our key or our "
                         "address is not on its allow-list; copy inference_rank.key into its folder "
                         "of keys, and name our address there",
                     )
@@ -233,3 +252,29 @@ class Caller:
                 "is in cache_rank.key"
             )
         return f"nobody listens there ({within}); is `tandemkv cache-rank` running on that host?"
+
+
+def await_entry(address: LinkAddress, keys: KeyPair, server: bytes, stop: threading.Event) -> None:
+    """Return once the cache rank lets us in, or `stop` is set; the log says what it waits for.
+
+    Parameters are those of `Caller`; a name in `address` is looked up for each try.
+
+    Raises
+    ------
+    HandshakeRefusedError
+        If we are not let in.
+    """
+    told = ""
+    while not stop.is_set():
+        with contextlib.ExitStack() as tried:
+            try:
+                caller = Caller(address.resolved(), keys, server)
+                tried.callback(caller.close)
+                caller.enter(_TRY_S)
+            except CacheRankLostError as error:
+                if str(error) != told:
+                    told = str(error)
+                    _LOG.warning("waiting for the cache rank: %s", told)
+            else:
+                return
+        stop.wait(_PAUSE_S)

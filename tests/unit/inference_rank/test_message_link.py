@@ -58,27 +58,44 @@ class Pumps:
 
     def __init__(self, near: RunDir, far: RunDir, settings: RankSettings, keys: Path) -> None:
         make_keys(keys)
-        door = Door(LinkAddress("127.0.0.3", 0), own_keys(keys, CACHE_RANK), allowed_keys(keys))
-        self.far = FarPump(far, settings, door)
+        self._of_far = far, settings, keys
+        self._running: list[tuple[threading.Event, threading.Thread]] = []
+        self._address = LinkAddress("127.0.0.3", 0)
+        self._start_far()
         self.near = NearPump(
             near,
             settings,
-            door.address,
+            self._address,
             own_keys(keys, INFERENCE_RANK),
             public_key(keys, CACHE_RANK),
             "127.0.0.2",
         )
-        self.stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=pump.run, args=(self.stop,)) for pump in (self.far, self.near)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._start(self.near)
+
+    def lose_far(self) -> None:
+        """End what holds the K/V, and start another at the same address."""
+        self._stop(0)
+        self._start_far()
 
     def close(self) -> None:
-        self.stop.set()
-        for thread in self._threads:
-            thread.join()
+        while self._running:
+            self._stop(0)
+
+    def _start_far(self) -> None:
+        far, settings, keys = self._of_far
+        door = Door(self._address, own_keys(keys, CACHE_RANK), allowed_keys(keys))
+        self._address, self.far = door.address, FarPump(far, settings, door)
+        self._start(self.far)
+
+    def _start(self, pump: FarPump | NearPump) -> None:
+        stop = threading.Event()
+        self._running.append((stop, threading.Thread(target=pump.run, args=(stop,))))
+        self._running[-1][1].start()
+
+    def _stop(self, number: int) -> None:
+        stop, thread = self._running.pop(number)
+        stop.set()
+        thread.join()
 
 
 @contextmanager
@@ -145,6 +162,30 @@ def test_a_killed_cache_rank(tmp_path: Path) -> None:
                 _same(played.run(), want)
             killer.join()
         assert played.num_lost == 2
+
+
+def test_a_host_that_has_lost_the_k_and_v_is_noticed(tmp_path: Path) -> None:
+    settings = settings_of("last_query", {"link": "message", "two_gpus": True}, **_SELECTION)
+    with _played(tmp_path, settings) as (played, _):
+        want, connection = played.run(), played.connection
+        played.pumps.lose_far()
+        deadline = time.monotonic() + 30
+        while connection.lost_reason is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        played.link.rewind()
+        for _ in range(2):
+            opened = connection.open_connection(timeout_s=60)
+            assert opened.has_lost_memory, "until what was there is given up"
+            opened.close()
+        connection.forget_rows()
+        opened = connection.open_connection(timeout_s=60)
+        assert not opened.has_lost_memory
+        connection.adopt(opened)
+        connection.resume(())
+        assert connection.await_finish(connection.step)
+        connection.confirm(connection.step)
+        _same(played.run(), want)
 
 
 def test_k_and_v_of_earlier_prompts_are_not_kept_and_come_back(tmp_path: Path) -> None:

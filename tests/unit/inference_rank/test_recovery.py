@@ -148,6 +148,24 @@ def test_rows_that_cannot_be_taken_up_are_computed_again(world: World) -> None:
     world.check_nothing_is_left()
 
 
+def test_requests_whose_memory_is_gone_are_computed_again(world: World) -> None:
+    connection = Connection()
+    connection.is_there = connection.is_finished = connection.has_lost_memory = True
+    recovery = recovery_of(world, connection)
+    tokens = [list(r.output_ids) for r in world.requests]
+    connection.mark_lost("its host ended")
+    turn_until(recovery, world, lambda: recovery.state is State.SERVING)
+    assert (connection.num_forgotten, connection.num_closed) == (1, 1)
+    assert connection.resumed == [()], "nothing is taken up from other memory"
+    assert [r.rid for r in world.waiting_queue] == ["r0", "r1", "r2"]
+    assert world.counters.recomputed_requests_total == 3
+    world.run()
+    assert [list(r.output_ids)[: len(t)] for r, t in zip(world.requests, tokens, strict=True)] == (
+        tokens
+    )
+    world.check_nothing_is_left()
+
+
 def test_a_loss_without_progress_in_between_is_the_same_pause(world: World) -> None:
     """An engine that crashes over one step again and again does not pause for ever."""
     connection = Connection()

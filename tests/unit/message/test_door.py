@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from tandemkv.cache_rank.protocol.message.data_plane import (
     DataPlane,
     MeetingPoint,
 )
-from tandemkv.cache_rank.protocol.message.door import Caller, Door
+from tandemkv.cache_rank.protocol.message.door import Caller, Door, await_entry
 from tandemkv.cache_rank.protocol.message.keys import (
     CACHE_RANK,
     INFERENCE_RANK,
@@ -52,9 +54,12 @@ def _answer(letter: Letter) -> Letter:
 
 @contextmanager
 def _serving(
-    folder: Path, answer: Callable[[Letter], Letter] = _answer, hosts: tuple[str, ...] = ()
+    folder: Path,
+    answer: Callable[[Letter], Letter] = _answer,
+    hosts: tuple[str, ...] = (),
+    address: LinkAddress = _ANYWHERE,
 ) -> Iterator[Door]:
-    door = Door(_ANYWHERE, own_keys(folder, CACHE_RANK), allowed_keys(folder), hosts)
+    door = Door(address, own_keys(folder, CACHE_RANK), allowed_keys(folder), hosts)
     stopping = threading.Event()
 
     def serve() -> None:
@@ -147,6 +152,31 @@ def test_nobody_listens(keys: Path) -> None:
         caller.request(Beat(epoch=1, sequence=1), 0.5)
 
 
+def test_the_inference_rank_may_come_first(
+    keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _serving(keys) as door:
+        address, server = door.address, public_key(keys, CACHE_RANK)
+    own, stop = own_keys(keys, INFERENCE_RANK), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(await_entry, address, own, server, stop)
+        while "nobody listens there" not in caplog.text:
+            assert not waiting.done()
+            time.sleep(0.05)
+        with _serving(keys, address=address):
+            assert waiting.result(20.0) is None
+        waiting = pool.submit(await_entry, LinkAddress("nobody.invalid", 1), own, server, stop)
+        while "leads to no address" not in caplog.text:
+            assert not waiting.done()
+            time.sleep(0.05)
+        stop.set()
+        assert waiting.result(20.0) is None
+    stranger = tmp_path / "stranger"
+    make_keys(stranger)
+    with _serving(keys) as door, pytest.raises(HandshakeRefusedError, match="not on its allow"):
+        await_entry(door.address, own_keys(stranger, INFERENCE_RANK), server, threading.Event())
+
+
 def test_plain_and_random_bytes_disturb_nothing(keys: Path) -> None:
     with _serving(keys) as door, _calling(door, keys) as caller:
         assert isinstance(_asks(caller), BeatReply)
@@ -227,6 +257,21 @@ def test_addresses_that_are_none(text: str, said: str) -> None:
 def test_addresses() -> None:
     for text in ("tcp://127.0.0.1:5", "tcp://[::1]:65535"):
         assert str(LinkAddress.parse(text)) == text
+        peer = LinkAddress.parse_peer(text)
+        assert peer.resolved() == peer == LinkAddress.parse(text)
+    assert str(LinkAddress.parse("tcp://::1:5")) == "tcp://[::1]:5", "as $(POD_IP) is put in"
+
+
+def test_the_other_end_may_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = LinkAddress.parse_peer("tcp://cache-rank-0.cache-rank.ns.svc:7400")
+    assert str(peer) == "tcp://cache-rank-0.cache-rank.ns.svc:7400"
+    for number in (1, 2):  # it is asked each time
+        answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"192.0.2.{number}", 7400))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=answer, **__: found)
+        assert str(peer.resolved()) == f"tcp://192.0.2.{number}:7400"
+    for text in ("tcp://0.0.0.0:5", "tcp://a b:5", "tcp://:5", "tcp://-a:5", "tcp://300.1.1.1:5"):
+        with pytest.raises(SettingsError):
+            LinkAddress.parse_peer(text)
 
 
 def test_keys_are_kept_private_and_not_shown(keys: Path) -> None:

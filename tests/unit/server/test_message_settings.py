@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server import message_launch
+from tandemkv.server.commands import app
 from tandemkv.server.message_launch import message_launches, with_own_link
 from tandemkv.server.settings import ServeSettings
 
@@ -48,6 +51,25 @@ def test_an_address_means_the_link() -> None:
     assert placement.has_far_pool
     assert placement.has_far_host
     assert "another host" in placement.describe()
+
+
+def test_the_other_host_may_have_a_name() -> None:
+    found = _settings(cache_rank_address="tcp://tandemkv-cache-rank:7400", link_keys="k")
+    assert found.wished_link == "message"
+
+
+def test_addresses_that_may_come_are_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(message_launch, "run_far_rank", lambda *given: found.append(given))
+    words = ["cache-rank", "--model", "smollm2", "--run-dir", str(tmp_path), "--address", _ADDRESS]
+    for more in ([], ["--allow", "10.0.0.1,10.0.0.3"]):
+        assert CliRunner().invoke(app, [*words, *more]).exit_code == 0
+    assert [given[2:4] for given in found] == [
+        (_ADDRESS, []),
+        (_ADDRESS, ["10.0.0.1", "10.0.0.3"]),
+    ]
 
 
 def test_both_ends_here_have_keys_and_an_address_of_their_own(tmp_path: Path) -> None:
