@@ -52,10 +52,7 @@ def measure(
     selection = settings.selection
     num_cold = DenseLengths.of(selection, selection.num_resident).num_cold
     load = largest_load(
-        num_slots=num_slots,
-        max_batch=max_batch,
-        max_context=model.max_context,
-        num_cold=num_cold,
+        num_slots=num_slots, max_batch=max_batch, max_context=model.max_context, num_cold=num_cold
     )
     if load is None:
         return None
@@ -66,13 +63,9 @@ def measure(
     )  # fmt: skip
     rank = create(
         model=msgspec.structs.replace(model, num_layers=1, windowed_layers=()),
-        settings=_every_step(settings),
-        pools=scratch.pools,
-        max_batch=scratch.batch,
-        predict_query=predict_query,
-        model_dir=model_dir,
-        calibrated=model,
-    )
+        settings=_every_step(settings), pools=scratch.pools, max_batch=scratch.batch,
+        predict_query=predict_query, model_dir=model_dir, calibrated=model,
+    )  # fmt: skip
     if not rank.program.selects:
         return None
     lengths = prompt_lengths(num_cold + 1, min(model.max_context, num_slots))

@@ -153,21 +153,8 @@ def read_model_spec(
     entry = architecture_of_config(config)
     check_attention(config, entry, name=model_dir.name)
     try:
-        heads = int(config["num_attention_heads"])
-        spec = ModelSpec(
-            architecture=entry.name,
-            num_layers=int(config["num_hidden_layers"]),
-            num_qo_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-            hidden_size=int(config["hidden_size"]),
-            max_context=max_context or int(config["max_position_embeddings"]),
-            dtype=dtype,
-            model_hash=model_hash(model_dir),
-            softmax_scale=softmax_scale(config, entry),
-            kv_dtype=None if kv_dtype == dtype else kv_dtype,
-            windowed_layers=windowed_layers(config, entry),
-        )
+        spec = _spec_of(config, entry, model_dir, dtype=dtype, max_context=max_context)
+        spec = msgspec.structs.replace(spec, kv_dtype=None if kv_dtype == dtype else kv_dtype)
         msgspec.convert(msgspec.structs.astuple(spec), ModelSpec)  # what a message may carry
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UnsupportedModelError(
@@ -180,6 +167,26 @@ def read_model_spec(
             f"num_key_value_heads={spec.num_kv_heads}"
         )
     return spec
+
+
+def _spec_of(
+    config: Mapping[str, Any], entry: Architecture, model_dir: Path, *, dtype: str,
+    max_context: int | None,
+) -> ModelSpec:  # fmt: skip
+    heads = int(config["num_attention_heads"])
+    return ModelSpec(
+        architecture=entry.name,
+        num_layers=int(config["num_hidden_layers"]),
+        num_qo_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        hidden_size=int(config["hidden_size"]),
+        max_context=max_context or int(config["max_position_embeddings"]),
+        dtype=dtype,
+        model_hash=model_hash(model_dir),
+        softmax_scale=softmax_scale(config, entry),
+        windowed_layers=windowed_layers(config, entry),
+    )
 
 
 def model_hash(model_dir: Path) -> str:

@@ -55,26 +55,8 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
                     "[slots, heads, dim]: serve without a quantised KV cache"
                 )
             sglang_versions.without_scales(self)
-            table = req_to_token_pool.req_to_token
-            settings = runtime_module.settings_from_environment()
-            self.mapped_sizes = RegionSizes(
-                num_slots=int(self.size) + int(self.page_size),
-                num_rows=int(table.shape[0]),
-                page_size=int(self.page_size),
-                is_apart=settings.placement.has_far_pool,
-            )
-            config, tp_size = configurator.model_config, settings.placement.tp_size
-            model = shard_of(
-                shared_model_spec(config.model_path, config.dtype, self.dtype, int(table.shape[1])),
-                tp_size,
-            )
-            device = with_index(torch.device(self.device))
-            self.mapped = make_kept_tensors(
-                model,
-                settings,
-                self.mapped_sizes,
-                inference_homes(device, tp_size),
-                rank_run_dir(HeadShard(0, settings.placement.head_shards)),
+            self.mapped_sizes, self.mapped = _kept_for(
+                self, configurator.model_config, req_to_token_pool.req_to_token
             )
             req_to_token_pool.req_to_token = self.mapped["req_to_token"]
             kv = self.mapped["kv"].view(self.store_dtype)
@@ -83,6 +65,22 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
             sglang_versions.describe_buffers(self)
 
     return SharedKVPool
+
+
+def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes, MappedTensors]:
+    """Return what outlives an epoch, for SGLang's `pool` and request `table`."""
+    settings = runtime_module.settings_from_environment()
+    sizes = RegionSizes(
+        num_slots=int(pool.size) + int(pool.page_size),
+        num_rows=int(table.shape[0]),
+        page_size=int(pool.page_size),
+        is_apart=settings.placement.has_far_pool,
+    )
+    tp_size = settings.placement.tp_size
+    whole = shared_model_spec(config.model_path, config.dtype, pool.dtype, int(table.shape[1]))
+    homes = inference_homes(with_index(torch.device(pool.device)), tp_size)
+    run_dir = rank_run_dir(HeadShard(0, settings.placement.head_shards))
+    return sizes, make_kept_tensors(shard_of(whole, tp_size), settings, sizes, homes, run_dir)
 
 
 def rank_run_dir(shard: HeadShard | None = None) -> RunDir:

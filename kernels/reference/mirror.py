@@ -160,10 +160,7 @@ def _diff(
         _compact(positions, chosen, num_taken, fetch_pos)
 
     is_fetched = fetch_pos >= 0
-    # Empty slots are in their order already; of the others those that are taken follow in theirs.
-    place = torch.where(may_fill.gather(-1, slot_order), column, num_slots + slot_order)
-    place = torch.where(is_fetched, place, 2 * num_slots + column)
-    slot_order = slot_order.gather(-1, place.argsort(dim=-1))
+    slot_order = _in_order(slot_order, may_fill, is_fetched, num_slots)
     fetch_slot = torch.where(is_fetched, slot_order, -1).to(torch.int32)
     if counters is not None:
         counters[:3] += torch.stack(((found >= 0).sum(), missing.sum(), is_fetched.sum()))
@@ -171,6 +168,19 @@ def _diff(
     _write(last_used, slot_order, now.expand(shape), is_fetched)
     room = (0, max(0, fetch_cap - num_slots))
     return pad(fetch_pos, room, value=-1), pad(fetch_slot, room, value=-1)
+
+
+def _in_order(
+    slot_order: torch.Tensor, may_fill: torch.Tensor, is_fetched: torch.Tensor, num_slots: int
+) -> torch.Tensor:
+    """Return the slots to be written, those that are not last.
+
+    Empty ones are in their order already; of the others those that are taken follow in theirs.
+    """
+    column = torch.arange(slot_order.shape[-1], device=slot_order.device)
+    place = torch.where(may_fill.gather(-1, slot_order), column, num_slots + slot_order)
+    place = torch.where(is_fetched, place, 2 * num_slots + column)
+    return slot_order.gather(-1, place.argsort(dim=-1))
 
 
 def _ascending(positions: torch.Tensor) -> torch.Tensor:

@@ -109,17 +109,7 @@ def draw(reports: Sequence[Report], stem: Path, names: Sequence[str] = ()) -> tu
             _draw_panel(axis, [line for line in lines if line.batch == batch], colours)
         queued = ", queued" if has_queued(reports) else ""
         axes[0][0].set_ylabel(f"ms per output token{queued}")
-        handles: dict[str, object] = {}
-        for axis in axes[0]:
-            drawn, labels = axis.get_legend_handles_labels()
-            handles |= dict(zip(labels, drawn, strict=True))
-        figure.legend(
-            handles.values(),
-            handles.keys(),
-            loc="outside lower center",
-            frameon=False,
-            ncols=min(3, 1 + len(batches)),
-        )
+        _draw_legend(figure, axes[0])
         gpus = {f"{report.gpu.count} x {report.gpu.name}" for report in reports if report.gpu}
         if gpus:
             figure.suptitle(", ".join(sorted(gpus)), fontsize=9, x=0.01, ha="left")
@@ -129,6 +119,17 @@ def draw(reports: Sequence[Report], stem: Path, names: Sequence[str] = ()) -> tu
         figure.savefig(paths[1], dpi=160)
         plt.close(figure)
     return paths
+
+
+def _draw_legend(figure: Any, axes: Sequence[Any]) -> None:
+    handles: dict[str, object] = {}
+    for axis in axes:
+        drawn, labels = axis.get_legend_handles_labels()
+        handles |= dict(zip(labels, drawn, strict=True))
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", frameon=False,
+        ncols=min(3, 1 + len(axes)),
+    )  # fmt: skip
 
 
 def _draw_panel(axis: Any, lines: Sequence[Series], colours: Mapping[str, str]) -> None:
