@@ -147,6 +147,11 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             f"standby needs a cache rank in a process of its own, and link {placement.link} has "
             "none; leave --standby out, or use --transport shared"
         )
+    if settings.overlap_passes and not placement.num_cache_ranks:
+        raise SettingsError(
+            "overlap_passes is for a cache rank in a process of its own; without one SGLang "
+            "overlaps passes on GPUs by itself: leave --overlap-passes out"
+        )
     if placement.has_far_host and placement.model_device != "cpu":
         raise SettingsError(
             "transport=message moves K/V between CPUs only in this version, and the model is on a "

@@ -28,7 +28,7 @@ _SHARED_GPU_ENV = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Streams that wait for the other process must not hold up others in a queue of the GPU."""
 _CPU_FLAGS = (
     "--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-    "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle",
+    "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle",
 )  # fmt: skip
 
 
@@ -74,8 +74,9 @@ def sglang_argv(
         "--disable-hybrid-swa-memory",
     ]  # fmt: skip
     argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
-    if device != "cpu" and settings.rank_settings.placement.maps_memory:
-        # What a lost cache rank cut short is known when a pass is over: none may be under way then.
+    is_split = settings.rank_settings.placement.maps_memory
+    if not settings.overlap_passes and (is_split or device == "cpu"):
+        # What a lost cache rank cut short is known when a pass is over: none is under way then.
         argv += ["--disable-overlap-schedule"]
     if settings.tensor_parallel > 1:
         # SGLang switches this on for some models, and a layer's input is then a part of the sum.

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache rank is killed while SGLang's overlap scheduler has one pass under way behind another.
-
-`serve` runs it with an engine in SGLang's process only; this is what has to hold before it does so
-with one in a process of its own.
-"""
+"""``--overlap-passes``: a cache rank is killed while one pass is under way behind another."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from exactness import flush
@@ -32,7 +27,6 @@ from rank_servers import Server, ours
 # On CPUs nobody serves so, and it takes a server of its own.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-_START = (str(Path(__file__).with_name("overlapped_server.py")), "serve")
 _REQUESTS, _NEW_TOKENS = 8, 24
 
 
@@ -43,8 +37,8 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    settings = settings_of(num_requests=_REQUESTS, standby=True)
-    with ours(settings, start=_START) as found:
+    settings = settings_of(num_requests=_REQUESTS, standby=True, overlap_passes=True)
+    with ours(settings) as found:
         assert found.run_dir is not None
         log = (found.run_dir / "sglang.log").read_text()
         assert "disable_overlap_schedule=False" in log

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
+
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h; the module socket has no name for it
 _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K: keep 0 bytes of a packet
 _creating = threading.Lock()
@@ -40,14 +42,20 @@ def drop_strangers(descriptors: Iterable[int]) -> None:
 
     Raises
     ------
-    OSError
+    SettingsError
         If the kernel takes no filter.
     """
     code = ctypes.create_string_buffer(_RETURN_NOTHING)
     program = struct.pack("HP", 1, ctypes.addressof(code))
     for descriptor in descriptors:
         with socket.socket(fileno=os.dup(descriptor)) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            except OSError as error:
+                raise SettingsError(
+                    f"this kernel takes no filter on a socket ({error.strerror}), so the port for "
+                    "K/V would stay open to strangers; use --transport shared"
+                ) from error
 
 
 def _listening() -> set[int]:

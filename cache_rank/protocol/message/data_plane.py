@@ -108,6 +108,8 @@ class MeetingPoint:
         ProtocolError
             If gloo does not write places so, for it would end the process by reading this one; or
             if somebody else was met.
+        SettingsError
+            If this machine cannot keep strangers from the port.
         """
         if len(place) != len(self.place) or place[:_KIND_BYTES] != self.place[:_KIND_BYTES]:
             raise ProtocolError(f"a place of {len(place)} bytes is none of this version of gloo")

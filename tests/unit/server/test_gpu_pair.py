@@ -180,6 +180,8 @@ def test_passes_of_a_pair_are_captured_but_not_overlapped() -> None:
     assert "--disable-overlap-schedule" in pair
     assert "--disable-cuda-graph" not in pair
     assert "--disable-overlap-schedule" not in argv(ServeSettings(model="m", cache_ranks=0))
+    asked = argv(as_pair(ServeSettings(model="m", overlap_passes=True)))
+    assert "--disable-overlap-schedule" not in asked
 
 
 def test_a_layer_of_a_tensor_parallel_model_is_given_the_whole_sum() -> None:
