@@ -111,8 +111,7 @@ class PassLog:
     def take(self, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> None:
         """Use the results of a pass (`Scheduler.process_batch_result`), unless it was lost."""
         found = self._passes.get(batch.forward_iter)
-        if found is not None:
-            await_end(result, found.device)
+        self.await_end(batch, result)
         if self.dropped or not self._agreement.all(self._is_done(found)):
             self.dropped.append(batch)
             self._counters.dropped_passes_total += 1
@@ -121,6 +120,12 @@ class PassLog:
         self._passes.pop(batch.forward_iter, None)
         if found is not None and found.step is not None:
             self._connection.confirm(found.step)
+
+    def await_end(self, batch: Any, result: Any) -> None:
+        """Wait until the pass of `batch`, whose results nobody has looked at, has ended."""
+        found = self._passes.get(batch.forward_iter)
+        if found is not None:  # a batch that waits for its results no longer knows its device
+            await_end(result, found.device)
 
     def rewind(self, lost: list[Any]) -> None:
         """Bring what the passes of the `lost` batches have changed back to where it was."""

@@ -23,15 +23,13 @@ from enum import Enum
 from http import HTTPStatus
 from typing import Any, Protocol
 
-import torch
-
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.reconnect import Reconnecting
 from tandemkv.inference_rank.sglang_versions import committed, row_of
 
 from .agreement import Agreement
-from .passes import PassLog, await_end
+from .passes import PassLog
 from .penalties import PenaltyLog
 from .rewind import end_requests, live_requests, recompute, rewind
 
@@ -206,7 +204,7 @@ class Recovery:
         if scheduler.enable_overlap:
             for batch, result in scheduler.result_queue:
                 # Its tokens must not come over those that rewinding puts in their place.
-                await_end(result, torch.device(batch.device))
+                self._passes.await_end(batch, result)
                 lost.append(batch)
         found = rewind(scheduler, lost, self._penalties)
         self._passes.rewind(lost)

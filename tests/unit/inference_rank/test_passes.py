@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.utils import GenerationBatchResult
 
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.resume.passes import PassLog
@@ -89,3 +90,12 @@ def test_a_void_pass_is_waited_for(log: PassLog, link: Link) -> None:
     log.take(lambda *_: None, scheduler, batch, result)
     assert link.has_ended
     assert log.dropped == [batch]
+
+
+def test_a_pass_ends_on_the_device_that_it_began_on(log: PassLog, link: Link) -> None:
+    """SGLang keeps copies of batches that wait for their results: these have another device."""
+    began, waits = SimpleNamespace(**vars(_batch(1)) | {"device": "cpu"}), _batch(1)
+    result = log.run(
+        lambda *_: GenerationBatchResult(), SimpleNamespace(enable_overlap=True), began
+    )
+    log.await_end(waits, result)  # on a GPU it would ask for its stream
