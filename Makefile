@@ -62,10 +62,10 @@ format: setup ## let ruff rewrite the files
 	@$(BIN)/ruff format .
 
 deploy-lint: setup ## hadolint, Kubernetes and Compose schemas over deploy/ (offline)
-	@$(BIN)/hadolint deploy/gpu/Dockerfile
+	@$(BIN)/hadolint deploy/cpu/Dockerfile deploy/gpu/Dockerfile
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/gpu/compose.yaml
 	@git ls-files -co --exclude-standard 'deploy/kubernetes/*.yaml' | \
-	    grep -v -e kustomization -e pair/settings -e pair-dra | \
+	    grep -v -e kustomization -e /settings -e pair-dra | \
 	    xargs $(BIN)/kubernetes-validate --strict --quiet -k $(KUBERNETES_VERSION)
 	@$(BIN)/kubernetes-validate --strict --quiet -k $(DRA_VERSION) \
 	    deploy/kubernetes/pair-dra/resource-claim-template.yaml

@@ -7,6 +7,7 @@ copies those that the prediction reads into mapped tensors beside the engine.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from tandemkv.kernels.query import QueryWeights, predict_query
 from .errors import ProtocolError
 from .head_shard import HeadShard
 from .mapped_tensors import MappedTensors
+from .model_spec import ModelSpec
 
 PREDICTOR_PREFIX = "predict_"
 _OPTIONAL = ("norm", "weight_scale", "bias", "query_norm")
@@ -25,6 +27,23 @@ _EPSILONS = "epsilons"
 _NUMBERS = "layers"
 _FORM = "form"
 _COS_SIN = "cos_sin"
+_ITEM_BYTES = 4
+"""Of the widest dtype that they have."""
+
+
+def num_positions(model: ModelSpec, capacity_tokens: int) -> int:
+    """Return how many positions a request can have: the context's, or those that the pool holds."""
+    return min(model.max_context, capacity_tokens)
+
+
+def most_bytes(model: ModelSpec, capacity_tokens: int) -> int:
+    """Return more bytes than `put_weights` makes for `model`, with a table of `num_positions`."""
+    rows = model.num_qo_heads * model.head_dim
+    of_layer = rows * (model.hidden_size + 3) + model.hidden_size  # scale, bias, norm by head; norm
+    table = num_positions(model, capacity_tokens) * model.head_dim
+    numbers = 3 * model.num_layers + 2  # its number and two epsilons; the form
+    pages = mmap.PAGESIZE * (len(_OPTIONAL) + 5)  # a tensor takes one at least
+    return _ITEM_BYTES * (model.num_layers * of_layer + table + numbers) + pages
 
 
 def put_weights(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,6 +14,7 @@ import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.control import ControlClient
+from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors
 from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
@@ -49,7 +51,7 @@ from tandemkv.cache_rank.protocol.messages import (
     Refused,
     Welcome,
 )
-from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
+from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX, most_bytes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import STAMPS, RegionSizes, specs_by_life
@@ -200,7 +202,10 @@ class FarPump:
             is_apart=True,
         )
         kept, new = specs_by_life(hello.model, settings.selection, sizes, on_gpu=False)
-        self._keep(kept, meet)
+        told = checked_tensors(
+            meet.tensors, most_bytes(hello.model, settings.cache.capacity_tokens)
+        )
+        self._keep(kept, told)
         self._receive_tensors(meet, plane)
         ours = MappedTensors()
         ours.allocate_all(new)
@@ -227,8 +232,8 @@ class FarPump:
         )
         return session
 
-    def _keep(self, specs: tuple[TensorSpec, ...], meet: Meet) -> None:
-        """Have the memory that survives the cache rank; other sizes begin anew."""
+    def _keep(self, specs: tuple[TensorSpec, ...], told: tuple[TensorSpec, ...]) -> None:
+        """Have the memory that survives the cache rank, other sizes begin anew; and `told`."""
         for spec in self._kept.specs:
             if spec.name.startswith(PREDICTOR_PREFIX):
                 self._kept.forget(spec.name)
@@ -237,11 +242,7 @@ class FarPump:
             self._books.close()
             self._kept.allocate_all(specs)
             self._memory = secrets.randbits(61) + 1
-        for told in meet.tensors:
-            is_known = told.name.startswith(PREDICTOR_PREFIX) and told.dtype in DTYPES
-            if not is_known or told.home not in HOMES:
-                raise ProtocolError(f"tensor {told.name!r} of {told.dtype} is none of ours")
-            self._kept.allocate(told.name, told.shape, told.dtype, cast(Home, told.home))
+        self._kept.allocate_all(told)
 
     def _receive_tensors(self, meet: Meet, plane: DataPlane) -> None:
         while True:
@@ -272,3 +273,25 @@ class FarPump:
         guest.control.close()
         if guest.session is not None:
             guest.session.close()
+
+
+def checked_tensors(told: Sequence[SpecMessage], most_bytes: int) -> tuple[TensorSpec, ...]:
+    """Return what an inference rank wants held besides what both ends derive.
+
+    Raises
+    ------
+    ProtocolError
+        If it is something else than weights of the prediction, or more than `most_bytes` in all.
+    """
+    for each in told:
+        is_known = each.name.startswith(PREDICTOR_PREFIX) and each.dtype in DTYPES
+        if not is_known or each.home not in HOMES:
+            raise ProtocolError(f"tensor {each.name!r} of {each.dtype} is none of ours")
+    found = tuple(TensorSpec(x.name, x.shape, x.dtype, cast(Home, x.home)) for x in told)
+    nbytes = sum(spec.nbytes for spec in found)
+    if nbytes > most_bytes:
+        raise ProtocolError(
+            f"the inference rank wants {nbytes} bytes held for the prediction of queries; those of "
+            f"this model take {most_bytes} at most"
+        )
+    return found

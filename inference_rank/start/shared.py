@@ -12,7 +12,7 @@ from tandemkv.cache_rank.protocol.engine import DenseLengths
 from tandemkv.cache_rank.protocol.head_shard import parts_of
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.predictor_weights import put_weights
+from tandemkv.cache_rank.protocol.predictor_weights import num_positions, put_weights
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank.attention.backend import ResidentBackend
@@ -118,7 +118,10 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     if selection.declared.predicts_from_hidden:
         predictor = live_predictor(runner, settings, model, device=device)
         predictor.load()
-        put_weights(pool.mapped, *predictor.weights())
+        layers, cos_sin = predictor.weights()
+        if settings.placement.has_far_host:  # they travel, and the other host has a bound on them
+            cos_sin = cos_sin[: num_positions(model, settings.cache.capacity_tokens)]
+        put_weights(pool.mapped, layers, cos_sin)
     connection.connect()
     runtime = SharedRuntime(
         settings=settings,

@@ -8,32 +8,42 @@ those that have no port also no network. There is no image, and the root is this
 from __future__ import annotations
 
 import functools
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rank_servers import environment
+from rank_servers import Server, environment
 
 _APART = (
     *("unshare", "--user", "--map-current-user", "--pid", "--ipc", "--mount", "--mount-proc"),
     *("--fork", "--kill-child"),
 )
-_WITH_SHM = ("sh", "-c", 'mount -t tmpfs shm /dev/shm && exec "$@"', "container")
-_PATIENCE_S = 60.0
+_MOUNT = (
+    'mount -t tmpfs shm /dev/shm && mount --bind "$1" /etc/hosts && shift && exec "$@"',
+    "container",
+)
+_PATIENCE_S, _READY_S = 60.0, 180.0
+
+
+def _apart(hosts: Path, *, has_network: bool) -> list[str]:
+    """Return how a command line begins that is run as in a container, with these `hosts`."""
+    network = () if has_network else ("--net",)
+    return [*_APART, *network, "--", "sh", "-c", *_MOUNT, str(hosts)]
 
 
 @functools.cache
 def can_be_apart() -> bool:
     """Whether this machine lets us make namespaces."""
+    argv = [*_apart(Path("/etc/hosts"), has_network=False), "true"]
     try:
-        made = subprocess.run(
-            [*_APART, "--net", "--", *_WITH_SHM, "true"], capture_output=True, timeout=20.0
-        )
+        made = subprocess.run(argv, capture_output=True, timeout=20.0)
     except OSError:
         return False
     return made.returncode == 0
@@ -50,11 +60,23 @@ class Container:
         Where this machine has the mounts.
     work : Path
         For its log and temporary files.
+    address : str
+        IP address of its pod.
+    hosts : Path
+        What names of hosts lead to, where it can be apart (`can_be_apart`).
     """
 
-    def __init__(self, spec: dict[str, Any], paths: Mapping[str, Path], work: Path) -> None:
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        paths: Mapping[str, Path],
+        work: Path,
+        *,
+        address: str = "127.0.0.1",
+        hosts: Path = Path("/etc/hosts"),
+    ) -> None:
         self.name: str = spec["name"]
-        self._spec, self._paths = spec, paths
+        self._spec, self._paths, self._address, self._hosts = spec, paths, address, hosts
         self.log = work / f"{self.name}.log"
         self._temporary = work / f"tmp-{self.name}"
         self._temporary.mkdir()
@@ -70,10 +92,9 @@ class Container:
     def start(self) -> None:
         """Start it for the first time, or again."""
         assert self._popen is None
-        argv = self._argv(["tandemkv", *self._spec["args"]])
+        argv = self._argv([*self._spec.get("command", ["tandemkv"]), *self._spec["args"]])
         if can_be_apart():
-            network = () if "ports" in self._spec else ("--net",)
-            argv = [*_APART, *network, "--", *_WITH_SHM, *argv]
+            argv = [*_apart(self._hosts, has_network="ports" in self._spec), *argv]
         with self.log.open("ab") as output:
             self._popen = subprocess.Popen(
                 argv, env=self._environ(), stdout=output, stderr=subprocess.STDOUT, cwd="/"
@@ -85,6 +106,11 @@ class Container:
                 assert time.monotonic() < deadline, self.text
                 time.sleep(0.02)
             self._main = below[0]
+
+    def run(self) -> None:
+        """Start it and wait until it ends, as an init container does."""
+        argv = self._argv([*self._spec["command"], *self._spec["args"]])
+        subprocess.run(argv, env=self._environ(), check=True, timeout=_PATIENCE_S, cwd="/")
 
     def probe(self, kind: str) -> int:
         """Run its exec probe, and return the exit code."""
@@ -108,6 +134,11 @@ class Container:
         raise AssertionError(f"{self.name} does not start:\n{self.text}")
 
     @property
+    def readiness_route(self) -> str:
+        """What its readiness probe, one over HTTP, asks for."""
+        return str(self._spec["readinessProbe"]["httpGet"]["path"])
+
+    @property
     def is_running(self) -> bool:
         """Whether its first process lives."""
         return self._popen is not None and self._popen.poll() is None
@@ -127,8 +158,12 @@ class Container:
         self._ended(_PATIENCE_S)
 
     def stop(self, grace_s: float) -> None:
-        """End it as a kubelet does: SIGTERM, and SIGKILL after `grace_s`, which fails the test."""
+        """End it as a kubelet does: SIGTERM, and then `await_end`."""
         self.main.send_signal(signal.SIGTERM)
+        self.await_end(grace_s)
+
+    def await_end(self, grace_s: float) -> None:
+        """Return once it has ended; after `grace_s` it is killed, which fails the test."""
         try:
             self._ended(grace_s)
         except subprocess.TimeoutExpired as error:
@@ -142,14 +177,46 @@ class Container:
 
     def _argv(self, command: list[str]) -> list[str]:
         program, *words = command
-        assert program == "tandemkv"
         for mount, path in self._paths.items():
             words = [word.replace(f"{mount}/", f"{path}/") for word in words]
-        return [sys.executable, "-P", "-m", "tandemkv.server", *words]
+        given = self._given()
+        words = [re.sub(r"\$\((\w+)\)", lambda found: given[found[1]], word) for word in words]
+        if program == "tandemkv":
+            return [sys.executable, "-P", "-m", "tandemkv.server", *words]
+        return [program, *words]
+
+    def _given(self) -> dict[str, str]:
+        """Return the variables that the manifest names."""
+        found = {}
+        for item in self._spec.get("env", ()):
+            if "valueFrom" in item:
+                assert item["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+            found[item["name"]] = item.get("value", self._address)
+        return found
 
     def _environ(self) -> dict[str, str]:
-        given = {item["name"]: item["value"] for item in self._spec.get("env", ())}
-        return environment() | given | {"TMPDIR": str(self._temporary)}
+        return environment() | self._given() | {"TMPDIR": str(self._temporary)}
+
+
+def await_ready(server: Server, *containers: Container) -> None:
+    """Return once the readiness probe of the last of `containers` passes at `server`."""
+    route, deadline = containers[-1].readiness_route, time.monotonic() + _READY_S
+    while True:
+        for each in containers:
+            assert each.is_running, each.text
+        with suppress(OSError):
+            if server.get(route, 5.0)[0] == 200:
+                return
+        assert time.monotonic() < deadline, containers[-1].text
+        time.sleep(0.1)
+
+
+def eventually(condition: Callable[[], bool], complaint: str, timeout_s: float) -> None:
+    """Return once `condition` holds; fails the test after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.1)
 
 
 def namespaces(process: psutil.Process) -> dict[str, str]:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from containers import Container, can_be_apart, namespaces
+from containers import Container, await_ready, can_be_apart, eventually, namespaces
 from exactness import compare, run
 from manifests import CONTAINERS, KUBERNETES, containers_of, pod_of
 from rank_servers import (
@@ -34,7 +33,7 @@ from rank_servers import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 LONG_TOKENS, FEW_TOKENS = 24, 4
-READY_S, PATIENCE_S = 180.0, 30.0
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,10 @@ class Pod:
 
     def __getitem__(self, name: str) -> Container:
         return self.containers[name]
+
+    def await_ready(self) -> None:
+        """Return once requests are taken."""
+        await_ready(self.server, *self.containers.values())
 
 
 def settings_here(port: int) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def pod(of_serve: list[Any]) -> Iterator[Pod]:
         inference = made["inference-rank"]
         server = Server(f"http://127.0.0.1:{port}", inference.main.pid, inference.log, run_dir)
         found = Pod(made, server, run_dir)
-        await_ready(found)
+        found.await_ready()
         yield found
     finally:
         for container in reversed(made.values()):
@@ -98,25 +101,6 @@ def pod(of_serve: list[Any]) -> Iterator[Pod]:
 def want(pod: Pod, small_asked: list[list[int]]) -> list[int]:
     """What an undisturbed pod says to the longer prompt."""
     return long_answer(pod, small_asked[-1])
-
-
-def await_ready(pod: Pod) -> None:
-    route = containers_of("pair")["inference-rank"]["readinessProbe"]["httpGet"]["path"]
-
-    def is_ready() -> bool:
-        assert all(each.is_running for each in pod.containers.values()), pod["inference-rank"].text
-        with suppress(OSError):
-            return bool(pod.server.get(route, 5.0)[0] == 200)
-        return False
-
-    eventually(is_ready, pod["inference-rank"].text, READY_S)
-
-
-def eventually(condition: Callable[[], bool], complaint: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.1)
 
 
 def long_answer(pod: Pod, prompt: list[int], new_tokens: int = LONG_TOKENS) -> list[int]:
@@ -216,7 +200,7 @@ def test_an_inference_rank_that_is_started_again_gets_the_same_memory(
     pod["inference-rank"].kill()
     assert pod["cache-rank"].is_running
     pod["inference-rank"].start()
-    await_ready(pod)
+    pod.await_ready()
     assert long_answer(pod, small_asked[-1]) == want
     assert held(pod) & before, "K/V were made anew"
 

@@ -12,7 +12,8 @@ from typing import Self
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, SettingsError
 
 _SCHEME = "tcp://"
-_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?"
+_NAME = re.compile(rf"(?=.*[A-Za-z]){_LABEL}(\.{_LABEL})*\.?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,24 +14,32 @@ GPU = ROOT / "deploy" / "gpu"
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 COMPOSE: dict[str, Any] = yaml.safe_load((GPU / "compose.yaml").read_text(encoding="utf-8"))
 PAIRS = ("pair", "pair-dra")
-PLACEMENTS = ("in-process", *PAIRS)
+TWO_NODES, CACHE_RANK_POD = "two-nodes", "two-nodes/cache-rank"
+PLACEMENTS = ("in-process", *PAIRS, TWO_NODES)
+PODS = (*PLACEMENTS, CACHE_RANK_POD)
 CONTAINERS = ("memory", "cache-rank", "inference-rank")
 """Containers of a pair, in the order in which they start."""
 
 
-def kustomization(folder: str) -> dict[str, Any]:
-    path = KUBERNETES / folder / "kustomization.yaml"
+def manifest(name: str) -> dict[str, Any]:
+    """Return the manifest in a file below deploy/kubernetes, named without its end."""
+    path = KUBERNETES / f"{name}.yaml"
     loaded: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return loaded
 
 
-def stateful_set_of(folder: str) -> dict[str, Any]:
-    """Return the StatefulSet of a folder, patched as its kustomization says."""
-    path = KUBERNETES / folder / "stateful-set.yaml"
+def kustomization(folder: str) -> dict[str, Any]:
+    return manifest(f"{folder}/kustomization")
+
+
+def stateful_set_of(name: str) -> dict[str, Any]:
+    """Return the StatefulSet of a folder, patched as its kustomization says, or of another file."""
+    path = KUBERNETES / name / "stateful-set.yaml"
+    if not (KUBERNETES / name).is_dir():
+        return manifest(name)
     if path.exists():
-        loaded: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return loaded
-    whole = kustomization(folder)
+        return manifest(f"{name}/stateful-set")
+    whole = kustomization(name)
     (parent,) = [name for name in whole["resources"] if (path.parent / name).is_dir()]
     found = stateful_set_of((path.parent / parent).resolve().name)
     for patch in whole["patches"]:
@@ -43,14 +51,14 @@ def stateful_set_of(folder: str) -> dict[str, Any]:
     return found
 
 
-def pod_of(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = stateful_set_of(folder)["spec"]["template"]["spec"]
+def pod_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = stateful_set_of(name)["spec"]["template"]["spec"]
     return found
 
 
-def containers_of(folder: str) -> dict[str, dict[str, Any]]:
+def containers_of(name: str) -> dict[str, dict[str, Any]]:
     """Return containers by name, sidecars first, in the order in which they start."""
-    spec = pod_of(folder)
+    spec = pod_of(name)
     every = [*spec.get("initContainers", ()), *spec["containers"]]
     return {container["name"]: container for container in every}
 

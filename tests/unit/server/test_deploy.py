@@ -13,7 +13,7 @@ import manifests
 import pytest
 import typer.main
 import yaml
-from manifests import COMPOSE, CONTAINERS, GPU, KUBERNETES, PAIRS, PLACEMENTS, ROOT
+from manifests import COMPOSE, CONTAINERS, GPU, KUBERNETES, PAIRS, PLACEMENTS, PODS, ROOT
 from manifests import containers_of as containers
 from manifests import pod_of as pod
 from manifests import stateful_set_of as stateful_set
@@ -23,7 +23,10 @@ from tandemkv.server.commands import app
 from tandemkv.server.settings_sources import load_settings
 from tandemkv.server.sglang_command import cache_rank_env
 
-DOCKERFILE = (GPU / "Dockerfile").read_text(encoding="utf-8")
+DOCKERFILES = {
+    name: (ROOT / "deploy" / name / "Dockerfile").read_text(encoding="utf-8")
+    for name in ("cpu", "gpu")
+}
 UID = 10001
 RANKS = ("cache-rank", "inference-rank")
 
@@ -44,17 +47,19 @@ def started() -> Iterator[tuple[str, list[str]]]:
             how, program, *words = service["healthcheck"]["test"]
             assert (how, program) == ("CMD", "tandemkv")
             yield f"compose {name} probe", words
-    for placement in PLACEMENTS:
-        for name, container in containers(placement).items():
-            yield f"{placement} {name}", container["args"]
+    for one in PODS:
+        for name, container in containers(one).items():
+            if "command" not in container:  # the image's: tandemkv
+                yield f"{one} {name}", container["args"]
             for probe in probes(container):
                 if "exec" in probe:
                     program, *words = probe["exec"]["command"]
                     assert program == "tandemkv"
-                    yield f"{placement} {name} probe", words
-    for match in re.finditer(r"^ +CMD (\[.*\])$|^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE):
-        words = yaml.safe_load(match[1] or match[2])
-        yield "Dockerfile", words[1:] if words[0] == "tandemkv" else words
+                    yield f"{one} {name} probe", words
+    for name, text in DOCKERFILES.items():
+        for match in re.finditer(r"^ +CMD (\[.*\])$|^CMD (\[.*\])$", text, re.MULTILINE):
+            words = yaml.safe_load(match[1] or match[2])
+            yield f"Dockerfile {name}", words[1:] if words[0] == "tandemkv" else words
 
 
 STARTED = list(started())
@@ -69,7 +74,7 @@ def known_options(command: str) -> set[str]:
 
 def test_everything_that_is_started_was_found() -> None:
     assert sorted({name for name, _ in STARTED}) == [
-        "Dockerfile",
+        *("Dockerfile cpu", "Dockerfile gpu"),
         *("compose cache-rank", "compose cache-rank probe", "compose in-process"),
         *("compose inference-rank", "compose memory", "compose memory probe"),
         "in-process tandemkv",
@@ -81,8 +86,12 @@ def test_everything_that_is_started_was_found() -> None:
                 *("memory", "memory probe"),
             )
         ),
+        *("two-nodes inference-rank", "two-nodes/cache-rank cache-rank"),
+        "two-nodes/cache-rank cache-rank probe",
     ]  # fmt: skip
-    assert len([name for name, _ in STARTED if name == "Dockerfile"]) == 2
+    assert [name for name, _ in STARTED if name.startswith("Dockerfile")] == [
+        *("Dockerfile cpu", "Dockerfile gpu", "Dockerfile gpu")
+    ]
 
 
 @pytest.mark.parametrize(("name", "words"), STARTED, ids=lambda value: str(value)[:40])
@@ -94,7 +103,7 @@ def test_only_options_that_exist_are_used(name: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [words for _, words in STARTED if words[0] == "serve" and "--help" not in words]
+    "words", [words for _, words in STARTED if words[0] == "serve" and "/model" in words]
 )
 def test_the_settings_are_accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, [*words, "--print-settings"])
@@ -233,16 +242,16 @@ def test_a_patch_for_something_else_is_noticed() -> None:
         manifests.patched(whole, [{"op": "remove", "path": "/spec/template/spec/claims"}])
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_pods_may_do_nothing_that_they_need_not(placement: str) -> None:
-    spec = pod(placement)
+@pytest.mark.parametrize("name", PODS)
+def test_pods_may_do_nothing_that_they_need_not(name: str) -> None:
+    spec = pod(name)
     assert spec["automountServiceAccountToken"] is False
     assert not {"hostNetwork", "hostIPC", "hostPID"} & set(spec)
     security = spec["securityContext"]
     assert security["runAsNonRoot"] is True
     assert security["runAsUser"] == security["fsGroup"] == UID
     assert security["seccompProfile"]["type"] == "RuntimeDefault"
-    for container in containers(placement).values():
+    for container in containers(name).values():
         own = container["securityContext"]
         assert own["readOnlyRootFilesystem"] is True
         assert own["allowPrivilegeEscalation"] is False
@@ -250,24 +259,25 @@ def test_pods_may_do_nothing_that_they_need_not(placement: str) -> None:
         assert "memory" in container["resources"]["limits"]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_parts_of_a_pod_belong_together(placement: str) -> None:
-    whole = stateful_set(placement)["spec"]
+@pytest.mark.parametrize("name", PODS)
+def test_parts_of_a_pod_belong_together(name: str) -> None:
+    whole = stateful_set(name)["spec"]
     labels = whole["template"]["metadata"]["labels"]
-    service = yaml.safe_load((KUBERNETES / "base" / "service.yaml").read_text(encoding="utf-8"))
+    own = KUBERNETES / f"{name}-service.yaml"
+    service = manifests.manifest(f"{name}-service" if own.exists() else "base/service")
     assert whole["selector"]["matchLabels"].items() <= labels.items()
     assert service["spec"]["selector"].items() <= labels.items()
     assert whole["serviceName"] == service["metadata"]["name"]
-    volumes = {item["name"] for item in pod(placement)["volumes"]}
-    volumes |= {item["metadata"]["name"] for item in whole["volumeClaimTemplates"]}
+    volumes = {item["name"] for item in pod(name)["volumes"]}
+    volumes |= {item["metadata"]["name"] for item in whole.get("volumeClaimTemplates", ())}
     mounted = {
         mount["name"]
-        for container in containers(placement).values()
+        for container in containers(name).values()
         for mount in container["volumeMounts"]
     }
     assert mounted == volumes
-    writable = {"/run/tandemkv", "/tmp", "/cache", "/dev/shm"}
-    mounts = {mount["mountPath"] for mount in pod(placement)["containers"][0]["volumeMounts"]}
+    writable = {"/run/tandemkv", "/tmp", "/cache"} | ({"/dev/shm"} if name in PLACEMENTS else set())
+    mounts = {mount["mountPath"] for mount in pod(name)["containers"][0]["volumeMounts"]}
     assert writable <= mounts
 
 
@@ -303,9 +313,9 @@ def test_kustomizations_name_files_that_exist(folder: str) -> None:
 def test_who_stops_the_server_waits_for_its_drain() -> None:
     """Requests may finish for --drain-timeout-s; then processes end within 15 s each."""
     needed = load_settings({}, {"TANDEMKV_SERVE_MODEL": "smollm2"}, None).drain_timeout_s + 30
-    for placement in PLACEMENTS:
-        assert pod(placement)["terminationGracePeriodSeconds"] >= needed
-        assert all("lifecycle" not in item for item in containers(placement).values())
+    for name in PODS:
+        assert pod(name)["terminationGracePeriodSeconds"] >= needed
+        assert all("lifecycle" not in item for item in containers(name).values())
     for service in COMPOSE["services"].values():
         assert float(service["stop_grace_period"].removesuffix("s")) >= needed
     settings = load_settings({}, {}, KUBERNETES / "pair" / "settings.yaml")
@@ -323,18 +333,24 @@ def test_compose_publishes_on_loopback_and_runs_without_rights() -> None:
     assert any(f"uid={UID}" in item for item in COMPOSE["services"]["in-process"]["tmpfs"])
 
 
-def test_the_image_runs_as_nobody_special() -> None:
-    users = re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_image_runs_as_nobody_special(name: str) -> None:
+    text = DOCKERFILES[name]
+    users = re.findall(r"^USER (\S+)$", text, re.MULTILINE)
     assert users[-1] == f"{UID}:{UID}"
-    after = DOCKERFILE.rpartition("\nUSER ")[2]
+    after = text.rpartition("\nUSER ")[2]
     assert "\nRUN " not in after
-    assert "HEALTHCHECK" in after
+    assert ("HEALTHCHECK" in after) is (name == "gpu")  # Kubernetes does not look at it
 
 
-def test_the_build_context_holds_what_is_copied() -> None:
-    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [("gpu", ".dockerignore"), ("cpu", "deploy/cpu/Dockerfile.dockerignore")],
+)
+def test_the_build_context_holds_what_is_copied(name: str, ignored: str) -> None:
+    ignore = (ROOT / ignored).read_text(encoding="utf-8").split()
     copied: list[str] = []
-    for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE):
+    for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILES[name], re.MULTILINE):
         copied += shlex.split(line)[:-1]
     assert set(copied) == {word[1:] for word in ignore if word.startswith("!")}
     assert all((ROOT / name).exists() for name in copied)
