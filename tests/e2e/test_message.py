@@ -19,8 +19,10 @@ import psutil
 import pytest
 import yaml
 from exactness import compare, run
+from nothing_lost import wait_for
 from rank_servers import CAPACITY_TOKENS, Server, environment, free_port, model_dir, ours
 
+from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.message.keys import make_keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -69,6 +71,7 @@ def _cache_rank(work: Path, tree: dict[str, Any], address: str) -> Iterator[int]
     argv = [
         *(sys.executable, "-P", "-m", "tandemkv.server", "cache-rank", "--config", str(config)),
         *("--run-dir", str(work / "far"), "--address", address, "--allow", "127.0.0.1,127.0.0.2"),
+        "--standby",
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(argv, stdout=output, stderr=output, env=environment())
@@ -80,8 +83,12 @@ def _cache_rank(work: Path, tree: dict[str, Any], address: str) -> Iterator[int]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, int]]:
-    work = tmp_path_factory.mktemp("link")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("link")
+
+
+@pytest.fixture(scope="module")
+def pair(work: Path) -> Iterator[tuple[Server, int]]:
     keys = work / "keys"
     make_keys(keys)
     shared = {
@@ -117,11 +124,20 @@ def test_tokens_equal_those_of_one_process(pair: tuple[Server, int], token_ids: 
         assert found == [_tokens(local, prompts, at_once=1) for _ in range(2)]
 
 
-def test_a_killed_cache_rank_costs_a_pause(pair: tuple[Server, int], token_ids: list[int]) -> None:
+def test_a_killed_cache_rank_costs_a_pause(
+    pair: tuple[Server, int], work: Path, token_ids: list[int]
+) -> None:
+    """The standby on its host takes its place."""
     server, pid = pair
     prompts = _long_prompts(token_ids)
     want = _tokens(server, prompts, 48)
-    (engine,) = [p for p in psutil.Process(pid).children() if "cache-rank" in p.cmdline()]
+    engine = server_pid(work / "far/heartbeat.sock")
+    (standby,) = {
+        p.pid for p in psutil.Process(pid).children() if "cache-rank" in p.cmdline()
+    } - {engine}  # fmt: skip
+    assert engine
+    log = work / "far/standby.log"
+    wait_for(lambda: f"process {engine} serves" in log.read_text(), "no cache rank waits")
     results: list[list[int]] = []
 
     def ask() -> None:
@@ -130,9 +146,10 @@ def test_a_killed_cache_rank_costs_a_pause(pair: tuple[Server, int], token_ids: 
     thread = threading.Thread(target=ask)
     thread.start()
     time.sleep(2.0)
-    os.kill(engine.pid, signal.SIGKILL)
+    os.kill(engine, signal.SIGKILL)
     thread.join()
     assert results == want
+    assert server_pid(work / "far/heartbeat.sock") == standby
     inference, _ = server.values()
     assert inference["cache_rank_lost_total"] == 1
 
