@@ -234,8 +234,7 @@ class NearPump:
             if known and memory != known:
                 raise HandshakeRefusedError(
                     "memory",
-                    f"the K/V at {self._address} are lost, with the process that held them; start "
-                    "the server again",
+                    f"the K/V at {self._address} are lost, with the process that held them",
                 )
             made.allocate(STAMPS, (1,), torch.int64, "host").fill_(memory)
             send_tensors(connection, made)

@@ -12,16 +12,18 @@ from tandemkv.cache_rank.protocol.shared_region import STAMPS
 from tandemkv.kernels.to_device import to_device
 
 _NO_STEP = 0
+_NUM_COPIES = 3
 
 
 class RowVersions:
-    """Two copies of each row's books, as they were before the two latest steps that changed it.
+    """Three copies of each row's books, as they were before the latest steps that changed it.
 
     The engine works on the books in place. Behind each step that changes rows it copies these rows
-    over the older of their two copies, stamped with epoch, generation and the number of the step
-    that comes next. A step ends after its copies were made, and its results are used once it has
-    ended. So a step whose results were not used has at most one copy after it, and the state before
-    it is the other one.
+    over the oldest of their copies, stamped with epoch, generation and the number of the step that
+    comes next. The next step but one is announced once the results of a step were used or dropped:
+    with SGLang's overlap scheduler one pass is under way while another's results are looked at. So
+    a step whose results were not used has at most two copies after it, and the state before it is
+    the third.
 
     Parameters
     ----------
@@ -33,39 +35,35 @@ class RowVersions:
     Attributes
     ----------
     stamps : torch.Tensor
-        ``[2, num_rows, 3]`` int64: epoch, generation, number of the step that comes next; 0 is
+        ``[3, num_rows, 3]`` int64: epoch, generation, number of the step that comes next; 0 is
         none.
     """
 
     def __init__(self, books: Mapping[str, torch.Tensor], allocate: Allocate) -> None:
         self._books = dict(books)
         self._copies = {
-            name: allocate(f"{name}_versions", (2, *book.shape), book.dtype)
+            name: allocate(f"{name}_versions", (_NUM_COPIES, *book.shape), book.dtype)
             for name, book in self._books.items()
         }
         num_rows = next(iter(self._books.values())).shape[1]
-        self.stamps = allocate(STAMPS, (2, num_rows, 3), torch.int64)
-        # Which copy is the newer one, on the host: recording must not wait for the device.
-        is_second = self.stamps[1, :, 2] > self.stamps[0, :, 2]
-        self._newest: list[int] = is_second.long().tolist()
+        self.stamps = allocate(STAMPS, (_NUM_COPIES, num_rows, 3), torch.int64)
+        # Which copy is the newest, on the host: recording must not wait for the device.
+        self._newest: list[int] = self.stamps[..., 2].argmax(0).tolist()
 
     def record(
         self, rows: Sequence[int], generations: Sequence[int], *, epoch: int, step: int
     ) -> None:
-        """Copy `rows` as they are before `step`."""
+        """Copy `rows`, each of which is named once, as they are before `step`."""
         device = self.stamps.device
-        for side in (0, 1):
-            chosen = [i for i, row in enumerate(rows) if self._newest[row] != side]
-            if not chosen:
-                continue
-            index = to_device([rows[i] for i in chosen], device)
-            self.stamps[side, index] = _NO_STEP  # half a copy is none
-            for name, book in self._books.items():
-                self._copies[name][side][:, index] = book[:, index]
-            stamps = [x for i in chosen for x in (epoch, generations[i], step)]
-            self.stamps[side, index] = to_device(stamps, device).view(-1, 3)
-        for row in rows:
-            self._newest[row] = 1 - self._newest[row]
+        sides = [(self._newest[row] + 1) % _NUM_COPIES for row in rows]
+        side, index = to_device([*sides, *rows], device).view(2, -1)
+        self.stamps[side, index] = _NO_STEP  # half a copy is none
+        for name, book in self._books.items():
+            self._copies[name][side, :, index] = book[:, index].transpose(0, 1)
+        stamps = [x for generation in generations for x in (epoch, generation, step)]
+        self.stamps[side, index] = to_device(stamps, device).view(-1, 3)
+        for row, newest in zip(rows, sides, strict=True):
+            self._newest[row] = newest
 
     def restore(self, rows: Sequence[int], generations: Sequence[int], *, step: int) -> list[bool]:
         """Bring the books of `rows` to what they were before `step`; waits for the device.
@@ -79,12 +77,12 @@ class RowVersions:
         device = self.stamps.device
         index = torch.tensor(list(rows), dtype=torch.int64, device=device)
         wanted = torch.tensor(list(generations), dtype=torch.int64, device=device)
-        stamps = self.stamps[:, index]  # [2, n, 3]
+        stamps = self.stamps[:, index]  # [copies, n, 3]
         is_usable = (
             (stamps[..., 1] == wanted) & (stamps[..., 2] > _NO_STEP) & (stamps[..., 2] <= step)
         )
         best = torch.where(is_usable, stamps[..., 2], _NO_STEP).argmax(0)
-        for side in (0, 1):
+        for side in range(_NUM_COPIES):
             chosen = index[is_usable[side] & (best == side)]
             for name, book in self._books.items():
                 book[:, chosen] = self._copies[name][side][:, chosen]

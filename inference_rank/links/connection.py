@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,13 +60,17 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedEpoch:
-    """A cache rank that was met, and whose epoch nobody has begun yet."""
+    """A cache rank that was met, and whose epoch nobody has begun yet.
+
+    With `has_lost_memory` all K/V were on its host, and are gone with the process that held them.
+    """
 
     control: ControlClient
     connection: socket.socket
     ours: MappedTensors
     theirs: MappedTensors
     welcome: Welcome
+    has_lost_memory: bool = False
 
     @property
     def is_gone(self) -> bool:
@@ -189,11 +193,11 @@ class SharedConnection:
         try:
             return self._open(timeout_s, (self._kept, self._theirs))
         except HandshakeRefusedError as error:
-            is_lost = self._settings.placement.has_far_host  # the K/V, with the other host
-            if error.field != "memory" or not self._theirs.specs or is_lost:
+            if error.field != "memory" or not self._theirs.specs:
                 raise
-            _LOG.warning("rows are seeded anew, what is known of them is of no use: %s", error)
-            return self._open(timeout_s, (self._kept,))
+            _LOG.warning("what is known of rows is of no use: %s", error)
+            opened = self._open(timeout_s, (self._kept,))
+            return replace(opened, has_lost_memory=self._settings.placement.has_far_host)
 
     def _open(self, timeout_s: float, survivors: tuple[MappedTensors, ...]) -> OpenedEpoch:
         deadline = time.monotonic() + timeout_s

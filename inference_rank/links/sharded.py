@@ -44,6 +44,11 @@ class OpenedEpochs:
         """Whether one of them has ended the epoch already, or itself."""
         return any(each.is_gone for each in self.all)
 
+    @property
+    def has_lost_memory(self) -> bool:
+        """Whether one of them has lost its K/V."""
+        return any(each.has_lost_memory for each in self.all)
+
     def close(self) -> None:
         """Release all of them unused."""
         for each in self.all:

@@ -269,7 +269,8 @@ class Recovery:
         if not self._agreement.all(self._opened is not None):
             return
         opened, self._opened = self._opened, None
-        if self._failed_resumes >= _MOST_FAILED_RESUMES:
+        is_lost = self._agreement.any(opened.has_lost_memory)
+        if is_lost or self._failed_resumes >= _MOST_FAILED_RESUMES:
             requests = recompute(scheduler, self._penalties)
             self._counters.recomputed_requests_total += len(requests)
             _LOG.warning("%d requests are computed again from their tokens", len(requests))

@@ -51,16 +51,32 @@ def _tokens(
 def test_tokens_equal_stock(
     prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:
+    """Also when the K/V are lost in the middle, with the process that holds them."""
     with ours({"transport": "message", "selection": _COVERING}) as server:
         alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
         assert alone["pass"], alone
         together = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
         assert together["pass"], f"with radix hits, four at a time: {together}"
-        inference, _ = server.values()
+        for wait_s in (1.5, 1.0, 0.5):  # until it has met a request in decode
+            killer = threading.Timer(wait_s, _kill_holder, [server])
+            killer.start()
+            after = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
+            assert after["pass"], f"with K/V that were lost: {after}"
+            killer.join()
+            inference, _ = server.values()
+            if inference["recomputed_requests_total"]:
+                break
         _, status = server.get("/tandemkv/status")
+    assert inference["recomputed_requests_total"] > 0
     assert inference["sparse_rows_total"] > 0
     assert inference["exact_layer_rows_total"] > 0
     assert status["inference_rank"]["info"]["link"] == "message"
+
+
+def _kill_holder(server: Server) -> None:
+    """Kill the process that has the K/V of a link on one host."""
+    (holder,) = [p for p in server.processes() if "--address" in p.cmdline()]
+    holder.kill()
 
 
 @contextmanager

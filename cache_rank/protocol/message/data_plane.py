@@ -10,7 +10,8 @@ Built around what gloo does to those who are careless:
 - Its stores listen on every interface, or need a shared folder. Here each end has a store of its
   own that nobody else sees, and the one entry that the other needs travels over the authenticated
   control connection (`door`). gloo itself listens on the interface that it is told, from the
-  handshake until the epoch ends.
+  handshake until the epoch ends, and keeps a descriptor for each stranger that connects: once both
+  ends have met, the kernel drops what comes to its port (`.closed_port`).
 
 It is not the default process group: the serving process has its own. What it moves is neither
 encrypted nor signed; the network between the two hosts has to be trusted with K/V.
@@ -31,6 +32,7 @@ import torch.distributed
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError, SettingsError
 
 from .address import checked_interface
+from .closed_port import drop_strangers, listeners_of
 
 MAX_BODY_BYTES = 64 << 20
 TOKEN_BYTES = 32
@@ -74,8 +76,10 @@ class MeetingPoint:
         self._store.set_timeout(timedelta(seconds=timeout_s))
         options = _dist.ProcessGroupGloo._Options()
         options._timeout, options._threads = timedelta(seconds=timeout_s), 1
+        name = checked_interface(interface)
         try:
-            device = _dist.ProcessGroupGloo.create_device(hostname=checked_interface(interface))
+            with listeners_of() as self._listeners:
+                device = _dist.ProcessGroupGloo.create_device(hostname=name)
         except RuntimeError as error:
             raise SettingsError(
                 f"interface {interface} cannot be used: {error}; name an address of this machine"
@@ -113,6 +117,7 @@ class MeetingPoint:
             raise CacheRankLostError(f"the two hosts do not meet for K/V: {self._error}")
         group, self._group = self._group, None
         self._recognise(group, token)
+        drop_strangers(self._listeners)
         return DataPlane(group, 1 - self._end, self._store, timeout_s=self._transfer_timeout_s)
 
     def close(self) -> None:

@@ -189,12 +189,16 @@ def plot(
     out: Annotated[
         Path, typer.Option("--out", metavar="STEM", help="Path without suffix.")
     ] = DEFAULT_FOLDER / "tpot",
+    config: Annotated[
+        list[str] | None,
+        typer.Option("--config", help="Configuration to draw; may be repeated. Default: all."),
+    ] = None,
 ) -> None:
     """Draw time per token against context as SVG and PNG; needs the extra `bench`."""
     from .plot import draw
     from .report import read_report
 
-    for path in draw([read_report(file) for file in files], out):
+    for path in draw([read_report(file) for file in files], out, config or ()):
         typer.echo(str(path))
 
 

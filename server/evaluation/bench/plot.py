@@ -34,13 +34,16 @@ class Series(NamedTuple):
     points: tuple[tuple[int, Row], ...]
 
 
-def tpot_series(reports: Sequence[Report]) -> list[Series]:
+def tpot_series(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Series]:
     """Return the lines that the rows of `reports` give, stock SGLang's first.
+
+    With `names` those of these configurations alone.
 
     Raises
     ------
     SettingsError
-        If there is none, or two reports give one point: ratios across runs are not to be read.
+        If there is none, a name has none, or two reports give one point: ratios across runs are not
+        to be read.
     """
     found: dict[tuple[str, int], dict[int, Row]] = {}
     is_queued = has_queued(reports)
@@ -48,6 +51,8 @@ def tpot_series(reports: Sequence[Report]) -> list[Series]:
         for row in report.rows:
             match = _FIGURE.match(row.figure)
             if match is None or bool(match["queued"]) != is_queued:
+                continue
+            if names and match["name"] not in names:
                 continue
             context = int(match["context"]) * (1024 if match["kilo"] else 1)
             line = found.setdefault((match["name"], int(match["batch"])), {})
@@ -57,6 +62,9 @@ def tpot_series(reports: Sequence[Report]) -> list[Series]:
                     "configurations, or one"
                 )
             line[context] = row
+    missing = sorted(set(names) - {name for name, _ in found})
+    if missing:
+        raise SettingsError(f"--config {missing[0]}: none of these reports has it")
     if not found:
         raise SettingsError("no tpot_ms_* row in these reports; `bench decode` makes them")
     order = sorted(found, key=lambda key: (not key[0].startswith("dense"), key))
@@ -68,8 +76,8 @@ def has_queued(reports: Sequence[Report]) -> bool:
     return any(row.figure.startswith("queued_tpot_ms_") for item in reports for row in item.rows)
 
 
-def draw(reports: Sequence[Report], stem: Path) -> tuple[Path, Path]:
-    """Draw the lines of `reports` as `stem`.svg and .png, one panel per batch size.
+def draw(reports: Sequence[Report], stem: Path, names: Sequence[str] = ()) -> tuple[Path, Path]:
+    """Draw the lines of `tpot_series` as `stem`.svg and .png, one panel per batch size.
 
     Raises
     ------
@@ -83,7 +91,7 @@ def draw(reports: Sequence[Report], stem: Path) -> tuple[Path, Path]:
         from matplotlib import pyplot as plt
     except ImportError as error:
         raise SettingsError("plotting needs matplotlib: pip install 'tandemkv[bench]'") from error
-    lines = tpot_series(reports)
+    lines = tpot_series(reports, names)
     batches = sorted({line.batch for line in lines})
     own = iter(_COLOURS * len(lines))
     stock = iter(_GREYS * len(lines))
@@ -106,7 +114,11 @@ def draw(reports: Sequence[Report], stem: Path) -> tuple[Path, Path]:
             drawn, labels = axis.get_legend_handles_labels()
             handles |= dict(zip(labels, drawn, strict=True))
         figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            frameon=False,
+            ncols=min(3, 1 + len(batches)),
         )
         gpus = {f"{report.gpu.count} x {report.gpu.name}" for report in reports if report.gpu}
         if gpus:

@@ -17,8 +17,9 @@ from tandemkv.inference_rank.resume.recovery import Recovery
 class Opened:
     """What `Connection.open_connection` returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_lost_memory: bool = False) -> None:
         self.is_gone = self.is_closed = False
+        self.has_lost_memory = has_lost_memory
 
     def close(self) -> None:
         self.is_closed = True
@@ -30,7 +31,7 @@ class Connection:
     def __init__(self) -> None:
         self.lost_reason: str | None = None
         self.epoch, self.step, self.confirmed = 1, 40, 40
-        self.is_there = self.is_finished = False
+        self.is_there = self.is_finished = self.has_lost_memory = False
         self.resumed: list[tuple[StepRow, ...]] = []
         self.refilled: list[list[tuple[int, int]]] = []
         self.resumed_rows = (2, 1)
@@ -47,7 +48,7 @@ class Connection:
             if time.monotonic() > deadline:
                 raise CacheRankLostError("not there")
             time.sleep(0.002)
-        self.opened.append(Opened())
+        self.opened.append(Opened(has_lost_memory=self.has_lost_memory))
         return self.opened[-1]
 
     def adopt(self, opened: Any) -> None:
@@ -55,6 +56,7 @@ class Connection:
 
     def forget_rows(self) -> None:
         self.num_forgotten += 1
+        self.has_lost_memory = False  # the next epoch begins without
 
     def resume(self, rows: tuple[StepRow, ...]) -> None:
         self.step += 1

@@ -59,27 +59,43 @@ class Pumps:
 
     def __init__(self, near: RunDir, far: RunDir, settings: RankSettings, keys: Path) -> None:
         make_keys(keys)
-        door = Door(LinkAddress("127.0.0.3", 0), own_keys(keys, CACHE_RANK), allowed_keys(keys))
-        self.far = FarPump(far, settings, door)
+        self._far_dir, self._settings, self._keys = far, settings, keys
+        self._running: dict[str, tuple[threading.Thread, threading.Event]] = {}
+        address = self.start_far(LinkAddress("127.0.0.3", 0))
         self.near = NearPump(
-            near,
-            settings,
-            door.address,
-            own_keys(keys, INFERENCE_RANK),
-            public_key(keys, CACHE_RANK),
+            near, settings, address, own_keys(keys, INFERENCE_RANK), public_key(keys, CACHE_RANK),
             "127.0.0.2",
-        )
-        self.stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=pump.run, args=(self.stop,)) for pump in (self.far, self.near)
-        ]
-        for thread in self._threads:
-            thread.start()
+        )  # fmt: skip
+        self._start("near", self.near)
+
+    def start_far(self, address: LinkAddress) -> LinkAddress:
+        """Start the pump that holds the K/V; returns where it is met."""
+        keys = self._keys
+        door = Door(address, own_keys(keys, CACHE_RANK), allowed_keys(keys))
+        self.far = FarPump(self._far_dir, self._settings, door)
+        self._start("far", self.far)
+        return door.address
+
+    def restart_far(self) -> None:
+        """End it, and with it the K/V, and start another one in its place."""
+        address = self.near._address
+        self._end("far")
+        self.start_far(address)
 
     def close(self) -> None:
-        self.stop.set()
-        for thread in self._threads:
-            thread.join()
+        for name in ("far", "near"):
+            self._end(name)
+
+    def _start(self, name: str, pump: FarPump | NearPump) -> None:
+        stop = threading.Event()
+        thread = threading.Thread(target=pump.run, args=(stop,))
+        self._running[name] = thread, stop
+        thread.start()
+
+    def _end(self, name: str) -> None:
+        thread, stop = self._running[name]
+        stop.set()
+        thread.join()
 
 
 @contextmanager
@@ -191,6 +207,26 @@ def test_k_and_v_of_earlier_prompts_are_not_kept_and_come_back(tmp_path: Path) -
         played.link.begin_extend([_row(played, 1, prefix=0, length=1)])
         assert os.fstat(descriptor).st_blocks < first
         played.link.recover()
+
+
+def test_k_and_v_that_are_lost_with_their_host_are_missed_once(tmp_path: Path) -> None:
+    settings = settings_of("oracle", {"link": "message", "two_gpus": True}, **_SELECTION)
+    with _played(tmp_path, settings) as (played, _):
+        connection, want = played.connection, played.run()
+        played.pumps.restart_far()
+        deadline = time.monotonic() + 20
+        while connection.lost_reason is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        played.link.rewind()
+        opened = connection.open_connection(timeout_s=60)
+        assert opened.has_lost_memory
+        opened.close()
+        connection.forget_rows()  # as recovery does, which computes all requests again
+        opened = connection.open_connection(timeout_s=60)
+        assert not opened.has_lost_memory
+        connection.adopt(opened)
+        _same(played.run(), want)
 
 
 def _row(played: Forward, row: int, *, prefix: int, length: int) -> ExtendRow:

@@ -148,6 +148,20 @@ def test_rows_that_cannot_be_taken_up_are_computed_again(world: World) -> None:
     world.check_nothing_is_left()
 
 
+def test_requests_whose_kv_are_lost_are_computed_again_at_once(world: World) -> None:
+    connection = Connection()
+    connection.is_there = connection.is_finished = connection.has_lost_memory = True
+    recovery = recovery_of(world, connection)
+    connection.mark_lost("gone, and its memory with it")
+    turn_until(recovery, world, lambda: recovery.state is State.SERVING)
+    assert connection.num_forgotten == connection.num_closed == 1
+    assert connection.resumed == [()]  # nothing of a row is asked for
+    assert world.counters.recomputed_requests_total == 3
+    assert [r.rid for r in world.waiting_queue] == ["r0", "r1", "r2"]
+    world.run()
+    world.check_nothing_is_left()
+
+
 def test_a_loss_without_progress_in_between_is_the_same_pause(world: World) -> None:
     """An engine that crashes over one step again and again does not pause for ever."""
     connection = Connection()

@@ -33,14 +33,21 @@ def _point(end: int, timeout_s: float = 10.0, interface: str = _LOOPBACK) -> Mee
     return MeetingPoint(interface, end, timeout_s=timeout_s, transfer_timeout_s=5.0)
 
 
-def _pair(interfaces: tuple[str, str] = (_LOOPBACK, _LOOPBACK)) -> tuple[DataPlane, DataPlane]:
-    ours, theirs = (_point(end, interface=interfaces[end]) for end in (INFERENCE_END, CACHE_END))
+def _points(interfaces: tuple[str, str] = (_LOOPBACK, _LOOPBACK)) -> list[MeetingPoint]:
+    return [_point(end, interface=interfaces[end]) for end in (INFERENCE_END, CACHE_END)]
+
+
+def _meet(ours: MeetingPoint, theirs: MeetingPoint) -> tuple[DataPlane, DataPlane]:
     found: list[DataPlane] = []
     thread = threading.Thread(target=lambda: found.append(theirs.meet(ours.place, _TOKEN)))
     thread.start()
     plane = ours.meet(theirs.place, _TOKEN)
     thread.join()
     return plane, found[0]
+
+
+def _pair(interfaces: tuple[str, str] = (_LOOPBACK, _LOOPBACK)) -> tuple[DataPlane, DataPlane]:
+    return _meet(*_points(interfaces))
 
 
 def _move(sender: DataPlane, receiver: DataPlane, body: torch.Tensor) -> torch.Tensor:
@@ -82,14 +89,34 @@ def test_between_two_addresses_and_nowhere_else() -> None:
     theirs.close()
 
 
-def test_strangers_at_the_port_disturb_nothing() -> None:
+def test_strangers_who_come_before_both_have_met_disturb_nothing() -> None:
     before = _listening(psutil.Process())
-    ours, theirs = _pair()
+    points = _points()
     for address in _listening(psutil.Process()) - before:
         for data in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
             with socket.create_connection(address) as stranger:
                 stranger.sendall(data)
+    ours, theirs = _meet(*points)
     assert torch.equal(_move(ours, theirs, _bytes(5000, 1)), _bytes(5000, 1))
+    ours.close()
+    theirs.close()
+
+
+def test_once_both_have_met_nobody_else_gets_a_descriptor() -> None:
+    process = psutil.Process()
+    before = _listening(process)
+    ours, theirs = _pair()
+    addresses = _listening(process) - before
+    assert len(addresses) == 2
+    held = process.num_fds()
+    for address in addresses:
+        for _ in range(20):
+            with socket.socket() as stranger:
+                stranger.settimeout(0.01)
+                with pytest.raises(TimeoutError):
+                    stranger.connect(address)
+    assert process.num_fds() == held
+    assert torch.equal(_move(ours, theirs, _bytes(3_000_000, 1)), _bytes(3_000_000, 1))
     ours.close()
     theirs.close()
 

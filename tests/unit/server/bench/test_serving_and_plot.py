@@ -102,6 +102,9 @@ def test_series_of_reports() -> None:
     assert {line.name for line in lines} == {"dense-tp2", "in-process-tp2", "1+1"}
     assert [context for context, _ in lines[0].points] == [8192, 65536]
     assert lines[1].points[1][1].value == 13.0
+    # A configuration that two reports have is no obstacle to drawing the others.
+    chosen = tpot_series([report("a", "dense-tp2"), report("a", "1+1")], ["1+1", "dense-tp2"])
+    assert {line.name for line in chosen} == {"1+1", "dense-tp2"}
 
 
 def test_what_cannot_be_drawn_is_refused() -> None:
@@ -109,6 +112,8 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         tpot_series([make_report("kernels", [], command=[])])
     with pytest.raises(SettingsError, match="two of the reports"):
         tpot_series([report("a"), report("a")])
+    with pytest.raises(SettingsError, match="--config b: none of these reports has it"):
+        tpot_series([report("a")], ["a", "b"])
 
 
 def test_drawings(tmp_path: Path) -> None:
