@@ -49,7 +49,9 @@ from .settings_sources import to_yaml
 from .sglang_command import cache_rank_env
 
 _LOOPBACK = "127.0.0.1"
-_FAR_FOLDER, _KEYS_FOLDER = "far", "own-keys"
+FAR_FOLDER = "far"
+"""Run directory of the cache rank's host in that of a launch with both ends here."""
+_KEYS_FOLDER = "own-keys"
 _CHILDREN_EXIT_S = 15.0
 
 
@@ -81,7 +83,7 @@ def message_launches(
     )
     if not is_far_here:
         return (near,)
-    far = RunDir.create(run_dir.path / _FAR_FOLDER)
+    far = RunDir.create(run_dir.path / FAR_FOLDER)
     argv = (
         *server, "cache-rank", "--run-dir", str(far.path), "--config", str(config),
         "--address", str(settings.cache_rank_address),

@@ -152,6 +152,11 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             "overlap_passes is for a cache rank in a process of its own; without one SGLang "
             "overlaps passes on GPUs by itself: leave --overlap-passes out"
         )
+    if settings.standby and settings.cache_rank_address is not None:
+        raise SettingsError(
+            f"standby is for the host of the cache rank, and that at {settings.cache_rank_address} "
+            "is not started here; give --standby to `tandemkv cache-rank --address` there"
+        )
     if placement.has_far_host and placement.model_device != "cpu":
         raise SettingsError(
             "transport=message moves K/V between CPUs only in this version, and the model is on a "

@@ -121,7 +121,7 @@ class ServeSettings(BaseModel):
     standby: bool = Field(
         False,
         description="Keep a second cache rank loaded, which takes the place of one that is lost "
-        "at once (transport shared).",
+        "at once. It is on the cache rank's host, and an option of `tandemkv cache-rank` there.",
     )
     overlap_passes: bool = Field(
         False,
@@ -272,7 +272,6 @@ class ServeSettings(BaseModel):
             ("device=cuda", self.device == "cuda", "--device cpu, or --transport shared"),
             ("tensor_parallel", self.tensor_parallel > 1, "--tp 1, or --transport shared"),
             ("cache_ranks above 1", (self.cache_ranks or 1) > 1, "--cache-ranks 1"),
-            ("standby", self.standby, "no --standby"),
             ("evaluation", self.evaluation, "--transport shared, whose books are at hand"),
         ):
             if is_used:

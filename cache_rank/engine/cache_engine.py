@@ -298,8 +298,11 @@ class CacheEngine:
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """See `Engine.attend`."""
         size, batch, pools = len(query), self.batch, self._pools
+        lengths = batch.lengths[:size]
+        if self.program.slow_steps and self.program.is_sparse_layer(layer):
+            lengths = lengths * batch.selecting(size)
         out, _ = attend_paged(
-            query, pools.k[layer], pools.v[layer], batch.pages[:size], batch.lengths[:size],
+            query, pools.k[layer], pools.v[layer], batch.pages[:size], lengths,
             scale=self._model.scale, page_size=pools.page_size,
         )  # fmt: skip
         return out.to(query.dtype)

@@ -69,9 +69,8 @@ class SyncKVPolicy(Policy):
       22) and that in suspension all heads use the sparse cache (Figure 3); here the latter.
     - The text lets a head use its cluster's set, line 23 of Algorithm 1 the union of all; default
       is the text. With ``union`` each cluster contributes K / N_r positions to one set.
-    - In an anticipation step of an engine that shares memory with the inference rank
-      (`--cache-ranks 0`, link ``shared``) all heads attend to everything, not the representative
-      ones alone: a slow request is one list of slots. Selections are made as above.
+    - In an anticipation step all heads attend to everything, not the representative ones alone: a
+      slow request is one list of slots. Selections are made as above.
     - The dynamic set leaves out what is static, so that both make K; sink and recent tokens,
       which are attended to anyway, are no candidates.
     - The first sparse step of a request is an anticipation, whatever the stride. If the request

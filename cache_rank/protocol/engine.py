@@ -257,8 +257,9 @@ class Engine(Protocol):
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Attend to all tokens of the step's requests in `layer`, those of the step included.
 
-        ``query [B, Hq, D]``; returns the same shape and dtype. For a forward pass that is on
-        another GPU than the K/V.
+        ``query [B, Hq, D]``; returns the same shape and dtype. With `EngineProgram.slow_steps` the
+        requests of a sparse layer that are not slow do not attend, and get 0. For a forward pass
+        that is on another GPU or host than the K/V.
         """
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,8 @@ class EngineProgram:
         Whether the policy attends in every sparse layer (`Engine.attend_selected`), and
         selects nothing.
     is_far : bool
-        Whether K/V lie on another GPU than the model: exact layers attend there.
+        Whether K/V lie on another GPU or host than the model: exact layers, and requests whose step
+        is slow, attend there.
     tells_all : bool
         Whether every step is announced: K/V are on another host, and those of each step go there.
     slow_steps : RefreshRule
@@ -233,9 +234,14 @@ class EngineProgram:
         keeps = keeps and not self.hands_over_query(kind, layer)  # which is observed then
         return keeps or self.selects_later(kind)
 
-    def attends_remotely(self, layer: int) -> bool:
-        """Whether `layer` attends to all tokens where its K/V are, on another GPU."""
-        return self.is_far and not self.is_sparse_layer(layer)
+    def attends_remotely(self, kind: DecodeKind, layer: int) -> bool:
+        """Whether `layer` attends to all tokens where its K/V are, on another GPU or host.
+
+        All requests of a decode step of a kind do in an exact layer, in others those whose step is
+        slow.
+        """
+        has_slow = bool(self.slow_steps) and kind is DecodeKind.SELECTING
+        return self.is_far and (has_slow or not self.is_sparse_layer(layer))
 
     def asks(self, kind: DecodeKind) -> bool:
         """Whether a decode step of a kind has any work for the engine."""

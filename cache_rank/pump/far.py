@@ -175,7 +175,7 @@ class FarSender:
         rows = [row.row for row in entry.rows if row.row]
         for layer in range(program.num_layers):
             is_awaited, attends = program.awaits(kind, layer), program.attends_in(layer)
-            if not (is_awaited or attends or program.attends_remotely(layer)):
+            if not (is_awaited or attends or program.attends_remotely(kind, layer)):
                 continue
             if not side.wait(side.at.ready(layer), entry.step):
                 break

@@ -109,14 +109,15 @@ class NearSender:
                 self._out.flush()
             is_later = program.hands_over_later(kind, layer)
             is_now = program.attends_in(layer) or program.hands_over_query(kind, layer)
-            if is_later or is_now or program.attends_remotely(layer):
-                # Its own token is stored by then, unless it is still to attend.
-                stored = layer if is_now else layer + 1
+            is_remote = program.attends_remotely(kind, layer)
+            if is_later or is_now or is_remote:
+                # Its own token is stored by then, unless it is still to attend here.
+                stored = layer if is_now and not is_remote else layer + 1
                 flag = side.at.query(layer)
                 if not self._put_staged(Op.QUERY, "queries", flag, layer, stored, entry, size):
                     return False
                 num_waiting += 1
-                if not is_later or num_waiting >= _PACK_LAYERS:
+                if is_remote or not is_later or num_waiting >= _PACK_LAYERS:
                     self._out.flush()
                     num_waiting = 0
         return self._send_end(entry)

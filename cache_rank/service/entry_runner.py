@@ -252,7 +252,7 @@ class EntryRunner:
         for layer in range(self._num_layers):
             if kind is DecodeKind.SELECTING and program.reads_stream(layer):
                 self._select_ahead(layer, size)
-            if program.attends_remotely(layer):
+            if program.attends_remotely(kind, layer):
                 self._attend_remotely(layer, size)
             if program.attends_in(layer):
                 self._attend(layer, size)
@@ -302,7 +302,7 @@ class EntryRunner:
         self._signals.raise_ready(layer)
 
     def _attend_remotely(self, layer: int, size: int) -> None:
-        """Attend to all tokens for a layer whose K/V are here and not where the model is."""
+        """Attend to all tokens in a layer whose K/V are here and not where the model is."""
         with self._lanes.enter(self._far_lane):
             self._signals.await_query(layer, size)
             out = self._engine.attend(layer, self._tensors["queries"][layer, :size])

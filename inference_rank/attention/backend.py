@@ -76,6 +76,7 @@ class ResidentBackend(AttentionBackend):
         self._kind = self.captured_kind = DecodeKind.DENSE
         self.cache_device, self.shares_gpu = cache_device, cache_device == device
         self._is_decode = self._is_verify = False
+        self._slow: torch.Tensor | None = None
         self._num_steps = 0
         self._windows: list[tuple[int, int]] = []
         self._fills: list[tuple[int, torch.Tensor]] = []
@@ -167,6 +168,9 @@ class ResidentBackend(AttentionBackend):
                 q, k, v, layer, forward_batch, save_kv_cache, with_samples=self._may_be_sparse,
                 rest=link.attend_selected(index, query), sinks=kwargs.get("sinks"),
             )  # fmt: skip
+            whole = link.remote_output(index)
+            if whole is not None and self._slow is not None:
+                out[self._slow] = whole[self._slow]
             if self._probe is not None:
                 self._probe.after_layer(index, query, self._pool.req_to_token)
         link.attended(index, query, size)
@@ -261,7 +265,8 @@ class ResidentBackend(AttentionBackend):
         self._table.load(rows, lengths, req_to_token, dense.num_dense)
         if self._home.samples is not None:
             self._home.samples.load(rows, lengths, req_to_token, dense.num_dense)
-        if slow is not None:
+        self._slow = slow
+        if slow is not None and not self._program.is_far:  # else they attend where the K/V are
             self._table.attend_whole(slow, rows, lengths, req_to_token)
             if self._home.samples is not None:
                 self._home.samples.leave_out(slow)

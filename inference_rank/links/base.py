@@ -122,7 +122,8 @@ class Link(Protocol):
     def remote_output(self, layer: int) -> torch.Tensor | None:
         """Wait for the attention of `layer` where the K/V lie, ``[B, Hq * D]``; None if it is here.
 
-        Valid until the next layer's.
+        Of a sparse layer it is that of slow requests, the others' is 0. Valid until the next
+        layer's.
         """
 
     def attend_selected(self, layer: int, query: torch.Tensor) -> torch.Tensor | None:

@@ -200,7 +200,7 @@ class SharedLink:
     ) -> None:  # fmt: skip
         """See `Link.select_with_query`."""
         program, self._size = self.program, len(query)
-        is_remote = program.attends_remotely(layer)
+        is_remote = program.attends_remotely(self._kind, layer)
         if is_remote and save_kv_cache:
             _store_tokens(self._pool, owner, forward_batch, k, v)
         if self._is_open and (is_remote or program.hands_over_query(self._kind, layer)):
@@ -208,7 +208,7 @@ class SharedLink:
 
     def remote_output(self, layer: int) -> torch.Tensor | None:
         """See `Link.remote_output`; of no use in a pass that is void."""
-        if not self.program.attends_remotely(layer):
+        if not self.program.attends_remotely(self._kind, layer):
             return None
         if not self._is_open or not self._signals.await_output(layer, self._size):
             self._lose()
@@ -243,7 +243,10 @@ class SharedLink:
 
     def attended(self, layer: int, query: torch.Tensor, batch_size: int) -> None:
         """See `Link.attended`."""
-        if self._is_open and self.program.hands_over_later(self._kind, layer):
+        program, kind = self.program, self._kind
+        if program.attends_remotely(kind, layer):
+            return  # the engine has the query already
+        if self._is_open and program.hands_over_later(kind, layer):
             self._signals.put_query(layer, query)
 
     def end_step(self) -> None:

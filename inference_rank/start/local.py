@@ -398,12 +398,13 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
             "--mem-fraction-static to SGLang"
         )
     check_dense(selection, settings.placement)
-    declared = selection.declared
-    if settings.placement.has_far_pool and (declared.has_slow_steps or declared.attends):
+    placement, declared = settings.placement, selection.declared
+    # Of link message the engine attends, and what it selects comes here behind the step.
+    is_apart = placement.has_far_pool and not placement.has_far_host
+    if is_apart and (declared.has_slow_steps or declared.attends):
         raise SettingsError(
             f"policy={selection.policy} attends to tokens that are not resident, and with "
-            f"transport={settings.placement.link} these are not where the model is; use "
-            "--cache-ranks 0"
+            f"transport={placement.link} these are not where the model is; use --cache-ranks 0"
         )
     if selection.index_dtype == "int4" and selection.num_recent_tokens < page_size:
         raise SettingsError(

@@ -30,6 +30,8 @@ ITEMS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "life_cycle": life.run,
     "bad_input": bad_input.run,
     "nothing_lost": nothing_lost.run,
+    "nothing_lost_message": nothing_lost.run_message,
+    "nothing_lost_shards": nothing_lost.run_shards,
     "fault_matrix": fault_matrix.run,
     "speed": speed.run,
     "outside": outside.run,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Item *nothing_lost*: the cache rank is killed in the middle of steps, and nobody loses a token.
+"""Items *nothing_lost*: the cache rank is killed in the middle of steps, and nobody loses a token.
 
 Requests decode together, each of at least twice its resident and recent tokens. In each repetition
 the cache rank gets SIGKILL at a seeded moment within a step; the streams have to end with the
-tokens of a run in which nothing was killed.
+tokens of a run in which nothing was killed. *nothing_lost_message*: it is met by messages, and its
+engine is killed. *nothing_lost_shards*: one of three that share the KV heads is.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from exactness import flush
 from rank_servers import Server, ours
 from workbench import Bench, Checks, long_ids
 
+from tandemkv.cache_rank.protocol.ipc import server_pid
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server.message_launch import FAR_FOLDER
+
 SELECTION = {
     "policy": "look_ahead",
     "budget_tokens": 32,
@@ -37,8 +42,8 @@ SELECTION = {
 }
 SHORTEST, LONGEST = 120, 240  # resident and recent tokens are 52
 BLOCKER_TOKENS = 1500
-REQUESTS, NEW_TOKENS, REPETITIONS = 32, 24, 4
-LIMITS_S = {"cold": 12.0, "standby": 3.0}
+NEW_TOKENS = 24
+LIMITS_S = {"cold": 12.0, "standby": 3.0, "message": 20.0, "shards": 20.0}
 _READY_S, _PROMPTS_S = 120.0, 400.0
 _APART_S = 0.02
 
@@ -155,7 +160,11 @@ def fetched_rows(server: Server) -> float:
 
 
 def pids(server: Server) -> list[int]:
-    """Process id of each cache rank, in order."""
+    """Process id of each cache rank that serves, in order; behind pumps that of the engine."""
+    assert server.run_dir is not None
+    far = server.run_dir / FAR_FOLDER
+    if far.is_dir():
+        return [server_pid(RunDir.open(far).heartbeat_socket) or 0]
     return [int(rank["info"]["pid"]) for rank in cache_ranks(server)]
 
 
@@ -223,7 +232,8 @@ def repeat(
 ) -> dict[str, Any]:
     """One repetition: kill while all decode; see what came of it, and what is left."""
     flush(server)
-    before, pid = values(server), serving_pid(server)
+    before, pid = values(server), rng.choice(pids(server))
+    assert pid > 0, "no cache rank serves"
     with ThreadPoolExecutor(len(prompts) + 1) as pool:
         streams, futures = begin(pool, server, prompts, new_tokens)
         first = rng.randrange(2, max(3, new_tokens // 2))
@@ -257,16 +267,16 @@ def repeat(
         "rows_left": values(server)["request_rows"],
         "slots_left": values(server)["slots_used"],
     } | {name.removesuffix("_total"): after[name] - before[name] for name in names}
-    wait_for(lambda: serving_pid(server) > 0, "no cache rank comes back")
+    wait_for(lambda: all(pids(server)), "no cache rank comes back")
     return found
 
 
 def campaign(
-    *, num_requests: int, new_tokens: int, repetitions: int, standby: bool, seed: int = 5
+    *, num_requests: int, repetitions: int, standby: bool, seed: int, **more: Any
 ) -> dict[str, Any]:
-    """Run the repetitions on one server, and look at what it leaves when it ends."""
-    prompts, rng = make_prompts(num_requests), random.Random(seed)
-    with ours(settings_of(num_requests=num_requests, standby=standby)) as server:
+    """Run the repetitions on one server, with `more` settings; look at what it leaves."""
+    prompts, rng, new_tokens = make_prompts(num_requests), random.Random(seed), NEW_TOKENS
+    with ours(settings_of(num_requests=num_requests, standby=standby, **more)) as server:
         want = undisturbed(server, prompts, new_tokens)
         is_stable = undisturbed(server, prompts, new_tokens) == want
         rows = []
@@ -300,10 +310,10 @@ def waiting_ranks(server: Server) -> int:
     return found
 
 
-def judge(checks: Checks, name: str, found: list[dict[str, Any]]) -> None:
+def judge(checks: Checks, name: str, found: list[dict[str, Any]], num_requests: int) -> None:
     """Compare campaigns with what is promised."""
     rows, limit = [row for each in found for row in each["repetitions"]], LIMITS_S[name]
-    whole = len(rows) * REQUESTS
+    whole = len(rows) * num_requests
     stable = all(each["is_stable"] for each in found)
     checks.add(f"{name}: undisturbed runs agree with each other", stable, "true", stable)
     for key, label in (
@@ -323,21 +333,36 @@ def judge(checks: Checks, name: str, found: list[dict[str, Any]]) -> None:
     checks.add(f"{name}: resident sets seeded anew", seeded, "0", seeded == 0)
 
 
-def run(bench: Bench) -> dict[str, Any]:
-    """32 requests, 20 repetitions with a standby cache rank, and 4 without."""
-    numbers = [*(("standby", seed) for seed in range(5)), ("cold", 5)]
+def _run(
+    bench: Bench, item: str, names: Sequence[str], *, num_requests: int, **more: Any
+) -> dict[str, Any]:
+    """Run a campaign for each of `names`, whose places are the seeds."""
     tasks = {
         f"{name} {seed}": partial(
-            campaign,
-            num_requests=REQUESTS,
-            new_tokens=NEW_TOKENS,
-            repetitions=REPETITIONS,
-            standby=name == "standby",
-            seed=seed,
+            campaign, num_requests=num_requests, standby=name == "standby", seed=seed, **more
         )
-        for name, seed in numbers
+        for seed, name in enumerate(names)
     }
-    found, checks = bench.run("nothing_lost", tasks), Checks()
-    for name in LIMITS_S:
-        judge(checks, name, [found[task] for task in tasks if task.startswith(name)])
+    found, checks = bench.run(item, tasks), Checks()
+    for name in dict.fromkeys(names):
+        campaigns = [found[task] for task in tasks if task.startswith(name)]
+        judge(checks, name, campaigns, num_requests)
     return checks.result(rows=found)
+
+
+def run(bench: Bench) -> dict[str, Any]:
+    """32 requests, 20 repetitions with a standby cache rank, and 4 without."""
+    names = [*["standby"] * 5, "cold"]
+    return _run(bench, "nothing_lost", names, num_requests=32, repetitions=4)
+
+
+def run_message(bench: Bench) -> dict[str, Any]:
+    """16 requests, 10 repetitions; both ends of link ``message`` on this host."""
+    given: dict[str, Any] = {"num_requests": 16, "repetitions": 5, "transport": "message"}
+    return _run(bench, "nothing_lost_message", ["message"] * 2, **given)
+
+
+def run_shards(bench: Bench) -> dict[str, Any]:
+    """16 requests, 10 repetitions; a cache rank for each of the model's KV heads."""
+    given: dict[str, Any] = {"num_requests": 16, "repetitions": 5, "cache_ranks": 3}
+    return _run(bench, "nothing_lost_shards", ["shards"] * 2, **given)

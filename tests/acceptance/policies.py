@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Item *policies*: each policy over HTTP, the engine in SGLang's process and in one of its own."""
+"""Item *policies*: each policy over HTTP, by each link to the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rank_servers import Server, ours
 from workbench import Bench, Checks, long_ids
 
 from tandemkv.cache_rank.policies.registry import POLICIES
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.status import request_status
+from tandemkv.server.message_launch import FAR_FOLDER
 
 PROMPT_TOKENS, NEW_TOKENS = 800, 24
 SMALL = {"budget_tokens": 96, "resident_factor": 1.0, "num_recent_tokens": 16}
 """At most 116 tokens of a prompt are attended to."""
-LINKS = {"local": 0, "shared": 1}
+LINKS: dict[str, dict[str, Any]] = {
+    "local": {"cache_ranks": 0},
+    "shared": {"cache_ranks": 1},
+    "message": {"transport": "message"},
+}
 _MORE: dict[str, dict[str, Any]] = {
     "kascade": {"anchors": [0, 10, 20]},
     "streaming": {"sample_tokens": 0},
@@ -38,44 +46,54 @@ def generate(server: Server, ids: list[int]) -> dict[str, Any]:
     return {"ids": [x for _, x, _ in pairs], "logprobs": [x for x, _, _ in pairs]}
 
 
-def on_both_links(policy: str, ids: list[int]) -> dict[str, Any]:
-    """Serve the same prompt on both links, by name; with counters."""
-    found = {}
-    for link, cache_ranks in LINKS.items():
-        selection = {"policy": policy, **SMALL, **_MORE.get(policy, {})}
-        tree = {"cache_ranks": cache_ranks, "selection": selection, "policy_options": _OPTIONS}
-        with ours(tree) as server:
-            answer = generate(server, ids)
-            inference, cache = server.values()
-        values = cache | inference
-        found[link] = answer | {key: values[key] for key in _KEPT if key in values}
-    return found
+def on_link(policy: str, link: str, ids: list[int]) -> dict[str, Any]:
+    """Serve a prompt on a link; with counters."""
+    selection = {"policy": policy, **SMALL, **_MORE.get(policy, {})}
+    tree = LINKS[link] | {"selection": selection, "policy_options": _OPTIONS}
+    with ours(tree) as server:
+        answer = generate(server, ids)
+        inference, cache = server.values()
+        if link == "message":  # the run directory's own cache rank is a pump
+            assert server.run_dir is not None
+            far = RunDir.open(server.run_dir / FAR_FOLDER)
+            cache = request_status(far.heartbeat_socket, 10.0).values
+    values = cache | inference
+    return answer | {key: values[key] for key in _KEPT if key in values}
 
 
-def difference(found: dict[str, Any]) -> tuple[int, float]:
-    """Tokens that differ between the links, and the largest difference of a logprob."""
-    local, shared = found["local"], found["shared"]
-    tokens = sum(a != b for a, b in zip(local["ids"], shared["ids"], strict=True))
-    pairs = zip(local["logprobs"], shared["logprobs"], strict=True)
+def difference(local: dict[str, Any], other: dict[str, Any]) -> tuple[int, float]:
+    """Tokens that differ between two links, and the largest difference of a logprob."""
+    tokens = sum(a != b for a, b in zip(local["ids"], other["ids"], strict=True))
+    pairs = zip(local["logprobs"], other["logprobs"], strict=True)
     return tokens, max(abs(a - b) for a, b in pairs)
 
 
+def judge(checks: Checks, policy: str, found: dict[str, Any]) -> None:
+    """Compare a policy's answers, by link, with those of link ``local``."""
+    for link in [link for link in LINKS if link != "local"]:
+        name = f"{policy}, {link}"
+        tokens, worst = difference(found["local"], found[link])
+        checks.add(f"{name}: tokens that differ of {NEW_TOKENS}", tokens, "0", tokens == 0)
+        checks.add(f"{name}: largest logprob difference", worst, "<= 1e-5", worst <= 1e-5)
+    wanted = [0 if policy == "exact" else NEW_TOKENS - 1] * len(LINKS)
+    steps = [found[link]["sparse_rows_total"] for link in LINKS]
+    checks.add(f"{policy}: sparse steps", steps, str(wanted), steps == wanted)
+    if policy not in FETCHES_NOTHING:
+        rows = [found[link]["fetched_rows_total"] for link in LINKS]
+        is_same = len(set(rows)) == 1
+        checks.add(f"{policy}: fetched rows", rows, "equal, > 0", is_same and rows[0] > 0)
+
+
+def tasks(ids: list[int]) -> dict[str, Callable[[], Any]]:
+    """Each policy on each link, by name: 24 tokens behind 800."""
+    pairs = [(policy, link) for policy in POLICIES for link in LINKS]
+    return {f"{policy} {link}": partial(on_link, policy, link, ids) for policy, link in pairs}
+
+
 def run(bench: Bench) -> dict[str, Any]:
-    """All policies on both links, 24 tokens behind 800 each."""
-    ids, checks = long_ids(), Checks()
-
-    def task(policy: str) -> Callable[[], Any]:
-        return lambda: on_both_links(policy, ids)
-
-    found = bench.run("policies", {policy: task(policy) for policy in POLICIES})
-    for policy, both in found.items():
-        tokens, worst = difference(both)
-        checks.add(f"{policy}: tokens that differ of {NEW_TOKENS}", tokens, "0", tokens == 0)
-        checks.add(f"{policy}: largest logprob difference", worst, "<= 1e-5", worst <= 1e-5)
-        wanted = 0 if policy == "exact" else NEW_TOKENS - 1
-        steps = [both[link]["sparse_rows_total"] for link in LINKS]
-        checks.add(f"{policy}: sparse steps", steps, f"{wanted}, {wanted}", steps == [wanted] * 2)
-        if policy not in FETCHES_NOTHING:
-            rows = [both[link]["fetched_rows_total"] for link in LINKS]
-            checks.add(f"{policy}: fetched rows", rows, "equal, > 0", rows[0] == rows[1] > 0)
-    return checks.result(prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, rows=found)
+    """All policies on all links."""
+    found, checks = bench.run("policies", tasks(long_ids())), Checks()
+    rows = {policy: {link: found[f"{policy} {link}"] for link in LINKS} for policy in POLICIES}
+    for policy, by_link in rows.items():
+        judge(checks, policy, by_link)
+    return checks.result(prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, rows=rows)

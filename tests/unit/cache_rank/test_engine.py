@@ -27,13 +27,35 @@ def test_attends_to_all_tokens_of_each_request(page_size: int) -> None:
     query = torch.randn((2, QUERY_HEADS, DIM), generator=world.generator)
     got = world.rank.attend(2, query)
     for i, (row, length) in enumerate(((3, 18), (1, 201))):
-        slots = world.table[row, :length].long()
-        k, v = (x[2][slots].double() for x in (world.pools.k, world.pools.v))
-        grouped = query[i].double().view(HEADS, -1, DIM)
-        weights = torch.softmax(torch.einsum("hgd,nhd->hgn", grouped, k) * MODEL.scale, -1)
-        want = torch.einsum("hgn,nhd->hgd", weights, v).reshape(QUERY_HEADS, DIM)
+        want = attended(world, 2, row, length, query[i])
         torch.testing.assert_close(got[i].double(), want, atol=1e-5, rtol=1e-5)
     assert world.rank.attend(2, query.bfloat16()).dtype == torch.bfloat16
+
+
+def attended(world: World, layer: int, row: int, length: int, query: torch.Tensor) -> torch.Tensor:
+    """Return attention to all tokens of a row, ``[Hq, D]`` float64."""
+    slots = world.table[row, :length].long()
+    k, v = (x[layer][slots].double() for x in (world.pools.k, world.pools.v))
+    grouped = query.double().view(HEADS, -1, DIM)
+    weights = torch.softmax(torch.einsum("hgd,nhd->hgn", grouped, k) * MODEL.scale, -1)
+    return torch.einsum("hgn,nhd->hgd", weights, v).reshape(QUERY_HEADS, DIM)
+
+
+def test_of_a_sparse_layer_slow_requests_alone_attend_to_all() -> None:
+    world, lengths = World(policy="sfi"), {1: 201, 3: 141}
+    for row, length in lengths.items():
+        world.prefill(row, length - 1)
+    rows, slow = torch.tensor([*lengths]), torch.tensor([False, True])
+    world.rank.begin_step()
+    world.rank.begin_decode(rows, torch.tensor([*lengths.values()]), world.table, slow=slow)
+    query = torch.randn((2, QUERY_HEADS, DIM), generator=world.generator)
+    for layer in (0, 2):  # the first is exact
+        got = world.rank.attend(layer, query).double()
+        asked = zip(lengths.items(), query, strict=True)
+        want = torch.stack([attended(world, layer, *request, q) for request, q in asked])
+        if layer:
+            want[~slow] = 0.0
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_is_loaded_on_the_engines_device() -> None:

@@ -156,16 +156,27 @@ class Forward:
             self.link.extend(layer, slots, queries)
         self.link.end_extend()
 
+    def slow_of(self, number: int) -> torch.Tensor | None:
+        """Return whose step `number` is slow; of every fourth nobody's is."""
+        if not self.link.program.slow_steps:
+            return None
+        return torch.tensor([(number + row) % 4 == 0 for row in ROWS])
+
     def decode(self, number: int) -> list[torch.Tensor]:
         """Make a step; returns what each layer attends to."""
+        program, slow = self.link.program, self.slow_of(number)
+        selects = program.selects and (slow is None or bool(slow.any()))
+        kind = DecodeKind.SELECTING if selects else DecodeKind.DENSE
+        if not selects and program.index_interval:
+            kind = DecodeKind.INDEXING
         lengths = torch.tensor([n + number for n in LENGTHS])
         for row, length in zip(ROWS, lengths.tolist(), strict=True):
             self.store(row, length - 1, length)
         self.link.begin_decode(
-            DecodeKind.SELECTING,
+            kind,
             DecodeRows(
                 rows=torch.tensor(ROWS), lengths=lengths, lengths_on_host=lengths,
-                req_to_token=self.table, num_cold=self.num_cold,
+                req_to_token=self.table, num_cold=self.num_cold, slow=slow,
             ),
         )  # fmt: skip
         found = []
@@ -175,13 +186,21 @@ class Forward:
             nothing = torch.empty(0)
             # Its tokens are stored already.
             self.link.select_with_query(layer, query, nothing, nothing, None, None, False)
+            is_sparse = program.is_sparse_layer(layer)
             remote = self.link.remote_output(layer)
-            assert (remote is not None) is self.link.program.attends_remotely(layer)
+            assert (remote is not None) is program.attends_remotely(kind, layer)
             if remote is not None:
-                found.append(remote.clone())
-                torch.testing.assert_close(remote, self.attended(layer, query, lengths.tolist()))
+                whole = self.attended(layer, query, lengths.tolist())
+                if is_sparse and slow is not None:
+                    whole[~slow] = 0.0
+                else:
+                    found.append(remote.clone())
+                torch.testing.assert_close(remote, whole)
+            rest = self.link.attend_selected(layer, query)
+            if rest is not None:
+                found.append(rest.clone())
             self.link.await_set(layer)
-            if self.link.program.is_sparse_layer(layer):
+            if is_sparse:
                 found.append(self.pools.resident[layer][0][ROWS, : self.num_resident].clone())
             self.link.attended(layer, query, len(ROWS))
         self.link.end_step()

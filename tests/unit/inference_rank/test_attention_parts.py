@@ -228,6 +228,22 @@ def test_steps_that_attend_to_samples(
     assert backend._may_be_sparse is may_be_sparse
 
 
+def test_slow_requests_take_what_was_attended_to_where_k_and_v_are() -> None:
+    backend: Any = ResidentBackend.__new__(ResidentBackend)
+    calls = ("enter_attention", "select_with_query", "attended", "await_set", "attend_selected")
+    backend.link = SimpleNamespace(
+        **dict.fromkeys(calls, lambda *_: None), remote_output=lambda _: torch.ones(3, 8)
+    )
+    backend._sparse = SimpleNamespace(attend=lambda *_, **__: torch.zeros(3, 8))
+    backend._is_sparse, backend._num_layers, backend._probe = [True], 2, None
+    backend._kind, backend._slow = DecodeKind.SELECTING, torch.tensor([False, True, False])
+    backend._program = SimpleNamespace(selects_for_next_step=True)
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=2, head_dim=4)
+    nothing, batch = torch.empty(0), SimpleNamespace(batch_size=3)
+    out = backend.forward_decode(torch.zeros(3, 8), nothing, nothing, layer, batch)
+    assert out.sum(1).tolist() == [0, 8, 0]
+
+
 def test_a_plan_waits_until_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 

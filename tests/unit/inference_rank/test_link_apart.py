@@ -59,8 +59,9 @@ class Layer(torch.nn.Module):
 
 
 def link_of(
-    policy: str, *, two_gpus: bool, exact: list[int], pool: Any = None
-) -> tuple[SharedLink, Signals]:
+    policy: str, *, two_gpus: bool, exact: list[int], pool: Any = None,
+    timing: Timing = Timing.SAME_STEP_HIDDEN,
+) -> tuple[SharedLink, Signals]:  # fmt: skip
     values = {"policy": policy, "budget_tokens": 100, "exact_layers": exact}
     settings = RankSettings.model_validate(
         {
@@ -68,9 +69,7 @@ def link_of(
             "placement": {"link": "shared", "two_gpus": two_gpus},
         }
     )
-    program = EngineProgram(
-        MODEL, settings, timing=Timing.SAME_STEP_HIDDEN, all_exact=False, index_interval=1
-    )
+    program = EngineProgram(MODEL, settings, timing=timing, all_exact=False, index_interval=1)
     connection = SimpleNamespace(
         program=program, step=0, epoch=1, lost_reason=None,
         handed_over=lambda _, size: torch.arange(size * HEADS * DIM).view(size, HEADS, DIM).float(),
@@ -151,6 +150,25 @@ def test_an_exact_layer_stores_its_token_then_asks_and_takes_its_output() -> Non
     with pytest.raises(StepLostError):
         link.remote_output(1)
     assert link.is_void
+
+
+def test_a_slow_step_hands_its_query_over_once_and_before_it_attends() -> None:
+    pool, query, token = Pool(), torch.randn(2, HEADS, DIM), torch.randn(2, DIM)
+    link, signals = link_of(
+        "sfi", two_gpus=True, exact=[], pool=pool, timing=Timing.EXACT_STEP
+    )  # fmt: skip
+    owner = SimpleNamespace(layer_id=1, tp_k_head_num=1, head_dim=DIM)
+    batch = SimpleNamespace(out_cache_loc=torch.tensor([5, 6]))
+    for kind in (DecodeKind.SELECTING, DecodeKind.INDEXING):
+        begin(link, kind)
+        signals.asked.clear()
+        link.select_with_query(1, query, token, token, owner, batch, True)
+        output = link.remote_output(1)
+        link.attended(1, query, 2)
+        is_slow = kind is DecodeKind.SELECTING
+        assert (output is not None) is is_slow
+        assert signals.asked == ([("put_query", 1), ("await_output", 1, 2)] if is_slow else [])
+    assert len(pool.stored) == 1
 
 
 def test_on_one_device_an_exact_layer_is_the_forward_passs_own() -> None:

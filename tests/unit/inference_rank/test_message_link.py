@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clusters import write_clusters
 from shared_forward import Engines, Forward, settings_of
 from tiny_model import write_model
 
@@ -115,9 +116,11 @@ def _played(folder: Path, settings: RankSettings) -> Iterator[tuple[FarForward, 
         engines.close()
 
 
-def _shared(folder: Path, policy: str, **selection: object) -> list[list[torch.Tensor]]:
-    """Return what is attended to with link ``shared``, laid out for two GPUs."""
-    settings = settings_of(policy, {"two_gpus": True}, **selection)
+def _shared(
+    folder: Path, policy: str, *, two_gpus: bool = True, **selection: object
+) -> list[list[torch.Tensor]]:
+    """Return what is attended to with link ``shared``, laid out for two GPUs or for one."""
+    settings = settings_of(policy, {"two_gpus": two_gpus}, **selection)
     run_dir, model_dir = RunDir.create(folder / "shared"), write_model(folder / "shared_model")
     engines = Engines(run_dir, model_dir, settings)
     try:
@@ -137,13 +140,38 @@ def _same(found: list[list[torch.Tensor]], want: list[list[torch.Tensor]]) -> No
             assert torch.equal(a, b), f"step {number}, tensor {layer}"
 
 
-@pytest.mark.parametrize("policy", ["oracle", "last_query", "quest"])
-def test_what_is_attended_to_is_that_of_link_shared(tmp_path: Path, policy: str) -> None:
-    want = _shared(tmp_path, policy, **_SELECTION)
-    settings = settings_of(policy, {"link": "message", "two_gpus": True}, **_SELECTION)
-    with _played(tmp_path, settings) as (played, _):
+def _compare(
+    folder: Path, policy: str, selection: dict[str, object], *, two_gpus: bool = True
+) -> None:
+    want = _shared(folder, policy, two_gpus=two_gpus, **selection)
+    settings = settings_of(policy, {"link": "message", "two_gpus": True}, **selection)
+    with _played(folder, settings) as (played, _):
         _same(played.run(), want)
         assert played.num_lost == 0
+
+
+@pytest.mark.parametrize("policy", ["oracle", "last_query", "quest"])
+def test_what_is_attended_to_is_that_of_link_shared(tmp_path: Path, policy: str) -> None:
+    _compare(tmp_path, policy, _SELECTION)
+
+
+def test_an_exact_layer_that_others_follow(tmp_path: Path) -> None:
+    """Its query goes both ways: it is selected with, and attends where K and V are."""
+    _compare(tmp_path, "kascade", _SELECTION | {"anchors": (0, 1), "exact_layers": (0,)})
+
+
+@pytest.mark.parametrize("policy", ["sfi", "sync_kv", "lfps"])
+def test_policies_that_attend_to_tokens_that_are_not_here(tmp_path: Path, policy: str) -> None:
+    """In slow steps, or themselves; on one host all of it is at hand."""
+    selection: dict[str, object] = {"exact_layers": ()}
+    if policy == "lfps":
+        pytest.importorskip("numba")
+    else:
+        selection["index_dtype"] = "int8"
+    if policy == "sync_kv":
+        clusters = write_clusters(write_model(tmp_path / "model"), tmp_path / "clusters.json")
+        selection["calibration"] = str(clusters)
+    _compare(tmp_path, policy, selection, two_gpus=False)
 
 
 def test_a_killed_cache_rank(tmp_path: Path) -> None:

@@ -13,17 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from clusters import write_clusters
 from program_runs import result, run_program
 from tiny_models import LAYERS, LENGTHS, STEPS, write_model
-
-from tandemkv.cache_rank.calibration.format import (
-    FORMAT_VERSION,
-    CalibratedModel,
-    Calibration,
-    SyncKVCalibration,
-    write_calibration,
-)
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -49,17 +41,6 @@ ALL: dict[str, dict[str, Any]] = {
 """Everything is selected, nothing skipped; int8, so that the index is kept as well."""
 STRIDE = 4
 SLOW = {"policy": "sync_kv", "budget_tokens": 96, "options": {"stride": STRIDE}}
-
-
-def write_clusters(model: Path, out: Path) -> None:
-    """Write a calibration for policy sync_kv in which the first of two KV heads stands for both."""
-    spec = read_model_spec(model, dtype="float32")
-    heads = SyncKVCalibration(clusters=((0, 0),) * LAYERS, representatives=((0,),) * LAYERS)
-    found = Calibration(
-        version=FORMAT_VERSION, policy="sync_kv", source="measured", sync_kv=heads,
-        model=CalibratedModel.of(spec, NAME),
-    )  # fmt: skip
-    write_calibration(found, out)
 
 
 @pytest.fixture(scope="module")

@@ -196,6 +196,16 @@ def test_slow_heads_are_those_of_the_policy_but_in_exact_layers() -> None:
     assert program_of().slow_heads(3) == (0, 1)
 
 
+def test_exact_layers_and_slow_steps_attend_where_k_and_v_are() -> None:
+    far = Placement(link="message", two_gpus=True)
+    program = program_of(timing=Timing.EXACT_STEP, placement=far)
+    assert all(program.attends_remotely(kind, 0) for kind in DecodeKind)
+    assert [k for k in DecodeKind if program.attends_remotely(k, 1)] == [DecodeKind.SELECTING]
+    assert not program_of(placement=far).attends_remotely(DecodeKind.SELECTING, 1)
+    here = program_of(timing=Timing.EXACT_STEP)
+    assert not any(here.attends_remotely(DecodeKind.SELECTING, x) for x in range(6))
+
+
 def test_what_is_kept_of_each_step_is_indexed_in_each() -> None:
     assert program_of(index_interval=16).index_interval == 16
     assert program_of(index_interval=16, keeps_queries=True).index_interval == 1

@@ -30,7 +30,6 @@ def _settings(**given: Any) -> ServeSettings:
         ({"transport": "message", "device": "cuda"}, "--device cpu"),
         ({"transport": "message", "tensor_parallel": 2, "cache_ranks": 2}, "--tp 1"),
         ({"transport": "message", "cache_ranks": 2}, "--cache-ranks 1"),
-        ({"transport": "message", "standby": True}, "no --standby"),
         ({"transport": "message", "evaluation": True}, "--transport shared"),
         ({"cache_rank_address": _ADDRESS}, "add --link-keys"),
         ({"cache_rank_address": "127.0.0.1:1", "link_keys": "k"}, "tcp://HOST:PORT"),

@@ -233,6 +233,15 @@ def test_heads_that_cannot_be_shared_are_refused(
         resolve(tmp_path, "cpu", **given | {"selection": selection})
 
 
+def test_a_standby_is_kept_where_the_cache_rank_is_started(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"standby": True, "selection": {"budget_tokens": 2048}}
+    settings, _ = resolve(tmp_path, "cpu", transport="message", **given)
+    assert settings.standby
+    far = {"cache_rank_address": "tcp://10.0.0.2:7400", "link_keys": "keys"}
+    with pytest.raises(SettingsError, match="give --standby to `tandemkv cache-rank --address`"):
+        resolve(tmp_path, "cpu", **far, **given)
+
+
 def test_gpus_do_not_share_a_pool(tmp_path: Path, gpus: Any, monkeypatch: Any) -> None:
     gpus(4)
     with pytest.raises(SettingsError, match="on GPUs each would need a pool of its own"):
