@@ -150,7 +150,7 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
     if placement.has_far_host and placement.model_device != "cpu":
         raise SettingsError(
             "transport=message moves K/V between CPUs only in this version, and the model is on a "
-            "GPU; use --transport shared or peer, or --device cpu"
+            "GPU; use --transport shared, or --device cpu"
         )
     _check_shards(settings, spec, placement)
     check_dense(settings.selection, placement)

@@ -21,25 +21,19 @@ from .spread import Spread
 
 L2_BYTES = 60 << 20
 """Largest L2 cache planned for: 50 MiB on an H200, 60 MiB with some reserve."""
+MOST_SETS = 64
 WARM_UP_CALLS = 3
 COPY_BYTES = 1 << 30
 
 
-def num_rotations(call_bytes: int, *, l2_bytes: int = L2_BYTES, at_most: int = 64) -> int:
-    """Return how many sets of buffers keep `l2_bytes` of other data between two uses of one.
+def num_rotations(call_bytes: int) -> int:
+    """Return how many sets of buffers keep `L2_BYTES` of other data between two uses of one.
 
-    Parameters
-    ----------
-    call_bytes : int
-        Bytes that one call reads and writes.
-    l2_bytes : int
-        Size of the cache.
-    at_most : int
-        Bound on the number of sets, which bounds memory for tiny calls.
+    At most `MOST_SETS`, which bounds memory for calls that read and write few `call_bytes`.
     """
     if call_bytes < 1:
         raise BenchError(f"call_bytes={call_bytes} must be positive")
-    return min(at_most, 1 + -(-l2_bytes // call_bytes))
+    return min(MOST_SETS, 1 + -(-L2_BYTES // call_bytes))
 
 
 def require_cuda() -> torch.device:

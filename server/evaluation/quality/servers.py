@@ -33,6 +33,7 @@ _HOST = "127.0.0.1"
 _TICK_S = 0.25
 _REQUEST_TIMEOUT_S = 7200.0
 _FLUSH_TIMEOUT_S = 30.0
+_TAIL_LINES = 25
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -268,14 +269,14 @@ def _running(
         watcher.join(1.0)
 
 
-def _log_tails(child: ChildProcess, lines: int = 25) -> str:
+def _log_tails(child: ChildProcess) -> str:
     """Return the ends of all logs: the child's, and those of the ranks below it."""
     paths = [child.spec.log_path, *sorted(child.spec.log_path.parent.glob("run/*.log"))]
     found = []
     for path in paths:
         if path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace").rstrip()
-            found.append("\n".join([f"-- {path.name}", *text.splitlines()[-lines:]]))
+            found.append("\n".join([f"-- {path.name}", *text.splitlines()[-_TAIL_LINES:]]))
     return "\n".join(found)
 
 
