@@ -8,7 +8,6 @@ from collections.abc import Collection
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
 
 from .settings import ServeSettings
 
@@ -130,27 +129,27 @@ def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
     settings = as_pair(settings.model_copy(update={"cache_device": device}))
     if settings.placement is not None:
         return settings
-    if settings.tensor_parallel > 1:
-        raise SettingsError(
-            f"tensor_parallel={settings.tensor_parallel}: each rank has a cache rank of its own, "
-            "and only `tandemkv serve` starts as many; use it, or --tp 1"
-        )
-    if settings.head_shards > 1:
-        raise SettingsError(
-            f"cache_ranks={settings.cache_ranks}: only `tandemkv serve` starts as many; use it, or "
-            "--cache-ranks 1"
-        )
-    link, model_device = settings.wished_link or "shared", settings.device_or(device)
-    placement = Placement.model_validate(
-        {
-            "link": link,
-            "model_device": model_device,
-            "engine_device": device,
-            "two_gpus": lies_on_two_gpus(link, model_device),
-            "reason": "the cache rank was started by itself",
-        }
+    check_one_cache_rank(settings)
+    placement = settings.placement_on(
+        settings.device_or(device), "the cache rank was started by itself"
     )
     return settings.model_copy(update={"placement": placement})
+
+
+def check_one_cache_rank(settings: ServeSettings) -> None:
+    """Refuse several cache ranks for a rank that is started by itself.
+
+    Raises
+    ------
+    SettingsError
+        With what starts as many.
+    """
+    if settings.tensor_parallel > 1 or settings.head_shards > 1:
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel}, cache_ranks={settings.cache_ranks}: of "
+            "several cache ranks only `tandemkv serve` starts as many; use it, or --cache-ranks 1 "
+            "and --tp 1"
+        )
 
 
 def as_pair(settings: ServeSettings) -> ServeSettings:

@@ -15,7 +15,7 @@ from tandemkv.cache_rank.protocol.engine_program import check_windows
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_on_one_device
-from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 from .devices import placed_alone
@@ -69,7 +69,7 @@ def resolve_placement(
     if device == "cpu":
         _check_without_gpus(settings)
     settings, reason = _choose(settings, spec, model_dir, device=device)
-    placement = placement_of(settings, device, reason)
+    placement = settings.placement_on(device, reason)
     settings = settings.model_copy(
         update={"placement": placement, "cache_ranks": placement.num_cache_ranks}
     )
@@ -122,22 +122,6 @@ def _told_of_late_layers(
             "--late-layers 0 turns that off"
         )
     return found
-
-
-def placement_of(settings: ServeSettings, device: str, reason: str) -> Placement:
-    """Return the placement that settings of which nothing is open lead to."""
-    link = settings.wished_link or "shared"
-    return Placement.model_validate(
-        {
-            "link": link,
-            "model_device": device,
-            "engine_device": device,
-            "two_gpus": lies_on_two_gpus(link, device),
-            "tp_size": settings.tensor_parallel,
-            "head_shards": settings.head_shards,
-            "reason": reason,
-        }
-    )
 
 
 def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:

@@ -145,7 +145,7 @@ class ServeSettings(BaseModel):
         """The part that both ranks share."""
         return RankSettings(
             selection=self.selection,
-            placement=self.placement or self._unplaced,
+            placement=self.placement or self.placement_on(self.device_or("cpu")),
             exchange=self.exchange,
             cache=self.cache,
             evaluation=self.evaluation,
@@ -169,18 +169,18 @@ class ServeSettings(BaseModel):
         is_shared = self.wished_link in (None, "shared")
         return (self.cache_ranks or 1) // self.tensor_parallel or 1 if is_shared else 1
 
-    @property
-    def _unplaced(self) -> Placement:
-        """What is known of the placement before it is decided."""
-        device = self.device_or("cpu")
+    def placement_on(self, device: str, reason: str = "it was not decided here") -> Placement:
+        """Return the placement that these settings lead to, with the model on `device`."""
+        link = self.wished_link or "shared"
         return Placement.model_validate(
             {
-                "link": self.wished_link or "shared",
+                "link": link,
                 "model_device": device,
                 "engine_device": device if self.cache_device == "auto" else self.cache_device,
+                "two_gpus": lies_on_two_gpus(link, device),
                 "tp_size": self.tensor_parallel,
                 "head_shards": self.head_shards,
-                "two_gpus": lies_on_two_gpus(self.wished_link or "shared", device),
+                "reason": reason,
             }
         )
 

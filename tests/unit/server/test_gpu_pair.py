@@ -21,7 +21,6 @@ from tandemkv.server.devices import (
     resolve_cache_device,
     resolve_device,
 )
-from tandemkv.server.placement_choice import placement_of
 from tandemkv.server.preflight import resolve_cache_rank, resolve_launch
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
@@ -76,7 +75,7 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_processes_map_the_same_memory(device: str) -> None:
     pair = as_pair(ServeSettings(model="m"))
-    placement = placement_of(resolve_cache_device(pair, device), device, "a test says so")
+    placement = resolve_cache_device(pair, device).placement_on(device, "a test says so")
     assert (placement.link, placement.engine_device, placement.reason) == (
         "shared", device, "a test says so",
     )  # fmt: skip
@@ -232,6 +231,6 @@ def test_ranks_that_are_started_apart_fill_in_the_same(
 
 def test_a_cache_rank_of_serve_takes_what_serve_decided(model_dir: Path) -> None:
     settings = ServeSettings(model=str(model_dir), device="cuda")
-    placed = settings.model_copy(update={"placement": placement_of(settings, "cuda", "serve")})
+    placed = settings.model_copy(update={"placement": settings.placement_on("cuda", "serve")})
     found, _ = resolve_cache_rank(placed, "cuda", lambda _: None)
     assert found == placed
