@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,7 +21,7 @@ from tandemkv.server.evaluation import provenance
 from tandemkv.server.evaluation.provenance import BenchError, Gpu
 from tandemkv.server.evaluation.request_options import option, takes
 
-from .measured import Point
+from .decode_steps import Point
 from .report import Failure, Report, Row, make_report, write_report
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and write reports as JSON.")
@@ -57,14 +57,7 @@ class DecodeRequest:
     shape: Annotated[str, option("Built-in shape, run with dummy weights.")] = "qwen3-8b"
     model: Annotated[Path | None, option("Model directory whose config is used instead.")] = None
     tokenizer: Annotated[str, option("Directory with any tokenizer, or smollm2.")] = "smollm2"
-    driver: Annotated[
-        Literal["steps", "one-batch"],
-        option("Decode alone, or SGLang's one_batch with its prefill."),
-    ] = "steps"
     output_tokens: Annotated[int, option("Tokens decoded in each run.", min=3)] = 32
-    prefill_chunk: Annotated[int, option("one-batch: prompt tokens per pass; 0: all.", min=0)] = (
-        16384
-    )
     timeout_s: Annotated[float, option("Longest run of one child.", min=1)] = 1800.0
     profile: Annotated[bool, option("Save Chrome traces of three decode steps.", "--profile")] = (
         False
@@ -103,9 +96,7 @@ def decode(request: DecodeRequest) -> None:
             points=parse_points(request.points),
             configurations=chosen,
             work_dir=folder,
-            driver=request.driver,
             output_tokens=request.output_tokens,
-            prefill_chunk=request.prefill_chunk,
             profile=request.profile,
             timeout_s=request.timeout_s,
             model_dir=model.resolve() if model is not None else None,

@@ -121,7 +121,6 @@ class Configuration(BaseModel):
                 for key, text in env.items()
                 if not key.startswith("TANDEMKV_") and key != "SGLANG_PLUGINS"
             }
-        env["BENCH_LOAD_PLUGINS"] = "1" if self.settings else "0"
         return {**env, **self.env}
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -20,30 +19,24 @@ from tandemkv.server.evaluation.provenance import version_of
 from tandemkv.server.guard import Guard
 from tandemkv.server.plan.shape import ModelShape
 
-from . import decode_steps, one_batch
+from . import decode_steps
 from .cache_rank import cache_rank_beside
 from .configurations import Configuration
-from .measured import Measured, Point
-from .one_batch import capacity_tokens, write_driver, write_model_config
+from .decode_steps import Measured, Point, capacity_tokens
+from .dummy_model import write_model_config
 from .report import Failure, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
-    """What to measure, and by which program.
-
-    `driver` is ``steps`` (decode only, `decode_steps`) or ``one-batch`` (SGLang's own, with a
-    prefill; `prefill_chunk` is then in tokens of the whole batch, 0 for all at once).
-    """
+    """What to measure."""
 
     shape: ModelShape
     tokenizer_dir: Path
     points: tuple[Point, ...]
     configurations: Mapping[str, Configuration]
     work_dir: Path
-    driver: Literal["steps", "one-batch"] = "steps"
     output_tokens: int = 32
-    prefill_chunk: int = 16384
     profile: bool = False
     timeout_s: float = 1800.0
     model_dir: Path | None = None
@@ -83,7 +76,7 @@ def run_decode(
     ------
     SettingsError
         Before anything is run: if a configuration has settings that this version refuses, or
-        `headline` is not one of ours, or SGLang is one whose insides the drivers do not know.
+        `headline` is not one of ours, or SGLang is one whose insides the driver does not know.
     """
     check_sglang(version_of("sglang"))
     check_headline(run.configurations, headline)
@@ -106,8 +99,7 @@ def run_decode(
             output = _run_child(run, name, configuration, batch, points, model_dir)
             for item in output.measured:
                 measured[name, item.point] = item
-                spread = item.queued or item.waited
-                progress(f"  {item.point.label}: {spread.median:.2f} ms a step")
+                progress(f"  {item.point.label}: {item.queued.median:.2f} ms a step")
             for failure in output.failures:
                 progress(f"  {failure.figure}: {failure.reason}")
             failures += output.failures
@@ -129,7 +121,7 @@ def _result(
 
 
 def check_sglang(version: str | None) -> None:
-    """Refuse versions of SGLang that the drivers were not written for: they use private parts.
+    """Refuse versions of SGLang that the driver was not written for: it uses private parts.
 
     Raises
     ------
@@ -160,15 +152,12 @@ def check_headline(configurations: Mapping[str, Configuration], headline: str | 
 
 
 def decode_rows(measured: Mapping[tuple[str, Point], Measured]) -> list[Row]:
-    """Return ``tpot_ms_*``, ``queued_tpot_ms_*`` and ``prefill_s_*`` of what was measured."""
+    """Return ``tpot_ms_*`` and ``queued_tpot_ms_*`` of what was measured."""
     rows = []
     for (name, point), item in measured.items():
         label, note = f"{name}_{point.label}", "; ".join(item.devices)
         rows.append(Row.of(f"tpot_ms_{label}", item.waited, "ms", note=note))
-        if item.queued is not None:
-            rows.append(Row.of(f"queued_tpot_ms_{label}", item.queued, "ms", note=note))
-        if item.prefill_s is not None:
-            rows.append(Row(figure=f"prefill_s_{label}", value=item.prefill_s, unit="s", n=1))
+        rows.append(Row.of(f"queued_tpot_ms_{label}", item.queued, "ms", note=note))
     return rows
 
 
@@ -205,11 +194,11 @@ def _ratios(
     (name, ours), (reference, theirs) = own, other
     label = ours.point.label
     note = f"{name} / {reference}, medians of one run; below 1 {name} is faster"
-    pairs = [("tpot_ratio", ours.waited, theirs.waited)]
-    if ours.queued is not None and theirs.queued is not None:
-        pairs.append(("queued_tpot_ratio", ours.queued, theirs.queued))
     rows = []
-    for kind, mine, stock in pairs:
+    for kind, mine, stock in (
+        ("tpot_ratio", ours.waited, theirs.waited),
+        ("queued_tpot_ratio", ours.queued, theirs.queued),
+    ):
         ratio = mine.median / stock.median
         figures = [f"{kind}_{name}_vs_{reference}_{label}"]
         if is_headline:
@@ -235,18 +224,24 @@ def _run_child(
 ) -> _ChildOutput:
     folder = run.work_dir / f"{name}_batch{batch}"
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in (one_batch.RESULT_FILE, decode_steps.RESULT_FILE):
-        (folder / stale).unlink(missing_ok=True)
+    (folder / decode_steps.RESULT_FILE).unlink(missing_ok=True)
     capacity = capacity_tokens(batch, [point.context for point in points], run.output_tokens)
     flags = configuration.sglang_flags(model_dir=model_dir, capacity_tokens=capacity, batch=batch)
-    argv = _child_argv(run, folder, points, flags, capacity, model_dir)
+    argv = decode_steps.decode_steps_argv(
+        work_dir=folder,
+        model_dir=model_dir,
+        tokenizer_dir=run.tokenizer_dir,
+        points=points,
+        steps=run.output_tokens,
+        capacity=capacity,
+        flags=flags,
+        profile=run.profile,
+    )
     run_dir = RunDir.create()
     try:
         env = configuration.child_env(
             model_dir=model_dir, run_dir=run_dir.path, capacity_tokens=capacity, batch=batch
         )
-        env["BENCH_PREFILL_CHUNK"] = str(run.prefill_chunk)
-        env["SGLANG_TORCH_PROFILER_DIR"] = str(folder)
         settings = configuration.serve_settings(
             model_dir=model_dir, capacity_tokens=capacity, batch=batch
         )
@@ -261,58 +256,20 @@ def _run_child(
         return _ChildOutput(measured=[], failures=_all_failed(name, points, str(error)), traces=())
     finally:
         run_dir.remove()
-    text = _read(folder / "stdout.log")
-    if run.driver == "steps":
-        result = _read(folder / decode_steps.RESULT_FILE)
-        measured, failed = decode_steps.parse_result(result, points)
-        traces = decode_steps.trace_files(folder)
-    else:
-        result = _read(folder / one_batch.RESULT_FILE)
-        measured, failed = one_batch.parse_output(text, points, result)
-        traces = one_batch.trace_files(text)
+    measured, failed = decode_steps.parse_result(_read(folder / decode_steps.RESULT_FILE), points)
     reached = {item.point for item in measured}
     failures = []
     for point in points:
         if point not in reached:
             reason = failed.get(point) or f"{status}: {_last_error(folder / 'stderr.log')}"
             failures.append(Failure(f"tpot_ms_{name}_{point.label}", reason))
-    return _ChildOutput(measured=measured, failures=failures, traces=traces)
+    return _ChildOutput(
+        measured=measured, failures=failures, traces=decode_steps.trace_files(folder)
+    )
 
 
 def _all_failed(name: str, points: Sequence[Point], reason: str) -> list[Failure]:
     return [Failure(f"tpot_ms_{name}_{point.label}", reason) for point in points]
-
-
-def _child_argv(
-    run: DecodeRun,
-    folder: Path,
-    points: list[Point],
-    flags: Sequence[str],
-    capacity: int,
-    model_dir: Path,
-) -> tuple[str, ...]:
-    if run.driver == "steps":
-        return decode_steps.decode_steps_argv(
-            work_dir=folder,
-            model_dir=model_dir,
-            tokenizer_dir=run.tokenizer_dir,
-            points=points,
-            steps=run.output_tokens,
-            capacity=capacity,
-            flags=flags,
-            profile=run.profile,
-        )
-    write_driver(folder)
-    return one_batch.one_batch_argv(
-        work_dir=folder,
-        model_dir=model_dir,
-        tokenizer_dir=run.tokenizer_dir,
-        batch=points[0].batch,
-        contexts=[point.context for point in points],
-        output_tokens=run.output_tokens,
-        flags=flags,
-        profile=run.profile,
-    )
 
 
 def _read(path: Path) -> str:

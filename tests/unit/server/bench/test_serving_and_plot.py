@@ -15,7 +15,7 @@ from tandemkv.server.commands import app
 from tandemkv.server.evaluation import provenance
 from tandemkv.server.evaluation.bench import command as bench_command
 from tandemkv.server.evaluation.bench.command import parse_points
-from tandemkv.server.evaluation.bench.measured import Point
+from tandemkv.server.evaluation.bench.decode_steps import Point
 from tandemkv.server.evaluation.bench.plot import draw, tpot_series
 from tandemkv.server.evaluation.bench.report import (
     BenchError,
@@ -151,7 +151,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("decode", "--points --config --shape --profile --prefill-chunk --tokenizer --out"),
+        ("decode", "--points --config --shape --profile --tokenizer --out"),
         ("kernels", "--only --out"),
         ("serve", "--url --tokenizer --concurrency --input-tokens"),
         ("plot", "--out"),
