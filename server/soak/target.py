@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -96,7 +97,7 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
         key_file.touch(mode=0o600)
         key_file.write_text(admin_key, encoding="utf-8")
         argv = (
-            *(_python(), "-P", "-m", "tandemkv.server", "serve", model, *arguments),
+            *(sys.executable, "-P", "-m", "tandemkv.server", "serve", model, *arguments),
             *("--port", str(port), "--run-dir", str(work / "run")),
             *("--admin-key-file", str(key_file), "--max-restarts", _MOST_RESTARTS),
         )
@@ -125,22 +126,14 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _python() -> str:
-    import sys
-
-    return sys.executable
-
-
 def _await_ready(child: ChildProcess, url: str) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while not (state := server_state(url)).ready:
-        status = child.exit_status()
-        if status is not None or time.monotonic() > deadline:
-            raise SoakError(
-                f"tandemkv serve {f'ended: {status}' if status else 'is not ready'}: "
-                f"{state.detail}\n{child.log_tail()}"
-            )
-        time.sleep(0.25)
+    def missing() -> str | None:
+        state = server_state(url)
+        return None if state.ready else state.detail
+
+    reason = child.await_ready(missing, _START_TIMEOUT_S)
+    if reason is not None:
+        raise SoakError(f"{reason}\n{child.log_tail()}")
     while "Ctrl-C stops" not in child.log_tail(40):  # from then on it looks after its ranks
         time.sleep(0.1)
 

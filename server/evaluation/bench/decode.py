@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,8 +14,8 @@ from pathlib import Path
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank.sglang_versions import RUN_ON_GPU
+from tandemkv.server.child_process import ChildSpec, guarded
 from tandemkv.server.evaluation.provenance import version_of
-from tandemkv.server.guard import Guard
 from tandemkv.server.plan.shape import ModelShape
 
 from . import decode_steps
@@ -25,6 +24,8 @@ from .configurations import Configuration
 from .decode_steps import Measured, Point, capacity_tokens
 from .dummy_model import write_model_config
 from .report import Failure, Row
+
+_TICK_S, _TAIL_LINES = 0.1, 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +90,11 @@ def run_decode(
     measured: dict[tuple[str, Point], Measured] = {}
     failures: list[Failure] = []
     traces: dict[str, tuple[Path, ...]] = {}
-    batches = [
-        (batch, list(points))
-        for batch, points in groupby(sorted(run.points), key=lambda point: point.batch)
-    ]
+    batches = [list(points) for _, points in groupby(sorted(run.points), key=lambda p: p.batch)]
     for name, configuration in run.configurations.items():
-        for batch, points in batches:
+        for points in batches:
             progress(f"{name}: {', '.join(point.label for point in points)}")
-            output = _run_child(run, name, configuration, batch, points, model_dir)
+            output = _run_child(run, name, configuration, points, model_dir)
             for item in output.measured:
                 measured[name, item.point] = item
                 progress(f"  {item.point.label}: {item.queued.median:.2f} ms a step")
@@ -215,18 +213,17 @@ class _ChildOutput:
 
 
 def _run_child(
-    run: DecodeRun,
-    name: str,
-    configuration: Configuration,
-    batch: int,
-    points: list[Point],
-    model_dir: Path,
+    run: DecodeRun, name: str, configuration: Configuration, points: list[Point], model_dir: Path
 ) -> _ChildOutput:
+    batch = points[0].batch
     folder = run.work_dir / f"{name}_batch{batch}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / decode_steps.RESULT_FILE).unlink(missing_ok=True)
+    result = folder / decode_steps.RESULT_FILE
+    result.unlink(missing_ok=True)
     capacity = capacity_tokens(batch, [point.context for point in points], run.output_tokens)
-    flags = configuration.sglang_flags(model_dir=model_dir, capacity_tokens=capacity, batch=batch)
+    settings = configuration.serve_settings(
+        model_dir=model_dir, capacity_tokens=capacity, batch=batch
+    )
     argv = decode_steps.decode_steps_argv(
         work_dir=folder,
         model_dir=model_dir,
@@ -234,85 +231,56 @@ def _run_child(
         points=points,
         steps=run.output_tokens,
         capacity=capacity,
-        flags=flags,
+        flags=configuration.sglang_flags(settings),
         profile=run.profile,
     )
     run_dir = RunDir.create()
     try:
-        env = configuration.child_env(
-            model_dir=model_dir, run_dir=run_dir.path, capacity_tokens=capacity, batch=batch
-        )
-        settings = configuration.serve_settings(
-            model_dir=model_dir, capacity_tokens=capacity, batch=batch
-        )
-        beside = (
-            cache_rank_beside(settings, run_dir, folder)
-            if configuration.settings
-            else contextlib.nullcontext()  # a reference is stock SGLang alone
-        )
-        with beside:
-            status = _wait(argv, env, folder, run.timeout_s)
+        with contextlib.ExitStack() as beside:
+            if not configuration.is_stock:
+                beside.enter_context(cache_rank_beside(settings, run_dir, folder))
+            env = configuration.child_env(settings, run_dir.path)
+            status, error = run_child(argv, folder, run.timeout_s, env)
     except SettingsError as error:  # the other configurations can still be measured
-        return _ChildOutput(measured=[], failures=_all_failed(name, points, str(error)), traces=())
+        return _ChildOutput(measured=[], failures=_failures(name, points, str(error)), traces=())
     finally:
         run_dir.remove()
-    measured, failed = decode_steps.parse_result(_read(folder / decode_steps.RESULT_FILE), points)
-    reached = {item.point for item in measured}
-    failures = []
-    for point in points:
-        if point not in reached:
-            reason = failed.get(point) or f"{status}: {_last_error(folder / 'stderr.log')}"
-            failures.append(Failure(f"tpot_ms_{name}_{point.label}", reason))
+    text = result.read_text(encoding="utf-8") if result.exists() else ""
+    measured, failed = decode_steps.parse_result(text, points)
+    missing = [point for point in points if point not in {item.point for item in measured}]
+    failures = [
+        failure
+        for point in missing
+        for failure in _failures(name, [point], failed.get(point) or f"{status}: {error}")
+    ]
     return _ChildOutput(
         measured=measured, failures=failures, traces=decode_steps.trace_files(folder)
     )
 
 
-def _all_failed(name: str, points: Sequence[Point], reason: str) -> list[Failure]:
+def _failures(name: str, points: Sequence[Point], reason: str) -> list[Failure]:
     return [Failure(f"tpot_ms_{name}_{point.label}", reason) for point in points]
 
 
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+def run_child(
+    argv: Sequence[str], folder: Path, timeout_s: float, env: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    """Run a child, by default with our own environment; return how it ended and its last error.
 
-
-def _wait(argv: Sequence[str], env: Mapping[str, str], folder: Path, timeout_s: float) -> str:
-    """Run a child in a process group of its own and return how it ended.
-
-    Its group ends with this call, and with this process, however that ends.
+    Its output goes to ``child.log`` in `folder`.
     """
-    guard = Guard()
-    try:
-        with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
-            child = subprocess.Popen(
-                list(argv), env=dict(env), stdout=out, stderr=err, stdin=subprocess.DEVNULL,
-                cwd=folder, start_new_session=True,
-            )  # fmt: skip
-        guard.watch(child.pid)
-        try:
-            return f"exit code {child.wait(timeout=timeout_s)}"
-        except subprocess.TimeoutExpired:
-            return f"no result within {timeout_s:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            guard.forget(child.pid)
-    finally:
-        guard.close()
+    env = env or {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    spec = ChildSpec(name="child", argv=tuple(argv), env=env, log_path=folder / "child.log")
+    deadline = time.monotonic() + timeout_s
+    with guarded(spec) as child:
+        while (status := child.exit_status()) is None and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+    return status or f"no result within {timeout_s:g} s", _last_error(child.log_tail(_TAIL_LINES))
 
 
-def run_child(argv: Sequence[str], folder: Path, timeout_s: float) -> tuple[str, str]:
-    """Run a child with our own environment; return how it ended and its last error."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
-    status = _wait(argv, env, folder, timeout_s)
-    return status, _last_error(folder / "stderr.log")
-
-
-def _last_error(log: Path) -> str:
+def _last_error(log: str) -> str:
     """Return the last line of a log that names an exception, without paths."""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = log.splitlines()
     named = [line for line in lines if "Error" in line.partition(":")[0]]
-    text = (named or lines or ["no output"])[-1]
-    words = (Path(word).name if word.startswith("/") else word for word in text.split())
-    return " ".join(words)[:300]
+    words = (named or lines)[-1].split()
+    return " ".join(Path(word).name if word.startswith("/") else word for word in words)[:300]

@@ -240,24 +240,20 @@ def _running(
     stop: threading.Event,
     detail: Any,
 ) -> Iterator[None]:
+    def missing() -> str | None:
+        if stop.is_set():
+            raise StoppedError("stopped")
+        found: str | None = detail(server)
+        return found
+
     child = ChildProcess(spec)
     child.start()
     watcher = threading.Thread(target=_end_when_asked, args=(child, stop), daemon=True)
     watcher.start()
     try:
-        deadline = time.monotonic() + timeout_s
-        while (reason := detail(server)) is not None:
-            if stop.is_set():
-                raise StoppedError("stopped")
-            status = child.exit_status()
-            if status is not None:
-                raise MeasurementError(f"{spec.name} ended: {status}\n{_log_tails(child)}")
-            if time.monotonic() > deadline:
-                raise MeasurementError(
-                    f"{spec.name} not ready after {timeout_s:g} s (start_timeout_s): {reason}\n"
-                    f"{_log_tails(child)}"
-                )
-            time.sleep(_TICK_S)
+        reason = child.await_ready(missing, timeout_s, setting="start_timeout_s")
+        if reason is not None:
+            raise MeasurementError(f"{reason}\n{_log_tails(child)}")
         try:
             yield
         except MeasurementError as error:

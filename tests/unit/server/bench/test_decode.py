@@ -153,9 +153,9 @@ def test_children_end_with_the_benchmark(tmp_path: Path, number: signal.Signals)
     child = "import os, subprocess, sys; p = subprocess.Popen(['sleep', '600']); "
     child += f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{p.pid}} '); p.wait()"
     code = (
-        "import os, sys; from pathlib import Path; "
-        "from tandemkv.server.evaluation.bench.decode import _wait; "
-        f"_wait([sys.executable, '-c', {child!r}], os.environ, Path({str(tmp_path)!r}), 600)"
+        "import sys; from pathlib import Path; "
+        "from tandemkv.server.evaluation.bench.decode import run_child; "
+        f"run_child([sys.executable, '-c', {child!r}], Path({str(tmp_path)!r}), 600)"
     )
     bench = subprocess.Popen([sys.executable, "-P", "-c", code])
     pids: list[int] = []
@@ -206,19 +206,20 @@ def test_headline_chooses_whose_ratios_are_short() -> None:
 
 def test_stock_runs_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEMKV_SERVE_PORT", "1")
-    env = BUILT_IN["dense-tp2"].child_env(
-        model_dir=tmp_path, run_dir=tmp_path, capacity_tokens=1024, batch=8
-    )
+    stock = BUILT_IN["dense-tp2"]
+    settings = stock.serve_settings(model_dir=tmp_path, capacity_tokens=1024, batch=8)
+    env = stock.child_env(settings, tmp_path)
     assert not [key for key in env if key.startswith("TANDEMKV_")]
     assert "SGLANG_PLUGINS" not in env
-    flags = BUILT_IN["dense-tp2"].sglang_flags(model_dir=tmp_path, capacity_tokens=1024, batch=8)
+    flags = stock.sglang_flags(settings)
     assert flags[-2:] == ["--tp-size", "2"]
     assert "tandemkv" not in flags
 
 
 def test_ours_runs_with_its_settings(tmp_path: Path) -> None:
     own = Configuration(settings={"selection.budget_tokens": 512}, env={"X": "1"})
-    env = own.child_env(model_dir=tmp_path, run_dir=tmp_path / "run", capacity_tokens=2048, batch=3)
+    asked = own.serve_settings(model_dir=tmp_path, capacity_tokens=2048, batch=3)
+    env = own.child_env(asked, tmp_path / "run")
     settings = RankSettings.model_validate_json(env[SETTINGS_VARIABLE])
     assert settings.selection.budget_tokens == 512
     assert settings.cache.capacity_tokens == 2048
@@ -228,8 +229,8 @@ def test_ours_runs_with_its_settings(tmp_path: Path) -> None:
 
 def test_ours_gets_the_flags_that_serve_gives(tmp_path: Path) -> None:
     own = Configuration(settings={"device": "cpu"}, flags=("--log-level", "info"))
-    flags = own.sglang_flags(model_dir=tmp_path, capacity_tokens=2048, batch=3)
     settings = own.serve_settings(model_dir=tmp_path, capacity_tokens=2048, batch=3)
+    flags = own.sglang_flags(settings)
     served = sglang_argv(settings, model_dir=tmp_path, device="cpu", dtype="float32", port=30000)
     assert flags == [*served[4:], "--log-level", "info"]
     assert flags[flags.index("--max-running-requests") + 1] == "3"
@@ -240,7 +241,7 @@ def test_ours_runs_in_a_run_directory_that_is_removed(run: DecodeRun, tmp_path: 
     own = Configuration(settings={"device": "cpu"}, env={"FAKE_STEP_S": "0.001"})
     result = run_decode(replace_run(run, configurations={"ours": own}), lambda _: None)
     assert result.failures == ()
-    seen = (tmp_path / "ours_batch8" / "stderr.log").read_text().split()
+    seen = (tmp_path / "ours_batch8" / "child.log").read_text().split()
     assert len(seen) == 1
     assert not Path(seen[0]).exists()
 

@@ -88,7 +88,8 @@ def test_flags_are_what_sglang_parses() -> None:
     for configuration in BUILT_IN.values():
         parser = argparse.ArgumentParser()
         server_args.ServerArgs.add_cli_args(parser)
-        given = configuration.sglang_flags(model_dir=Path("/m"), capacity_tokens=4096, batch=8)
+        settings = configuration.serve_settings(model_dir=Path("/m"), capacity_tokens=4096, batch=8)
+        given = configuration.sglang_flags(settings)
         flags = ["triton" if word == "tandemkv" else word for word in given]
         argv = decode_steps_argv(
             work_dir=Path("/w"), model_dir=Path("/m"), tokenizer_dir=Path("/t"), points=POINTS,
@@ -104,17 +105,16 @@ def test_rows_and_ratios_of_both_ways_to_run_steps(
 ) -> None:
     """Every child writes the result; ours is at twice the speed only when queued."""
 
-    def child(argv: tuple[str, ...], env: object, folder: Path, timeout_s: float) -> str:
+    def child(_: object, folder: Path, *__: object) -> tuple[str, str]:
         result = json.loads(json.dumps(RESULT[:1]))
         if "ours" in folder.name:
             result[0]["queued_ms"]["median"] = 4.0
         (folder / decode_steps.RESULT_FILE).write_text(json.dumps(result))
         (folder / decode_steps.TRACE_FOLDER).mkdir()
         (folder / decode_steps.TRACE_FOLDER / "decode_rank0.json.gz").touch()
-        (folder / "stderr.log").write_text("RuntimeError: gone\n")
-        return "exit code 1"
+        return "exit code 1", "RuntimeError: gone"
 
-    monkeypatch.setattr(decode, "_wait", child)
+    monkeypatch.setattr(decode, "run_child", child)
     run = DecodeRun(
         shape=BUILT_IN_SHAPES["qwen3-8b"], tokenizer_dir=tmp_path, points=POINTS,
         configurations={
