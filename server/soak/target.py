@@ -7,7 +7,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from tandemkv.inference_rank.edge.keys import read_key
 from tandemkv.server.child_process import ChildProcess, ChildSpec
 from tandemkv.server.ports import choose_port
 from tandemkv.server.probes import server_state
+from tandemkv.server.sglang_command import SERVER
 
 from .canaries import SoakError
 from .client import Client
@@ -97,7 +97,7 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
         key_file.touch(mode=0o600)
         key_file.write_text(admin_key, encoding="utf-8")
         argv = (
-            *(sys.executable, "-P", "-m", "tandemkv.server", "serve", model, *arguments),
+            *(*SERVER, "serve", model, *arguments),
             *("--port", str(port), "--run-dir", str(work / "run")),
             *("--admin-key-file", str(key_file), "--max-restarts", _MOST_RESTARTS),
         )

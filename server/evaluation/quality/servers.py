@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import json
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -26,8 +25,8 @@ from tandemkv.server.child_process import ChildProcess, ChildSpec
 from tandemkv.server.ports import choose_port
 from tandemkv.server.probes import fetch_status, server_state
 from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import ENVIRONMENT_PREFIX, to_yaml
-from tandemkv.server.sglang_command import sglang_argv
+from tandemkv.server.settings_sources import to_yaml
+from tandemkv.server.sglang_command import SERVER, common_env, sglang_argv
 
 _HOST = "127.0.0.1"
 _TICK_S = 0.25
@@ -169,7 +168,7 @@ def tandem_server(
         if probe_file is not None:
             env[PROBE_VARIABLE] = str(probe_file)
         argv = (
-            *(sys.executable, "-P", "-m", "tandemkv.server", "serve", settings.model),
+            *(*SERVER, "serve", settings.model),
             *("--config", str(config)),
         )
         server = RunningServer(f"http://{_HOST}:{port}", is_stock=False, probe_file=probe_file)
@@ -223,13 +222,10 @@ def _folder() -> Iterator[Path]:
 
 
 def _environment(device: str) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
+    on_cpu = device != "cuda"
+    env = common_env(os.environ, device="cpu" if on_cpu else "cuda") | {"HF_HUB_OFFLINE": "1"}
     env.pop(PROBE_VARIABLE, None)
-    env.update(PYTHONSAFEPATH="1", PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1")
-    if device != "cuda":
-        env.setdefault("OMP_NUM_THREADS", "1")
-        env["SGLANG_USE_CPU_ENGINE"] = "1"
-    return env
+    return env | ({"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {})
 
 
 @contextlib.contextmanager
