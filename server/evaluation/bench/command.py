@@ -31,9 +31,6 @@ _POINT = re.compile(r"(\d{1,6})x(\d{1,9}[km]?)", re.IGNORECASE)
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Default docs/benchmarks/<name>.json.")
 ]
-OnlyOption = Annotated[
-    list[str] | None, typer.Option("--only", help="Benchmark to run; may be repeated.")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +98,7 @@ def decode(request: DecodeRequest) -> None:
             timeout_s=request.timeout_s,
             model_dir=model.resolve() if model is not None else None,
         )
-        gpu = provenance.query_gpu()
-        if gpu is None:
-            raise SettingsError(
-                "this benchmark times GPU work and no GPU is visible; run it on one, or let "
-                "`tandemkv plan` predict"
-            )
+        gpu = _require_gpu(provenance.query_gpu())
         result = run_decode(
             run,
             console.print,
@@ -120,9 +112,16 @@ def decode(request: DecodeRequest) -> None:
 
 
 @bench_app.command()
-def kernels(only: OnlyOption = None, out: OutOption = None) -> None:
-    """Time kernels on the GPU, under CUDA graphs with rotating buffers."""
-    _run_suite("kernels", only or [], out)
+def kernels(out: OutOption = None) -> None:
+    """Time the kernels of a layer on the GPU, as `plan --measure` does."""
+    from tandemkv.server.plan.constants import timings_here
+
+    from .kernels import kernel_rows
+
+    gpu = _require_gpu(provenance.visible_gpu())
+    console = _console()
+    rows, failures = kernel_rows(timings_here(), console.print)
+    _finish("kernels", rows, failures, gpu, out, console)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,12 +208,13 @@ def parse_points(text: str) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _run_suite(suite: str, only: Sequence[str], out: Path | None) -> None:
-    from .suites import run_suite
-
-    console = _console()
-    rows, failures = run_suite(suite, only, console.print)
-    _finish(suite, rows, failures, provenance.visible_gpu(), out, console)
+def _require_gpu(gpu: Gpu | None) -> Gpu:
+    if gpu is None:
+        raise SettingsError(
+            "this benchmark times GPU work and no GPU is visible; run it on one, or let "
+            "`tandemkv plan` predict"
+        )
+    return gpu
 
 
 def _finish(

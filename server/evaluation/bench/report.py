@@ -43,11 +43,6 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         """Return the row of a spread in `unit`."""
         return cls(figure, spread.median, unit, spread.p10, spread.p90, spread.n, note)
 
-    @classmethod
-    def bandwidth(cls, figure: str, spread: Spread, num_bytes: int, *, note: str = "") -> Self:
-        """Return a row in GB/s, 1e9 bytes each, of calls of `spread` us that move `num_bytes`."""
-        return cls.of(figure, spread.as_rate(num_bytes / 1e3), "GB/s", note=note)
-
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A figure that was asked for and could not be had, with the reason."""

@@ -152,7 +152,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
     ("command", "options"),
     [
         ("decode", "--points --config --shape --profile --tokenizer --out"),
-        ("kernels", "--only --out"),
+        ("kernels", "--out"),
         ("serve", "--url --tokenizer --concurrency --input-tokens"),
         ("plot", "--out"),
     ],
