@@ -165,15 +165,11 @@ def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement
             f"cache_ranks={count} does not divide the {spec.num_kv_heads} KV heads of "
             f"{settings.model}; use --cache-ranks {' or '.join(map(str, fits))}"
         )
-    from tandemkv.cache_rank.policies.base import PolicyError
     from tandemkv.cache_rank.policies.composition import check_shards
     from tandemkv.cache_rank.policies.registry import find_policy
 
     name = settings.selection.policy
-    try:
-        check_shards(find_policy(name), name, count)
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    check_shards(find_policy(name), name, count)
 
 
 def _check_without_gpus(settings: ServeSettings) -> None:

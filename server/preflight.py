@@ -190,13 +190,9 @@ def check_policy(policy: str) -> None:
     SettingsError
         Listing the policies that exist.
     """
-    from tandemkv.cache_rank.policies.base import PolicyError
     from tandemkv.cache_rank.policies.registry import find_policy
 
-    try:
-        find_policy(policy)
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    find_policy(policy)
 
 
 def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> None:
@@ -208,35 +204,28 @@ def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> No
         Saying what would do.
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
-    from tandemkv.cache_rank.policies.base import PolicyError
     from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
 
     selection = settings.selection
     policy = find_policy(selection.policy)
     check_runs_on(selection, device)
-    try:
-        check_pooling(policy, selection)
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    check_pooling(policy, selection)
     found = resolve_calibration(selection, spec, policy.capabilities)
-    if found.share is not None and settings.head_shards > 1 and not selection.anchors:
-        anchors = ",".join(str(layer) for layer in sorted(set(found.share.sources)))
-        raise SettingsError(
-            f"cache_ranks={settings.cache_ranks}: head maps of {found.origin} lead from one cache "
-            f"rank to another; use --anchors {anchors}, with which every head follows its own, or "
-            "--cache-ranks 1"
-        )
     if found.clusters is not None and settings.tensor_parallel > 1:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel}: policy={selection.policy} selects once "
             "for KV heads that lie on several ranks; use --tp 1, or another --policy"
         )
-    if found.share is not None and settings.tensor_parallel > 1 and not selection.anchors:
+    is_sharded = settings.head_shards > 1
+    if found.share is None or selection.anchors:
+        return
+    if is_sharded or settings.tensor_parallel > 1:
         anchors = ",".join(str(layer) for layer in sorted(set(found.share.sources)))
+        place, flag = ("cache rank", "--cache-ranks") if is_sharded else ("GPU", "--tp")
         raise SettingsError(
-            f"tensor_parallel={settings.tensor_parallel}: head maps of {found.origin} lead from "
-            f"one GPU to another; use --anchors {anchors}, with which every head follows its own, "
-            "or --tp 1"
+            f"tensor_parallel={settings.tensor_parallel}, cache_ranks={settings.cache_ranks}: head "
+            f"maps of {found.origin} lead from one {place} to another; use --anchors {anchors}, "
+            f"with which every head follows its own, or {flag} 1"
         )
 
 
@@ -248,14 +237,10 @@ def check_runs_on(selection: SelectionSettings, device: str) -> None:
     SettingsError
         Saying why, and what to do.
     """
-    from tandemkv.cache_rank.policies.base import PolicyError
     from tandemkv.cache_rank.policies.composition import check_device
     from tandemkv.cache_rank.policies.registry import find_policy
 
-    try:
-        check_device(find_policy(selection.policy), selection.policy, device)
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    check_device(find_policy(selection.policy), selection.policy, device)
 
 
 def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:

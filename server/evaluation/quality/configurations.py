@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from pydantic import ValidationError
 
-from tandemkv.cache_rank.policies.base import PolicyCapabilities, PolicyError
+from tandemkv.cache_rank.policies.base import PolicyCapabilities
 from tandemkv.cache_rank.policies.options import parse_option
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -205,24 +205,18 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
 
 def _with_options(policy: str, own: Mapping[str, str]) -> dict[str, object]:
     """Return settings of one configuration, with the policy's options as their own mapping."""
-    try:
-        model = find_policy(policy).options_model
-        options = {
-            name: parse_option(model, policy, name, text)
-            for name, text in own.items()
-            if name in model.model_fields and name not in SelectionSettings.model_fields
-        }
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    model = find_policy(policy).options_model
+    options = {
+        name: parse_option(model, policy, name, text)
+        for name, text in own.items()
+        if name in model.model_fields and name not in SelectionSettings.model_fields
+    }
     settings: dict[str, object] = {k: text for k, text in own.items() if k not in options}
     return settings | ({"options": options} if options else {})
 
 
 def _capabilities(policy: str, device: str, cache_device: str) -> PolicyCapabilities:
-    try:
-        capabilities = find_policy(policy).capabilities
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    capabilities = find_policy(policy).capabilities
     place = choose_cache_device(cache_device, device, capabilities.devices)
     if place not in capabilities.devices:
         raise SettingsError(
@@ -347,8 +341,6 @@ def _divide(
 def _settings(policy: str, values: Mapping[str, object]) -> SelectionSettings:
     try:
         return resolve_selection({**values, "policy": policy})
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
     except ValidationError as error:
         raise SettingsError(
             "; ".join(
