@@ -35,11 +35,7 @@ class ServeSettings(BaseModel):
         min_length=1, description="Model directory in Hugging Face layout, or smollm2 (embedded)."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the model. auto: a GPU if there is one."
-    )
-    cache_device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto",
-        description="Device that holds all K/V. auto: that of the model.",
+        "auto", description="Device of the model and of all K/V. auto: a GPU if there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and K/V. auto: float32 on a CPU, the model's own on a GPU."
@@ -176,7 +172,6 @@ class ServeSettings(BaseModel):
             {
                 "link": link,
                 "model_device": device,
-                "engine_device": device if self.cache_device == "auto" else self.cache_device,
                 "two_gpus": lies_on_two_gpus(link, device),
                 "tp_size": self.tensor_parallel,
                 "head_shards": self.head_shards,
@@ -205,11 +200,6 @@ class ServeSettings(BaseModel):
                 f"host={self.host} can be reached from other machines; use 127.0.0.1, or add "
                 "--allow-remote if that is what you want, and --api-key-file so that requests need "
                 "a key"
-            )
-        if self.device == "cpu" and self.cache_device == "cuda":
-            raise ValueError(
-                "cache_device=cuda needs a model on a GPU too, and device=cpu; use --cache-device "
-                "cpu, or --device cuda"
             )
         if self.cache_ranks and self.transport == "local":
             raise ValueError(

@@ -180,7 +180,7 @@ BUILT_IN: Mapping[str, Configuration] = {
         for name, more in _VARIANTS.items()
     },
     **{
-        f"1+1-shared{name}": _own(1, cache_ranks=1, cache_device="cuda", transport="shared", **more)
+        f"1+1-shared{name}": _own(1, cache_ranks=1, transport="shared", **more)
         for name, more in _VARIANTS.items()
     },
 }

@@ -21,7 +21,6 @@ from tandemkv.cache_rank.protocol.settings import (
     SelectionSettings,
     default_samples,
 )
-from tandemkv.server.devices import choose_cache_device
 
 DENSE = "dense"
 System = Literal["tandemkv", "sglang", "kvpress"]
@@ -141,7 +140,6 @@ def plan(
     num_layers: int,
     device: str,
     base: Mapping[str, object],
-    cache_device: str = "auto",
     with_dense: bool = True,
 ) -> list[Configuration]:
     """Return dense and every policy at every budget; a policy without budgets comes once.
@@ -160,8 +158,6 @@ def plan(
         ``cpu`` or ``cuda``, of the model.
     base : mapping
         Settings of the group ``selection`` that the user gave.
-    cache_device : str
-        Of the cache rank, as given; with ``auto`` `serve` chooses one on which the policy runs.
     with_dense : bool
         Whether stock SGLang is measured too.
 
@@ -174,7 +170,7 @@ def plan(
     for text in policies:
         if text != DENSE:
             policy, own = _split(text)
-            capabilities = _capabilities(policy, device, cache_device)
+            capabilities = _capabilities(policy, device)
             added = _of_policy(
                 policy, capabilities, budgets, num_layers, {**base, **_with_options(policy, own)}
             )
@@ -215,13 +211,12 @@ def _with_options(policy: str, own: Mapping[str, str]) -> dict[str, object]:
     return settings | ({"options": options} if options else {})
 
 
-def _capabilities(policy: str, device: str, cache_device: str) -> PolicyCapabilities:
+def _capabilities(policy: str, device: str) -> PolicyCapabilities:
     capabilities = find_policy(policy).capabilities
-    place = choose_cache_device(cache_device, device, capabilities.devices)
-    if place not in capabilities.devices:
+    if device not in capabilities.devices:
         raise SettingsError(
-            f"policy={policy} declares devices {', '.join(capabilities.devices)}, not {place}; "
-            "leave it out or choose another --device or --set cache_device"
+            f"policy={policy} declares devices {', '.join(capabilities.devices)}, not {device}; "
+            "leave it out or choose another --device"
         )
     return capabilities
 

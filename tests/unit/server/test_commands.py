@@ -20,7 +20,6 @@ RANK_OPTIONS = """
     --policy --budget-tokens --resident-factor --recent-tokens --sink-tokens --fetch-cap
     --index-dtype --refresh-every --exact-layers --cache-tokens
     --max-running-requests --config
-    --cache-device
 """
 SERVE_OPTIONS = f"""{RANK_OPTIONS}
     --cache-ranks --device --port --host --allow-remote --max-context --chunked-prefill-size
@@ -161,7 +160,6 @@ def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:
         (["serve", "m", "--no-such-flag"], 2, "No such option"),
         (["serve", "m", "--", "--lag", "2"], 2, "m: no such directory"),
         (["serve", "m", "--cache-ranks", "2", "--tp", "3"], 2, "use --cache-ranks 3"),
-        (["serve", "m", "--device", "cpu", "--cache-device", "cuda"], 2, "use --cache-device cpu"),
         (["serve", "m", "--", "--attention-backend", "triton"], 2, "--attention-backend"),
         (["serve", "m", "--port", "0", "--policy", "magic"], 2, "look_ahead"),
         (["cache-rank"], 2, "--run-dir"),
