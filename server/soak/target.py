@@ -45,7 +45,6 @@ class Target:
     client: Client
     processes: ServerProcesses | None
     is_ours: bool
-    log: Path | None = None
     left: list[str] | None = None
     exit_status: str | None = None
     segments: set[str] = field(default_factory=set)
@@ -116,7 +115,6 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
                 client=Client(url, admin_key=admin_key),
                 processes=ServerProcesses(child.pid, work / "run"),
                 is_ours=True,
-                log=work / "serve.log",
             )
             yield target
             _end(child, target, temporary)
