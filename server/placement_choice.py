@@ -19,7 +19,7 @@ from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 from .devices import placed_alone
-from .pages import with_int4_index
+from .pages import on_device
 from .plan.choose import (
     break_even_batch_tokens,
     break_even_tokens,
@@ -226,10 +226,8 @@ def _with_anchors(settings: ServeSettings, spec: ModelSpec) -> ServeSettings:
 
 
 def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
-    """On GPUs, fill in an int4 index where none is set."""
-    if device != "cuda":
-        return settings
-    return settings.model_copy(update={"selection": with_int4_index(settings.selection)})
+    selection = on_device(settings.selection, device)
+    return settings.model_copy(update={"selection": selection})
 
 
 def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> ServeSettings:

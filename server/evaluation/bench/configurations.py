@@ -22,8 +22,7 @@ from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.evaluation.grid import read_grid
-from tandemkv.server.evaluation.setting_name import on_device
-from tandemkv.server.pages import LONG_PAGE_TOKENS
+from tandemkv.server.pages import LONG_PAGE_TOKENS, on_device
 from tandemkv.server.placement_choice import with_late_layers
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import Sourced, load_settings
