@@ -22,15 +22,12 @@ from tandemkv.server.evaluation.provenance import BenchError, Gpu
 from tandemkv.server.evaluation.request_options import option, takes
 
 from .decode_steps import Point
-from .report import Failure, Report, Row, make_report, write_report
+from .report import Failure, OutOption, Report, Row, make_report, write_report
+from .serving import ServeLoad, bench_serving_argv, serving_rows
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and write reports as JSON.")
 DEFAULT_FOLDER = Path("docs/benchmarks")
 _POINT = re.compile(r"(\d{1,6})x(\d{1,9}[km]?)", re.IGNORECASE)
-
-OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Default docs/benchmarks/<name>.json.")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,39 +121,15 @@ def kernels(out: OutOption = None) -> None:
     _finish("kernels", rows, failures, gpu, out, console)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeRequest:
-    """Options of ``bench serve``."""
-
-    tokenizer: Annotated[str, option("Directory with the served model's tokenizer, or smollm2.")]
-    url: Annotated[str, option("Server on this machine.")] = "http://127.0.0.1:30000"
-    name: Annotated[str, option("Part of the rows' names.")] = "serve"
-    input_tokens: Annotated[int, option(min=1)] = 4096
-    output_tokens: Annotated[int, option(min=2)] = 128
-    concurrency: Annotated[int, option(min=1)] = 8
-    requests: Annotated[int, option(min=1, max=100000)] = 32
-    timeout_s: Annotated[float, option(min=1)] = 1800.0
-    out: OutOption = None
-
-
 @bench_app.command()
-@takes(ServeRequest)
-def serve(request: ServeRequest) -> None:
+@takes(ServeLoad)
+def serve(load: ServeLoad) -> None:
     """Put a running server on this machine under load, with sglang.bench_serving."""
     from tandemkv.server.preflight import resolve_model
 
     from .decode import run_child
-    from .serving import ServeLoad, bench_serving_argv, serving_rows
 
-    load = ServeLoad(
-        url=request.url,
-        tokenizer_dir=resolve_model(request.tokenizer, lambda _: None),
-        name=request.name,
-        input_tokens=request.input_tokens,
-        output_tokens=request.output_tokens,
-        concurrency=request.concurrency,
-        num_requests=request.requests,
-    )
+    tokenizer_dir = resolve_model(load.tokenizer, lambda _: None)
     if find_spec("datasets") is None:
         raise SettingsError(
             "sglang.bench_serving needs the package datasets, which is not installed; "
@@ -165,12 +138,13 @@ def serve(request: ServeRequest) -> None:
     console = _console()
     with _folder(None) as folder:
         result = folder / "serving.jsonl"
-        console.print(f"{request.requests} requests to {load.url}")
-        status, detail = run_child(bench_serving_argv(load, result), folder, request.timeout_s)
+        console.print(f"{load.requests} requests to {load.url}")
+        argv = bench_serving_argv(load, tokenizer_dir, result)
+        status, detail = run_child(argv, folder, load.timeout_s)
         if not result.exists():
             raise BenchError(f"bench_serving gave no result, {status}: {detail}")
         rows, failures = serving_rows(load, result.read_text(encoding="utf-8"))
-    _finish("serve", rows, failures, provenance.query_gpu(), request.out, console)
+    _finish("serve", rows, failures, provenance.query_gpu(), load.out, console)
 
 
 @bench_app.command()

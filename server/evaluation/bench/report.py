@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import msgspec
+import typer
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.compact_json import compact_json
@@ -23,6 +24,10 @@ from tandemkv.server.evaluation.provenance import (
 from tandemkv.server.evaluation.spread import Spread
 
 SCHEMA = 1
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Default docs/benchmarks/<name>.json.")
+]
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_.+-]+$", max_length=160)]
 
