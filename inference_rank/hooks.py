@@ -206,7 +206,7 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     runtime = runtime_module.current()
     if runtime is None:
         return original(scheduler, batch, *args, **kwargs)
-    _note_batch(runtime, scheduler, batch)
+    _note_batch(runtime, batch)
     rows = [sglang_versions.row_of(req) for req in batch.reqs]
     runtime.rows_on_host = None if None in rows else rows
     try:
@@ -219,14 +219,14 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     return result
 
 
-def _note_batch(runtime: Any, scheduler: Any, batch: Any) -> None:
+def _note_batch(runtime: Any, batch: Any) -> None:
     """Remember whose pass comes next, and which prompt does not end in it."""
     reach("inference_rank.batch")
     runtime.middle_chunk_row = None
     chunked = getattr(batch, "chunked_req", None)
     if chunked is not None and any(chunked is req for req in batch.reqs):
         runtime.middle_chunk_row = sglang_versions.row_of(chunked)
-    runtime.running_reqs, runtime.scheduler = batch.reqs, scheduler
+    runtime.running_reqs = batch.reqs
     if runtime.settings.evaluation:
         lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         runtime.running_lengths = lengths.tolist()

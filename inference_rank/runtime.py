@@ -51,7 +51,6 @@ class Runtime:
     rows_on_host: list[int] | None = None
     running_reqs: list[Any] = field(default_factory=list)
     running_lengths: list[int] = field(default_factory=list)
-    scheduler: Any = None
     refresh: RefreshSchedule = field(default_factory=RefreshSchedule)
 
     def values(self) -> dict[str, float]:

@@ -110,12 +110,13 @@ def _specs(
     argv = cache_rank_argv(
         run_dir=run_dir.of_rank(rank).path, config=run_dir.path / SETTINGS_FILE, rank=rank
     )
-    is_one = settings.rank_settings.placement.num_cache_ranks == 1
+    placement = settings.rank_settings.placement
+    is_one = placement.num_cache_ranks == 1
     return [
         ChildSpec(
             name=name if is_one else f"{name} {rank}",
             argv=argv,
-            env=cache_rank_env(os.environ, device=settings.cache_device),
+            env=cache_rank_env(os.environ, device=placement.model_device),
             log_path=run_dir.path / f"{log}{rank or ''}.log",
             stop_signal=stop_signal,
         )

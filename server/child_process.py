@@ -10,16 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import log_writer
+from .guard import Guard
 
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 16384
 _MAX_LOG_BYTES = 8 << 20
 """Run directories often lie in memory: ``/run/user``, or a volume of a pod that has a limit."""
+_TICK_S = 0.1
 _SETTLE_S = 1.0
 """Longest wait for the last lines of a child that has ended."""
 
@@ -138,6 +140,25 @@ class ChildProcess:
                 return f"signal {-code}"
         return f"exit code {code}"
 
+    def await_ready(
+        self, detail: Callable[[], str | None], timeout_s: float, *, setting: str = ""
+    ) -> str | None:
+        """Wait until `detail`, which says what is missing, returns None.
+
+        Return why it never did: the child has ended, or `timeout_s`, by the name of the `setting`,
+        are over.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (reason := detail()) is not None:
+            status = self.exit_status()
+            if status is not None:
+                return f"{self.spec.name} ended: {status}"
+            if time.monotonic() > deadline:
+                named = f" ({setting})" if setting else ""
+                return f"{self.spec.name} not ready after {timeout_s:g} s{named}: {reason}"
+            time.sleep(_TICK_S)
+        return None
+
     def stop(self, grace_s: float, hurry: Callable[[], bool]) -> None:
         """End it and its process group: the stop signal, wait at most `grace_s`, SIGKILL.
 
@@ -216,3 +237,19 @@ class ChildProcess:
     @property
     def _older_log(self) -> Path:
         return self.spec.log_path.with_name(f"{self.spec.log_path.name}.1")
+
+
+@contextlib.contextmanager
+def guarded(spec: ChildSpec) -> Iterator[ChildProcess]:
+    """Run a child during the body. Its process group ends with that, and however this one ends."""
+    guard, child = Guard(), ChildProcess(spec)
+    try:
+        child.start()
+        guard.watch(child.pid)
+        try:
+            yield child
+        finally:
+            child.kill_group()
+            guard.forget(child.pid)
+    finally:
+        guard.close()

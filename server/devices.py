@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
 
 from .settings import ServeSettings
 
@@ -18,9 +15,8 @@ def resolve_device(
     *,
     cache_ranks: int | None = None,
     num_ranks_here: int = 2,
-    cache_device: str = "auto",
 ) -> str:
-    """Decide the inference rank's device. A cache rank that was asked for may need a GPU too.
+    """Decide the device of both ranks. A cache rank that was asked for needs a GPU too.
 
     Parameters
     ----------
@@ -30,8 +26,6 @@ def resolve_device(
         As given.
     num_ranks_here : int
         Processes with a GPU of their own that this launch starts, if there is a cache rank.
-    cache_device : {"auto", "cpu", "cuda"}
-        On ``cpu`` the cache rank needs no GPU.
 
     Raises
     ------
@@ -41,7 +35,7 @@ def resolve_device(
     if device == "cpu":
         return "cpu"
     has_cuda = torch.cuda.is_available()
-    num_needed = num_ranks_here if cache_ranks and cache_device != "cpu" else 1
+    num_needed = num_ranks_here if cache_ranks else 1
     num_gpus = torch.cuda.device_count() if has_cuda else 0
     if device == "auto":
         return "cuda" if num_gpus >= num_needed else "cpu"
@@ -56,70 +50,27 @@ def resolve_device(
     return "cuda"
 
 
-def policy_devices(policy: str) -> tuple[str, ...]:
-    """Return the device types that a policy, which must be known, runs on."""
-    from tandemkv.cache_rank.policies.registry import find_policy
-
-    return find_policy(policy).capabilities.devices
-
-
-def choose_cache_device(wanted: str, device: str, devices: Collection[str]) -> str:
-    """Decide ``auto``: the inference rank's device, but cpu for what runs on no GPU.
-
-    Parameters
-    ----------
-    wanted : {"auto", "cpu", "cuda"}
-        The setting.
-    device : {"auto", "cpu", "cuda"}
-        The inference rank's; ``auto`` if that is not known yet, and may be returned then.
-    devices : collection of str
-        Where the policy runs.
-    """
-    if wanted != "auto":
-        return wanted
-    return "cpu" if "cuda" not in devices else device
-
-
-def resolve_cache_device(settings: ServeSettings, device: str) -> ServeSettings:
-    """Fill in `cache_device`.
-
-    Raises
-    ------
-    SettingsError
-        If the policy does not run there, or it is not the kind of device that the model is on.
-    """
-    policy, wanted = settings.selection.policy, settings.cache_device
-    devices = policy_devices(policy)
-    if wanted == "cuda" and device == "cpu":
-        raise SettingsError(
-            "cache_device=cuda, but the inference rank is on cpu; use --cache-device cpu, or "
-            "--device cuda on a machine with a GPU"
-        )
-    found = choose_cache_device(wanted, device, devices)
-    if found not in devices:
-        flag = "--device" if device == "cpu" else "--cache-device"
-        raise SettingsError(f"policy={policy} does not run on {found}; use {flag} {devices[0]}")
-    if device != "cpu" and found == "cpu":
-        reason = "cache_device=cpu" if wanted == "cpu" else f"policy={policy} runs on a CPU only"
-        raise SettingsError(
-            f"{reason}, and a cache rank on the host's CPU beside a model on a GPU is not "
-            "available in this version; use --device cpu for both, or another --policy"
-        )
-    return settings.model_copy(update={"cache_device": found})
-
-
 def cache_rank_device(settings: ServeSettings) -> str:
     """Return the device of a cache rank that is started by itself: its GPU, if any, is here.
 
     Raises
     ------
     SettingsError
-        If it is to be on a GPU and there is none.
+        If it is to be on a GPU, and there is none or the link has none.
     """
-    found = choose_cache_device(
-        settings.cache_device, settings.device, policy_devices(settings.selection.policy)
-    )
-    return resolve_device(found, num_ranks_here=1)
+    from tandemkv.cache_rank.policies.registry import find_policy
+
+    device = settings.device
+    if settings.wished_link == "message":
+        if device == "cuda":
+            raise SettingsError(
+                "device=cuda: a cache rank that is met by messages is on a CPU in this version; "
+                "use --device cpu"
+            )
+        return "cpu"
+    if "cuda" not in find_policy(settings.selection.policy).capabilities.devices:
+        return "cpu"
+    return resolve_device(device, num_ranks_here=1)
 
 
 def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
@@ -127,30 +78,30 @@ def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
 
     `serve` hands it over; a cache rank that was started by itself is one of two processes.
     """
-    settings = as_pair(settings.model_copy(update={"cache_device": device}))
+    settings = as_pair(settings)
     if settings.placement is not None:
         return settings
-    if settings.tensor_parallel > 1:
-        raise SettingsError(
-            f"tensor_parallel={settings.tensor_parallel}: each rank has a cache rank of its own, "
-            "and only `tandemkv serve` starts as many; use it, or --tp 1"
-        )
-    if settings.head_shards > 1:
-        raise SettingsError(
-            f"cache_ranks={settings.cache_ranks}: only `tandemkv serve` starts as many; use it, or "
-            "--cache-ranks 1"
-        )
-    link, model_device = settings.wished_link or "shared", settings.device_or(device)
-    placement = Placement.model_validate(
-        {
-            "link": link,
-            "model_device": model_device,
-            "engine_device": device,
-            "two_gpus": lies_on_two_gpus(link, model_device),
-            "reason": "the cache rank was started by itself",
-        }
+    check_one_cache_rank(settings)
+    placement = settings.placement_on(
+        settings.device_or(device), "the cache rank was started by itself"
     )
     return settings.model_copy(update={"placement": placement})
+
+
+def check_one_cache_rank(settings: ServeSettings) -> None:
+    """Refuse several cache ranks for a rank that is started by itself.
+
+    Raises
+    ------
+    SettingsError
+        With what starts as many.
+    """
+    if settings.tensor_parallel > 1 or settings.head_shards > 1:
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel}, cache_ranks={settings.cache_ranks}: of "
+            "several cache ranks only `tandemkv serve` starts as many; use it, or --cache-ranks 1 "
+            "and --tp 1"
+        )
 
 
 def as_pair(settings: ServeSettings) -> ServeSettings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.descriptor_holder import ask_holder
@@ -17,12 +17,11 @@ from tandemkv.cache_rank.protocol.errors import CacheRankError, SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .cache_rank_launch import cache_rank_detail
-from .devices import as_pair
+from .devices import as_pair, check_one_cache_rank
 from .launch import LaunchError
-from .preflight import ResolvedLaunch, resolve_launch
-from .serve import refuse_live_server, sglang_folders
+from .preflight import resolve_launch
+from .serve import inference_rank_command, refuse_live_server
 from .settings import ServeSettings
-from .sglang_command import sglang_argv, sglang_env
 
 _PAUSE_S = 0.5
 
@@ -50,20 +49,12 @@ def become_inference_rank(
         If no cache rank answers within ``start_timeout_s``.
     """
     link = settings.wished_link or "shared"
-    if settings.tensor_parallel > 1 and link == "shared":
-        raise SettingsError(
-            f"tensor_parallel={settings.tensor_parallel}: each rank has a cache rank of its own, "
-            "and only `tandemkv serve` starts as many; use it, or --cache-ranks 0, or --tp 1"
-        )
+    if link == "shared":
+        check_one_cache_rank(settings)
     if link == "message":
         raise SettingsError(
             "transport=message takes a pump beside the inference rank, which `tandemkv serve "
             "--cache-rank-address` starts; use it instead of inference-rank"
-        )
-    if settings.head_shards > 1:
-        raise SettingsError(
-            f"cache_ranks={settings.cache_ranks}: only `tandemkv serve` starts as many; use it, or "
-            "--cache-ranks 1"
         )
     launch = resolve_launch(as_pair(settings), progress, num_ranks_here=1)
     run_dir = RunDir.create(path)
@@ -73,23 +64,8 @@ def become_inference_rank(
     if launch.placement.maps_memory:
         tell_unheld(run_dir, progress)
     run_dir.clear_sglang()
-    argv, env = inference_rank_command(launch, run_dir, os.environ)
-    os.execve(argv[0], argv, env | sglang_folders(run_dir))
-
-
-def inference_rank_command(
-    launch: ResolvedLaunch, run_dir: RunDir, environ: Mapping[str, str]
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return SGLang's command line and environment, those that ``tandemkv serve`` gives it."""
-    argv = sglang_argv(
-        launch.settings,
-        model_dir=launch.model_dir,
-        device=launch.device,
-        dtype=launch.spec.dtype,
-        port=launch.port,
-    )
-    env = sglang_env(launch.settings, environ, run_dir=run_dir.path, device=launch.device)
-    return argv, env
+    argv, env = inference_rank_command(launch, run_dir)
+    os.execve(argv[0], argv, env)
 
 
 def tell_unheld(run_dir: RunDir, progress: Callable[[str], None]) -> None:

@@ -29,9 +29,9 @@ class MemoryEstimate:
     `predictor_bytes` is the dequantised W_q of a quantised model whose queries are predicted.
     """
 
-    cache_bytes: int
-    resident_bytes: int
-    weight_bytes: int
+    cache_bytes: int = 0
+    resident_bytes: int = 0
+    weight_bytes: int = 0
     predictor_bytes: int = 0
     process_bytes: int = PROCESS_TREE_BYTES
 
@@ -78,34 +78,31 @@ def estimate_memory(
     device : {"cpu", "cuda"}
         Of both ranks.
     """
+    tp_size = settings.tensor_parallel
+    processes = PROCESS_TREE_BYTES + (tp_size - 1) * RANK_BYTES
+    processes += (settings.head_shards - 1) * CACHE_RANK_BYTES
+    if device != "cpu":
+        return MemoryEstimate(process_bytes=processes)
     item = _ITEM_BYTES.get(spec.dtype, 4)
     kv_item = 1 if settings.cache.stored_dtype else item
-    tp_size = settings.tensor_parallel
     num_heads = max(spec.num_kv_heads, tp_size)  # each rank has one at least
-    token_bytes = 2 * spec.num_layers * num_heads * spec.head_dim * kv_item
+    layer_bytes = 2 * num_heads * spec.head_dim * kv_item
     # In memory that two processes map each layer has as many slots.
     is_local = settings.rank_settings.placement.link == "local"
     num_full = spec.num_layers - (len(spec.windowed_layers) if is_local else 0)
-    selection = settings.selection
+    selection, is_far = settings.selection, settings.cache_rank_address is not None
     files = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     config = read_config(model_dir)
     saved = str(config.get("dtype") or config.get("torch_dtype"))
-    on_cpu = device == "cpu"
-    weights = read_weight_format(model_dir, config)
-    predicts = selection.declared.predicts_from_hidden and weights is not None
-    layer = spec.num_qo_heads * spec.head_dim * spec.hidden_size
+    is_quantised = read_weight_format(model_dir, config) is not None
+    predicts = selection.declared.predicts_from_hidden and is_quantised
+    projection = spec.num_qo_heads * spec.head_dim * spec.hidden_size * item
+    rows = settings.max_running_requests * selection.row_tokens
+    cached = 0 if is_far else settings.cache.capacity_tokens
     return MemoryEstimate(
-        cache_bytes=settings.cache.capacity_tokens * token_bytes
-        if on_cpu and settings.cache_rank_address is None
-        else 0,
-        resident_bytes=settings.max_running_requests
-        * selection.row_tokens
-        * (token_bytes // spec.num_layers * num_full)
-        if on_cpu
-        else 0,
-        process_bytes=PROCESS_TREE_BYTES
-        + (tp_size - 1) * RANK_BYTES
-        + (settings.head_shards - 1) * CACHE_RANK_BYTES,
-        weight_bytes=files * item // _ITEM_BYTES.get(saved, item) if on_cpu else 0,
-        predictor_bytes=spec.num_layers * layer * item if on_cpu and predicts else 0,
+        cache_bytes=cached * spec.num_layers * layer_bytes,
+        resident_bytes=rows * num_full * layer_bytes,
+        process_bytes=processes,
+        weight_bytes=files * item // _ITEM_BYTES.get(saved, item),
+        predictor_bytes=spec.num_layers * projection if predicts else 0,
     )

@@ -65,7 +65,7 @@ def _flags(panel: str, group: str, names: str) -> tuple[Flag, ...]:
 
 
 ROW_FLAGS: tuple[Flag, ...] = (
-    *_flags(PLACEMENT, "", "cache-device dtype"),
+    *_flags(PLACEMENT, "", "device dtype"),
     *_flags(LINK, "", "transport link-keys"),
     *_flags(CAPACITY, "", "max-context max-running-requests"),
 )
@@ -101,7 +101,7 @@ EDGE_FLAGS: tuple[Flag, ...] = (
 SERVE_FLAGS: tuple[Flag, ...] = (
     *_flags(SERVER, "", "host port allow-remote"),
     *(flag for flag in EDGE_FLAGS if flag.is_common),
-    *_flags(PLACEMENT, "", "device cache-ranks tp=tensor_parallel"),
+    *_flags(PLACEMENT, "", "cache-ranks tp=tensor_parallel"),
     *_flags(LINK, "", "cache-rank-address"),
     *ROW_FLAGS,
     *RANK_FLAGS,

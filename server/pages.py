@@ -21,12 +21,14 @@ def page_tokens(index_dtype: str, num_recent_tokens: int) -> int:
     return LONG_PAGE_TOKENS if is_long else PAGE_TOKENS
 
 
-def with_int4_index(selection: SelectionSettings) -> SelectionSettings:
-    """Fill in `index_dtype` and `num_recent_tokens` where they are left open, for an int4 index.
+def on_device(selection: SelectionSettings, device: str) -> SelectionSettings:
+    """Fill in `index_dtype` and `num_recent_tokens` where they are open: on a GPU an int4 index.
 
     Neither is touched if another index is asked for, or fewer recent tokens than any page has;
     recent tokens are not if the budget has no room for more of them.
     """
+    if device != "cuda":
+        return selection
     has_index = "index_dtype" in selection.model_fields_set
     if has_index and selection.index_dtype != "int4":
         return selection

@@ -15,11 +15,11 @@ from tandemkv.cache_rank.protocol.engine_program import check_windows
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_on_one_device
-from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 
 from .devices import placed_alone
-from .pages import with_int4_index
+from .pages import on_device
 from .plan.choose import (
     break_even_batch_tokens,
     break_even_tokens,
@@ -69,7 +69,7 @@ def resolve_placement(
     if device == "cpu":
         _check_without_gpus(settings)
     settings, reason = _choose(settings, spec, model_dir, device=device)
-    placement = placement_of(settings, device, reason)
+    placement = settings.placement_on(device, reason)
     settings = settings.model_copy(
         update={"placement": placement, "cache_ranks": placement.num_cache_ranks}
     )
@@ -124,22 +124,6 @@ def _told_of_late_layers(
     return found
 
 
-def placement_of(settings: ServeSettings, device: str, reason: str) -> Placement:
-    """Return the placement that settings of which nothing is open lead to."""
-    link = settings.wished_link or "shared"
-    return Placement.model_validate(
-        {
-            "link": link,
-            "model_device": device,
-            "engine_device": device,
-            "two_gpus": lies_on_two_gpus(link, device),
-            "tp_size": settings.tensor_parallel,
-            "head_shards": settings.head_shards,
-            "reason": reason,
-        }
-    )
-
-
 def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
     """Refuse options that the placement, or the model, has no use for."""
     if settings.standby and not placement.num_cache_ranks:
@@ -191,15 +175,11 @@ def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement
             f"cache_ranks={count} does not divide the {spec.num_kv_heads} KV heads of "
             f"{settings.model}; use --cache-ranks {' or '.join(map(str, fits))}"
         )
-    from tandemkv.cache_rank.policies.base import PolicyError
     from tandemkv.cache_rank.policies.composition import check_shards
     from tandemkv.cache_rank.policies.registry import find_policy
 
     name = settings.selection.policy
-    try:
-        check_shards(find_policy(name), name, count)
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    check_shards(find_policy(name), name, count)
 
 
 def _check_without_gpus(settings: ServeSettings) -> None:
@@ -256,10 +236,8 @@ def _with_anchors(settings: ServeSettings, spec: ModelSpec) -> ServeSettings:
 
 
 def _with_index(settings: ServeSettings, device: str) -> ServeSettings:
-    """On GPUs, fill in an int4 index where none is set."""
-    if device != "cuda":
-        return settings
-    return settings.model_copy(update={"selection": with_int4_index(settings.selection)})
+    selection = on_device(settings.selection, device)
+    return settings.model_copy(update={"selection": selection})
 
 
 def with_late_layers(settings: ServeSettings, num_layers: int | None = None) -> ServeSettings:

@@ -12,8 +12,6 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
-
 
 def policies(
     name: Annotated[
@@ -46,13 +44,10 @@ def _described(name: str) -> dict[str, Any]:
     SettingsError
         If there is no such policy.
     """
-    from tandemkv.cache_rank.policies.options import PolicyError, describe_options
+    from tandemkv.cache_rank.policies.options import describe_options
     from tandemkv.cache_rank.policies.registry import find_policy
 
-    try:
-        found = find_policy(name)
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    found = find_policy(name)
     capabilities = found.capabilities
     defaults = found.options_model().model_dump(mode="json")
     return {

@@ -16,12 +16,7 @@ from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.inference_rank.edge.keys import Keys
 
 from .adapters import check_adapters
-from .devices import (
-    choose_cache_device,
-    policy_devices,
-    resolve_cache_device,
-    resolve_device,
-)
+from .devices import resolve_device
 from .memory import estimate_memory, gib
 from .model_files import check_model_files
 from .placement_choice import resolve_alone, resolve_placement
@@ -76,14 +71,11 @@ def resolve_launch(
         settings.device,
         cache_ranks=settings.cache_ranks,
         num_ranks_here=1 if on_one_device else num_ranks_here,
-        cache_device=choose_cache_device(
-            settings.cache_device, settings.device, policy_devices(settings.selection.policy)
-        ),
     )
+    check_runs_on(settings.selection, device)
     check_sglang_args(settings.sglang_args, device=device)
     check_adapters(settings.sglang_args)
     Keys.read(settings.edge)  # SGLang's process would fail at them half a minute later
-    settings = resolve_cache_device(settings, device)
     port = choose_port(settings.host, settings.port)
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)
@@ -95,7 +87,7 @@ def resolve_launch(
     settings = resolve_settings(settings, spec, model_dir, device=device, progress=progress)
     check_shared_gpus(settings.rank_settings.placement)
     check_speculation(settings, spec)
-    check_selection(settings, spec, device)
+    check_selection(settings, spec)
     check_memory(settings, spec, model_dir, device=device)
     return ResolvedLaunch(
         settings=settings, model_dir=model_dir, spec=spec, device=device, port=port
@@ -128,7 +120,7 @@ def resolve_settings(
     SettingsError
         If the settings contradict each other, or nothing fits this machine.
     """
-    settings = resolve_cache_device(settings, device)
+    check_runs_on(settings.selection, device)
     return resolve_placement(settings, spec, model_dir, device=device, progress=progress)
 
 
@@ -190,17 +182,13 @@ def check_policy(policy: str) -> None:
     SettingsError
         Listing the policies that exist.
     """
-    from tandemkv.cache_rank.policies.base import PolicyError
     from tandemkv.cache_rank.policies.registry import find_policy
 
-    try:
-        find_policy(policy)
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    find_policy(policy)
 
 
-def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> None:
-    """Refuse a policy that does not run there, or whose calibration or pooling does not fit.
+def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
+    """Refuse a policy whose calibration or pooling does not fit.
 
     Raises
     ------
@@ -208,35 +196,27 @@ def check_selection(settings: ServeSettings, spec: ModelSpec, device: str) -> No
         Saying what would do.
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
-    from tandemkv.cache_rank.policies.base import PolicyError
     from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
 
     selection = settings.selection
     policy = find_policy(selection.policy)
-    check_runs_on(selection, device)
-    try:
-        check_pooling(policy, selection)
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    check_pooling(policy, selection)
     found = resolve_calibration(selection, spec, policy.capabilities)
-    if found.share is not None and settings.head_shards > 1 and not selection.anchors:
-        anchors = ",".join(str(layer) for layer in sorted(set(found.share.sources)))
-        raise SettingsError(
-            f"cache_ranks={settings.cache_ranks}: head maps of {found.origin} lead from one cache "
-            f"rank to another; use --anchors {anchors}, with which every head follows its own, or "
-            "--cache-ranks 1"
-        )
     if found.clusters is not None and settings.tensor_parallel > 1:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel}: policy={selection.policy} selects once "
             "for KV heads that lie on several ranks; use --tp 1, or another --policy"
         )
-    if found.share is not None and settings.tensor_parallel > 1 and not selection.anchors:
+    is_sharded = settings.head_shards > 1
+    if found.share is None or selection.anchors:
+        return
+    if is_sharded or settings.tensor_parallel > 1:
         anchors = ",".join(str(layer) for layer in sorted(set(found.share.sources)))
+        place, flag = ("cache rank", "--cache-ranks") if is_sharded else ("GPU", "--tp")
         raise SettingsError(
-            f"tensor_parallel={settings.tensor_parallel}: head maps of {found.origin} lead from "
-            f"one GPU to another; use --anchors {anchors}, with which every head follows its own, "
-            "or --tp 1"
+            f"tensor_parallel={settings.tensor_parallel}, cache_ranks={settings.cache_ranks}: head "
+            f"maps of {found.origin} lead from one {place} to another; use --anchors {anchors}, "
+            f"with which every head follows its own, or {flag} 1"
         )
 
 
@@ -248,14 +228,10 @@ def check_runs_on(selection: SelectionSettings, device: str) -> None:
     SettingsError
         Saying why, and what to do.
     """
-    from tandemkv.cache_rank.policies.base import PolicyError
     from tandemkv.cache_rank.policies.composition import check_device
     from tandemkv.cache_rank.policies.registry import find_policy
 
-    try:
-        check_device(find_policy(selection.policy), selection.policy, device)
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    check_device(find_policy(selection.policy), selection.policy, device)
 
 
 def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:

@@ -204,7 +204,10 @@ def make_holder(run_dir: RunDir, num_ranks: int) -> ExitStack | None:
         return held.pop_all()
 
 
-def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
+def inference_rank_command(
+    launch: ResolvedLaunch, run_dir: RunDir
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return SGLang's command line and environment; the folders that it names are made."""
     settings, device = launch.settings, launch.device
     argv = sglang_argv(
         settings,
@@ -214,12 +217,12 @@ def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
         port=launch.port,
     )
     env = sglang_env(settings, os.environ, run_dir=run_dir.path, device=device)
-    return ChildSpec(
-        name="SGLang",
-        argv=argv,
-        env=env | sglang_folders(run_dir),
-        log_path=run_dir.path / _SGLANG_LOG,
-    )
+    return argv, env | sglang_folders(run_dir)
+
+
+def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
+    argv, env = inference_rank_command(launch, run_dir)
+    return ChildSpec(name="SGLang", argv=argv, env=env, log_path=run_dir.path / _SGLANG_LOG)
 
 
 def start_report(run_dir: RunDir) -> RenderableType | None:

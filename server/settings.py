@@ -35,11 +35,7 @@ class ServeSettings(BaseModel):
         min_length=1, description="Model directory in Hugging Face layout, or smollm2 (embedded)."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the model. auto: a GPU if there is one."
-    )
-    cache_device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto",
-        description="Device that holds all K/V. auto: that of the model.",
+        "auto", description="Device of the model and of all K/V. auto: a GPU if there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and K/V. auto: float32 on a CPU, the model's own on a GPU."
@@ -151,7 +147,7 @@ class ServeSettings(BaseModel):
         """The part that both ranks share."""
         return RankSettings(
             selection=self.selection,
-            placement=self.placement or self._unplaced,
+            placement=self.placement or self.placement_on(self.device_or("cpu")),
             exchange=self.exchange,
             cache=self.cache,
             evaluation=self.evaluation,
@@ -175,31 +171,19 @@ class ServeSettings(BaseModel):
         is_shared = self.wished_link in (None, "shared")
         return (self.cache_ranks or 1) // self.tensor_parallel or 1 if is_shared else 1
 
-    @property
-    def _unplaced(self) -> Placement:
-        """What is known of the placement before it is decided."""
-        device = self.device_or("cpu")
+    def placement_on(self, device: str, reason: str = "it was not decided here") -> Placement:
+        """Return the placement that these settings lead to, with the model on `device`."""
+        link = self.wished_link or "shared"
         return Placement.model_validate(
             {
-                "link": self.wished_link or "shared",
+                "link": link,
                 "model_device": device,
-                "engine_device": device if self.cache_device == "auto" else self.cache_device,
+                "two_gpus": lies_on_two_gpus(link, device),
                 "tp_size": self.tensor_parallel,
                 "head_shards": self.head_shards,
-                "two_gpus": lies_on_two_gpus(self.wished_link or "shared", device),
+                "reason": reason,
             }
         )
-
-    @field_validator("transport", mode="before")
-    @classmethod
-    def _refuse_peer(cls, value: Any) -> Any:
-        """Say of the link that earlier versions had what does its work."""
-        if value == "peer":
-            raise ValueError(
-                "transport=peer is gone: two processes on two GPUs take its place; use "
-                "--cache-ranks 1 --transport shared, or with --tp as many --cache-ranks"
-            )
-        return value
 
     @field_validator("selection", mode="before")
     @classmethod
@@ -222,11 +206,6 @@ class ServeSettings(BaseModel):
                 f"host={self.host} can be reached from other machines; use 127.0.0.1, or add "
                 "--allow-remote if that is what you want, and --api-key-file so that requests need "
                 "a key"
-            )
-        if self.device == "cpu" and self.cache_device == "cuda":
-            raise ValueError(
-                "cache_device=cuda needs a model on a GPU too, and device=cpu; use --cache-device "
-                "cpu, or --device cuda"
             )
         if self.cache_ranks and self.transport == "local":
             raise ValueError(

@@ -21,6 +21,9 @@ from .settings_sources import ENVIRONMENT_PREFIX
 CPU_CHUNK_TOKENS = 2048
 """Default of --chunked-prefill-size on cpu: bounds the memory of one forward pass."""
 
+SERVER = (sys.executable, "-P", "-m", "tandemkv.server")
+"""Our own command line, as a child is started."""
+
 _CUDA_FLAGS = ("--device", "cuda", "--cuda-graph-backend-prefill", "disabled")
 _NO_FUSED_REDUCE = "--enforce-disable-flashinfer-allreduce-fusion"
 _CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -105,7 +108,7 @@ def sglang_env(
     settings: ServeSettings, environ: Mapping[str, str], *, run_dir: Path, device: str
 ) -> dict[str, str]:
     """Return the environment of SGLang and of the processes that it spawns."""
-    env = _common_env(environ, device=device)
+    env = common_env(environ, device=device)
     env.update(
         HF_HUB_OFFLINE="1",
         SGLANG_PLUGINS="tandemkv",
@@ -148,10 +151,7 @@ def cache_rank_argv(*, run_dir: Path, config: Path, rank: int = 0) -> tuple[str,
     `rank` is its number, of all cache ranks.
     """
     number = ("--rank", str(rank)) if rank else ()
-    return (
-        sys.executable, "-P", "-m", "tandemkv.server",
-        "cache-rank", "--run-dir", str(run_dir), *number, "--config", str(config),
-    )  # fmt: skip
+    return (*SERVER, "cache-rank", "--run-dir", str(run_dir), *number, "--config", str(config))
 
 
 def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
@@ -164,7 +164,7 @@ def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]
     device : {"cpu", "cuda"}
         Of both ranks.
     """
-    env = _common_env(environ, device=device)
+    env = common_env(environ, device=device)
     if device == "cuda":
         # On one GPU, under MPS, the forward pass goes first.
         return {"CUDA_MPS_CLIENT_PRIORITY": "1"} | _SHARED_GPU_ENV | env
@@ -176,7 +176,8 @@ def served_name(settings: ServeSettings) -> str:
     return Path(settings.model).expanduser().resolve().name
 
 
-def _common_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
+def common_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
+    """Return the environment of a child on `device`: without settings, and with one OpenMP team."""
     env = {name: text for name, text in environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     env.update(PYTHONSAFEPATH="1", PYTHONUNBUFFERED="1")
     if device == "cpu":  # two OpenMP teams that spin on shared cores cost ten times

@@ -165,11 +165,10 @@ def check_processes(settings: ServeSettings, worker: Worker) -> None:
             "transport=message is not available under torchrun in this version; use `tandemkv "
             "serve`, which starts what it needs"
         )
-    is_apart = settings.cache_ranks != 0 and settings.transport in (None, "shared")
-    needed = 1 + ((settings.cache_ranks or 1) if is_apart else 0)
+    needed = 1 + settings.rank_settings.placement.num_cache_ranks
     if worker.local_world_size != needed:
         roles = "the inference rank"
-        if is_apart:
+        if needed > 1:
             roles += " and the cache rank" + ("s" if needed > 2 else "")
         raise SettingsError(
             f"torchrun started {worker.local_world_size} processes, and these settings have "

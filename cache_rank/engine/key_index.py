@@ -24,15 +24,7 @@ _AT_ONCE = 1 << 16
 
 
 class KeyIndex(ABC):
-    """Keys of the selecting layers, by slot. Prefill calls may read sizes on the host.
-
-    Attributes
-    ----------
-    interval : int
-        Lengths that it divides are those at which `append` has something to do; 0: none.
-    """
-
-    interval: int
+    """Keys of the selecting layers, by slot. Prefill calls may read sizes on the host."""
 
     @property
     @abstractmethod
@@ -78,8 +70,6 @@ class KeyIndex(ABC):
 class NativeIndex(KeyIndex):
     """The pool itself."""
 
-    interval = 0
-
     def __init__(self, pools: EnginePools) -> None:
         self._pools = pools
 
@@ -106,8 +96,6 @@ class NativeIndex(KeyIndex):
 
 class Int8Index(KeyIndex):
     """Int8 with one scale per token and head."""
-
-    interval = 1
 
     def __init__(self, pools: EnginePools, layers: Sequence[int]) -> None:
         self._pools = pools
@@ -167,7 +155,7 @@ class Int4Index(KeyIndex):
                 f"index_dtype=int4 shares its scales over the tokens of a page, page_size="
                 f"{pools.page_size} is too short: use pages of 64 (cuda), or --index-dtype int8"
             )
-        self._pools, self.interval = pools, pools.page_size
+        self._pools = pools
         _, heads, dim = pools.k[0].shape
         device, num_pages = pools.k[0].device, pools.num_slots // pools.page_size
         codes = (num_pages, heads, pools.page_size, dim // 2)
@@ -223,9 +211,9 @@ class Int4Index(KeyIndex):
 
 
 def interval_of(says: PolicyCapabilities, index_dtype: str, page_size: int) -> int:
-    """Return the `KeyIndex.interval` of a policy's index, in pages of `page_size`.
+    """Return what divides the lengths at which `KeyIndex.append` has something to do; 0: none.
 
-    The precision concerns keys. 0 also where nothing is indexed.
+    Of a policy's index, in pages of `page_size`; the precision concerns keys.
     """
     if not says.selects or says.attends:
         return 0

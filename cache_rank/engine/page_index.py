@@ -37,8 +37,6 @@ class PageBoundsIndex(NativeIndex):
         Longest request. Memory is for as many pages in each row; a CPU commits what is written.
     """
 
-    interval = 1
-
     def __init__(
         self,
         pools: EnginePools,

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
-from tandemkv.cache_rank.protocol.errors import TandemKVError
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import OptionValues
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _LEAST = {"ge": "at least {}", "gt": "more than {}"}
 _MOST = {"le": "at most {}", "lt": "less than {}"}
 
 
-class PolicyError(TandemKVError):
+class PolicyError(SettingsError):
     """A policy is unknown, cannot be built, or answered with something else than it must."""
 
 

@@ -15,7 +15,7 @@ from .messages import Message
 from .run_dir import RunDir
 
 
-class ControlServer:
+class ControlServer(IpcRouter):
     """The cache rank's end.
 
     Raises
@@ -25,33 +25,24 @@ class ControlServer:
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._router = IpcRouter(run_dir.control_socket)
-
-    @property
-    def malformed(self) -> int:
-        """Frames dropped because they were no message of ours."""
-        return self._router.malformed
+        super().__init__(run_dir.control_socket)
 
     def poll(self, timeout_s: float) -> tuple[bytes, Message] | None:
         """Return the next message and its sender, or None after `timeout_s`."""
-        received = self._router.receive(timeout_s)
+        received = self.receive(timeout_s)
         return None if received is not None and reach("control.receive") else received
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Send to `peer` without waiting; False if it is gone."""
-        return reach("control.answer") or self._router.send(peer, message)
-
-    def close(self) -> None:
-        """Close and remove the socket. Idempotent."""
-        self._router.close()
+        return reach("control.answer") or super().send(peer, message)
 
 
-class ControlClient:
+class ControlClient(IpcDealer):
     """The inference rank's end; for one thread and one epoch."""
 
     def __init__(self, run_dir: RunDir) -> None:
+        super().__init__(run_dir.control_socket)
         self._run_dir = run_dir
-        self._dealer = IpcDealer(run_dir.control_socket)
 
     def send(self, message: Message) -> None:
         """Queue `message`; waits 50 ms at most.
@@ -62,7 +53,7 @@ class ControlClient:
             If the cache rank has stopped reading.
         """
         if not reach("control.send"):
-            self._dealer.send(message)
+            super().send(message)
 
     def request(self, message: Message, timeout_s: float) -> Message:
         """Send `message` and return the answer.
@@ -75,10 +66,10 @@ class ControlClient:
             If it is malformed.
         """
         self.send(message)
-        return self.receive(timeout_s, after=message)
+        return self.answer_to(message, timeout_s)
 
-    def receive(self, timeout_s: float, *, after: Message) -> Message:
-        """Return the next message, which follows `after`.
+    def answer_to(self, message: Message, timeout_s: float) -> Message:
+        """Return the next message, which follows `message`.
 
         Raises
         ------
@@ -87,14 +78,10 @@ class ControlClient:
         ProtocolError
             If it is malformed.
         """
-        reply = self._dealer.receive(max(0.0, timeout_s))
+        reply = self.receive(max(0.0, timeout_s))
         if reply is None:
             raise CacheRankLostError(
-                f"the cache rank did not answer {type(after).__name__} within {timeout_s:g} s; "
+                f"the cache rank did not answer {type(message).__name__} within {timeout_s:g} s; "
                 f"is it running? `tandemkv cache-rank --run-dir {self._run_dir.path}` starts it"
             )
         return reply
-
-    def close(self) -> None:
-        """Close; what cannot be sent within 50 ms is dropped. Idempotent."""
-        self._dealer.close()

@@ -108,7 +108,7 @@ def open_epoch(client: ControlClient, hello: Hello, timeout_s: float) -> Welcome
     deadline = time.monotonic() + timeout_s
     reply = client.request(hello, timeout_s)
     while isinstance(reply, HeartbeatReply):  # whether we are still there
-        reply = client.receive(deadline - time.monotonic(), after=hello)
+        reply = client.answer_to(hello, deadline - time.monotonic())
     if isinstance(reply, Refused):
         raise HandshakeRefusedError(reply.field, reply.message)
     if not isinstance(reply, Welcome):

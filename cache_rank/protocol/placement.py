@@ -41,8 +41,9 @@ class Placement(Strict):
     link: Link = Field(
         default="shared", description="How the inference rank reaches the cache rank."
     )
-    model_device: Device = Field(default="cpu", description="Device of the forward pass.")
-    engine_device: Device = Field(default="cpu", description="Device of the cache rank.")
+    model_device: Device = Field(
+        default="cpu", description="Device of the forward pass, and of the cache rank."
+    )
     tp_size: int = Field(
         default=1,
         ge=1,

@@ -26,8 +26,9 @@ from tandemkv.cache_rank.policies.base import PolicyError
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
+from tandemkv.server.pages import on_device
 
-from .setting_name import on_device, setting_name
+from .setting_name import setting_name
 
 _SHARE_OF_K = re.compile(r"K(?:/(\d+))?")
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 
 from tandemkv.cache_rank.protocol.settings import DEFAULT_POLICY, SelectionSettings
-from tandemkv.server.pages import with_int4_index
 
 _NAME = re.compile(
     r"(?:(?P<policy>[a-z][a-z_]*)-)?k(?P<k>\d+)-c(?P<c>[\d.]+)-cap(?P<cap>\d+)-s(?P<samples>\d+)"
@@ -57,8 +56,3 @@ def describe_setting(name: str) -> str:
     if found["policy"]:
         parts.insert(0, found["policy"])
     return ", ".join(parts)
-
-
-def on_device(selection: SelectionSettings, device: str) -> SelectionSettings:
-    """Return what `serve` makes of an open selection where the cache rank is in its process."""
-    return with_int4_index(selection) if device == "cuda" else selection

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -37,15 +37,3 @@ class Spread:
             raise BenchError("no sample was measured; raise the number of repetitions")
         low, middle, high = (scale * np.percentile(samples, (10, 50, 90))).tolist()
         return cls(median=middle, p10=low, p90=high, n=len(samples))
-
-    def minus(self, constant: float) -> Self:
-        """Return the spread of the samples less a constant."""
-        return replace(
-            self, median=self.median - constant, p10=self.p10 - constant, p90=self.p90 - constant
-        )
-
-    def as_rate(self, amount: float) -> Self:
-        """Return the spread of `amount` divided by the samples: percentiles change places."""
-        return replace(
-            self, median=amount / self.median, p10=amount / self.p90, p90=amount / self.p10
-        )

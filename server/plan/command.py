@@ -17,7 +17,7 @@ from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.options import OPERATION, RANK_FLAGS, SELECTION, SWITCH, with_flags
-from tandemkv.server.pages import with_int4_index
+from tandemkv.server.pages import on_device
 from tandemkv.server.settings import EMBEDDED_MODEL
 from tandemkv.server.settings_sources import Sourced, load_settings
 
@@ -160,13 +160,12 @@ def _constants(measure: bool) -> Constants:
 
 def _selection(selection: SelectionSettings, index_dtype: str | None) -> SelectionSettings:
     """Return what would be served on a GPU with `selection`."""
-    from tandemkv.server.preflight import check_policy, check_runs_on
+    from tandemkv.server.preflight import check_runs_on
 
-    check_policy(selection.policy)
     check_runs_on(selection, "cuda")
     if index_dtype is not None:
         selection = selection.model_copy(update={"index_dtype": index_dtype})
-    return with_int4_index(selection)
+    return on_device(selection, "cuda")
 
 
 def _command(

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandemkv.server.evaluation.provenance import visible_gpu
 
 from .cost import H200, CostConstants
 from .footprint import GIB
 from .measure import ProfileError, take_measurements
-from .profile import Machine, MachineProfile, Measured
+from .profile import Machine, MachineProfile
 from .profile_file import read_profile, write_profile
+
+if TYPE_CHECKING:
+    from .device_timings import DeviceTimings
 
 ADVICE = "`tandemkv plan --measure` takes those of this machine in about 10 s"
 
@@ -61,7 +64,7 @@ def measure_here(progress: Callable[[str], None]) -> MachineProfile:
         )
     progress(f"measuring {gpu.name}: about 10 s, more when kernels are compiled for the first time")
     try:
-        measured = _take(progress)
+        measured = take_measurements(timings_here(), progress)
     except ProfileError:
         raise
     except Exception as error:  # of CUDA, Triton or FlashInfer, each with types of its own
@@ -79,7 +82,14 @@ def measure_here(progress: Callable[[str], None]) -> MachineProfile:
     return profile
 
 
-def _take(progress: Callable[[str], None]) -> Measured:
+def timings_here() -> DeviceTimings:
+    """Return what times the operations of this machine's first GPU.
+
+    Raises
+    ------
+    ProfileError
+        If it has no room for them.
+    """
     import torch
 
     from .device_timings import NEEDED_BYTES, DeviceTimings
@@ -91,4 +101,4 @@ def _take(progress: Callable[[str], None]) -> Measured:
             f"measuring takes {NEEDED_BYTES // GIB} GiB of a GPU that nothing else uses, and "
             f"{free / GIB:.1f} GiB are free on {device}; stop what runs there"
         )
-    return take_measurements(DeviceTimings(device), progress)
+    return DeviceTimings(device)

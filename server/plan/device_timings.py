@@ -7,6 +7,7 @@ implementations run: that is for tests, no profile is made of it.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,6 @@ from tandemkv.kernels.samples import attend_samples
 from tandemkv.kernels.score import make_score_scratch, score_keys
 from tandemkv.kernels.select import make_select_scratch, score_topk
 from tandemkv.kernels.stopwatch import median_us
-from tandemkv.server.evaluation.timing import time_calls
 
 from .measure import Timed
 
@@ -55,7 +55,7 @@ class Sizes:
 
 
 class DeviceTimings:
-    """`Timings` of a device."""
+    """The operations that are timed, each by itself on an idle device; a batch in each."""
 
     def __init__(self, device: torch.device, sizes: Sizes | None = None) -> None:
         self._device, self._sizes = device, sizes or Sizes()
@@ -69,7 +69,7 @@ class DeviceTimings:
         return "tandemkv"
 
     def copy(self) -> Timed:
-        """Negate, as captured copies are a copy engine's, slower than the memory."""
+        """Negate; bytes twice. Captured copies are a copy engine's, slower than the memory."""
         source = torch.zeros(self._sizes.copy_bytes // 4, device=self._device)
         target = torch.empty_like(source)
         return self._timed(2 * source.nbytes, lambda: torch.neg(source, out=target))
@@ -87,7 +87,7 @@ class DeviceTimings:
         return self._timed(matrices.nbytes, run)
 
     def layer(self, batch: int) -> Timed:
-        """Run the operations of a dense layer, two layers after each other."""
+        """Run a dense layer without attention, two after each other; the bytes of one's weights."""
         sizes = self._sizes
         width, kv_width = sizes.qo_heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         shapes = (
@@ -116,7 +116,7 @@ class DeviceTimings:
         return Timed(timed.num_bytes / len(layers), timed.us / len(layers))
 
     def attention(self, tokens: int) -> Timed:
-        """Attend to slots that lie one behind another."""
+        """Attend to `tokens` of each request, one behind another; the bytes of K and V."""
         sizes = self._sizes
         shape = (sizes.batch * tokens, sizes.kv_heads, sizes.head_dim)
         keys, values = self._draw(*shape), self._draw(*shape)
@@ -125,7 +125,7 @@ class DeviceTimings:
         return self._timed(keys.nbytes + values.nbytes, decode(query, keys, values, tokens))
 
     def scan(self, index_dtype: str, tokens: int) -> Timed:
-        """Score with `max_logit`, which is one pass."""
+        """Score with `max_logit`, which is one pass; the bytes of keys and scales."""
         sizes = self._sizes
         keys, scales = self._index(index_dtype, tokens)
         scratch = make_score_scratch(
@@ -145,7 +145,7 @@ class DeviceTimings:
         )  # fmt: skip
 
     def select(self, tokens: int) -> Timed:
-        """Scan and choose as a decode step does."""
+        """Scan int4 keys and choose as a decode step does; 4 bytes for each key."""
         sizes = self._sizes
         keys, scales = self._index("int4", tokens)
         heads = (sizes.batch, sizes.qo_heads, sizes.kv_heads)
@@ -160,7 +160,7 @@ class DeviceTimings:
         )
 
     def predict(self) -> Timed:
-        """Predict with the model's W_q, a norm before it and one of each head."""
+        """Predict with the model's W_q, whose bytes count, a norm before and one of each head."""
         sizes, device = self._sizes, self._device
         weight = self._draw(sizes.qo_heads * sizes.head_dim, sizes.hidden)
         weights = QueryWeights(
@@ -179,7 +179,7 @@ class DeviceTimings:
         )
 
     def gather(self) -> Timed:
-        """Take the difference to a full resident set, and copy as many rows as the cap allows."""
+        """Take the difference to a full resident set, and copy up to the cap; no bytes count."""
         sizes, device = self._sizes, self._device
         context = 4 * sizes.resident // sizes.page * sizes.page
         heads = (sizes.batch, sizes.kv_heads)
@@ -219,7 +219,7 @@ class DeviceTimings:
         return self._timed(0, run, prepare=restore)
 
     def samples(self, count: int) -> Timed:
-        """Attend to `count` samples, and merge that into an output."""
+        """Attend to `count` samples, whose K and V count, and merge that into an output."""
         sizes, device = self._sizes, self._device
         pools = self._draw(2, sizes.batch * count, sizes.kv_heads, sizes.head_dim)
         query = self._draw(sizes.batch, sizes.qo_heads, sizes.head_dim)
@@ -256,9 +256,16 @@ class DeviceTimings:
 
     def _copied(self, source: torch.Tensor) -> Timed:
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        times_us = []
         with torch.cuda.device(self._device):
-            spread = time_calls(lambda: target.copy_(source, non_blocking=True), repetitions=7)
-        return Timed(source.nbytes, spread.median)
+            for _ in range(8):
+                before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                before.record()
+                target.copy_(source, non_blocking=True)
+                after.record()
+                after.synchronize()
+                times_us.append(1e3 * before.elapsed_time(after))
+        return Timed(source.nbytes, statistics.median(times_us[1:]))
 
     def _timed(
         self,

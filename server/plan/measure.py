@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Take a machine's profile: which operations are timed, and what is made of the times.
 
-How they are timed is behind `Timings`, so that what follows from a time does not need a GPU.
+How they are timed is `DeviceTimings`' part, so that what follows from a time needs no GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandemkv.cache_rank.protocol.errors import TandemKVError
 
 from .profile import Line, Measured
+
+if TYPE_CHECKING:
+    from .device_timings import DeviceTimings
 
 LENGTHS = (32768, 65536)
 """Tokens of each of eight requests whose keys are scanned. Attention is timed with a quarter."""
@@ -35,48 +38,7 @@ class Timed(NamedTuple):
         return self.num_bytes / self.us * 1e6
 
 
-class Timings(Protocol):
-    """The operations that are timed, each by itself on an idle GPU; eight requests in each."""
-
-    @property
-    def attention_by(self) -> Literal["flashinfer", "tandemkv"]:
-        """Whose attention is timed."""
-
-    def copy(self) -> Timed:
-        """Within the GPU's memory."""
-
-    def weights(self) -> Timed:
-        """Products with large matrices, whose bytes are counted."""
-
-    def layer(self, batch: int) -> Timed:
-        """One layer without attention; the bytes of its weights."""
-
-    def attention(self, tokens: int) -> Timed:
-        """Decode attention to `tokens` of each request; the bytes of K and V."""
-
-    def scan(self, index_dtype: str, tokens: int) -> Timed:
-        """Scores of all keys in one pass; the bytes of keys and scales."""
-
-    def select(self, tokens: int) -> Timed:
-        """Scan of int4 keys and choice of the best; 4 bytes for each key."""
-
-    def predict(self) -> Timed:
-        """Prediction of a query; the bytes of its matrix."""
-
-    def gather(self) -> Timed:
-        """Difference to the resident set and copy of rows; bytes are not looked at."""
-
-    def samples(self, count: int) -> Timed:
-        """Attention to `count` samples; the bytes of their K and V."""
-
-    def host_copy(self) -> Timed | None:
-        """From pinned host memory; bytes once."""
-
-    def peer_copy(self) -> Timed | None:
-        """From the second GPU, None if there is none that can be reached; bytes once."""
-
-
-def take_measurements(timings: Timings, progress: Callable[[str], None]) -> Measured:
+def take_measurements(timings: DeviceTimings, progress: Callable[[str], None]) -> Measured:
     """Time everything, and derive what the cost model needs.
 
     Raises
@@ -123,7 +85,7 @@ def take_measurements(timings: Timings, progress: Callable[[str], None]) -> Meas
     )
 
 
-def _layer(timings: Timings, bandwidth: float) -> tuple[float, float]:
+def _layer(timings: DeviceTimings, bandwidth: float) -> tuple[float, float]:
     """Return what a layer takes beside its weights, and what each request adds, in us."""
     (few, short), (many, long) = ((n, timings.layer(n)) for n in LAYER_BATCHES)
     request_us = max(0.0, (long.us - short.us) / (many - few))

@@ -34,8 +34,6 @@ class Solo:
         The part that has to be repeated.
     num_tokens : int
         Its length.
-    context_tokens : int
-        Of prompt and answer.
     is_dense : bool
         Whether the request attends to everything. What a sparse one selects may change with
         near-equal scores, so that its answers are counted and not judged.
@@ -43,7 +41,6 @@ class Solo:
 
     text: str
     num_tokens: int
-    context_tokens: int
     is_dense: bool
 
 
@@ -71,7 +68,6 @@ def record_solo(
             Solo(
                 text="".join(tokens),
                 num_tokens=len(tokens),
-                context_tokens=context,
                 is_dense=is_dense(context),
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.command_classes import ServeCommand, passed_through
 from tandemkv.server.evaluation.compact_json import compact_json
+from tandemkv.server.evaluation.request_options import option, takes
 
 if TYPE_CHECKING:
     from .faults import Action
@@ -23,56 +25,44 @@ if TYPE_CHECKING:
 _STARTED, _RUNNING = "kill,stop,pause,delay,drop", "none"
 
 
-def soak(
-    ctx: typer.Context,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakRequest:
+    """Options of ``tandemkv soak``."""
+
+    ctx: typer.Context
     model: Annotated[
         str | None,
         typer.Argument(help="Model to start a server with; what follows -- goes to `serve`."),
-    ] = None,
-    url: Annotated[
-        str | None, typer.Option("--url", help="Use the server that runs there instead.")
-    ] = None,
-    duration: Annotated[
-        float, typer.Option("--duration", min=10, max=7 * 86400, help="Seconds of load.")
-    ] = 180.0,
-    seed: Annotated[int, typer.Option("--seed", help="Decides requests and faults.")] = 1,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, max=1024, help="Requests at once.")
-    ] = 4,
+    ] = None
+    url: Annotated[str | None, option("Use the server that runs there instead.")] = None
+    duration: Annotated[float, option("Seconds of load.", min=10, max=7 * 86400)] = 180.0
+    seed: Annotated[int, option("Decides requests and faults.")] = 1
+    concurrency: Annotated[int, option("Requests at once.", min=1, max=1024)] = 4
     faults: Annotated[
         str | None,
-        typer.Option(
-            "--faults",
-            help="kill, stop and pause ranks; delay and drop at fault points; or none. A list "
-            f"with commas; default {_STARTED} for a server that is started, {_RUNNING} for --url.",
+        option(
+            "kill, stop and pause ranks; delay and drop at fault points; or none. A list "
+            f"with commas; default {_STARTED} for a server that is started, {_RUNNING} for --url."
         ),
-    ] = None,
-    calm: Annotated[
-        float, typer.Option("--calm", min=1, help="Mean seconds between two kills or stops.")
-    ] = 45.0,
-    longest: Annotated[
-        int, typer.Option("--longest-prompt", min=64, help="About how many tokens it has.")
-    ] = 600,
-    ready_within: Annotated[
-        float, typer.Option("--ready-within", min=1, help="Longest seconds from crash to ready.")
-    ] = 60.0,
+    ] = None
+    calm: Annotated[float, option("Mean seconds between two kills or stops.", min=1)] = 45.0
+    longest: Annotated[int, option("About how many tokens it has.", "--longest-prompt", min=64)] = (
+        600
+    )
+    ready_within: Annotated[float, option("Longest seconds from crash to ready.", min=1)] = 60.0
     expect_no_loss: Annotated[
         bool,
-        typer.Option(
-            "--expect-no-loss", help="Fail if the loss of a cache rank ends a single request."
-        ),
-    ] = False,
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="Key of the server at --url.")
-    ] = None,
-    admin_key_file: Annotated[
-        Path | None,
-        typer.Option("--admin-key-file", help="Its admin key, to empty the prefix cache."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")
-    ] = None,
-) -> None:
+        option("Fail if the loss of a cache rank ends a single request.", "--expect-no-loss"),
+    ] = False
+    api_key_file: Annotated[Path | None, option("Key of the server at --url.")] = None
+    admin_key_file: Annotated[Path | None, option("Its admin key, to empty the prefix cache.")] = (
+        None
+    )
+    out: Annotated[Path | None, option("Write the report there.", "--json", metavar="FILE")] = None
+
+
+@takes(SoakRequest)
+def soak(request: SoakRequest) -> None:
     """Load a server, kill and stop its ranks, and judge what it was left as.
 
     Mixed requests, some of them bad or given up in mid-stream. Judged are lost and wrong answers,
@@ -83,31 +73,33 @@ def soak(
     from .run import SoakSettings
     from .target import running_target, started_target
 
+    model, url = request.model, request.url
     if (model is None) == (url is None):
         raise SettingsError("give either a MODEL to start a server with, or --url of one that runs")
-    actions = parse_actions(faults if faults is not None else _STARTED if url is None else _RUNNING)
+    usual = _STARTED if url is None else _RUNNING
+    actions = parse_actions(usual if request.faults is None else request.faults)
     settings = SoakSettings(
-        duration_s=duration,
-        seed=seed,
-        concurrency=concurrency,
+        duration_s=request.duration,
+        seed=request.seed,
+        concurrency=request.concurrency,
         actions=actions,
-        calm_s=calm,
-        longest_tokens=longest,
+        calm_s=request.calm,
+        longest_tokens=request.longest,
     )
     console = Console(stderr=True, highlight=False)
     target: contextlib.AbstractContextManager[Target]
     if url is not None:
         _check_actions(actions)
-        target = contextlib.nullcontext(
-            running_target(url, api_key_file=api_key_file, admin_key_file=admin_key_file)
-        )
+        keys = {"api_key_file": request.api_key_file, "admin_key_file": request.admin_key_file}
+        target = contextlib.nullcontext(running_target(url, **keys))
     else:
         assert model is not None
         console.print(f"starting a server: tandemkv serve {model}")
-        target = started_target(model, passed_through(ctx), faults=points_text(seed, actions))
+        faults = points_text(request.seed, actions)
+        target = started_target(model, passed_through(request.ctx), faults=faults)
     # As Ctrl-C: the server that was started is ended, and its files go.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if not _run(target, settings, ready_within, expect_no_loss, out, console):
+    if not _run(target, settings, request, console):
         raise typer.Exit(1)
 
 
@@ -123,16 +115,14 @@ def _check_actions(actions: tuple[Action, ...]) -> None:
 def _run(
     target: contextlib.AbstractContextManager[Target],
     settings: SoakSettings,
-    ready_within_s: float,
-    expect_no_loss: bool,
-    out: Path | None,
+    request: SoakRequest,
     console: Console,
 ) -> bool:
     from .judge import Rules, judge
     from .report import as_json, as_tables
     from .run import soak as run_soak
 
-    rules = Rules(ready_within_s=ready_within_s, expect_no_loss=expect_no_loss)
+    rules = Rules(ready_within_s=request.ready_within, expect_no_loss=request.expect_no_loss)
     with target as server:
         if server.processes is None:
             console.print("the server is on another host: no faults, and no processes to look at")
@@ -141,8 +131,8 @@ def _run(
     report = as_json(
         found, verdict, rules, "started for the soak" if server.is_ours else server.url
     )
-    if out is not None:
-        out.write_text(compact_json(report), encoding="utf-8")
+    if request.out is not None:
+        request.out.write_text(compact_json(report), encoding="utf-8")
     Console(highlight=False).print(as_tables(report))
     return verdict.passed
 

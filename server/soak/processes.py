@@ -105,11 +105,6 @@ class ServerProcesses:
                 return cls(root, Path(text) if text else None)
         raise SettingsError(f"url={url}: no process of this user listens there")
 
-    @property
-    def is_launched(self) -> bool:
-        """Whether a launcher starts its ranks again."""
-        return role_of(self._root) == LAUNCHER
-
     def by_role(self) -> dict[str, list[psutil.Process]]:
         """Return the processes that run now."""
         found: dict[str, list[psutil.Process]] = {}

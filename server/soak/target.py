@@ -18,6 +18,7 @@ from tandemkv.inference_rank.edge.keys import read_key
 from tandemkv.server.child_process import ChildProcess, ChildSpec
 from tandemkv.server.ports import choose_port
 from tandemkv.server.probes import server_state
+from tandemkv.server.sglang_command import SERVER
 
 from .canaries import SoakError
 from .client import Client
@@ -44,7 +45,6 @@ class Target:
     client: Client
     processes: ServerProcesses | None
     is_ours: bool
-    log: Path | None = None
     left: list[str] | None = None
     exit_status: str | None = None
     segments: set[str] = field(default_factory=set)
@@ -96,7 +96,7 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
         key_file.touch(mode=0o600)
         key_file.write_text(admin_key, encoding="utf-8")
         argv = (
-            *(_python(), "-P", "-m", "tandemkv.server", "serve", model, *arguments),
+            *(*SERVER, "serve", model, *arguments),
             *("--port", str(port), "--run-dir", str(work / "run")),
             *("--admin-key-file", str(key_file), "--max-restarts", _MOST_RESTARTS),
         )
@@ -115,7 +115,6 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
                 client=Client(url, admin_key=admin_key),
                 processes=ServerProcesses(child.pid, work / "run"),
                 is_ours=True,
-                log=work / "serve.log",
             )
             yield target
             _end(child, target, temporary)
@@ -125,22 +124,14 @@ def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iter
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _python() -> str:
-    import sys
-
-    return sys.executable
-
-
 def _await_ready(child: ChildProcess, url: str) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while not (state := server_state(url)).ready:
-        status = child.exit_status()
-        if status is not None or time.monotonic() > deadline:
-            raise SoakError(
-                f"tandemkv serve {f'ended: {status}' if status else 'is not ready'}: "
-                f"{state.detail}\n{child.log_tail()}"
-            )
-        time.sleep(0.25)
+    def missing() -> str | None:
+        state = server_state(url)
+        return None if state.ready else state.detail
+
+    reason = child.await_ready(missing, _START_TIMEOUT_S)
+    if reason is not None:
+        raise SoakError(f"{reason}\n{child.log_tail()}")
     while "Ctrl-C stops" not in child.log_tail(40):  # from then on it looks after its ranks
         time.sleep(0.1)
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tandemkv.server.evaluation.bench.one_batch import write_model_config
+from tandemkv.server.evaluation.bench.dummy_model import write_model_config
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 
 _SHARD_BYTES = 2 << 30

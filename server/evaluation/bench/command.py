@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,19 +21,13 @@ from tandemkv.server.evaluation import provenance
 from tandemkv.server.evaluation.provenance import BenchError, Gpu
 from tandemkv.server.evaluation.request_options import option, takes
 
-from .measured import Point
-from .report import Failure, Report, Row, make_report, write_report
+from .decode_steps import Point
+from .report import Failure, OutOption, Report, Row, make_report, write_report
+from .serving import ServeLoad, bench_serving_argv, serving_rows
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure, and write reports as JSON.")
 DEFAULT_FOLDER = Path("docs/benchmarks")
 _POINT = re.compile(r"(\d{1,6})x(\d{1,9}[km]?)", re.IGNORECASE)
-
-OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Default docs/benchmarks/<name>.json.")
-]
-OnlyOption = Annotated[
-    list[str] | None, typer.Option("--only", help="Benchmark to run; may be repeated.")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +51,7 @@ class DecodeRequest:
     shape: Annotated[str, option("Built-in shape, run with dummy weights.")] = "qwen3-8b"
     model: Annotated[Path | None, option("Model directory whose config is used instead.")] = None
     tokenizer: Annotated[str, option("Directory with any tokenizer, or smollm2.")] = "smollm2"
-    driver: Annotated[
-        Literal["steps", "one-batch"],
-        option("Decode alone, or SGLang's one_batch with its prefill."),
-    ] = "steps"
     output_tokens: Annotated[int, option("Tokens decoded in each run.", min=3)] = 32
-    prefill_chunk: Annotated[int, option("one-batch: prompt tokens per pass; 0: all.", min=0)] = (
-        16384
-    )
     timeout_s: Annotated[float, option("Longest run of one child.", min=1)] = 1800.0
     profile: Annotated[bool, option("Save Chrome traces of three decode steps.", "--profile")] = (
         False
@@ -103,19 +90,12 @@ def decode(request: DecodeRequest) -> None:
             points=parse_points(request.points),
             configurations=chosen,
             work_dir=folder,
-            driver=request.driver,
             output_tokens=request.output_tokens,
-            prefill_chunk=request.prefill_chunk,
             profile=request.profile,
             timeout_s=request.timeout_s,
             model_dir=model.resolve() if model is not None else None,
         )
-        gpu = provenance.query_gpu()
-        if gpu is None:
-            raise SettingsError(
-                "this benchmark times GPU work and no GPU is visible; run it on one, or let "
-                "`tandemkv plan` predict"
-            )
+        gpu = _require_gpu(provenance.query_gpu())
         result = run_decode(
             run,
             console.print,
@@ -129,44 +109,27 @@ def decode(request: DecodeRequest) -> None:
 
 
 @bench_app.command()
-def kernels(only: OnlyOption = None, out: OutOption = None) -> None:
-    """Time kernels on the GPU, under CUDA graphs with rotating buffers."""
-    _run_suite("kernels", only or [], out)
+def kernels(out: OutOption = None) -> None:
+    """Time the kernels of a layer on the GPU, as `plan --measure` does."""
+    from tandemkv.server.plan.constants import timings_here
 
+    from .kernels import kernel_rows
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeRequest:
-    """Options of ``bench serve``."""
-
-    tokenizer: Annotated[str, option("Directory with the served model's tokenizer, or smollm2.")]
-    url: Annotated[str, option("Server on this machine.")] = "http://127.0.0.1:30000"
-    name: Annotated[str, option("Part of the rows' names.")] = "serve"
-    input_tokens: Annotated[int, option(min=1)] = 4096
-    output_tokens: Annotated[int, option(min=2)] = 128
-    concurrency: Annotated[int, option(min=1)] = 8
-    requests: Annotated[int, option(min=1, max=100000)] = 32
-    timeout_s: Annotated[float, option(min=1)] = 1800.0
-    out: OutOption = None
+    gpu = _require_gpu(provenance.visible_gpu())
+    console = _console()
+    rows, failures = kernel_rows(timings_here(), console.print)
+    _finish("kernels", rows, failures, gpu, out, console)
 
 
 @bench_app.command()
-@takes(ServeRequest)
-def serve(request: ServeRequest) -> None:
+@takes(ServeLoad)
+def serve(load: ServeLoad) -> None:
     """Put a running server on this machine under load, with sglang.bench_serving."""
     from tandemkv.server.preflight import resolve_model
 
     from .decode import run_child
-    from .serving import ServeLoad, bench_serving_argv, serving_rows
 
-    load = ServeLoad(
-        url=request.url,
-        tokenizer_dir=resolve_model(request.tokenizer, lambda _: None),
-        name=request.name,
-        input_tokens=request.input_tokens,
-        output_tokens=request.output_tokens,
-        concurrency=request.concurrency,
-        num_requests=request.requests,
-    )
+    tokenizer_dir = resolve_model(load.tokenizer, lambda _: None)
     if find_spec("datasets") is None:
         raise SettingsError(
             "sglang.bench_serving needs the package datasets, which is not installed; "
@@ -175,12 +138,13 @@ def serve(request: ServeRequest) -> None:
     console = _console()
     with _folder(None) as folder:
         result = folder / "serving.jsonl"
-        console.print(f"{request.requests} requests to {load.url}")
-        status, detail = run_child(bench_serving_argv(load, result), folder, request.timeout_s)
+        console.print(f"{load.requests} requests to {load.url}")
+        argv = bench_serving_argv(load, tokenizer_dir, result)
+        status, detail = run_child(argv, folder, load.timeout_s)
         if not result.exists():
             raise BenchError(f"bench_serving gave no result, {status}: {detail}")
         rows, failures = serving_rows(load, result.read_text(encoding="utf-8"))
-    _finish("serve", rows, failures, provenance.query_gpu(), request.out, console)
+    _finish("serve", rows, failures, provenance.query_gpu(), load.out, console)
 
 
 @bench_app.command()
@@ -222,12 +186,13 @@ def parse_points(text: str) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _run_suite(suite: str, only: Sequence[str], out: Path | None) -> None:
-    from .suites import run_suite
-
-    console = _console()
-    rows, failures = run_suite(suite, only, console.print)
-    _finish(suite, rows, failures, provenance.visible_gpu(), out, console)
+def _require_gpu(gpu: Gpu | None) -> Gpu:
+    if gpu is None:
+        raise SettingsError(
+            "this benchmark times GPU work and no GPU is visible; run it on one, or let "
+            "`tandemkv plan` predict"
+        )
+    return gpu
 
 
 def _finish(

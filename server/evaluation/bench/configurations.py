@@ -22,8 +22,7 @@ from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.evaluation.grid import read_grid
-from tandemkv.server.evaluation.setting_name import on_device
-from tandemkv.server.pages import LONG_PAGE_TOKENS
+from tandemkv.server.pages import LONG_PAGE_TOKENS, on_device
 from tandemkv.server.placement_choice import with_late_layers
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import Sourced, load_settings
@@ -56,29 +55,29 @@ class Configuration(BaseModel):
         return self
 
     @property
+    def is_stock(self) -> bool:
+        """Whether SGLang runs without the plugin."""
+        return not self.settings
+
+    @property
     def device(self) -> str:
         """``cpu`` or ``cuda``."""
         is_cpu = self.settings.get("device") == "cpu" or "cpu" in self.flags
         return "cpu" if is_cpu else "cuda"
 
-    def sglang_flags(self, *, model_dir: Path, capacity_tokens: int, batch: int) -> list[str]:
-        """Return SGLang's flags; of ours, those that ``tandemkv serve`` gives.
-
-        Raises
-        ------
-        SettingsError
-            As `serve_settings`.
-        """
-        if not self.settings:
+    def sglang_flags(self, settings: ServeSettings) -> list[str]:
+        """Return SGLang's flags; of ours, those that ``tandemkv serve`` gives with `settings`."""
+        if self.is_stock:
             return [*self.flags, "--tp-size", str(self.tp_size)]
-        settings = self.serve_settings(
-            model_dir=model_dir, capacity_tokens=capacity_tokens, batch=batch
-        )
         dtype = settings.dtype
         if dtype == "auto":
             dtype = "float32" if self.device == "cpu" else "bfloat16"
         argv = sglang_argv(
-            settings, model_dir=model_dir, device=self.device, dtype=dtype, port=settings.port
+            settings,
+            model_dir=Path(settings.model),
+            device=self.device,
+            dtype=dtype,
+            port=settings.port,
         )
         return [*argv[argv.index(_SERVER_MODULE) + 1 :], *self.flags]
 
@@ -101,27 +100,15 @@ class Configuration(BaseModel):
         sourced = {key: Sourced(value, "bench") for key, value in given.items()}
         return with_late_layers(load_settings(sourced, {}))
 
-    def child_env(
-        self, *, model_dir: Path, run_dir: Path, capacity_tokens: int, batch: int
-    ) -> dict[str, str]:
-        """Return the environment of the child process.
-
-        Raises
-        ------
-        SettingsError
-            As `serve_settings`.
-        """
-        settings = self.serve_settings(
-            model_dir=model_dir, capacity_tokens=capacity_tokens, batch=batch
-        )
+    def child_env(self, settings: ServeSettings, run_dir: Path) -> dict[str, str]:
+        """Return the environment of the child process."""
         env = sglang_env(settings, os.environ, run_dir=run_dir, device=self.device)
-        if not self.settings:
+        if self.is_stock:
             env = {
                 key: text
                 for key, text in env.items()
                 if not key.startswith("TANDEMKV_") and key != "SGLANG_PLUGINS"
             }
-        env["BENCH_LOAD_PLUGINS"] = "1" if self.settings else "0"
         return {**env, **self.env}
 
 
@@ -192,7 +179,7 @@ BUILT_IN: Mapping[str, Configuration] = {
         for name, more in _VARIANTS.items()
     },
     **{
-        f"1+1-shared{name}": _own(1, cache_ranks=1, cache_device="cuda", transport="shared", **more)
+        f"1+1-shared{name}": _own(1, cache_ranks=1, transport="shared", **more)
         for name, more in _VARIANTS.items()
     },
 }

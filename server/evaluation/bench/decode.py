@@ -5,45 +5,39 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank.sglang_versions import RUN_ON_GPU
+from tandemkv.server.child_process import ChildSpec, guarded
 from tandemkv.server.evaluation.provenance import version_of
-from tandemkv.server.guard import Guard
 from tandemkv.server.plan.shape import ModelShape
 
-from . import decode_steps, one_batch
+from . import decode_steps
 from .cache_rank import cache_rank_beside
 from .configurations import Configuration
-from .measured import Measured, Point
-from .one_batch import capacity_tokens, write_driver, write_model_config
+from .decode_steps import Measured, Point, capacity_tokens
+from .dummy_model import write_model_config
 from .report import Failure, Row
+
+_TICK_S, _TAIL_LINES = 0.1, 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
-    """What to measure, and by which program.
-
-    `driver` is ``steps`` (decode only, `decode_steps`) or ``one-batch`` (SGLang's own, with a
-    prefill; `prefill_chunk` is then in tokens of the whole batch, 0 for all at once).
-    """
+    """What to measure."""
 
     shape: ModelShape
     tokenizer_dir: Path
     points: tuple[Point, ...]
     configurations: Mapping[str, Configuration]
     work_dir: Path
-    driver: Literal["steps", "one-batch"] = "steps"
     output_tokens: int = 32
-    prefill_chunk: int = 16384
     profile: bool = False
     timeout_s: float = 1800.0
     model_dir: Path | None = None
@@ -83,7 +77,7 @@ def run_decode(
     ------
     SettingsError
         Before anything is run: if a configuration has settings that this version refuses, or
-        `headline` is not one of ours, or SGLang is one whose insides the drivers do not know.
+        `headline` is not one of ours, or SGLang is one whose insides the driver does not know.
     """
     check_sglang(version_of("sglang"))
     check_headline(run.configurations, headline)
@@ -96,18 +90,14 @@ def run_decode(
     measured: dict[tuple[str, Point], Measured] = {}
     failures: list[Failure] = []
     traces: dict[str, tuple[Path, ...]] = {}
-    batches = [
-        (batch, list(points))
-        for batch, points in groupby(sorted(run.points), key=lambda point: point.batch)
-    ]
+    batches = [list(points) for _, points in groupby(sorted(run.points), key=lambda p: p.batch)]
     for name, configuration in run.configurations.items():
-        for batch, points in batches:
+        for points in batches:
             progress(f"{name}: {', '.join(point.label for point in points)}")
-            output = _run_child(run, name, configuration, batch, points, model_dir)
+            output = _run_child(run, name, configuration, points, model_dir)
             for item in output.measured:
                 measured[name, item.point] = item
-                spread = item.queued or item.waited
-                progress(f"  {item.point.label}: {spread.median:.2f} ms a step")
+                progress(f"  {item.point.label}: {item.queued.median:.2f} ms a step")
             for failure in output.failures:
                 progress(f"  {failure.figure}: {failure.reason}")
             failures += output.failures
@@ -129,7 +119,7 @@ def _result(
 
 
 def check_sglang(version: str | None) -> None:
-    """Refuse versions of SGLang that the drivers were not written for: they use private parts.
+    """Refuse versions of SGLang that the driver was not written for: it uses private parts.
 
     Raises
     ------
@@ -160,15 +150,12 @@ def check_headline(configurations: Mapping[str, Configuration], headline: str | 
 
 
 def decode_rows(measured: Mapping[tuple[str, Point], Measured]) -> list[Row]:
-    """Return ``tpot_ms_*``, ``queued_tpot_ms_*`` and ``prefill_s_*`` of what was measured."""
+    """Return ``tpot_ms_*`` and ``queued_tpot_ms_*`` of what was measured."""
     rows = []
     for (name, point), item in measured.items():
         label, note = f"{name}_{point.label}", "; ".join(item.devices)
         rows.append(Row.of(f"tpot_ms_{label}", item.waited, "ms", note=note))
-        if item.queued is not None:
-            rows.append(Row.of(f"queued_tpot_ms_{label}", item.queued, "ms", note=note))
-        if item.prefill_s is not None:
-            rows.append(Row(figure=f"prefill_s_{label}", value=item.prefill_s, unit="s", n=1))
+        rows.append(Row.of(f"queued_tpot_ms_{label}", item.queued, "ms", note=note))
     return rows
 
 
@@ -205,11 +192,11 @@ def _ratios(
     (name, ours), (reference, theirs) = own, other
     label = ours.point.label
     note = f"{name} / {reference}, medians of one run; below 1 {name} is faster"
-    pairs = [("tpot_ratio", ours.waited, theirs.waited)]
-    if ours.queued is not None and theirs.queued is not None:
-        pairs.append(("queued_tpot_ratio", ours.queued, theirs.queued))
     rows = []
-    for kind, mine, stock in pairs:
+    for kind, mine, stock in (
+        ("tpot_ratio", ours.waited, theirs.waited),
+        ("queued_tpot_ratio", ours.queued, theirs.queued),
+    ):
         ratio = mine.median / stock.median
         figures = [f"{kind}_{name}_vs_{reference}_{label}"]
         if is_headline:
@@ -226,136 +213,74 @@ class _ChildOutput:
 
 
 def _run_child(
-    run: DecodeRun,
-    name: str,
-    configuration: Configuration,
-    batch: int,
-    points: list[Point],
-    model_dir: Path,
+    run: DecodeRun, name: str, configuration: Configuration, points: list[Point], model_dir: Path
 ) -> _ChildOutput:
+    batch = points[0].batch
     folder = run.work_dir / f"{name}_batch{batch}"
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in (one_batch.RESULT_FILE, decode_steps.RESULT_FILE):
-        (folder / stale).unlink(missing_ok=True)
+    result = folder / decode_steps.RESULT_FILE
+    result.unlink(missing_ok=True)
     capacity = capacity_tokens(batch, [point.context for point in points], run.output_tokens)
-    flags = configuration.sglang_flags(model_dir=model_dir, capacity_tokens=capacity, batch=batch)
-    argv = _child_argv(run, folder, points, flags, capacity, model_dir)
-    run_dir = RunDir.create()
-    try:
-        env = configuration.child_env(
-            model_dir=model_dir, run_dir=run_dir.path, capacity_tokens=capacity, batch=batch
-        )
-        env["BENCH_PREFILL_CHUNK"] = str(run.prefill_chunk)
-        env["SGLANG_TORCH_PROFILER_DIR"] = str(folder)
-        settings = configuration.serve_settings(
-            model_dir=model_dir, capacity_tokens=capacity, batch=batch
-        )
-        beside = (
-            cache_rank_beside(settings, run_dir, folder)
-            if configuration.settings
-            else contextlib.nullcontext()  # a reference is stock SGLang alone
-        )
-        with beside:
-            status = _wait(argv, env, folder, run.timeout_s)
-    except SettingsError as error:  # the other configurations can still be measured
-        return _ChildOutput(measured=[], failures=_all_failed(name, points, str(error)), traces=())
-    finally:
-        run_dir.remove()
-    text = _read(folder / "stdout.log")
-    if run.driver == "steps":
-        result = _read(folder / decode_steps.RESULT_FILE)
-        measured, failed = decode_steps.parse_result(result, points)
-        traces = decode_steps.trace_files(folder)
-    else:
-        result = _read(folder / one_batch.RESULT_FILE)
-        measured, failed = one_batch.parse_output(text, points, result)
-        traces = one_batch.trace_files(text)
-    reached = {item.point for item in measured}
-    failures = []
-    for point in points:
-        if point not in reached:
-            reason = failed.get(point) or f"{status}: {_last_error(folder / 'stderr.log')}"
-            failures.append(Failure(f"tpot_ms_{name}_{point.label}", reason))
-    return _ChildOutput(measured=measured, failures=failures, traces=traces)
-
-
-def _all_failed(name: str, points: Sequence[Point], reason: str) -> list[Failure]:
-    return [Failure(f"tpot_ms_{name}_{point.label}", reason) for point in points]
-
-
-def _child_argv(
-    run: DecodeRun,
-    folder: Path,
-    points: list[Point],
-    flags: Sequence[str],
-    capacity: int,
-    model_dir: Path,
-) -> tuple[str, ...]:
-    if run.driver == "steps":
-        return decode_steps.decode_steps_argv(
-            work_dir=folder,
-            model_dir=model_dir,
-            tokenizer_dir=run.tokenizer_dir,
-            points=points,
-            steps=run.output_tokens,
-            capacity=capacity,
-            flags=flags,
-            profile=run.profile,
-        )
-    write_driver(folder)
-    return one_batch.one_batch_argv(
+    settings = configuration.serve_settings(
+        model_dir=model_dir, capacity_tokens=capacity, batch=batch
+    )
+    argv = decode_steps.decode_steps_argv(
         work_dir=folder,
         model_dir=model_dir,
         tokenizer_dir=run.tokenizer_dir,
-        batch=points[0].batch,
-        contexts=[point.context for point in points],
-        output_tokens=run.output_tokens,
-        flags=flags,
+        points=points,
+        steps=run.output_tokens,
+        capacity=capacity,
+        flags=configuration.sglang_flags(settings),
         profile=run.profile,
+    )
+    run_dir = RunDir.create()
+    try:
+        with contextlib.ExitStack() as beside:
+            if not configuration.is_stock:
+                beside.enter_context(cache_rank_beside(settings, run_dir, folder))
+            env = configuration.child_env(settings, run_dir.path)
+            status, error = run_child(argv, folder, run.timeout_s, env)
+    except SettingsError as error:  # the other configurations can still be measured
+        return _ChildOutput(measured=[], failures=_failures(name, points, str(error)), traces=())
+    finally:
+        run_dir.remove()
+    text = result.read_text(encoding="utf-8") if result.exists() else ""
+    measured, failed = decode_steps.parse_result(text, points)
+    missing = [point for point in points if point not in {item.point for item in measured}]
+    failures = [
+        failure
+        for point in missing
+        for failure in _failures(name, [point], failed.get(point) or f"{status}: {error}")
+    ]
+    return _ChildOutput(
+        measured=measured, failures=failures, traces=decode_steps.trace_files(folder)
     )
 
 
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+def _failures(name: str, points: Sequence[Point], reason: str) -> list[Failure]:
+    return [Failure(f"tpot_ms_{name}_{point.label}", reason) for point in points]
 
 
-def _wait(argv: Sequence[str], env: Mapping[str, str], folder: Path, timeout_s: float) -> str:
-    """Run a child in a process group of its own and return how it ended.
+def run_child(
+    argv: Sequence[str], folder: Path, timeout_s: float, env: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    """Run a child, by default with our own environment; return how it ended and its last error.
 
-    Its group ends with this call, and with this process, however that ends.
+    Its output goes to ``child.log`` in `folder`.
     """
-    guard = Guard()
-    try:
-        with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
-            child = subprocess.Popen(
-                list(argv), env=dict(env), stdout=out, stderr=err, stdin=subprocess.DEVNULL,
-                cwd=folder, start_new_session=True,
-            )  # fmt: skip
-        guard.watch(child.pid)
-        try:
-            return f"exit code {child.wait(timeout=timeout_s)}"
-        except subprocess.TimeoutExpired:
-            return f"no result within {timeout_s:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            guard.forget(child.pid)
-    finally:
-        guard.close()
+    env = env or {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    spec = ChildSpec(name="child", argv=tuple(argv), env=env, log_path=folder / "child.log")
+    deadline = time.monotonic() + timeout_s
+    with guarded(spec) as child:
+        while (status := child.exit_status()) is None and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+    return status or f"no result within {timeout_s:g} s", _last_error(child.log_tail(_TAIL_LINES))
 
 
-def run_child(argv: Sequence[str], folder: Path, timeout_s: float) -> tuple[str, str]:
-    """Run a child with our own environment; return how it ended and its last error."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
-    status = _wait(argv, env, folder, timeout_s)
-    return status, _last_error(folder / "stderr.log")
-
-
-def _last_error(log: Path) -> str:
+def _last_error(log: str) -> str:
     """Return the last line of a log that names an exception, without paths."""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = log.splitlines()
     named = [line for line in lines if "Error" in line.partition(":")[0]]
-    text = (named or lines or ["no output"])[-1]
-    words = (Path(word).name if word.startswith("/") else word for word in text.split())
-    return " ".join(words)[:300]
+    words = (named or lines)[-1].split()
+    return " ".join(Path(word).name if word.startswith("/") else word for word in words)[:300]

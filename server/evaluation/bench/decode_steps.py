@@ -10,19 +10,59 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from tandemkv.server.evaluation.provenance import BenchError
 from tandemkv.server.evaluation.spread import Spread
-
-from .measured import Measured, Point
+from tandemkv.server.pages import LONG_PAGE_TOKENS
 
 MODULE = "tandemkv.inference_rank.decode_bench"
 RESULT_FILE = "decode_steps.json"
 TRACE_FOLDER = "traces"
+MIN_CAPACITY_TOKENS = 256
+"""Smallest capacity that the settings accept."""
 _SPREADS = ("waited_ms", "queued_ms")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Point:
+    """A batch of requests of one context length."""
+
+    batch: int
+    context: int
+
+    @property
+    def label(self) -> str:
+        """Return e.g. ``8x64k``; contexts that are no multiple of 1024 in full."""
+        whole, rest = divmod(self.context, 1024)
+        return f"{self.batch}x{self.context if rest else f'{whole}k'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Decode steps of one point, in ms.
+
+    `waited` are steps each of which was waited for; `queued` steps that were queued one behind
+    another, as SGLang's overlap scheduler runs them. `devices` are the GPUs that worked, by name.
+    """
+
+    point: Point
+    waited: Spread
+    queued: Spread
+    devices: tuple[str, ...] = ()
+
+
+def capacity_tokens(batch: int, contexts: Sequence[int], steps: int) -> int:
+    """Return the KV capacity of a run: whole pages for each request, and one more.
+
+    Room for five times `steps`: the driver warms up, waits for each step once, and queues them
+    three times.
+    """
+    pages = -(-(max(contexts) + 5 * steps) // LONG_PAGE_TOKENS) + 1
+    return max(MIN_CAPACITY_TOKENS, batch * pages * LONG_PAGE_TOKENS)
 
 
 def decode_steps_argv(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import msgspec
+import typer
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.compact_json import compact_json
@@ -23,6 +24,10 @@ from tandemkv.server.evaluation.provenance import (
 from tandemkv.server.evaluation.spread import Spread
 
 SCHEMA = 1
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Default docs/benchmarks/<name>.json.")
+]
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_.+-]+$", max_length=160)]
 
@@ -42,11 +47,6 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     def of(cls, figure: str, spread: Spread, unit: str, *, note: str = "") -> Self:
         """Return the row of a spread in `unit`."""
         return cls(figure, spread.median, unit, spread.p10, spread.p90, spread.n, note)
-
-    @classmethod
-    def bandwidth(cls, figure: str, spread: Spread, num_bytes: int, *, note: str = "") -> Self:
-        """Return a row in GB/s, 1e9 bytes each, of calls of `spread` us that move `num_bytes`."""
-        return cls.of(figure, spread.as_rate(num_bytes / 1e3), "GB/s", note=note)
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

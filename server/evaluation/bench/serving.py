@@ -9,27 +9,30 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.evaluation.provenance import BenchError
+from tandemkv.server.evaluation.request_options import option
 from tandemkv.server.evaluation.spread import Spread
 from tandemkv.server.settings import is_loopback
 
-from .report import Failure, Row
+from .report import Failure, OutOption, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeLoad:
-    """Requests of one length, `concurrency` at a time."""
+    """Options of ``bench serve``: requests of one length, `concurrency` at a time."""
 
-    url: str
-    tokenizer_dir: Path
-    name: str = "serve"
-    input_tokens: int = 4096
-    output_tokens: int = 128
-    concurrency: int = 8
-    num_requests: int = 32
+    tokenizer: Annotated[str, option("Directory with the served model's tokenizer, or smollm2.")]
+    url: Annotated[str, option("Server on this machine.")] = "http://127.0.0.1:30000"
+    name: Annotated[str, option("Part of the rows' names.")] = "serve"
+    input_tokens: Annotated[int, option(min=1)] = 4096
+    output_tokens: Annotated[int, option(min=2)] = 128
+    concurrency: Annotated[int, option(min=1)] = 8
+    requests: Annotated[int, option(min=1, max=100000)] = 32
+    timeout_s: Annotated[float, option(min=1)] = 1800.0
+    out: OutOption = None
 
     def __post_init__(self) -> None:
         """Refuse a target that is not this machine."""
@@ -47,7 +50,7 @@ class ServeLoad:
         return f"{self.name}_{self.concurrency}x{self.input_tokens}"
 
 
-def bench_serving_argv(load: ServeLoad, result: Path) -> tuple[str, ...]:
+def bench_serving_argv(load: ServeLoad, tokenizer_dir: Path, result: Path) -> tuple[str, ...]:
     """Return the command line of ``sglang.bench_serving`` (0.5.17).
 
     Prompts are random token ids, as many as stated, sent as text: nothing is downloaded. Read again
@@ -58,11 +61,11 @@ def bench_serving_argv(load: ServeLoad, result: Path) -> tuple[str, ...]:
         "--backend", "sglang",
         "--base-url", load.url.rstrip("/"),
         "--dataset-name", "random-ids",
-        "--tokenizer", str(load.tokenizer_dir),
+        "--tokenizer", str(tokenizer_dir),
         "--random-input-len", str(load.input_tokens),
         "--random-output-len", str(load.output_tokens),
         "--random-range-ratio", "1.0",
-        "--num-prompts", str(load.num_requests),
+        "--num-prompts", str(load.requests),
         "--max-concurrency", str(load.concurrency),
         "--request-rate", "inf",
         "--seed", "1",

@@ -90,9 +90,7 @@ def _are_binary(values: NDArray[np.float64]) -> bool:
     return bool(np.isin(values, (0.0, 1.0)).all())
 
 
-def block_interval(
-    series: Sequence[ArrayLike], *, block: int = BLOCK_TOKENS, draws: int = DRAWS, seed: int = 0
-) -> Interval:
+def block_interval(series: Sequence[ArrayLike], *, block: int = BLOCK_TOKENS) -> Interval:
     """Return the mean over series of their means, where neighbours of a series depend on another.
 
     Each series is resampled in blocks of neighbours and stays in every draw: the interval is for
@@ -105,13 +103,11 @@ def block_interval(
     block : int
         Neighbours that stay together; the last block of a series may be shorter and counts by
         its length.
-    draws, seed : int
-        As in `mean_interval`.
     """
     if not series:
         raise ValueError("no series: at least one is required")
-    generator = np.random.default_rng(seed)
-    total: NDArray[np.float64] = np.zeros(draws)
+    generator = np.random.default_rng(0)
+    total: NDArray[np.float64] = np.zeros(DRAWS)
     means = []
     for values in series:
         array = np.asarray(values, dtype=np.float64)
@@ -120,7 +116,7 @@ def block_interval(
         starts = np.arange(0, array.size, block)
         sums = np.add.reduceat(array, starts)
         sizes = np.diff(np.append(starts, array.size))
-        chosen = generator.integers(0, starts.size, size=(draws, starts.size))
+        chosen = generator.integers(0, starts.size, size=(DRAWS, starts.size))
         total += sums[chosen].sum(axis=1) / sizes[chosen].sum(axis=1)
         means.append(float(array.mean()))
     return _interval(float(np.mean(means)), total / len(series))

@@ -104,8 +104,6 @@ class Campaign:
         settings = self.settings_of(configuration).model_dump(mode="json")
         for local in _LOCAL:
             del settings[local]
-        if settings["cache_device"] == "auto":  # as results were that knew no such setting
-            del settings["cache_device"]
         if configuration.system == "sglang":  # it knows nothing of these
             for group in ("selection", "exchange"):
                 del settings[group]
@@ -269,8 +267,6 @@ def _configurations(
         parse_budgets(names_in(request.budgets), request.contexts),
         num_layers=spec.num_layers,
         device=device,
-        # In one process the cache rank is where the model is.
-        cache_device=device if base.wished_link == "local" else base.cache_device,
         base=base.selection.model_dump(
             exclude_defaults=True, exclude={"policy", "declared", "options"}
         ),

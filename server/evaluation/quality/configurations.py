@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from pydantic import ValidationError
 
-from tandemkv.cache_rank.policies.base import PolicyCapabilities, PolicyError
+from tandemkv.cache_rank.policies.base import PolicyCapabilities
 from tandemkv.cache_rank.policies.options import parse_option
 from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -21,9 +21,6 @@ from tandemkv.cache_rank.protocol.settings import (
     SelectionSettings,
     default_samples,
 )
-from tandemkv.server.devices import choose_cache_device
-from tandemkv.server.policy_options import MOVED
-from tandemkv.server.settings_sources import removed
 
 DENSE = "dense"
 System = Literal["tandemkv", "sglang", "kvpress"]
@@ -143,7 +140,6 @@ def plan(
     num_layers: int,
     device: str,
     base: Mapping[str, object],
-    cache_device: str = "auto",
     with_dense: bool = True,
 ) -> list[Configuration]:
     """Return dense and every policy at every budget; a policy without budgets comes once.
@@ -162,8 +158,6 @@ def plan(
         ``cpu`` or ``cuda``, of the model.
     base : mapping
         Settings of the group ``selection`` that the user gave.
-    cache_device : str
-        Of the cache rank, as given; with ``auto`` `serve` chooses one on which the policy runs.
     with_dense : bool
         Whether stock SGLang is measured too.
 
@@ -176,7 +170,7 @@ def plan(
     for text in policies:
         if text != DENSE:
             policy, own = _split(text)
-            capabilities = _capabilities(policy, device, cache_device)
+            capabilities = _capabilities(policy, device)
             added = _of_policy(
                 policy, capabilities, budgets, num_layers, {**base, **_with_options(policy, own)}
             )
@@ -207,29 +201,22 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
 
 def _with_options(policy: str, own: Mapping[str, str]) -> dict[str, object]:
     """Return settings of one configuration, with the policy's options as their own mapping."""
-    try:
-        model = find_policy(policy).options_model
-        options = {
-            name: parse_option(model, policy, name, text)
-            for name, text in own.items()
-            if name in model.model_fields and name not in SelectionSettings.model_fields
-        }
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
+    model = find_policy(policy).options_model
+    options = {
+        name: parse_option(model, policy, name, text)
+        for name, text in own.items()
+        if name in model.model_fields and name not in SelectionSettings.model_fields
+    }
     settings: dict[str, object] = {k: text for k, text in own.items() if k not in options}
     return settings | ({"options": options} if options else {})
 
 
-def _capabilities(policy: str, device: str, cache_device: str) -> PolicyCapabilities:
-    try:
-        capabilities = find_policy(policy).capabilities
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
-    place = choose_cache_device(cache_device, device, capabilities.devices)
-    if place not in capabilities.devices:
+def _capabilities(policy: str, device: str) -> PolicyCapabilities:
+    capabilities = find_policy(policy).capabilities
+    if device not in capabilities.devices:
         raise SettingsError(
-            f"policy={policy} declares devices {', '.join(capabilities.devices)}, not {place}; "
-            "leave it out or choose another --device or --set cache_device"
+            f"policy={policy} declares devices {', '.join(capabilities.devices)}, not {device}; "
+            "leave it out or choose another --device"
         )
     return capabilities
 
@@ -266,12 +253,6 @@ def _attends_to_all(system: System, policy: str, num_layers: int) -> Configurati
 def _check_names(policy: str, base: Mapping[str, object]) -> None:
     """Refuse what is no setting of the group ``selection``."""
     for name in sorted(base.keys() - SelectionSettings.model_fields.keys()):
-        if name in MOVED:
-            new = MOVED[name].replace(".", "+")
-            raise SettingsError(f"policy={policy}: {name} is now an option: {new}={base[name]}")
-        reason = removed(f"selection.{name}")
-        if reason is not None:
-            raise SettingsError(f"policy={policy}: {name} {reason}")
         names = [*SelectionSettings.model_fields, *find_policy(policy).options_model.model_fields]
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         raise SettingsError(
@@ -355,8 +336,6 @@ def _divide(
 def _settings(policy: str, values: Mapping[str, object]) -> SelectionSettings:
     try:
         return resolve_selection({**values, "policy": policy})
-    except PolicyError as error:
-        raise SettingsError(str(error)) from error
     except ValidationError as error:
         raise SettingsError(
             "; ".join(

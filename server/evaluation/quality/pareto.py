@@ -17,9 +17,9 @@ from tandemkv.server.evaluation.bench.report import Report, read_report
 from tandemkv.server.evaluation.setting_name import (
     describe_setting,
     is_setting_name,
-    on_device,
     setting_name,
 )
+from tandemkv.server.pages import on_device
 
 from .report_file import ReportFile, read_quality_report
 from .summary import Row, Score

@@ -26,18 +26,7 @@ class ReportFile(NamedTuple):
     @property
     def sparse(self) -> dict[str, Row]:
         """Rows that are not the reference, by label and budget."""
-        found = {f"{row.label}, {row.budget}": row for row in self.rows}
-        return {name: row for name, row in found.items() if not is_dense(row)}
-
-    @property
-    def dense(self) -> Row | None:
-        """The reference, if it was measured."""
-        return next((row for row in self.rows if is_dense(row)), None)
-
-
-def is_dense(row: Row) -> bool:
-    """Whether a row is stock SGLang."""
-    return row.system == "sglang"
+        return {f"{row.label}, {row.budget}": row for row in self.rows if row.system != "sglang"}
 
 
 def read_quality_report(path: Path) -> ReportFile:

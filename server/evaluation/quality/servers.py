@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import json
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -26,13 +25,14 @@ from tandemkv.server.child_process import ChildProcess, ChildSpec
 from tandemkv.server.ports import choose_port
 from tandemkv.server.probes import fetch_status, server_state
 from tandemkv.server.settings import ServeSettings
-from tandemkv.server.settings_sources import ENVIRONMENT_PREFIX, to_yaml
-from tandemkv.server.sglang_command import sglang_argv
+from tandemkv.server.settings_sources import to_yaml
+from tandemkv.server.sglang_command import SERVER, common_env, sglang_argv
 
 _HOST = "127.0.0.1"
 _TICK_S = 0.25
 _REQUEST_TIMEOUT_S = 7200.0
 _FLUSH_TIMEOUT_S = 30.0
+_TAIL_LINES = 25
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -168,7 +168,7 @@ def tandem_server(
         if probe_file is not None:
             env[PROBE_VARIABLE] = str(probe_file)
         argv = (
-            *(sys.executable, "-P", "-m", "tandemkv.server", "serve", settings.model),
+            *(*SERVER, "serve", settings.model),
             *("--config", str(config)),
         )
         server = RunningServer(f"http://{_HOST}:{port}", is_stock=False, probe_file=probe_file)
@@ -222,13 +222,10 @@ def _folder() -> Iterator[Path]:
 
 
 def _environment(device: str) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
+    on_cpu = device != "cuda"
+    env = common_env(os.environ, device="cpu" if on_cpu else "cuda") | {"HF_HUB_OFFLINE": "1"}
     env.pop(PROBE_VARIABLE, None)
-    env.update(PYTHONSAFEPATH="1", PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1")
-    if device != "cuda":
-        env.setdefault("OMP_NUM_THREADS", "1")
-        env["SGLANG_USE_CPU_ENGINE"] = "1"
-    return env
+    return env | ({"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {})
 
 
 @contextlib.contextmanager
@@ -239,24 +236,20 @@ def _running(
     stop: threading.Event,
     detail: Any,
 ) -> Iterator[None]:
+    def missing() -> str | None:
+        if stop.is_set():
+            raise StoppedError("stopped")
+        found: str | None = detail(server)
+        return found
+
     child = ChildProcess(spec)
     child.start()
     watcher = threading.Thread(target=_end_when_asked, args=(child, stop), daemon=True)
     watcher.start()
     try:
-        deadline = time.monotonic() + timeout_s
-        while (reason := detail(server)) is not None:
-            if stop.is_set():
-                raise StoppedError("stopped")
-            status = child.exit_status()
-            if status is not None:
-                raise MeasurementError(f"{spec.name} ended: {status}\n{_log_tails(child)}")
-            if time.monotonic() > deadline:
-                raise MeasurementError(
-                    f"{spec.name} not ready after {timeout_s:g} s (start_timeout_s): {reason}\n"
-                    f"{_log_tails(child)}"
-                )
-            time.sleep(_TICK_S)
+        reason = child.await_ready(missing, timeout_s, setting="start_timeout_s")
+        if reason is not None:
+            raise MeasurementError(f"{reason}\n{_log_tails(child)}")
         try:
             yield
         except MeasurementError as error:
@@ -268,14 +261,14 @@ def _running(
         watcher.join(1.0)
 
 
-def _log_tails(child: ChildProcess, lines: int = 25) -> str:
+def _log_tails(child: ChildProcess) -> str:
     """Return the ends of all logs: the child's, and those of the ranks below it."""
     paths = [child.spec.log_path, *sorted(child.spec.log_path.parent.glob("run/*.log"))]
     found = []
     for path in paths:
         if path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace").rstrip()
-            found.append("\n".join([f"-- {path.name}", *text.splitlines()[-lines:]]))
+            found.append("\n".join([f"-- {path.name}", *text.splitlines()[-_TAIL_LINES:]]))
     return "\n".join(found)
 
 

@@ -80,12 +80,12 @@ def test_lengths_are_those_of_the_batch_that_comes_next(on_host: bool) -> None:
         seq_lens=lengths,
         seq_lens_cpu=lengths if on_host else None,
     )
-    hooks._note_batch(runtime, "scheduler", batch)
+    hooks._note_batch(runtime, batch)
     assert (runtime.running_reqs, runtime.running_lengths) == (["a", "b"], [7, 4])
 
 
 def test_lengths_are_not_read_without_evaluation() -> None:
     runtime: Any = SimpleNamespace(settings=SimpleNamespace(evaluation=False))
     batch = SimpleNamespace(reqs=["a"], chunked_req=None)
-    hooks._note_batch(runtime, "scheduler", batch)
+    hooks._note_batch(runtime, batch)
     assert runtime.running_reqs == ["a"]

@@ -122,7 +122,7 @@ def test_late_layers_are_those_without_a_window() -> None:
 
 
 def test_windows_do_not_reach_another_gpu() -> None:
-    far = Placement(model_device="cuda", engine_device="cuda", two_gpus=True)
+    far = Placement(model_device="cuda", two_gpus=True)
     with pytest.raises(SettingsError, match=r"sliding window.*--cache-ranks 0"):
         program_of(windowed=(0,), placement=far)
     program_of(placement=far)

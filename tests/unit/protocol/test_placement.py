@@ -56,13 +56,13 @@ def test_two_processes_have_a_gpu_each_unless_tests_give_them_one(
 
 
 def test_it_is_told_in_one_line_with_its_reason() -> None:
-    found = Placement(model_device="cuda", engine_device="cuda", two_gpus=True, reason="asked for")
+    found = Placement(model_device="cuda", two_gpus=True, reason="asked for")
     text = (
         "link shared: model on cuda, cache rank in a process of its own, on a GPU of its own, in "
         "memory that both map"
     )
     assert found.describe() == f"{text}; asked for"
-    split = Placement(link="local", model_device="cuda", engine_device="cuda", tp_size=4)
+    split = Placement(link="local", model_device="cuda", tp_size=4)
     assert "model on 4 GPUs" in split.describe()
     both = Placement(link="shared", tp_size=2).describe()
     assert "model on 2 processes, cache rank of each in a process of its own" in both
@@ -74,7 +74,7 @@ def test_it_is_told_in_one_line_with_its_reason() -> None:
 
 def test_ranks_compare_the_link_and_whether_there_are_two_gpus() -> None:
     ours = RankSettings(placement=Placement(link="shared", reason="--transport shared was given"))
-    theirs = RankSettings(placement=Placement(link="shared", engine_device="cuda", reason="alone"))
+    theirs = RankSettings(placement=Placement(link="shared", model_device="cuda", reason="alone"))
     assert ours.flat() == theirs.flat()
     assert ours.flat()["placement.link"] == "shared"
     apart = RankSettings(placement=Placement(link="shared", two_gpus=True))

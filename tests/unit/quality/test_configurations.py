@@ -121,14 +121,6 @@ def test_a_policy_is_not_asked_for_what_it_declares_it_cannot(
     assert len(make(["look_ahead"], ["512"], device="cuda")) == 2
 
 
-def test_a_policy_runs_where_the_cache_rank_is() -> None:
-    for cache_device in ("auto", "cpu"):
-        found = make(["lfps", "exact"], ["512"], device="cuda", cache_device=cache_device)
-        assert [item.policy for item in found] == ["dense", "lfps", "exact"]
-    with pytest.raises(SettingsError, match=r"lfps declares devices cpu, not cuda; .*cache_device"):
-        make(["lfps"], ["512"], device="cuda", cache_device="cuda")
-
-
 def test_settings_of_one_policy_follow_it() -> None:
     found = make(["look_ahead", "look_ahead+resident_factor=1+fetch_cap=111"], ["12.5%"])
     plain, own = found[1:]

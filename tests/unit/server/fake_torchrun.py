@@ -28,12 +28,11 @@ def fake_server() -> None:
     for name in ("cache.up", "sglang.up"):  # of ranks that torchrun had before
         Path(root, name).unlink(missing_ok=True)
     from tandemkv.server import serve
-    from tandemkv.server.placement_choice import placement_of
     from tandemkv.server.preflight import ResolvedLaunch
     from tandemkv.server.probes import ServerState
 
     def resolve(settings: Any, *_: Any) -> ResolvedLaunch:
-        placed = settings.model_copy(update={"placement": placement_of(settings, "cpu", "test")})
+        placed = settings.model_copy(update={"placement": settings.placement_on("cpu", "test")})
         spec: Any = type("Spec", (), {"dtype": "float32"})()
         return ResolvedLaunch(
             settings=placed, model_dir=Path(root), spec=spec, device="cpu", port=1

@@ -20,7 +20,6 @@ RANK_OPTIONS = """
     --policy --budget-tokens --resident-factor --recent-tokens --sink-tokens --fetch-cap
     --index-dtype --refresh-every --exact-layers --cache-tokens
     --max-running-requests --config
-    --cache-device
 """
 SERVE_OPTIONS = f"""{RANK_OPTIONS}
     --cache-ranks --device --port --host --allow-remote --max-context --chunked-prefill-size
@@ -159,13 +158,8 @@ def test_prints_the_settings_as_yaml(runner: CliRunner) -> None:
         (["serve", "/nonexistent"], 2, "model=/nonexistent: no such directory"),
         (["serve", "m", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["serve", "m", "--no-such-flag"], 2, "No such option"),
-        (["serve", "m", "--scan-ahead"], 2, "--scan-ahead is gone: it was no faster; leave it out"),
-        (["serve", "m", "--shortlist-factor=2"], 2, "--shortlist-factor is gone: scanning ahead"),
-        (["cache-rank", "--gate-cosine", "0.9"], 2, "--gate-cosine is gone: it took most layer"),
-        (["plan", "m", "--lag", "2"], 2, "--lag is gone: what is selected for a later step"),
         (["serve", "m", "--", "--lag", "2"], 2, "m: no such directory"),
         (["serve", "m", "--cache-ranks", "2", "--tp", "3"], 2, "use --cache-ranks 3"),
-        (["serve", "m", "--device", "cpu", "--cache-device", "cuda"], 2, "use --cache-device cpu"),
         (["serve", "m", "--", "--attention-backend", "triton"], 2, "--attention-backend"),
         (["serve", "m", "--port", "0", "--policy", "magic"], 2, "look_ahead"),
         (["cache-rank"], 2, "--run-dir"),

@@ -16,12 +16,9 @@ from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.server.devices import (
     as_pair,
     cache_rank_device,
-    choose_cache_device,
     placed_alone,
-    resolve_cache_device,
     resolve_device,
 )
-from tandemkv.server.placement_choice import placement_of
 from tandemkv.server.preflight import resolve_cache_rank, resolve_launch
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
@@ -76,12 +73,12 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_processes_map_the_same_memory(device: str) -> None:
     pair = as_pair(ServeSettings(model="m"))
-    placement = placement_of(resolve_cache_device(pair, device), device, "a test says so")
-    assert (placement.link, placement.engine_device, placement.reason) == (
+    placement = pair.placement_on(device, "a test says so")
+    assert (placement.link, placement.model_device, placement.reason) == (
         "shared", device, "a test says so",
     )  # fmt: skip
     alone = placed_alone(ServeSettings(model="m"), device).rank_settings.placement
-    assert (alone.link, alone.model_device, alone.engine_device) == ("shared", device, device)
+    assert (alone.link, alone.model_device) == ("shared", device)
     assert alone.reason == "the cache rank was started by itself"
     assert ServeSettings(model="m", cache_ranks=0).wished_link == "local"
     with pytest.raises(SettingsError, match="only `tandemkv serve` starts as many"):
@@ -98,48 +95,10 @@ def test_both_ranks_see_the_same_gpus_in_the_same_order() -> None:
     assert "CUDA_MPS_CLIENT_PRIORITY" not in cache_rank_env(environ, device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "device", "devices", "found"),
-    [
-        ("auto", "cuda", ("cpu", "cuda"), "cuda"),
-        ("auto", "cuda", ("cpu",), "cpu"),
-        ("auto", "cpu", ("cpu",), "cpu"),
-        ("auto", "auto", ("cpu", "cuda"), "auto"),
-        ("cpu", "cuda", ("cpu", "cuda"), "cpu"),
-        ("cuda", "cuda", ("cpu",), "cuda"),
-    ],
-)
-def test_auto_follows_the_model_unless_the_policy_cannot(
-    wanted: str, device: str, devices: tuple[str, ...], found: str
-) -> None:
-    assert choose_cache_device(wanted, device, devices) == found
-
-
-@pytest.mark.parametrize(
-    ("device", "given", "message"),
-    [
-        ("cuda", {"cache_device": "cpu"}, "cache_device=cpu, .*not available.*--device cpu"),
-        ("cuda", {"selection": {"policy": "lfps"}}, "policy=lfps runs on a CPU only, .*--device"),
-        (
-            "cuda",
-            {"cache_device": "cuda", "selection": {"policy": "lfps"}},
-            "policy=lfps does not run on cuda; use --cache-device cpu",
-        ),
-        ("cpu", {"cache_device": "cuda"}, "rank is on cpu; use --cache-device cpu"),
-    ],
-)
-def test_contradictions_say_what_to_do(device: str, given: dict[str, Any], message: str) -> None:
-    settings = ServeSettings.model_validate({"model": "m", **given})
-    with pytest.raises(SettingsError, match=message):
-        resolve_cache_device(settings, device)
-
-
-def test_a_cpu_alone_serves_every_policy() -> None:
-    for policy in ("lfps", "look_ahead"):
-        settings = ServeSettings.model_validate({"model": "m", "selection": {"policy": policy}})
-        assert resolve_cache_device(settings, "cpu").cache_device == "cpu"
-    with pytest.raises(ValueError, match=r"cache_device=cuda .*; use --cache-device cpu, or"):
-        ServeSettings(model="m", device="cpu", cache_device="cuda")
+def test_a_policy_for_cpus_is_refused_on_a_gpu(gpus: pytest.MonkeyPatch, model_dir: Path) -> None:
+    given = {"model": str(model_dir), "port": 0, "selection": {"policy": "lfps"}}
+    with pytest.raises(SettingsError, match="policy=lfps does not run on cuda; use --device cpu"):
+        resolve_launch(ServeSettings.model_validate(given), lambda _: None)
 
 
 def test_a_cache_rank_by_itself_takes_its_own_gpu(gpus: pytest.MonkeyPatch) -> None:
@@ -152,7 +111,10 @@ def test_a_cache_rank_by_itself_takes_its_own_gpu(gpus: pytest.MonkeyPatch) -> N
     gpus.setattr(torch.cuda, "is_available", lambda: False)
     assert cache_rank_device(settings_of()) == "cpu"
     with pytest.raises(SettingsError, match="sees no CUDA device"):
-        cache_rank_device(settings_of(cache_device="cuda"))
+        cache_rank_device(settings_of(device="cuda"))
+    with pytest.raises(SettingsError, match="met by messages is on a CPU"):
+        cache_rank_device(settings_of(transport="message").model_copy(update={"device": "cuda"}))
+    assert cache_rank_device(settings_of(transport="message")) == "cpu"
 
 
 def test_one_process_keeps_all_gpus() -> None:
@@ -234,6 +196,6 @@ def test_ranks_that_are_started_apart_fill_in_the_same(
 
 def test_a_cache_rank_of_serve_takes_what_serve_decided(model_dir: Path) -> None:
     settings = ServeSettings(model=str(model_dir), device="cuda")
-    placed = settings.model_copy(update={"placement": placement_of(settings, "cuda", "serve")})
+    placed = settings.model_copy(update={"placement": settings.placement_on("cuda", "serve")})
     found, _ = resolve_cache_rank(placed, "cuda", lambda _: None)
     assert found == placed

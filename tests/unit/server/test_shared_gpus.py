@@ -14,7 +14,7 @@ from tandemkv.server.shared_gpus import check_shared_gpus
 
 
 def _placement(**more: Any) -> Placement:
-    given = {"link": "shared", "model_device": "cuda", "engine_device": "cuda"}
+    given = {"link": "shared", "model_device": "cuda"}
     return Placement.model_validate(given | more)
 
 

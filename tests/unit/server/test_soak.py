@@ -116,7 +116,7 @@ def test_canaries_are_compared_up_to_the_first_uncertain_token() -> None:
 
     with serving(answer) as url:
         solos = record_solo(Client(url), load(), 3, lambda tokens: tokens < 40)
-    assert solos == [Solo(text=" a", num_tokens=1, context_tokens=30, is_dense=True)] * 3
+    assert solos == [Solo(text=" a", num_tokens=1, is_dense=True)] * 3
     same, other = ended("complete", text=" a d", canary=0), ended("complete", text=" b", canary=1)
     found = compare([same, other, ended("cut", text="", canary=2)], solos)
     assert (found["dense"].answered, found["dense"].differ) == (2, 1)
@@ -270,7 +270,7 @@ def held(*, fds: int = 20, files: tuple[str, ...] = (), segments: int = 1) -> He
 
 def findings(outcomes: list[Outcome], *, last: Held, rows: int = 0) -> Findings:
     settings = SoakSettings(duration_s=60, seed=1, concurrency=1, actions=(), calm_s=1)
-    solo = Solo(text=" a", num_tokens=1, context_tokens=9, is_dense=True)
+    solo = Solo(text=" a", num_tokens=1, is_dense=True)
     good = ended("complete", text=" a", canary=0)
     return Findings(
         settings=settings,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations, children, rows and ratios of `bench decode`, with a stand-in for one_batch."""
+"""Configurations, children, rows and ratios of `bench decode`, with a stand-in for the driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.cache_rank.protocol.settings import SETTINGS_VARIABLE, RankSettings
-from tandemkv.server.evaluation.bench import decode
+from tandemkv.server.evaluation.bench import decode, decode_steps
 from tandemkv.server.evaluation.bench.configurations import (
     BUILT_IN,
     Configuration,
@@ -27,38 +27,34 @@ from tandemkv.server.evaluation.bench.configurations import (
     pick,
 )
 from tandemkv.server.evaluation.bench.decode import DecodeRun, check_sglang, run_decode
-from tandemkv.server.evaluation.bench.measured import Measured, Point
+from tandemkv.server.evaluation.bench.decode_steps import Measured, Point, decode_steps_argv
 from tandemkv.server.evaluation.spread import Spread
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import sglang_argv
 
-# Prints what one_batch prints; a configuration says by its environment how it ends.
+# Writes what the driver writes; a configuration says by its environment how it ends.
 FAKE_DRIVER = """
-import os, sys, time
+import json, os, sys, time
 value = lambda flag: sys.argv[sys.argv.index(flag) + 1]
-batch = int(value("--batch-size"))
-at = sys.argv.index("--input-len") + 1
-contexts = []
-while not sys.argv[at].startswith("--"):
-    contexts.append(int(sys.argv[at])); at += 1
-step = float(os.environ["FAKE_STEP_S"])
+step_ms = 1e3 * float(os.environ["FAKE_STEP_S"])
+spread = {"median": 2 * step_ms, "p10": 1.2 * step_ms, "p90": 2.8 * step_ms, "n": 3}
 if "TANDEMKV_RUN_DIR" in os.environ:
     assert os.path.isfile(os.environ["TANDEMKV_RUN_DIR"] + "/token")
     print(os.environ["TANDEMKV_RUN_DIR"], file=sys.stderr)
-print("Warmup ...\\nBenchmark ...", flush=True)
-for index, context in enumerate(contexts):
+found = []
+for point in value("--points").split(","):
+    batch, context = map(int, point.split("x"))
     if context >= int(os.environ.get("FAKE_OOM_AT", 1 << 30)):
         raise RuntimeError("CUDA out of memory in /secret/place/x.py")
     if context >= int(os.environ.get("FAKE_HANG_AT", 1 << 30)):
         time.sleep(600)
-    if context >= int(os.environ.get("FAKE_SKIP_AT", 1 << 30)):
-        print(f"skipping ({batch}, {context}, 4) due to max batch size limit")
-        continue
-    print(f"Prefill. latency: {context / 1e4:6.5f} s, throughput: 1 token/s")
-    for i, factor in enumerate((1, 2, 3)):
-        print(f"Decode {i}. Batch size: {batch}, latency: {factor * step:6.5f} s, x", flush=True)
-    print(f"Decode.  median latency: {2 * step:6.5f} s, median throughput: 1 token/s", flush=True)
+    is_skipped = context >= int(os.environ.get("FAKE_SKIP_AT", 1 << 30))
+    outcome = {"error": "max batch size limit"} if is_skipped else {
+        "waited_ms": spread, "queued_ms": spread
+    }
+    found.append({"batch": batch, "context": context, **outcome})
+    open(value("--out"), "w").write(json.dumps(found))
 """
 
 
@@ -68,10 +64,14 @@ def fake(step_s: float, *, is_reference: bool = False, **env: str) -> Configurat
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DecodeRun:
-    def write_driver(folder: Path) -> None:
-        (folder / "one_batch_driver.py").write_text(FAKE_DRIVER)
+    script = tmp_path / "driver.py"
+    script.write_text(FAKE_DRIVER)
 
-    monkeypatch.setattr(decode, "write_driver", write_driver)
+    def argv(**given: Any) -> tuple[str, ...]:
+        python, _, _, _, *rest = decode_steps_argv(**given)
+        return python, str(script), *rest
+
+    monkeypatch.setattr(decode_steps, "decode_steps_argv", argv)
     return DecodeRun(
         shape=BUILT_IN_SHAPES["qwen3-8b"],
         tokenizer_dir=tmp_path,
@@ -82,7 +82,6 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DecodeRun:
             "ours": fake(0.001),
         },
         work_dir=tmp_path,
-        driver="one-batch",
         output_tokens=4,
         timeout_s=60,
     )
@@ -103,11 +102,10 @@ def test_rows_and_ratios(run: DecodeRun) -> None:
     assert (tpot.value, tpot.unit, tpot.n) == (pytest.approx(4.0), "ms", 3)
     assert tpot.p10 == pytest.approx(2.4)  # of 2, 4, 6
     assert tpot.p90 == pytest.approx(5.6)
-    assert rows["prefill_s_ours_1x8k"].value == pytest.approx(0.8192)
     assert rows["tpot_ratio_vs_tp2_8x64k"].value == pytest.approx(0.5)
     assert rows["tpot_ratio_vs_tp1_8x64k"].value == pytest.approx(0.25)
     assert rows["tpot_ratio_ours_vs_dense-tp1_1x8k"].value == pytest.approx(0.25)
-    assert len(rows) == 3 * 3 * 2 + 3 * 2 * 2
+    assert len(rows) == 3 * 3 * 2 + 3 * 2 * 2 * 2
     assert kept == [6, 12, len(rows)]  # what an interrupted run would have
     # One child per batch size; what it measured is said when it ends.
     assert told[:2] == ["dense-tp2: 1x8k", "  1x8k: 4.00 ms a step"]
@@ -130,7 +128,7 @@ def test_missing_points_are_failures_with_the_reason(run: DecodeRun) -> None:
     assert "CUDA out of memory" in reasons["tpot_ms_dense-tp1_8x64k"]
     assert "/secret" not in reasons["tpot_ms_dense-tp1_8x64k"]
     figures = {row.figure for row in result.rows}
-    assert "tpot_ms_dense-tp1_8x8k" in figures  # printed before the failure
+    assert "tpot_ms_dense-tp1_8x8k" in figures  # written before the failure
     assert "tpot_ratio_vs_tp1_8x8k" in figures
     assert "tpot_ratio_vs_tp1_8x64k" not in figures
 
@@ -155,9 +153,9 @@ def test_children_end_with_the_benchmark(tmp_path: Path, number: signal.Signals)
     child = "import os, subprocess, sys; p = subprocess.Popen(['sleep', '600']); "
     child += f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{p.pid}} '); p.wait()"
     code = (
-        "import os, sys; from pathlib import Path; "
-        "from tandemkv.server.evaluation.bench.decode import _wait; "
-        f"_wait([sys.executable, '-c', {child!r}], os.environ, Path({str(tmp_path)!r}), 600)"
+        "import sys; from pathlib import Path; "
+        "from tandemkv.server.evaluation.bench.decode import run_child; "
+        f"run_child([sys.executable, '-c', {child!r}], Path({str(tmp_path)!r}), 600)"
     )
     bench = subprocess.Popen([sys.executable, "-P", "-c", code])
     pids: list[int] = []
@@ -192,8 +190,12 @@ def test_a_wrong_headline_is_refused_before_anything_runs(run: DecodeRun) -> Non
 def test_headline_chooses_whose_ratios_are_short() -> None:
     point = Point(8, 65536)
     measured = {
-        (name, point): Measured(point=point, waited=Spread.of([time_s], scale=1e3))
-        for name, time_s in (("dense-tp2", 4.0), ("a", 2.0), ("b", 1.0))
+        (name, point): Measured(point=point, waited=spread, queued=spread)
+        for name, spread in (
+            ("dense-tp2", Spread.of([4.0])),
+            ("a", Spread.of([2.0])),
+            ("b", Spread.of([1.0])),
+        )
     }
     table = {"dense-tp2": fake(1, is_reference=True), "a": fake(1), "b": fake(1)}
     for headline, expected in ((None, 0.5), ("b", 0.25)):
@@ -204,31 +206,31 @@ def test_headline_chooses_whose_ratios_are_short() -> None:
 
 def test_stock_runs_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEMKV_SERVE_PORT", "1")
-    env = BUILT_IN["dense-tp2"].child_env(
-        model_dir=tmp_path, run_dir=tmp_path, capacity_tokens=1024, batch=8
-    )
+    stock = BUILT_IN["dense-tp2"]
+    settings = stock.serve_settings(model_dir=tmp_path, capacity_tokens=1024, batch=8)
+    env = stock.child_env(settings, tmp_path)
     assert not [key for key in env if key.startswith("TANDEMKV_")]
     assert "SGLANG_PLUGINS" not in env
-    assert env["BENCH_LOAD_PLUGINS"] == "0"
-    flags = BUILT_IN["dense-tp2"].sglang_flags(model_dir=tmp_path, capacity_tokens=1024, batch=8)
+    flags = stock.sglang_flags(settings)
     assert flags[-2:] == ["--tp-size", "2"]
     assert "tandemkv" not in flags
 
 
 def test_ours_runs_with_its_settings(tmp_path: Path) -> None:
     own = Configuration(settings={"selection.budget_tokens": 512}, env={"X": "1"})
-    env = own.child_env(model_dir=tmp_path, run_dir=tmp_path / "run", capacity_tokens=2048, batch=3)
+    asked = own.serve_settings(model_dir=tmp_path, capacity_tokens=2048, batch=3)
+    env = own.child_env(asked, tmp_path / "run")
     settings = RankSettings.model_validate_json(env[SETTINGS_VARIABLE])
     assert settings.selection.budget_tokens == 512
     assert settings.cache.capacity_tokens == 2048
-    assert (env["SGLANG_PLUGINS"], env["BENCH_LOAD_PLUGINS"], env["X"]) == ("tandemkv", "1", "1")
+    assert (env["SGLANG_PLUGINS"], env["X"]) == ("tandemkv", "1")
     assert env["PATH"] == os.environ["PATH"]
 
 
 def test_ours_gets_the_flags_that_serve_gives(tmp_path: Path) -> None:
     own = Configuration(settings={"device": "cpu"}, flags=("--log-level", "info"))
-    flags = own.sglang_flags(model_dir=tmp_path, capacity_tokens=2048, batch=3)
     settings = own.serve_settings(model_dir=tmp_path, capacity_tokens=2048, batch=3)
+    flags = own.sglang_flags(settings)
     served = sglang_argv(settings, model_dir=tmp_path, device="cpu", dtype="float32", port=30000)
     assert flags == [*served[4:], "--log-level", "info"]
     assert flags[flags.index("--max-running-requests") + 1] == "3"
@@ -239,7 +241,7 @@ def test_ours_runs_in_a_run_directory_that_is_removed(run: DecodeRun, tmp_path: 
     own = Configuration(settings={"device": "cpu"}, env={"FAKE_STEP_S": "0.001"})
     result = run_decode(replace_run(run, configurations={"ours": own}), lambda _: None)
     assert result.failures == ()
-    seen = (tmp_path / "ours_batch8" / "stderr.log").read_text().split()
+    seen = (tmp_path / "ours_batch8" / "child.log").read_text().split()
     assert len(seen) == 1
     assert not Path(seen[0]).exists()
 

@@ -3,23 +3,28 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 from pathlib import Path
 
 import pytest
 
+from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings
+from tandemkv.cache_rank.protocol.model_spec import read_model_spec
 from tandemkv.server.evaluation.bench import decode, decode_steps
-from tandemkv.server.evaluation.bench.configurations import Configuration
+from tandemkv.server.evaluation.bench.configurations import BUILT_IN, Configuration
 from tandemkv.server.evaluation.bench.decode import DecodeRun, decode_rows, run_decode
 from tandemkv.server.evaluation.bench.decode_steps import (
+    Point,
+    capacity_tokens,
     decode_steps_argv,
     parse_result,
     trace_files,
 )
-from tandemkv.server.evaluation.bench.measured import Point
+from tandemkv.server.evaluation.bench.dummy_model import write_model_config
 from tandemkv.server.evaluation.bench.report import BenchError
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES
+from tandemkv.server.plan.shape import BUILT_IN_SHAPES, find_shape
 
 ROOT = Path(__file__).resolve().parents[4]
 POINTS = (Point(8, 8192), Point(8, 65536))
@@ -37,7 +42,6 @@ def test_reads_points_and_errors() -> None:
     measured, failed = parse_result(json.dumps(RESULT), POINTS)
     assert [item.point for item in measured] == [POINTS[0]]
     assert measured[0].waited.p90 == 9.1
-    assert measured[0].queued is not None
     assert measured[0].queued.median == 8.0
     assert measured[0].devices == ("model on cuda:0 H100", "engine on cuda:1 H100")
     rows = decode_rows({("1+1-shared", POINTS[0]): measured[0]})
@@ -78,22 +82,39 @@ def test_argv_uses_options_that_the_driver_has() -> None:
     assert {"--points", "--steps", "--out", "--trace"} <= own & set(argv)
 
 
+def test_flags_are_what_sglang_parses() -> None:
+    """Every flag of ours and of the built-in configurations exists in the pinned SGLang."""
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    for configuration in BUILT_IN.values():
+        parser = argparse.ArgumentParser()
+        server_args.ServerArgs.add_cli_args(parser)
+        settings = configuration.serve_settings(model_dir=Path("/m"), capacity_tokens=4096, batch=8)
+        given = configuration.sglang_flags(settings)
+        flags = ["triton" if word == "tandemkv" else word for word in given]
+        argv = decode_steps_argv(
+            work_dir=Path("/w"), model_dir=Path("/m"), tokenizer_dir=Path("/t"), points=POINTS,
+            steps=4, capacity=4096, flags=flags,
+        )  # fmt: skip
+        parsed = parser.parse_args(argv[argv.index("--model-path") :])  # the driver's own precede
+        assert parsed.tp_size == configuration.tp_size
+        assert parsed.load_format == "dummy"
+
+
 def test_rows_and_ratios_of_both_ways_to_run_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every child writes the result; ours is at twice the speed only when queued."""
 
-    def child(argv: tuple[str, ...], env: object, folder: Path, timeout_s: float) -> str:
+    def child(_: object, folder: Path, *__: object) -> tuple[str, str]:
         result = json.loads(json.dumps(RESULT[:1]))
         if "ours" in folder.name:
             result[0]["queued_ms"]["median"] = 4.0
         (folder / decode_steps.RESULT_FILE).write_text(json.dumps(result))
         (folder / decode_steps.TRACE_FOLDER).mkdir()
         (folder / decode_steps.TRACE_FOLDER / "decode_rank0.json.gz").touch()
-        (folder / "stderr.log").write_text("RuntimeError: gone\n")
-        return "exit code 1"
+        return "exit code 1", "RuntimeError: gone"
 
-    monkeypatch.setattr(decode, "_wait", child)
+    monkeypatch.setattr(decode, "run_child", child)
     run = DecodeRun(
         shape=BUILT_IN_SHAPES["qwen3-8b"], tokenizer_dir=tmp_path, points=POINTS,
         configurations={
@@ -115,3 +136,33 @@ def test_rows_and_ratios_of_both_ways_to_run_steps(
 
 def test_traces(tmp_path: Path) -> None:
     assert trace_files(tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("batch", "contexts", "tokens", "capacity"),
+    [(8, [8192, 65536], 32, 8 * (65536 + 384)), (2, [64, 128], 4, 2 * 384), (1, [1], 2, 256)],
+)
+def test_capacity_is_whole_pages_and_one_that_the_settings_accept(
+    batch: int, contexts: list[int], tokens: int, capacity: int
+) -> None:
+    assert capacity_tokens(batch, contexts, tokens) == capacity
+    CacheSettings(capacity_tokens=capacity)
+
+
+@pytest.mark.parametrize(
+    ("point", "label"),
+    [(Point(8, 65536), "8x64k"), (Point(1, 1000), "1x1000"), (Point(64, 1024), "64x1k")],
+)
+def test_labels(point: Point, label: str) -> None:
+    assert point.label == label
+
+
+@pytest.mark.parametrize("name", list(BUILT_IN_SHAPES))
+def test_a_written_config_is_read_back_as_the_same_shape(name: str, tmp_path: Path) -> None:
+    write_model_config(BUILT_IN_SHAPES[name], tmp_path, max_context=65536 + 32)
+    shape = find_shape(str(tmp_path))
+    assert shape.weight_bytes == BUILT_IN_SHAPES[name].weight_bytes
+    assert shape.kv_token_bytes == BUILT_IN_SHAPES[name].kv_token_bytes
+    spec = read_model_spec(tmp_path, dtype="bfloat16")
+    assert spec.max_context == 131072
+    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] > 0

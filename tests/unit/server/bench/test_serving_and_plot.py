@@ -15,7 +15,7 @@ from tandemkv.server.commands import app
 from tandemkv.server.evaluation import provenance
 from tandemkv.server.evaluation.bench import command as bench_command
 from tandemkv.server.evaluation.bench.command import parse_points
-from tandemkv.server.evaluation.bench.measured import Point
+from tandemkv.server.evaluation.bench.decode_steps import Point
 from tandemkv.server.evaluation.bench.plot import draw, tpot_series
 from tandemkv.server.evaluation.bench.report import (
     BenchError,
@@ -27,7 +27,7 @@ from tandemkv.server.evaluation.bench.report import (
 )
 from tandemkv.server.evaluation.bench.serving import ServeLoad, bench_serving_argv, serving_rows
 
-LOAD = ServeLoad(url="http://127.0.0.1:30000", tokenizer_dir=Path("/t"), concurrency=2)
+LOAD = ServeLoad(url="http://127.0.0.1:30000", tokenizer="t", concurrency=2)
 RESULT = {
     "completed": 2,
     "output_throughput": 55.5,
@@ -65,7 +65,7 @@ def test_results_that_say_nothing_are_refused(text: str, expected: str) -> None:
 @pytest.mark.parametrize("url", ["http://10.0.0.5:30000", "http://example.com", "127.0.0.1:1", ""])
 def test_only_this_machine_is_put_under_load(url: str) -> None:
     with pytest.raises(SettingsError, match="url="):
-        ServeLoad(url=url, tokenizer_dir=Path("/t"))
+        ServeLoad(url=url, tokenizer="t")
 
 
 def test_serving_argv_is_what_sglang_parses(
@@ -74,7 +74,7 @@ def test_serving_argv_is_what_sglang_parses(
     serving = pytest.importorskip("sglang.benchmark.serving")
     seen: list[argparse.Namespace] = []
     monkeypatch.setattr(serving, "run_benchmark", seen.append)
-    argv = bench_serving_argv(LOAD, tmp_path / "r.jsonl")
+    argv = bench_serving_argv(LOAD, Path("/t"), tmp_path / "r.jsonl")
     monkeypatch.setattr("sys.argv", ["bench_serving", *argv[4:]])
     serving.cli_main()
     assert seen[0].base_url == LOAD.url
@@ -156,8 +156,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("decode", "--points --config --shape --profile --prefill-chunk --tokenizer --out"),
-        ("kernels", "--only --out"),
+        ("decode", "--points --config --shape --profile --tokenizer --out"),
+        ("kernels", "--out"),
         ("serve", "--url --tokenizer --concurrency --input-tokens"),
         ("plot", "--out"),
     ],

@@ -18,7 +18,7 @@ _KEY_BYTES = {"native": 256, "int8": 132, "int4": 72}
 
 @dataclass(frozen=True)
 class MachineOf:
-    """`Timings` of a machine whose constants are `cost`."""
+    """`DeviceTimings` of a machine whose constants are `cost`."""
 
     cost: CostConstants
     has_peer: bool = True
