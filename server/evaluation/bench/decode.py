@@ -241,8 +241,8 @@ def _run_child(
                 beside.enter_context(cache_rank_beside(settings, run_dir, folder))
             env = configuration.child_env(settings, run_dir.path)
             status, error = run_child(argv, folder, run.timeout_s, env)
-    except SettingsError as error:  # the other configurations can still be measured
-        return _ChildOutput(measured=[], failures=_failures(name, points, str(error)), traces=())
+    except SettingsError as why:  # the other configurations can still be measured
+        return _ChildOutput(measured=[], failures=_failures(name, points, str(why)), traces=())
     finally:
         run_dir.remove()
     text = result.read_text(encoding="utf-8") if result.exists() else ""
