@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 from in_python import Limits, best_positions, grown, mirrored, padded, pooled
@@ -27,6 +28,8 @@ from tandemkv.kernels.step_tables import (
     load_ring,
 )
 from tandemkv.kernels.topk import topk_positions
+
+FLOAT32 = TOLERANCES[torch.float32]
 
 
 def _contents(draw: Draw, *shape: int) -> torch.Tensor:
@@ -91,14 +94,38 @@ def _weights_of(
     return [math.log(share) if share > 0 else -math.inf for share in shares]
 
 
-def _mirror_state(draw: Draw, sizes: tuple[int, ...]) -> dict[str, Any]:
+@dataclass
+class _Books:
+    """What `mirror_diff` keeps, done by plain Python beside it."""
+
+    pos: torch.Tensor  # [B, H, R]
+    used: torch.Tensor
+    hi: torch.Tensor
+    target: torch.Tensor
+    counted: list[int]
+
+    def update(
+        self, at: tuple[int, int], chosen: list[int], limits: Limits, *, is_sorted: bool
+    ) -> list[tuple[int, int]]:
+        """Do one head of one request; return what is fetched."""
+        pos, used = self.pos[at].tolist(), self.used[at].tolist()
+        self.counted[0] += sum(p in pos for p in chosen)
+        self.counted[1] += len(set(chosen) - set(pos))
+        target, end = int(self.target[at[0]]), int(self.hi[at[0]])
+        fetched = mirrored(chosen, pos, used, target, end, limits, is_sorted=is_sorted)
+        self.counted[2] += len(fetched)
+        self.pos[at], self.used[at] = torch.tensor([pos, used])
+        return fetched
+
+
+def _books(draw: Draw, num_reqs: int, heads: int, num_resident: int, context: int) -> _Books:
     """Draw books with holes, of which all positions are below each request's end."""
-    num_reqs, heads, num_resident, context = sizes
     pos = torch.rand(num_reqs, heads, context).argsort(-1)[..., :num_resident].int()
     pos[torch.rand(pos.shape) < draw.option("holes", (0.0, 0.3, 0.9))] = -1
     hi = torch.maximum(pos.flatten(1).amax(1) + 1, draw.integers(1, context, num_reqs))
     used = draw.integers(-1, 2, num_reqs, heads, num_resident)
-    return {"pos": pos, "used": used.to(draw.dtype("used", INTS)), "hi": hi.int()}
+    target = draw.integers(0, num_resident, num_reqs)
+    return _Books(pos, used.to(draw.dtype("used", INTS)), hi.int(), target, [0, 0, 0])
 
 
 def _selection(
@@ -127,63 +154,48 @@ def mirror(draw: Draw) -> Iterator[Compared]:
     is_scored, has_idle = draw.flag("scored"), draw.flag("idle")
     num_sink, lo = draw.number("sink", 0, 5), draw.number("lo", 0, 6)
     num_samples = 2 * draw.number("half_samples", 1, 16, 4)
-    state = _mirror_state(draw, (num_reqs, heads, num_resident, context))
-    pos, used, hi = state["pos"], state["used"], state["hi"]
-    rows, books = None, (pos.clone(), used.clone())
+    want = _books(draw, num_reqs, heads, num_resident, context)
+    rows, got = None, (want.pos.clone(), want.used.clone())
     if draw.flag("rows"):
         rows = torch.randperm(num_reqs + 2)[:num_reqs]
-        books = tuple(part.new_full((num_reqs + 2, *part.shape[1:]), 5) for part in books)
-        books[0][rows], books[1][rows] = pos, used
-    weight = torch.full((len(books[0]), heads, num_samples), 7.0)
-    counters, target = torch.zeros(3).long(), draw.integers(0, num_resident, num_reqs)
+        got = tuple(part.new_full((num_reqs + 2, *part.shape[1:]), 5) for part in got)
+        got[0][rows], got[1][rows] = want.pos, want.used
+    weight, counters = torch.full((len(got[0]), heads, num_samples), 7.0), torch.zeros(3).long()
     scratch = make_mirror_scratch(num_reqs, heads, context, "cpu")
     states = grown(num_samples, 2 * (context + num_samples))
-    counted, places = [0, 0, 0], list(range(num_reqs)) if rows is None else rows.tolist()
+    places = list(range(num_reqs)) if rows is None else rows.tolist()
     for step in (3, 4, 5):
-        selected, scores = _selection(draw, hi, heads, k, is_scored=is_scored)
+        selected, scores = _selection(draw, want.hi, heads, k, is_scored=is_scored)
         active = torch.rand(num_reqs) < 0.7 if has_idle else None
         fetch = mirror_diff(
-            selected, *books, step=step, num_protected=num_sink, num_target=target, hi=hi, lo=lo,
-            fetch_cap=cap, selected_scores=scores, active=active, rows=rows, counters=counters,
-            log_weight=weight, scratch=scratch,
+            selected, *got, step=step, num_protected=num_sink, num_target=want.target, hi=want.hi,
+            lo=lo, fetch_cap=cap, selected_scores=scores, active=active, rows=rows,
+            counters=counters, log_weight=weight, scratch=scratch,
         )  # fmt: skip
         limits = Limits(step, num_sink, lo, cap)
-        for req, place in enumerate(places):
-            for head in range(heads):
-                fetched: list[tuple[int, int]] = []
-                if active is None or active[req]:
-                    chosen = _in_order(selected[req, head].tolist(), scores, req, head)
-                    own_pos, own_used = pos[req, head].tolist(), used[req, head].tolist()
-                    end = int(hi[req])
-                    held = [p for p in chosen if p in own_pos]
-                    counted[0] += len(held)
-                    counted[1] += len(set(chosen) - set(own_pos))
-                    fetched = mirrored(
-                        chosen, own_pos, own_used, int(target[req]), end, limits,
-                        is_sorted=is_scored,
-                    )  # fmt: skip
-                    counted[2] += len(fetched)
-                    pos[req, head], used[req, head] = torch.tensor([own_pos, own_used])
-                    of_samples = _weights_of(own_pos, end, num_sink, states)
-                    yield Compared(
-                        "weights", weight[place, head], torch.tensor(of_samples),
-                        TOLERANCES[torch.float32],
-                    )  # fmt: skip
-                for what, part, side in (("positions", fetch[0], 0), ("slots", fetch[1], 1)):
-                    want = padded([pair[side] for pair in fetched], cap)
-                    yield Compared(what, part[req, head], torch.tensor(want), EXACT)
-        yield Compared("resident", books[0][places], pos, EXACT)
-        yield Compared("last used", books[1][places], used, EXACT)
-    yield Compared("counters", counters, torch.tensor(counted), EXACT)
+        for at in product(range(num_reqs), range(heads)):
+            fetched: list[tuple[int, int]] = []
+            if active is None or active[at[0]]:
+                chosen = _in_order(selected[at].tolist(), None if scores is None else scores[at])
+                fetched = want.update(at, chosen, limits, is_sorted=is_scored)
+                shared = _weights_of(want.pos[at].tolist(), int(want.hi[at[0]]), num_sink, states)
+                of_head = weight[places[at[0]], at[1]]
+                yield Compared("weights", of_head, torch.tensor(shared), FLOAT32)
+            for what, part, side in (("positions", fetch[0], 0), ("slots", fetch[1], 1)):
+                of_side = torch.tensor(padded([pair[side] for pair in fetched], cap))
+                yield Compared(what, part[at], of_side, EXACT)
+        yield Compared("resident", got[0][places], want.pos, EXACT)
+        yield Compared("last used", got[1][places], want.used, EXACT)
+    yield Compared("counters", counters, torch.tensor(want.counted), EXACT)
 
 
-def _in_order(selected: list[int], scores: torch.Tensor | None, req: int, head: int) -> list[int]:
+def _in_order(selected: list[int], scores: torch.Tensor | None) -> list[int]:
     """Return selected positions best first, without padding."""
     if scores is None:
         return [p for p in selected if p >= 0]
     ranked = [
         (math.inf if math.isnan(score) else -score, p)
-        for score, p in zip(scores[req, head].tolist(), selected, strict=True)
+        for score, p in zip(scores.tolist(), selected, strict=True)
     ]
     return [p for _, p in sorted(ranked) if p >= 0]
 
