@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from interpreted_loops import allow_loaded_bounds
 from score_inputs import KINDS, NATIVE, ON_GPU, Keys, expected_window, make_keys
 from tolerances import TOLERANCES, Tolerance, assert_close
 
@@ -13,8 +12,6 @@ from tandemkv.kernels.triton_ops import score_window as window_ops
 from tandemkv.kernels.triton_ops.score import score_window
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    allow_loaded_bounds()
 # Queries that are not rounded, times keys that are not: only exponentials and sums are left.
 UNROUNDED = Tolerance(abs_error=2e-5, rel_error=1e-4, cosine_gap=1e-9)
 
