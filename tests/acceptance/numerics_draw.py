@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from tolerances import Tolerance, error_ratio
+from tolerances import TOLERANCES, Tolerance, error_ratio
 
 SEED = 26
+FLOAT32 = TOLERANCES[torch.float32]
 FLOATS = ("float32", "bfloat16", "float16")
 KV_FLOATS = (*FLOATS, "float8_e4m3fn")
 INTS = ("int32", "int64")
@@ -73,6 +74,11 @@ class Draw:
         """Draw a type of elements by its name."""
         found: torch.dtype = getattr(torch, self.option(name, options))
         return found
+
+    def heads(self) -> tuple[int, int, int]:
+        """Draw KV heads, query heads of each, and an even head dimension."""
+        heads, group = self.number("heads", 1, 4, 2), self.number("group", 1, 8, 4)
+        return heads, group, 2 * self.number("half_dim", 1, 64, 32)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """Contents: int64 from ``[low, high]``, of which both ends are as likely as the rest."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from lfps_bench import Bench
 from lfps_reference import Reference
-from numerics_draw import Compared, Draw
-from tolerances import TOLERANCES, Tolerance
+from numerics_draw import FLOAT32, Compared, Draw
+from tolerances import Tolerance
 
 ATTENDED = Tolerance(abs_error=2e-5, rel_error=2e-4, cosine_gap=1e-8)
 TABLES = Tolerance(abs_error=1e-5, rel_error=1e-4, cosine_gap=1e-8)
@@ -52,8 +52,7 @@ def steps(draw: Draw) -> Iterator[Compared]:
                 return
             got = found[head * group : (head + 1) * group]
             yield Compared("output", got[:, :-1], torch.from_numpy(output), ATTENDED)
-            of_float32 = TOLERANCES[torch.float32]
-            yield Compared("lse", got[:, -1], torch.from_numpy(lse), of_float32)
+            yield Compared("lse", got[:, -1], torch.from_numpy(lse), FLOAT32)
         yield from _tables(bench, references, position + 1)
 
 
