@@ -21,7 +21,7 @@ NEAR = 2e-5
 def steps(draw: Draw) -> Iterator[Compared]:
     """`lfps_heads`: tables of a prompt, then steps that read and update them."""
     sink, recent = draw.number("sink", 1, 6), draw.number("recent", 6, 40)
-    budget, rows = draw.number("budget", 8, 80), draw.number("rows", 1, 8)
+    budget, rows = sink + recent + draw.number("budget", 0, 60), draw.number("rows", 1, 8)
     first = sink + recent + budget + rows + draw.number("more", 1, 400)
     num_steps, group = draw.number("steps", 1, 12), draw.number("group", 1, 4)
     bench = Bench(
