@@ -15,6 +15,7 @@ import life
 import mass
 import needle
 import nothing_lost
+import numerics
 import outside
 import perplexity
 import policies
@@ -37,4 +38,5 @@ ITEMS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "outside": outside.run,
     "edge": edge.run,
     "frames": frames.run,
+    "numerics": numerics.run,
 }

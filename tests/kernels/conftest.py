@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which combinations of parameters are run where Triton is interpreted."""
+"""What is different where Triton is interpreted (`own_process`)."""
 
 from __future__ import annotations
 
 import pytest
-from own_process import is_of_pairs
+from own_process import is_interpreted, is_of_pairs
 from pairs import with_every_pair
+
+
+def pytest_configure() -> None:
+    """Mend the interpreter before any case imports kernels."""
+    if is_interpreted():
+        from interpreting import mend_interpreter
+
+        mend_interpreter()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,6 +18,11 @@ _MOST_WORKERS = 4
 _OF_PAIRS = "TANDEMKV_TEST_PAIRS"
 
 
+def is_interpreted() -> bool:
+    """Whether this process interprets kernels instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def is_of_pairs() -> bool:
     """Whether this process runs combinations that have every pair of parameters, not all."""
     return os.environ.get(_OF_PAIRS) == "1"
@@ -38,7 +43,8 @@ def run_cases(
     environment["TRITON_INTERPRET"] = "0" if has_gpu or is_compiled else "1"
     environment[_OF_PAIRS] = "0" if has_gpu or is_compiled or is_whole else "1"
     if is_compiled:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+        # Line numbers in what is compiled take time, and nobody reads them.
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_DISABLE_LINE_INFO": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     others = int(environment.pop("PYTEST_XDIST_WORKER_COUNT", "1"))
     workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // others)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from tolerances import TOLERANCES, Tolerance
 
 from tandemkv.kernels.query import QueryWeights, quantize_query_weight
 
@@ -99,3 +100,11 @@ def predict_in_float64(
         found[..., one] = first * cos[..., pair] - second * sin[..., pair]
         found[..., other] = second * cos[..., pair] + first * sin[..., pair]
     return found
+
+
+def tolerance_of(dtype: torch.dtype) -> Tolerance:
+    """A sum of many products is off by the rounding of its terms, not of itself."""
+    if dtype == torch.float32:
+        return Tolerance(abs_error=2e-4, rel_error=2e-4, cosine_gap=1e-9)
+    tolerance = TOLERANCES[dtype]
+    return replace(tolerance, abs_error=3 * tolerance.abs_error)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged keys of every kind, and what their scores are in float64."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -78,3 +79,19 @@ def magnitude(keys: Keys, req: int, lo: int, hi: int, pooling: str, scale: float
     rows = keys.row(req, lo, hi).abs().permute(1, 2, 0)
     grouped = keys.q[req].double().abs().view(rows.shape[0], -1, rows.shape[1])
     return (grouped @ rows).max() * scale
+
+
+def expected_window(
+    keys: Keys, q_window: torch.Tensor, lo: int, hi: int, positions: list[int], scale: float
+) -> torch.Tensor:
+    """Scores [H, hi] of the first request under a window of causal queries, in float64."""
+    rows = keys.row(0, lo, hi)  # [n, H, D]
+    grouped = q_window.double().view(len(positions), rows.shape[1], -1, rows.shape[2])
+    logits = torch.einsum("whgd,nhd->whgn", grouped, rows) * scale
+    at = torch.arange(lo, hi, device=rows.device)
+    hidden = at > torch.tensor(positions, device=rows.device)[:, None]
+    logits.masked_fill_(hidden[:, None, None], -math.inf)
+    probs = logits.softmax(-1).nan_to_num(0.0)  # a query that sees nothing
+    scores = probs.new_full((rows.shape[1], hi), -math.inf)
+    scores[:, lo:] = probs.mean(dim=(0, 2))
+    return scores

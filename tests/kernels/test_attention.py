@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from in_float64 import attended
 from tolerances import assert_close
 
 from tandemkv.kernels.attention import attend_paged
@@ -12,20 +13,6 @@ from tandemkv.kernels.merge import merge_attention
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 24
 SCALE = HEAD_DIM**-0.5
-
-
-def expected(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with q [Hq, D] to keys and values [n, H, D], in float64."""
-    group = q.shape[0] // keys.shape[1]
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    lse = torch.full(q.shape[:1], -math.inf, dtype=torch.float64)
-    for j in range(q.shape[0] if keys.shape[0] else 0):
-        logits = keys[:, j // group].double() @ q[j].double() * SCALE
-        lse[j] = logits.logsumexp(0)
-        out[j] = logits.softmax(0) @ values[:, j // group].double()
-    return out, lse
 
 
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
@@ -40,7 +27,7 @@ def test_attend_paged(order: str) -> None:
     out, lse = attend_paged(q, k_pool, v_pool, slots, hi, scale=SCALE)
     for req, end in enumerate(hi.tolist()):
         index = slots[req, :end].long()
-        want = expected(q[req], k_pool[index], v_pool[index])
+        want = attended(q[req], k_pool[index], v_pool[index], SCALE)
         assert_close(out[req], want[0])
         assert_close(lse[req], want[1])
 
@@ -56,7 +43,7 @@ def test_pages_are_runs_of_slots() -> None:
     for req, slots in enumerate(
         ([*range(112, 128), *range(16), *range(64, 77)], [*range(32, 48), 144])
     ):
-        want = expected(q[req], k_pool[slots], v_pool[slots])
+        want = attended(q[req], k_pool[slots], v_pool[slots], SCALE)
         assert_close(out[req], want[0])
         assert_close(lse[req], want[1])
     with pytest.raises(ValueError, match="page_size=0"):
@@ -83,7 +70,7 @@ def test_merge_of_parts_in_any_order_is_the_whole() -> None:
         attend_paged(q, k_pool, v_pool, part[None], torch.tensor([part.numel()]), scale=SCALE)
         for part in torch.split(torch.arange(50), [1, 7, 30, 12])
     ]
-    want = expected(q[0], k_pool, v_pool)
+    want = attended(q[0], k_pool, v_pool, SCALE)
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
         out, lse = parts[order[0]]
         for index in order[1:]:

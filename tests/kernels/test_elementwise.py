@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embedding and quantization against float64."""
 
-import math
-
 import pytest
 import torch
+from in_float64 import rotated
 from tolerances import TOLERANCES, Tolerance, assert_close
 
 from tandemkv.kernels.quantize import quantize_int8
@@ -20,18 +19,12 @@ def test_rope_rotates_pairs_half_a_head_apart(dtype: torch.dtype, scaling: float
     x = torch.randn(5, 3, 8).to(dtype)
     inv_freq = 10000.0 ** (-torch.arange(4) / 4)
     positions = torch.tensor([0, 1, 7, 100, 1000], dtype=torch.int32)
-    want = torch.empty(5, 3, 8, dtype=torch.float64)
-    for n, position in enumerate(positions.tolist()):
-        for i in range(4):
-            angle = position * float(inv_freq[i])
-            a, b = x[n, :, i].double(), x[n, :, i + 4].double()
-            want[n, :, i] = scaling * (a * math.cos(angle) - b * math.sin(angle))
-            want[n, :, i + 4] = scaling * (b * math.cos(angle) + a * math.sin(angle))
-    rotated = apply_rope(x, positions, inv_freq, scaling=scaling)
-    assert rotated.dtype == dtype
+    want = rotated(x, positions, inv_freq, scaling)
+    got = apply_rope(x, positions, inv_freq, scaling=scaling)
+    assert got.dtype == dtype
     loose = Tolerance(abs_error=3e-4, rel_error=3e-4, cosine_gap=1e-6)  # angles in float32
-    assert_close(rotated, want, loose if dtype == torch.float32 else TOLERANCES[dtype])
-    assert_close(unapply_rope(rotated, positions, inv_freq, scaling=scaling), x, TOLERANCES[dtype])
+    assert_close(got, want, loose if dtype == torch.float32 else TOLERANCES[dtype])
+    assert_close(unapply_rope(got, positions, inv_freq, scaling=scaling), x, TOLERANCES[dtype])
 
 
 def test_rope_products_depend_on_distance_only() -> None:

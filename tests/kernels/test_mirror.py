@@ -2,68 +2,15 @@
 """`mirror_diff` against a slow oracle, and its invariants over many steps."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_python import Limits, mirrored, padded
 
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Host arguments of one call."""
-
-    step: int
-    num_protected: int
-    lo: int
-    fetch_cap: int
-
-
-def oracle(
-    selected: list[int],
-    pos: list[int],
-    used: list[int],
-    target: int,
-    hi: int,
-    limits: Limits,
-    *,
-    is_sorted: bool = False,
-) -> list[tuple[int, int]]:
-    """Do one head in plain Python; update `pos` and `used`, return (position, slot)."""
-    for slot, position in enumerate(pos):
-        if position >= 0 and position in selected:
-            used[slot] = limits.step
-    missing = [p for p in dict.fromkeys(selected) if p >= 0 and p not in pos]
-    num_filled = sum(p >= 0 for p in pos)
-    empty = [slot for slot, position in enumerate(pos) if position < 0]
-    may_fill = empty[: max(0, target - num_filled)]
-    victims = sorted(
-        (used[slot], slot)
-        for slot in range(limits.num_protected, len(pos))
-        if pos[slot] >= 0 and used[slot] != limits.step
-    )
-    num_taken = min(len(missing), limits.fetch_cap, len(may_fill) + len(victims))
-    num_evicted = max(0, num_taken - len(may_fill))
-    slots = may_fill[: num_taken - num_evicted] + sorted(slot for _, slot in victims[:num_evicted])
-    positions = sorted(missing[:num_taken]) if is_sorted else missing[:num_taken]
-    for position in range(hi - 1, limits.lo - 1, -1):
-        if len(slots) == min(len(may_fill), limits.fetch_cap) or num_evicted:
-            break
-        if position not in pos and position not in positions:
-            positions.append(position)
-            slots.append(may_fill[len(slots)])
-    fetched = list(zip(positions, slots, strict=True))
-    for position, slot in fetched:
-        pos[slot], used[slot] = position, limits.step
-    return fetched
-
-
-def padded(values: list[int], size: int) -> list[int]:
-    return values + [-1] * (size - len(values))
 
 
 @st.composite
@@ -116,7 +63,7 @@ def test_equals_the_oracle(call: dict[str, Any]) -> None:
         for head in range(len(call["selected"][req])):
             want_pos = call["resident_pos"][req][head]
             want_used = call["last_used"][req][head]
-            fetched = oracle(
+            fetched = mirrored(
                 call["selected"][req][head], want_pos, want_used, call["num_target"][req],
                 call["hi"][req], limits,
             )  # fmt: skip
@@ -216,7 +163,7 @@ def test_scores_decide_and_idle_rows_stay(call: dict[str, Any], data: st.DataObj
             ]
             fetched = []
             if active[req]:
-                fetched = oracle(
+                fetched = mirrored(
                     [p for _, p in sorted(ranked)], want_pos, want_used,
                     call["num_target"][req], call["hi"][req], limits, is_sorted=True,
                 )  # fmt: skip

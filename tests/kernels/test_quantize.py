@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_float64 import dequantized, int4_bound
 
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages, quantize_int8
 
@@ -14,17 +15,6 @@ def int4_buffers(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.zeros(num_pages, heads, page_size, dim // 2, dtype=torch.uint8)
     return codes, torch.zeros(num_pages, heads, 2, dim, dtype=torch.float16)
-
-
-def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Keys [num_slots, H, D] in float64, written out channel by channel."""
-    num_pages, heads, page_size, half = codes.shape
-    keys = torch.zeros(num_pages, page_size, heads, 2 * half, dtype=torch.float64)
-    for channel in range(2 * half):
-        nibble = codes[..., channel] & 15 if channel < half else codes[..., channel - half] >> 4
-        step, zero = scales[:, :, :, channel].double().unbind(2)  # [P, H]
-        keys[..., channel] = (nibble * step[..., None] + zero[..., None]).transpose(1, 2)
-    return keys.reshape(num_pages * page_size, heads, 2 * half)
 
 
 @settings(deadline=None, max_examples=40)
@@ -40,9 +30,7 @@ def test_int4_stays_within_its_bound(
     codes, scales = int4_buffers(3, 2, page_size, 2 * half)
     quantize_int4_pages(keys, torch.tensor([2, 0]), codes, scales)
     error = (dequantized(codes, scales) - keys.double()).abs().view(3, page_size, 2, 2 * half)
-    largest = keys.double().abs().view(3, page_size, 2, 2 * half).amax(dim=1)
-    # 2**-23: half a step of float16's subnormals, for scale (times 15) and zero.
-    bound = scales[:, :, 0].double() / 2 + 2.0**-10 * largest + 2.0**-20
+    bound = int4_bound(keys.view(error.shape), scales)
     for page in (0, 2):
         assert (error[page] <= bound[page]).all()
     assert not codes[1].any()

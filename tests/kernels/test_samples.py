@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_float64 import attended, with_samples
+from in_python import grown
 from own_process import run_cases
 from tolerances import Tolerance, assert_close
 
@@ -22,19 +24,6 @@ from tandemkv.kernels.samples import (
 )
 
 FLOAT32 = Tolerance(abs_error=1e-5, rel_error=1e-5, cosine_gap=1e-9)
-
-
-def grown(num_samples: int, upto: int) -> list[list[int]]:
-    """Give samples away one candidate after the other; return them after each."""
-    slots, states = list(range(num_samples)), []
-    for offset in range(upto):
-        stride = 1
-        while num_samples * stride * 2 <= offset:
-            stride *= 2
-        if offset >= num_samples and offset % (2 * stride) == 0:
-            slots[slots.index(offset - (num_samples - 1) * stride)] = offset
-        states.append([x if x <= offset else -1 for x in slots])
-    return states
 
 
 @pytest.mark.parametrize("num_samples", [2, 6, 8, 10])
@@ -111,22 +100,15 @@ def test_attention_equals_one_softmax_over_all(seed: int, group: int) -> None:
     weight[2, 1] = -math.inf
     slots = torch.randint(0, num_slots, (3, num_samples), generator=generator)
     rows, active = torch.tensor([2, 0, 3]), torch.tensor([True, False, True])
-    grouped = q.double().view(3, heads, group, dim)
-    first = torch.einsum("bhgd,bnhd->bhgn", grouped, others_k.double()) * scale
-    second = torch.einsum("bhgd,bnhd->bhgn", grouped, k[slots].double()) * scale
-    second = second + weight[rows].double()[:, :, None]
-    lse = first.logsumexp(-1)
-    alone = torch.einsum("bhgn,bnhd->bhgd", first.softmax(-1), others_v.double())
-    probs = torch.cat([first, second], -1).softmax(-1)
-    values = torch.cat([others_v, v[slots]], 1).double()
-    want = torch.einsum("bhgn,bnhd->bhgd", probs, values)
-    want = torch.where(active[:, None, None, None], want, alone).reshape(q.shape)
-    out = alone.reshape(q.shape).float().contiguous()
-    unit = math.log(2.0)
+    alone, lse = map(
+        torch.stack, zip(*map(attended, q, others_k, others_v, [scale] * 3), strict=True)
+    )
+    want = with_samples(q, (others_k, others_v), (k[slots], v[slots]), weight[rows], scale)
+    want = torch.where(active[:, None, None], want, alone)
+    out, unit = alone.float(), math.log(2.0)
     attend_samples(
-        q, k, v, slots, rows, weight, active, out, (lse.reshape(3, -1) / unit).float(),
-        scale=scale, lse_unit=unit,
-    )  # fmt: skip
+        q, k, v, slots, rows, weight, active, out, (lse / unit).float(), scale=scale, lse_unit=unit
+    )
     assert_close(out, want, Tolerance(abs_error=2e-5, rel_error=2e-5, cosine_gap=1e-9))
 
 

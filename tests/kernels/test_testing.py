@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tolerances import Tolerance, assert_close
+from tolerances import EXACT, Tolerance, assert_close, error_ratio
 
 from tandemkv.kernels.check import Dims
 from tandemkv.kernels.dispatch import resolve
@@ -38,6 +38,19 @@ def test_shape_integers_and_cosine_fail() -> None:
     wide = Tolerance(abs_error=10.0, rel_error=0.0, cosine_gap=1e-3)
     with pytest.raises(AssertionError, match="cosine"):
         assert_close(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), wide)
+
+
+def test_errors_are_parts_of_what_is_allowed() -> None:
+    tolerance = Tolerance(abs_error=0.5, rel_error=0.25, cosine_gap=1.0)
+    want = torch.tensor([0.0, 2.0, math.inf])
+    assert error_ratio(want, want, EXACT) == 0.0
+    assert error_ratio(want + torch.tensor([0.25, 0.25, 0.0]), want, tolerance) == 0.5
+    assert error_ratio(want + torch.tensor([0.0, 1.5, 0.0]), want, tolerance) == 1.5
+    assert error_ratio(want + torch.tensor([0.0, 1e-6, 0.0]), want, EXACT) == math.inf
+    assert error_ratio(want[:2], want, tolerance) == math.inf
+    assert error_ratio(-want, want, tolerance) == math.inf
+    opposite = error_ratio(torch.tensor([0.1]), torch.tensor([-0.1]), tolerance)
+    assert opposite == pytest.approx(2.0)  # cosine -1, where 0 is allowed
 
 
 def test_dispatch() -> None:

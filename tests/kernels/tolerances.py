@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of tensors for tests and reference checks of benchmarks."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,35 +56,67 @@ def assert_close(
         places, or if finite elements differ by more than the tolerance in
         absolute, relative or cosine terms.
     """
-    if tolerance is None:
-        tolerance = TOLERANCES[actual.dtype] if actual.dtype.is_floating_point else EXACT
+    tolerance = tolerance or tolerance_of_result(actual)
+    if error_ratio(actual, expected, tolerance) > 1:
+        raise AssertionError(_difference(actual, expected, tolerance))
+
+
+def tolerance_of_result(actual: torch.Tensor) -> Tolerance:
+    """That of a result's dtype; exact for integers."""
+    return TOLERANCES[actual.dtype] if actual.dtype.is_floating_point else EXACT
+
+
+def error_ratio(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> float:
+    """Return the largest error as a part of what `tolerance` allows, by element or by cosine.
+
+    Infinite where shapes differ, and where infinities or NaN are at different places.
+    """
     if actual.shape != expected.shape:
-        message = f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-        raise AssertionError(message)
-    left, right = actual.detach().cpu().double(), expected.detach().cpu().double()
+        return math.inf
+    left, right = _wide(actual), _wide(expected)
+    if _num_misplaced(left, right):
+        return math.inf
     finite = right.isfinite()
-    same_special = torch.equal(left.isnan(), right.isnan()) and torch.equal(
-        left[right.isinf()], right[right.isinf()]
-    )
-    if not same_special or not bool(left[finite].isfinite().all()):
-        num_wrong = int(((left != right) & ~(left.isnan() & right.isnan()) & ~finite).sum())
-        num_wrong += int((~left[finite].isfinite()).sum())
-        message = f"inf or NaN at {num_wrong} of {left.numel()} places where they should not be"
-        raise AssertionError(message)
     left, right = left[finite], right[finite]
     if not left.numel():
-        return
+        return 0.0
+    error = (left - right).abs()
+    allowed = tolerance.abs_error + tolerance.rel_error * right.abs()
+    largest = float(torch.where(error > 0, error / allowed, 0.0).max())
+    return max(largest, (1 - _cosine(left, right)) / tolerance.cosine_gap)
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> str:
+    """Say what of a result is beyond its tolerance."""
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    left, right = _wide(actual), _wide(expected)
+    if num_wrong := _num_misplaced(left, right):
+        return f"inf or NaN at {num_wrong} of {left.numel()} places where they should not be"
+    finite = right.isfinite()
+    left, right = left[finite], right[finite]
     error = (left - right).abs()
     excess = error - tolerance.abs_error - tolerance.rel_error * right.abs()
     if bool((excess > 0).any()):
         worst = int(excess.argmax())
-        message = (
+        return (
             f"{int((excess > 0).sum())} of {error.numel()} elements beyond {tolerance}; worst: "
             f"{left[worst]:.9g}, expected {right[worst]:.9g}; max error {error.max():.3g}"
         )
-        raise AssertionError(message)
+    return f"cosine {_cosine(left, right):.9f} below {1 - tolerance.cosine_gap:.9f}"
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().double()
+
+
+def _num_misplaced(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Count infinities and NaN that only one has, or with another sign."""
+    is_same = (left == right) | (left.isnan() & right.isnan())
+    is_special = ~left.isfinite() | ~right.isfinite()
+    return int((is_special & ~is_same).sum())
+
+
+def _cosine(left: torch.Tensor, right: torch.Tensor) -> float:
     norms = float(left.norm() * right.norm())
-    cosine = float(left @ right) / norms if norms else 1.0
-    if cosine < 1 - tolerance.cosine_gap:
-        message = f"cosine {cosine:.9f} below {1 - tolerance.cosine_gap:.9f}"
-        raise AssertionError(message)
+    return float(left @ right) / norms if norms else 1.0

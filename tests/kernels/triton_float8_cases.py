@@ -6,7 +6,6 @@ Run by `test_float8` in its own process.
 
 import pytest
 import torch
-from interpreted_loops import allow_loaded_bounds
 from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.reference import append, attention, exchange, quantize, samples, score
@@ -18,8 +17,6 @@ from tandemkv.kernels.triton_ops import samples as triton_samples
 from tandemkv.kernels.triton_ops import score as triton_score
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    allow_loaded_bounds()
 # The interpreter multiplies bfloat16 as if its bits were integers.
 QUERY = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 HEADS, GROUP, DIM, NUM_SLOTS = 2, 3, 24, 192

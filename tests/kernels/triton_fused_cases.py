@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton_score_cases  # lets the interpreter loop to loaded bounds
+import triton_score_cases
 from score_inputs import make_keys
 
 from tandemkv.kernels.position_pooling import pool_positions

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from query_inputs import FORMS, predict_in_float64, query_inputs, with_int8
-from tolerances import TOLERANCES, Tolerance, assert_close
+from query_inputs import FORMS, predict_in_float64, query_inputs, tolerance_of, with_int8
+from tolerances import assert_close
 
 from tandemkv.kernels.query import QueryWeights
 from tandemkv.kernels.triton_ops import query as triton_query
@@ -15,14 +15,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(1, 128, 3, 16), (5, 300, 2, 24), (9, 64, 40, 8), (3, 1200, 1, 64)]
 if DEVICE == "cuda":
     SIZES += [(8, 4096, 32, 128), (1, 4096, 32, 128), (70, 2560, 20, 128)]
-
-
-def tolerance_of(dtype: torch.dtype) -> Tolerance:
-    """A sum of many products is off by the rounding of its terms, not of itself."""
-    if dtype == torch.float32:
-        return Tolerance(abs_error=2e-4, rel_error=2e-4, cosine_gap=1e-9)
-    tolerance = TOLERANCES[dtype]
-    return replace(tolerance, abs_error=3 * tolerance.abs_error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from interpreted_loops import allow_loaded_bounds
 from score_inputs import EXACT_LOGITS, KINDS, NATIVE, ON_GPU, expected, magnitude, make_keys
 from tolerances import assert_close
 
@@ -13,8 +12,6 @@ from tandemkv.kernels.triton_ops import quantize
 from tandemkv.kernels.triton_ops import score as triton_score
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    allow_loaded_bounds()
 
 LO = [4, 0, 17, 9, 130]
 HI = [171, 64, 17, 3, 131]  # two without candidates, one with one

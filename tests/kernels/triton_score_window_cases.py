@@ -5,16 +5,13 @@ import math
 
 import pytest
 import torch
-from interpreted_loops import allow_loaded_bounds
-from score_inputs import KINDS, NATIVE, ON_GPU, Keys, make_keys
+from score_inputs import KINDS, NATIVE, ON_GPU, Keys, expected_window, make_keys
 from tolerances import TOLERANCES, Tolerance, assert_close
 
 from tandemkv.kernels.triton_ops import score_window as window_ops
 from tandemkv.kernels.triton_ops.score import score_window
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    allow_loaded_bounds()
 # Queries that are not rounded, times keys that are not: only exponentials and sums are left.
 UNROUNDED = Tolerance(abs_error=2e-5, rel_error=1e-4, cosine_gap=1e-9)
 
@@ -34,22 +31,6 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_queries(kind: str, *shape: int) -> torch.Tensor:
     dtype = getattr(torch, kind) if kind in NATIVE else torch.bfloat16
     return torch.randn(*shape, 2).to(dtype).to(DEVICE)[..., 0]  # in no dimension dense
-
-
-def expected_window(
-    keys: Keys, q_window: torch.Tensor, lo: int, hi: int, positions: list[int], scale: float
-) -> torch.Tensor:
-    """Scores [H, hi] in float64."""
-    rows = keys.row(0, lo, hi)  # [n, H, D]
-    grouped = q_window.double().view(len(positions), rows.shape[1], -1, rows.shape[2])
-    logits = torch.einsum("whgd,nhd->whgn", grouped, rows) * scale
-    at = torch.arange(lo, hi, device=DEVICE)
-    hidden = at > torch.tensor(positions, device=DEVICE)[:, None]
-    logits.masked_fill_(hidden[:, None, None], -math.inf)
-    probs = logits.softmax(-1).nan_to_num(0.0)  # a query that sees nothing
-    scores = probs.new_full((rows.shape[1], hi), -math.inf)
-    scores[:, lo:] = probs.mean(dim=(0, 2))
-    return scores
 
 
 def check(

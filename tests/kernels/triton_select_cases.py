@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from in_python import best_positions
 from tolerances import assert_close
 
 from tandemkv.kernels.exchange import SampleWeights
@@ -18,22 +19,6 @@ from tandemkv.kernels.triton_ops import position_pooling as triton_pooling
 from tandemkv.kernels.triton_ops import topk as triton_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Bounds = tuple[torch.Tensor | None, torch.Tensor | None]
-
-
-def best_positions(scores: torch.Tensor, bounds: Bounds, k: int) -> torch.Tensor:
-    """Choose by sorting in Python: best first, of equal scores the lower position."""
-    num_reqs, heads, width = scores.shape
-    lo = [0] * num_reqs if bounds[0] is None else bounds[0].tolist()
-    hi = [width] * num_reqs if bounds[1] is None else bounds[1].tolist()
-    rows = []
-    for req, row in enumerate(scores.double().tolist()):
-        for values in row:
-            places = range(max(lo[req], 0), min(hi[req], width))
-            usable = [p for p in places if values[p] > -math.inf]
-            best = sorted(usable, key=lambda p, values=values: (-values[p], p))[:k]  # type: ignore[misc]
-            rows.append(best + [-1] * (k - len(best)))
-    return torch.tensor(rows, dtype=torch.int32).view(num_reqs, heads, k).to(scores.device)
 
 
 def check_topk(scores: torch.Tensor, k: int, lo: list[int] | None, hi: list[int] | None) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted_loops import allow_loaded_bounds
 from tolerances import TOLERANCES, Tolerance, assert_close
 
 from tandemkv.kernels.reference import attention, rope
@@ -15,8 +14,6 @@ from tandemkv.kernels.triton_ops import rope as triton_rope
 from tandemkv.kernels.triton_ops.attention import PAGED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    allow_loaded_bounds()
 # The interpreter multiplies bfloat16 as if its bits were integers.
 MULTIPLIED = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 

@@ -39,6 +39,8 @@ class Reference:
     decay: float = 0.95
     epsilon: float = 0.85
     num_bypassed: int = 0
+    margin: float = np.inf
+    """How near a decision of the last step was, as a part of what it was compared with."""
     vertical: np.ndarray = field(init=False)
     slash: np.ndarray = field(init=False)
     sigma2: np.ndarray = field(init=False)
@@ -65,6 +67,11 @@ class Reference:
         logits = queries[-1] @ self.keys[self.lo : end].T * self.scale
         self.sigma2 = logits.var(-1) / (queries[-1] ** 2).sum(-1)
 
+    def decide(self, values, limit):
+        """Which values are above a limit."""
+        self.margin = min(self.margin, np.abs(np.asarray(values) / limit - 1).min())
+        return values > limit
+
     def rho(self, query, position):
         """Eq. 5 and 6, and the logarithm of w_global."""
         n = self.candidates(position) - self.lo
@@ -81,7 +88,8 @@ class Reference:
         vertical = np.append(self.vertical, 0.0)
         shifted = np.concatenate([np.zeros(lo), [0.0], self.slash[lo:]])[:hi]
         rho, log_global = self.rho(query, position)
-        bypassed = rho > self.epsilon
+        self.margin = np.inf
+        bypassed = self.decide(rho, self.epsilon)
         self.num_bypassed += int(bypassed.sum())
         output = np.repeat(self.values[lo:hi].mean(0)[None], len(query), 0)
         lse = log_global.copy()
@@ -89,15 +97,23 @@ class Reference:
         if bypassed.all():
             return output, lse, [], []
         v, s = vertical[lo:], shifted[lo:]
-        first = np.flatnonzero((v > threshold(v, self.a)) | (s > threshold(s, self.a)))
-        found = sorted(
-            {x + d for x in first for d in OFFSETS if 0 <= x + d < len(v)}
-            & set(np.flatnonzero((v > v.mean()) | (s > s.mean())).tolist())
+        first, above = (
+            np.flatnonzero(self.decide(v, of(v)) | self.decide(s, of(s)))
+            for of in (lambda x: threshold(x, self.a), np.mean)
         )
+        found = sorted(
+            {x + d for x in first for d in OFFSETS if 0 <= x + d < len(v)} & set(above.tolist())
+        )
+        if not found:  # nothing stands out: the rest has no part in this step
+            output[~bypassed], lse[~bypassed] = 0.0, -np.inf
+            return output, lse, [], []
         rows = np.array(found) + lo
         logits = query @ self.keys[rows].T * self.scale
         pooled = softmax(logits[~bypassed]).mean(0)
-        best = np.sort(np.argsort(-pooled, kind="stable")[: self.budget])
+        ranked = np.argsort(-pooled, kind="stable")
+        if len(ranked) > self.budget:
+            self.decide(pooled[ranked[self.budget]], pooled[ranked[self.budget - 1]])
+        best = np.sort(ranked[: self.budget])
         logits, rows = logits[:, best], rows[best]
         weights = softmax(logits)
         output[~bypassed] = (weights @ self.values[rows])[~bypassed]

@@ -3,6 +3,7 @@
 
 import math
 
+import in_float64
 import pytest
 import torch
 
@@ -15,20 +16,6 @@ def window_of(*queries):
 
 def ridge(window, count, *, eps=1e-2, sign=1, normalise="softmax"):
     return ridge_predict(window, torch.tensor(count), eps=eps, sign=sign, normalise=normalise)
-
-
-def by_the_equations(queries, *, eps, sign, normalise):
-    """Eq. 2-5 for one head, size by size: `queries` [n, D], newest last."""
-    newest, predictions = queries[-1], []
-    for k in range(1, len(queries)):
-        past = queries[-1 - k : -1]
-        gram = past @ past.T
-        gram += eps * gram.diagonal().mean() * torch.eye(k, dtype=queries.dtype)
-        weights = torch.linalg.solve(gram, past @ newest)
-        if normalise == "softmax":
-            weights = torch.softmax(sign * weights, 0)
-        predictions.append(weights @ queries[-k:])
-    return torch.stack(predictions).mean(0)
 
 
 def test_ridge_by_hand_with_one_predecessor():
@@ -69,7 +56,7 @@ def test_ridge_follows_the_equations(normalise, sign, count):
     got = ridge_predict(window, counts, eps=0.03, sign=sign, normalise=normalise)
     for row in range(3):
         for head in range(2):
-            want = by_the_equations(
+            want = in_float64.ridge(
                 window[row, head, -count:], eps=0.03, sign=sign, normalise=normalise
             )
             torch.testing.assert_close(got[row, head], want, rtol=1e-9, atol=1e-9)
