@@ -160,7 +160,7 @@ def run_far_rank(
     if device != "cpu":
         raise SettingsError(
             "address: a cache rank that is met by messages is on a CPU in this version; use "
-            "--cache-device cpu"
+            "--device cpu"
         )
     settings, model_dir = resolve_cache_rank(settings, device, console.print)
     run_dir = RunDir.create(path)
