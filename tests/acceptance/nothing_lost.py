@@ -43,7 +43,7 @@ SELECTION = {
 SHORTEST, LONGEST = 120, 240  # resident and recent tokens are 52
 BLOCKER_TOKENS = 1500
 NEW_TOKENS = 24
-LIMITS_S = {"cold": 12.0, "standby": 3.0, "message": 20.0, "shards": 20.0}
+LIMITS_S = {"cold": 12.0, "standby": 3.0, "message": 12.0, "shards": 12.0}
 _READY_S, _PROMPTS_S = 120.0, 400.0
 _APART_S = 0.02
 
