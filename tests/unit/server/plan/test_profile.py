@@ -53,9 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def a100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that there are two A100 whose attention is slow."""
     monkeypatch.setattr(constants_module, "visible_gpu", lambda: A100)
-    monkeypatch.setattr(
-        constants_module, "_take", lambda say: take_measurements(MachineOf(SLOW_ATTENTION), say)
-    )
+    monkeypatch.setattr(constants_module, "timings_here", lambda: MachineOf(SLOW_ATTENTION))
 
 
 def numbers(cost: CostConstants) -> dict[str, float]:
