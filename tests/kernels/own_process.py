@@ -15,6 +15,15 @@ from pathlib import Path
 import torch
 
 _MOST_WORKERS = 4
+SCORES = ("triton_score_cases.py", "triton_score_window_cases.py", "triton_fused_cases.py")
+OTHERS = tuple(
+    sorted(
+        path.name
+        for path in Path(__file__).parent.glob("triton_*cases.py")
+        if path.name not in SCORES and "targets" not in path.name
+    )
+)
+"""Two processes for all files: each imports for some seconds."""
 _OF_PAIRS = "TANDEMKV_TEST_PAIRS"
 
 
@@ -29,9 +38,9 @@ def is_of_pairs() -> bool:
 
 
 def run_cases(
-    name: str, cache_dir: Path, *, is_compiled: bool = False, is_whole: bool = False
+    *names: str, cache_dir: Path, is_compiled: bool = False, is_whole: bool = False
 ) -> None:
-    """Run ``tests/kernels/name``, and fail with its output unless every case passes.
+    """Run files of ``tests/kernels``, and fail with the output unless every case passes.
 
     Interpreted cases are bound by one core each, minutes long, and do not touch one another: they
     share the cores that no other process of pytest-xdist has. Unless `is_whole`, they are as many
@@ -50,7 +59,7 @@ def run_cases(
     workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // others)
     if not has_gpu and workers > 1:
         command += ["-n", str(workers)]
-    command.append(str(Path(__file__).with_name(name)))
+    command += [str(Path(__file__).with_name(name)) for name in names]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples in Triton; run by `test_samples` in its own process."""
+"""Samples in Triton; run by `test_triton_ops` in a process of its own."""
 
 import math
 
