@@ -303,10 +303,10 @@ def test_a_cpu_is_not_measured() -> None:
 
 
 def test_what_fails_in_a_kernel_is_reported(a100: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise KeyError("sm_75")
 
-    monkeypatch.setattr(constants_module, "_take", fail)
+    monkeypatch.setattr(constants_module, "take_measurements", fail)
     with pytest.raises(ProfileError, match=r"A100.*could not be measured: KeyError: 'sm_75'"):
         measure_here(lambda _: None)
 
