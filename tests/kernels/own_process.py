@@ -52,8 +52,7 @@ def run_cases(
     environment["TRITON_INTERPRET"] = "0" if has_gpu or is_compiled else "1"
     environment[_OF_PAIRS] = "0" if has_gpu or is_compiled or is_whole else "1"
     if is_compiled:
-        # Line numbers in what is compiled take time, and nobody reads them.
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_DISABLE_LINE_INFO": "1"}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     others = int(environment.pop("PYTEST_XDIST_WORKER_COUNT", "1"))
     workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // others)
