@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import log_writer
-from .guard import Guard
+from .watchdog import Watchdog
 
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 16384
@@ -240,16 +240,16 @@ class ChildProcess:
 
 
 @contextlib.contextmanager
-def guarded(spec: ChildSpec) -> Iterator[ChildProcess]:
+def watched(spec: ChildSpec) -> Iterator[ChildProcess]:
     """Run a child during the body. Its process group ends with that, and however this one ends."""
-    guard, child = Guard(), ChildProcess(spec)
+    watchdog, child = Watchdog(), ChildProcess(spec)
     try:
         child.start()
-        guard.watch(child.pid)
+        watchdog.watch(child.pid)
         try:
             yield child
         finally:
             child.kill_group()
-            guard.forget(child.pid)
+            watchdog.forget(child.pid)
     finally:
-        guard.close()
+        watchdog.close()

@@ -18,11 +18,11 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 
 from .child_process import ChildProcess, ChildSpec
-from .guard import Guard
 from .liveness import Liveness, Pulse
 from .probes import ServerState
 from .progress import StartProgress
 from .supervision import LaunchError, RestartRules, SupervisedRank, tail
+from .watchdog import Watchdog
 
 __all__ = ["LaunchError", "LaunchPlan", "Launcher"]
 
@@ -68,7 +68,7 @@ class LaunchPlan:
     `exit_timeout_s` is for a rank to end once its requests are through, before it is killed.
     `before_sglang` is called before each start of SGLang.
     `start_report` is asked once the server is ready, and printed.
-    `clean_up` gets whether the logs are to be kept, which they are after a failure; `guarded` are
+    `clean_up` gets whether the logs are to be kept, which they are after a failure; `watched` are
     the patterns of paths that are removed if the launcher is killed outright.
     """
 
@@ -85,7 +85,7 @@ class LaunchPlan:
     clean_up: Callable[[bool], None]
     before_sglang: Callable[[], None] = lambda: None
     make_holder: Callable[[], Holder | None] = lambda: None
-    guarded: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
     start_report: Callable[[], RenderableType | None] = lambda: None
 
 
@@ -157,7 +157,7 @@ class Launcher:
             If a rank did not become ready, or ended too often.
         """
         with StopSignals() as self._signals:
-            self._guard = Guard(self._plan.guarded)
+            self._watchdog = Watchdog(self._plan.watched)
             self._holder: Holder | None = None
             keep_logs = False
             try:
@@ -183,16 +183,16 @@ class Launcher:
         if own:
             with self._progress.stage("cache rank" if len(own) == 1 else "cache ranks"):
                 for rank in own:
-                    rank.start(self._guard)
+                    rank.start(self._watchdog)
                 self._await_cache_ranks(deadline)
         else:
             self._await_cache_ranks(deadline)
         for standby in self._standbys:
             if standby is not None:
-                standby.start(self._guard)
+                standby.start(self._watchdog)
         if self._sglang is None:
             return
-        self._sglang.start(self._guard)
+        self._sglang.start(self._watchdog)
         with self._progress.stage("SGLang loading"):
             self._await(self._loading_detail, deadline, self._sglang.child)
         with self._progress.stage("handshake and warm-up"):
@@ -306,7 +306,7 @@ class Launcher:
         self._echo_logs()
         if self._holder is not None:
             self._holder.close()
-        self._guard.close()
+        self._watchdog.close()
         self._plan.clean_up(keep_logs)
         if speaks:
             self._console.print("stopped")

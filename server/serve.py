@@ -187,7 +187,7 @@ def make_plan(
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         before_sglang=lambda: prepare_sglang(run_dir),
         make_holder=lambda: make_holder(run_dir, launch.placement.num_cache_ranks),
-        guarded=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
+        watched=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
         sglang_pulse=lambda: sglang_pulse(run_dir, url),
     )

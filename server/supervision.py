@@ -20,8 +20,8 @@ from tandemkv.cache_rank.protocol.errors import TandemKVError
 from tandemkv.cache_rank.protocol.fault_points import reach
 
 from .child_process import ChildProcess
-from .guard import Guard, remove_segments, shared_memory_of
 from .liveness import Liveness
+from .watchdog import Watchdog, remove_segments, shared_memory_of
 
 FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
@@ -83,22 +83,22 @@ class SupervisedRank:
         self._console = console
         self._meanwhile = meanwhile
         self._before_start = before_start
-        self._guard: Guard | None = None
+        self._watchdog: Watchdog | None = None
         self._started = 0.0
         self._backoff_s = rules.first_backoff_s
         self._restart_at: float | None = None
         self._restarts: deque[float] = deque()
         self._is_coming_back = False
 
-    def start(self, guard: Guard) -> None:
+    def start(self, watchdog: Watchdog) -> None:
         """Start it for the first time, or again."""
-        self._guard = guard
+        self._watchdog = watchdog
         reach("launcher.start")
         self._before_start()
         self.liveness.expect_start()
         self.child.start()
         self._started = time.monotonic()
-        guard.watch(self.child.pid)
+        watchdog.watch(self.child.pid)
 
     def end_group(self) -> None:
         """End what is left of it, and remove its shared memory."""
@@ -106,8 +106,8 @@ class SupervisedRank:
         segments = shared_memory_of([pid])
         self.child.kill_group()
         remove_segments(segments)
-        if self._guard is not None:
-            self._guard.forget(pid)
+        if self._watchdog is not None:
+            self._watchdog.forget(pid)
 
     def stop(self, grace_s: float, hurry: Callable[[], bool]) -> None:
         """Ask it to end, and end it after `grace_s`; see `ChildProcess.stop`."""
@@ -117,8 +117,8 @@ class SupervisedRank:
         segments = shared_memory_of([self.child.pid])
         self.child.stop(grace_s, hurry)
         remove_segments(segments)
-        if self._guard is not None:
-            self._guard.forget(self.child.pid)
+        if self._watchdog is not None:
+            self._watchdog.forget(self.child.pid)
 
     def keep(self) -> None:
         """Do what is due: called every moment while serving. Never waits.
@@ -131,9 +131,9 @@ class SupervisedRank:
         reach("launcher.turn")
         now = time.monotonic()
         if self._restart_at is not None:
-            if now >= self._restart_at and self._guard is not None:
+            if now >= self._restart_at and self._watchdog is not None:
                 self._restart_at = None
-                self.start(self._guard)
+                self.start(self._watchdog)
                 self._is_coming_back = True
                 self._say(f"{self.child.spec.name} restarted, pid {self.child.pid}")
             return

@@ -9,8 +9,8 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.frozen_model import FrozenModel
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.strict import Strict
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 16 << 20
@@ -20,7 +20,7 @@ class CalibrationError(SettingsError):
     """A calibration cannot be made, read, or used with this model; the text says what to do."""
 
 
-class CalibratedModel(Strict):
+class CalibratedModel(FrozenModel):
     """The model that was measured.
 
     `model_hash` is `tandemkv.cache_rank.protocol.model_spec.model_hash`: of ``config.json`` and of
@@ -56,7 +56,7 @@ class CalibratedModel(Strict):
         return all(getattr(model, name) == value for name, value in mine.items())
 
 
-class KascadeCalibration(Strict):
+class KascadeCalibration(FrozenModel):
     """Anchors, ascending from layer 0, and for each layer the anchor's head of each KV head.
 
     ``similarity`` (Eq. 3, weighted by importance) and ``importance`` are kept for inspection;
@@ -70,7 +70,7 @@ class KascadeCalibration(Strict):
     similarity: tuple[tuple[float, ...], ...] = ()
 
 
-class SyncKVCalibration(Strict):
+class SyncKVCalibration(FrozenModel):
     """For each layer the cluster of each KV head, and the representative head of each cluster."""
 
     clusters: tuple[tuple[int, ...], ...]
@@ -78,7 +78,7 @@ class SyncKVCalibration(Strict):
     top_k: int = Field(default=64, ge=1)
 
 
-class Corpus(Strict):
+class Corpus(FrozenModel):
     """The text that was read: names of its sources, and their size in tokens."""
 
     sources: tuple[str, ...]
@@ -86,7 +86,7 @@ class Corpus(Strict):
     num_tokens: int = Field(ge=0)
 
 
-class Calibration(Strict):
+class Calibration(FrozenModel):
     """One calibration file. `source` tells a measurement from figures printed in a paper."""
 
     format: Literal["tandemkv-calibration"] = "tandemkv-calibration"

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from .frozen_model import FrozenModel
 from .messages import RefreshRule, Timing
-from .strict import Strict
 
 DEFAULT_SAMPLES = 256
 """Tokens that stand for the rest, for policies that gain by them (docs/quality.md)."""
 
 
-class DeclaredPolicy(Strict):
+class DeclaredPolicy(FrozenModel):
     """A policy's declaration; by default that of the default policy, `look_ahead`."""
 
     timing: Timing = Field(

@@ -7,12 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from .frozen_model import FrozenModel
 from .model_spec import FP8_KV
-from .strict import Strict
 from .token_count import TokenCount
 
 
-class ExchangeSettings(Strict):
+class ExchangeSettings(FrozenModel):
     """How the ranks meet."""
 
     transfer_timeout_s: float = Field(
@@ -36,7 +36,7 @@ class ExchangeSettings(Strict):
     )
 
 
-class CacheSettings(Strict):
+class CacheSettings(FrozenModel):
     """The K/V of all requests."""
 
     capacity_tokens: TokenCount = Field(

@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from .frozen_model import FrozenModel
 from .one_device import is_apart_on_one_device, is_on_one_device
-from .strict import Strict
 
 Link = Literal["shared", "message", "local"]
 Device = Literal["cpu", "cuda"]
@@ -35,7 +35,7 @@ def lies_on_two_gpus(link: str, model_device: str) -> bool:
     return is_apart_on_one_device() or (model_device == "cuda" and not is_on_one_device())
 
 
-class Placement(Strict):
+class Placement(FrozenModel):
     """One placement of model and cache rank, and why it was chosen."""
 
     link: Link = Field(

@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 
 from .declared import DeclaredPolicy
 from .exchange_settings import CacheSettings, ExchangeSettings
+from .frozen_model import FrozenModel
 from .placement import Placement
-from .strict import Strict
 from .token_count import TokenCount
 
 SETTINGS_VARIABLE = "TANDEMKV_SETTINGS"
@@ -55,7 +55,7 @@ def default_samples(wanted: int, budget_tokens: int) -> int:
     return min(wanted, budget_tokens // SAMPLE_STEP * SAMPLE_STEP)
 
 
-class SelectionSettings(Strict):
+class SelectionSettings(FrozenModel):
     """What is attended to, and who decides it. Token counts are per KV head."""
 
     policy: str = Field(
@@ -311,7 +311,7 @@ class SelectionSettings(Strict):
         return self
 
 
-class RankSettings(Strict):
+class RankSettings(FrozenModel):
     """Everything that both ranks must agree on."""
 
     selection: SelectionSettings = Field(default_factory=SelectionSettings)

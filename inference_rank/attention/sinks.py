@@ -35,5 +35,5 @@ def join_sinks(
     """
     natural = lse.float() * lse_unit
     joined = torch.logaddexp(natural, sinks.float().expand_as(natural))
-    share = torch.exp(natural - joined)[..., None]
+    share = torch.sigmoid(natural - sinks.float())[..., None]
     return (out.float() * share).to(out.dtype), joined / lse_unit

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.strict import Strict
+from tandemkv.cache_rank.protocol.frozen_model import FrozenModel
 
 EDGE_VARIABLE = "TANDEMKV_EDGE"
 
@@ -22,7 +22,7 @@ BYTES_PER_TOKEN = 16
 """Default of max_prompt_bytes per token of context. Prose has about four bytes a token."""
 
 
-class EdgeSettings(Strict):
+class EdgeSettings(FrozenModel):
     """What a request may ask for, how many there may be, and who may send them."""
 
     api_key_file: Path | None = Field(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandemkv.cache_rank.protocol.agree import largest_over
+from tandemkv.cache_rank.protocol.all_reduce import all_reduce_max
 
 
 class Agreement:
@@ -42,10 +42,10 @@ class Agreement:
             return count
         own, ranks = self._group.rank(), range(self._group.size())
         figures = [float(count) if rank == own else 0.0 for rank in ranks]
-        return int(sum(largest_over(self._group, figures)))
+        return int(sum(all_reduce_max(self._group, figures)))
 
     def _largest(self, value: float) -> float:
-        return largest_over(self._group, [value])[0]
+        return all_reduce_max(self._group, [value])[0]
 
 
 def tensor_parallel() -> Agreement:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tandemkv.cache_rank.protocol.agree import largest_over
+from tandemkv.cache_rank.protocol.all_reduce import all_reduce_max
 from tandemkv.cache_rank.protocol.engine import (
     DenseLengths,
     Engine,
@@ -200,4 +200,4 @@ def agree_over_ranks(figures: list[float]) -> list[float]:
     """Return the largest of each figure over SGLang's tensor-parallel group."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    return largest_over(get_tp_group().cpu_group, figures)
+    return all_reduce_max(get_tp_group().cpu_group, figures)

@@ -25,7 +25,7 @@ def _attend_slots(
         lses = torch.stack([part for _, part in parts])
         lse = torch.logsumexp(lses, dim=0)
         outs = torch.stack([part for part, _ in parts])
-        out = (outs * torch.exp(lses - lse).unsqueeze(-1)).sum(dim=0)
+        out = (outs * torch.softmax(lses, dim=0).unsqueeze(-1)).sum(dim=0)
     return out.reshape(q.shape), lse.reshape(-1)
 
 

@@ -4,9 +4,10 @@
 import torch
 
 
-def _weigh(out: torch.Tensor, lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def _weigh(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     is_empty = lse == float("-inf")
-    weight = torch.exp(lse - total).unsqueeze(-1)
+    # Not relative to the sum of both, whose rounding is of the size of large `lse` themselves.
+    weight = torch.sigmoid(lse - other).unsqueeze(-1)
     return (out.float() * weight).masked_fill_(is_empty.unsqueeze(-1), 0.0)
 
 
@@ -15,5 +16,5 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge parts; see `tandemkv.kernels.merge.merge_attention`."""
     lse = torch.logaddexp(lse_a, lse_b)
-    out = _weigh(out_a, lse_a, lse) + _weigh(out_b, lse_b, lse)
+    out = _weigh(out_a, lse_a, lse_b) + _weigh(out_b, lse_b, lse_a)
     return out.to(out_a.dtype), lse

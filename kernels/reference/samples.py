@@ -140,7 +140,7 @@ def attend_samples(
         logits = logits.masked_fill(~is_counted[:, None], float("-inf"))
         rest = (lse[req] * lse_unit).view(num_heads, -1, 1)
         joint = torch.cat([rest, logits], dim=-1)
-        probs = (joint - joint.logsumexp(-1, keepdim=True)).exp()
+        probs = joint.softmax(-1)
         before = out[req].float().view_as(grouped).masked_fill(rest.isneginf(), 0.0)
         merged = probs[..., :1] * before + torch.bmm(probs[..., 1:], v)
         is_any = is_counted.any(-1)[:, None, None]

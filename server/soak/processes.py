@@ -17,8 +17,8 @@ import psutil
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.server.guard import shared_memory_of
 from tandemkv.server.settings import is_loopback
+from tandemkv.server.watchdog import shared_memory_of
 
 LAUNCHER, CACHE_RANK, HTTP, SCHEDULER = "launcher", "cache rank", "SGLang", "scheduler"
 _ROLES = {
@@ -27,7 +27,7 @@ _ROLES = {
     "cache-rank": CACHE_RANK,
     "sglang.launch_server": HTTP,
     "inference-rank": HTTP,
-    "guard.py": "guard",
+    "watchdog.py": "watchdog",
     "log_writer.py": "log writer",
 }
 

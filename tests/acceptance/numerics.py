@@ -28,7 +28,7 @@ INTERPRETED_SHARE = 0.05
 
 def run(_bench: Bench) -> dict[str, Any]:
     """Measure all operations on one core; the item takes minutes."""
-    number = int(os.environ.get("TANDEMKV_NUMERICS", "2000"))
+    number = int(os.environ.get("TANDEMKV_NUMERICS", "20000"))
     of_triton = spread(round(number * INTERPRETED_SHARE), INTERPRETED)
     of_cpu = spread(number - sum(of_triton.values()), OPERATIONS)
     threads = torch.get_num_threads()

@@ -31,13 +31,14 @@ def attention(draw: Draw) -> Iterator[Compared]:
     kv, query = _kv_types(draw)
     num_reqs = draw.number("num_reqs", 1, 4, 2)
     page_size = draw.option("page_size", (1, 16, 64) if draw.is_interpreted else (1, 3, 16, 64))
-    max_pages = draw.number("max_pages", 1, max(1, 900 // page_size), max(1, 130 // page_size))
+    max_pages = draw.number("max_pages", 1, max(1, 9000 // page_size), max(1, 130 // page_size))
     pages = torch.arange(num_reqs * max_pages + 2)
     if draw.flag("scattered"):
         pages = pages[torch.randperm(len(pages))]
     table = pages[: num_reqs * max_pages].view(num_reqs, max_pages)
     k, v = torch.randn(2, len(pages) * page_size, heads, dim).to(kv)
-    q, scale = torch.randn(num_reqs, heads * group, dim).to(query), dim**-0.5
+    q = torch.randn(num_reqs, heads * group, dim).to(query)
+    scale = draw.option("scale", (0.1, 1.0, 3.0)) * dim**-0.5
     hi = draw.integers(0, max_pages * page_size, num_reqs)
     got = attend_paged(
         q, k, v, table.to(draw.dtype("slots", INTS)), hi, scale=scale, page_size=page_size

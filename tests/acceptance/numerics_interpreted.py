@@ -23,6 +23,8 @@ from numerics_operations import OPERATIONS
 from tandemkv.kernels import dispatch
 
 _TRITON = "tandemkv.kernels.triton_ops."
+# Weights are quantised once, at start, by one function for all devices.
+_OF_ALL_DEVICES = ("quantize_int8",)
 
 
 def take_triton() -> None:
@@ -32,7 +34,7 @@ def take_triton() -> None:
     def resolve(module: str, function: str, device_type: str) -> Callable[..., Any]:
         del device_type
         found = of_device(module, function, "cuda")
-        if not found.__module__.startswith(_TRITON):
+        if not found.__module__.startswith(_TRITON) and function not in _OF_ALL_DEVICES:
             raise RuntimeError(f"{function} is not in {_TRITON}{module}")
         return found
 

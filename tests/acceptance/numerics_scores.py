@@ -55,7 +55,7 @@ def _ranges(draw: Draw, num_reqs: int, length: int) -> tuple[torch.Tensor, torch
 
 def scores(draw: Draw) -> Iterator[Compared]:
     """`score_keys`."""
-    num_reqs, length = draw.number("num_reqs", 1, 4, 2), draw.number("length", 2, 600, 140)
+    num_reqs, length = draw.number("num_reqs", 1, 4, 2), draw.number("length", 2, 6000, 140)
     keys, scale = _keys(draw, num_reqs, length), 0.3
     pooling = draw.option("pooling", POOLINGS)
     lo, hi = _ranges(draw, num_reqs, length)
@@ -76,7 +76,7 @@ def scores(draw: Draw) -> Iterator[Compared]:
 
 def window_scores(draw: Draw) -> Iterator[Compared]:
     """`score_window`."""
-    length = draw.number("length", 2, 600, 140)
+    length = draw.number("length", 2, 6000, 140)
     keys, scale = _keys(draw, 1, length), 0.3
     lo, hi = draw.random.randrange(length), draw.random.randint(1, length)
     size = draw.number("window", 1, 20, 8)

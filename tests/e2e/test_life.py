@@ -167,7 +167,7 @@ def test_a_killed_scheduler_ends_requests_with_503_and_comes_back(
     segments |= shared_memory(server)
     memory = kv_inode(server)
     before = json.loads(post(server, new_tokens=16, stream=False)[2])["choices"][0]["text"]
-    time.sleep(5.0)  # the guard looks at them every four seconds
+    time.sleep(5.0)  # the watchdog looks at them every four seconds
     with ThreadPoolExecutor(2) as pool:
         whole = begin(pool, server, new_tokens=1500, stream=False)
         stream = begin(pool, server, new_tokens=1500, stream=True)

@@ -44,6 +44,8 @@ _COVERING = {
 """Selects in every step; a late layer, samples, and an exact layer that attends where K/V are."""
 _NEAR, _FAR = "127.0.0.1", "127.0.0.3"
 _SERVICE, _PORT = "tandemkv-cache-rank", 7400
+_MANY = 24
+"""Tokens of an answer in whose midst something happens."""
 _SMALL = {"policy": "look_ahead", "budget_tokens": 96, "resident_factor": 1.0, "fetch_cap": 8}
 
 
@@ -160,7 +162,7 @@ def _rounds(server: Server, token_ids: list[int]) -> list[list[list[int]]]:
 def of_one_process(token_ids: list[int]) -> list[list[list[int]]]:
     """What a server of one process answers, in two rounds and to other prompts."""
     with ours({"cache_ranks": 0, "selection": _SMALL}) as local:
-        others = _tokens(local, _long_prompts(token_ids, 6), at_once=1)
+        others = _tokens(local, _long_prompts(token_ids, 6)[:2], at_once=1)
         return [*_rounds(local, token_ids), others]
 
 
@@ -205,7 +207,7 @@ def _answers_over(
     """Return the answers to requests that are being answered when `disturb` is called."""
     steps = nodes.server.values()[0]["decode_steps_total"]
     with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(_tokens, nodes.server, _long_prompts(token_ids), 48)
+        answers = pool.submit(_tokens, nodes.server, _long_prompts(token_ids)[:2], _MANY)
         eventually(
             lambda: nodes.server.values()[0]["decode_steps_total"] > steps + 2, "no step", 60.0
         )
@@ -214,7 +216,7 @@ def _answers_over(
 
 
 def test_a_killed_cache_rank_costs_a_pause(nodes: Nodes, token_ids: list[int]) -> None:
-    want = _tokens(nodes.server, _long_prompts(token_ids), 48)
+    want = _tokens(nodes.server, _long_prompts(token_ids)[:2], _MANY)
     (engine,) = [p for p in nodes.cache_rank.main.children() if "cache-rank" in p.cmdline()]
     assert _answers_over(nodes, token_ids, engine.kill) == want
     inference, _ = nodes.server.values()
@@ -233,11 +235,11 @@ def test_a_pod_that_is_lost_with_the_k_and_v_is_made_again(
         nodes.cache_rank.start()
 
     answers = _answers_over(nodes, token_ids, make_again)
-    assert [len(answer) for answer in answers] == [48] * 4
+    assert [len(answer) for answer in answers] == [_MANY] * 2
     inference, _ = nodes.server.values()
     assert inference["recomputed_requests_total"] >= 1
     assert inference["requests_failed_total"] == 0
-    found = _tokens(nodes.server, _long_prompts(token_ids, 6), at_once=1)
+    found = _tokens(nodes.server, _long_prompts(token_ids, 6)[:2], at_once=1)
     assert found == of_one_process[2]
 
 
@@ -253,6 +255,6 @@ def test_sigterm_to_both_pods_drains(nodes: Nodes, token_ids: list[int]) -> None
         nodes.inference_rank.stop(pod_of(TWO_NODES)["terminationGracePeriodSeconds"])
 
     answers = _answers_over(nodes, token_ids, stop)
-    assert [len(answer) for answer in answers] == [48] * 4
+    assert [len(answer) for answer in answers] == [_MANY] * 2
     nodes.cache_rank.await_end(pod_of(CACHE_RANK_POD)["terminationGracePeriodSeconds"])
     eventually(lambda: not any(p.is_running() for p in every), "processes are left", 5.0)

@@ -15,6 +15,15 @@ from pathlib import Path
 import torch
 
 _MOST_WORKERS = 4
+SCORES = ("triton_score_cases.py", "triton_score_window_cases.py", "triton_fused_cases.py")
+OTHERS = tuple(
+    sorted(
+        path.name
+        for path in Path(__file__).parent.glob("triton_*cases.py")
+        if path.name not in SCORES and "targets" not in path.name
+    )
+)
+"""Two processes for all files: each imports for some seconds."""
 _OF_PAIRS = "TANDEMKV_TEST_PAIRS"
 
 
@@ -29,9 +38,9 @@ def is_of_pairs() -> bool:
 
 
 def run_cases(
-    name: str, cache_dir: Path, *, is_compiled: bool = False, is_whole: bool = False
+    *names: str, cache_dir: Path, is_compiled: bool = False, is_whole: bool = False
 ) -> None:
-    """Run ``tests/kernels/name``, and fail with its output unless every case passes.
+    """Run files of ``tests/kernels``, and fail with the output unless every case passes.
 
     Interpreted cases are bound by one core each, minutes long, and do not touch one another: they
     share the cores that no other process of pytest-xdist has. Unless `is_whole`, they are as many
@@ -43,14 +52,13 @@ def run_cases(
     environment["TRITON_INTERPRET"] = "0" if has_gpu or is_compiled else "1"
     environment[_OF_PAIRS] = "0" if has_gpu or is_compiled or is_whole else "1"
     if is_compiled:
-        # Line numbers in what is compiled take time, and nobody reads them.
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_DISABLE_LINE_INFO": "1"}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     others = int(environment.pop("PYTEST_XDIST_WORKER_COUNT", "1"))
     workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // others)
     if not has_gpu and workers > 1:
         command += ["-n", str(workers)]
-    command.append(str(Path(__file__).with_name(name)))
+    command += [str(Path(__file__).with_name(name)) for name in names]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout

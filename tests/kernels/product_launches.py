@@ -163,17 +163,20 @@ def _query(
     predict_query(hidden, new(tokens, dtype=I64), weights, new(CONTEXT, turned))
 
 
-def _window_of_queries(device: torch.device) -> None:
+def _window_of_queries(device: torch.device, *, prediction: str) -> None:
     new = partial(torch.empty, device=device)
     size = 17
     rows, places = new(BATCH, dtype=I64), new(BATCH + 1, dtype=I64)
     windows = new(BATCH + 1, size, QO_HEADS, DIM, dtype=BF16)
     query = new(BATCH, QO_HEADS, DIM, dtype=BF16)
     angles = {"cos": new(size, DIM // 2), "sin": new(size, DIM // 2)}
-    push_and_predict(query, rows, rows, windows, places, prediction="ridge", **angles)
-    push_and_predict(query, rows, rows, windows, places, prediction="mean", **angles)
+    push_and_predict(query, rows, rows, windows, places, prediction=prediction, **angles)
+
+
+def _ridge(device: torch.device) -> None:
+    new = partial(torch.empty, device=device)
     counts = new(BATCH, QO_HEADS, dtype=I64)
-    window = new(BATCH, QO_HEADS, size, DIM)
+    window = new(BATCH, QO_HEADS, 17, DIM)
     ridge_predict(window, counts, eps=1e-2, sign=1, normalise="softmax")
 
 
@@ -302,7 +305,9 @@ def _launches() -> dict[str, Launch]:
         ),
         "query, norm of all heads": partial(_query, form="wide bare"),
         "query, float32": partial(_query, dtype=FP32),
-        "window of queries": _window_of_queries,
+        "window of queries": partial(_window_of_queries, prediction="ridge"),
+        "window of queries, mean": partial(_window_of_queries, prediction="mean"),
+        "window of queries, ridge alone": _ridge,
         "rope": _rope,
         "samples": partial(_samples, samples=SAMPLES),
         "samples, 512": partial(_samples, samples=512),
@@ -346,6 +351,6 @@ OF_EACH_KERNEL = (
 """Enough to launch each kernel once."""
 TIGHT = (
     "attend, heads of 256", "attend, float32", "query, 64 tokens", "scores, native, float32",
-    "scores, native, heads of 256", "seeding, heads of 256",
+    "scores, native, heads of 256", "seeding, heads of 256", "window of queries, ridge alone",
 )  # fmt: skip
-"""Those with the largest tiles."""
+"""Those with the largest tiles, or with most in registers."""

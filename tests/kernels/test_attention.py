@@ -92,6 +92,14 @@ def test_merge_with_empty_parts() -> None:
     assert torch.equal(both[1], empty)
 
 
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e38])
+def test_weights_of_a_merge_add_up_to_one_however_large_the_logits(size: float) -> None:
+    lse = torch.tensor([[size]])
+    out, total = merge_attention(torch.ones(1, 1, 2), lse, torch.full((1, 1, 2), 3.0), lse)
+    assert out.tolist() == [[[2.0, 2.0]]]
+    assert total.item() == pytest.approx(size + math.log(2))
+
+
 def test_merge_far_apart_and_dtype() -> None:
     a, b = torch.ones(1, 2, 4, dtype=torch.bfloat16), torch.full((1, 2, 4), 3.0)
     lse_a, lse_b = torch.tensor([[1e38, 5.0]]), torch.tensor([[-1e38, 5.0]])

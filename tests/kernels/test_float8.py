@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """K and V in FP8: every operation reads the numbers that they hold."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from own_process import run_cases
 
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.quantize import quantize_int8
 from tandemkv.kernels.score import score_keys
-
-
-@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
-def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    run_cases("triton_float8_cases.py", tmp_path)
 
 
 def test_the_references_read_what_the_bytes_stand_for() -> None:

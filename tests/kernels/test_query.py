@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted queries: the reference against float64, and the Triton kernels without a GPU."""
+"""Predicted queries: the reference against float64."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from own_process import run_cases
 from query_inputs import FORMS, predict_in_float64, query_inputs, with_int8
 from tolerances import assert_close
 
 from tandemkv.kernels.query import QueryWeights, predict_query, quantize_query_weight
-
-
-@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
-def test_triton_kernels_equal_float64(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    run_cases("triton_query_cases.py", tmp_path)
 
 
 @pytest.mark.parametrize(("has_bias", "has_norm"), [(False, False), (True, False), (False, True)])

@@ -1,23 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries predicted from windows: against RoPE undone and done again, and Triton's against that."""
-
-from pathlib import Path
+"""Queries predicted from windows: against RoPE undone and done again."""
 
 import pytest
 import torch
-from own_process import run_cases
 from tolerances import Tolerance, assert_close
 
 from tandemkv.kernels.query_window import push_and_predict, ridge_predict
 from tandemkv.kernels.rope import apply_rope
 
 HEADS, DIM = 2, 16
-
-
-@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
-def test_triton_kernel_equals_the_reference(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    run_cases("triton_query_window_cases.py", tmp_path)
 
 
 def make(num_rows: int = 3, size: int = 4) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 
 import itertools
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_float64 import attended, with_samples
 from in_python import grown
-from own_process import run_cases
 from tolerances import Tolerance, assert_close
 
 from tandemkv.kernels.append import SampleMoves, append_tokens
@@ -168,9 +166,3 @@ def test_odd_numbers_are_refused(num_samples: int) -> None:
             state, state, state.clone(), step=1, num_protected=0, num_target=torch.tensor([0]),
             hi=torch.tensor([0]), lo=0, fetch_cap=1, log_weight=torch.zeros(1, 1, num_samples),
         )  # fmt: skip
-
-
-@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
-def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    run_cases("triton_samples_cases.py", tmp_path)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run `triton_score_cases.py` (`own_process`), and graphs."""
+"""Run the cases about scores (`own_process`), and graphs."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from own_process import run_cases
+from own_process import SCORES, run_cases
 from score_inputs import KINDS, ON_GPU, expected, magnitude, make_keys
 from tolerances import assert_close
 
@@ -13,13 +13,11 @@ from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pa
 from tandemkv.kernels.score import POOLINGS, make_score_scratch, score_keys, score_window
 
 pytest.importorskip("triton")
-CASES = ("triton_score_cases.py", "triton_score_window_cases.py", "triton_fused_cases.py")
 
 
 @pytest.mark.timeout(900)  # interpreted, minutes on a busy core
-@pytest.mark.parametrize("name", CASES)
-def test_triton_scores_equal_float64(name: str, tmp_path: Path) -> None:
-    run_cases(name, tmp_path)
+def test_triton_scores_equal_float64(tmp_path: Path) -> None:
+    run_cases(*SCORES, cache_dir=tmp_path)
 
 
 @pytest.mark.gpu

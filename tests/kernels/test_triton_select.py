@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection kernels: interpreted without a GPU, compiled and in CUDA graphs with one.
-
-The cases run in a process of their own, for the reason that `own_process` gives.
-"""
+"""Selection kernels in CUDA graphs; `test_triton_ops` runs their other cases."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from own_process import run_cases
 
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
@@ -17,11 +12,6 @@ from tandemkv.kernels.reference import exchange, mirror
 from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
 pytest.importorskip("triton")
-
-
-@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
-def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
-    run_cases("triton_select_cases.py", tmp_path)
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -1,24 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE and paged attention on a GPU; interpreted where there is none.
-
-The cases run in a process of their own, for the reason that `own_process` gives.
-"""
-
-from pathlib import Path
+"""Paged attention in a CUDA graph; `test_triton_ops` runs its other cases, and those of RoPE."""
 
 import pytest
 import torch
-from own_process import run_cases
 from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.attention import attend_paged
 
 pytest.importorskip("triton")
-
-
-@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
-def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
-    run_cases("triton_serving_cases.py", tmp_path)
 
 
 @pytest.mark.gpu

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a decode step; the Triton kernels interpreted where there is no GPU."""
+"""Tables of a decode step; `test_triton_ops` runs the cases of the Triton kernels."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
-from own_process import run_cases
 
 from tandemkv.kernels.step_tables import (
     CandidateTables,
@@ -16,12 +14,6 @@ from tandemkv.kernels.step_tables import (
 )
 
 SIZES = {"num_resident": 3, "num_recent": 2, "num_dense": 5}
-
-
-@pytest.mark.timeout(900)  # interpreted, minutes on a busy core
-def test_triton_kernels_equal_the_references(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    run_cases("triton_step_tables_cases.py", tmp_path)
 
 
 def _ints(*values: int) -> torch.Tensor:

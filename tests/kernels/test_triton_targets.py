@@ -13,13 +13,13 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.timeout(1200)  # minutes, on a core that others use as well
 def test_kernels_compile_for_other_gpus(tmp_path: Path) -> None:
-    run_cases("triton_targets_cases.py", tmp_path, is_compiled=True)
+    run_cases("triton_targets_cases.py", cache_dir=tmp_path, is_compiled=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_variants_compile_for_other_gpus(tmp_path: Path) -> None:
-    run_cases("triton_targets_all_cases.py", tmp_path, is_compiled=True)
+    run_cases("triton_targets_all_cases.py", cache_dir=tmp_path, is_compiled=True)
 
 
 def test_kernels_are_where_the_cases_look_for_them() -> None:

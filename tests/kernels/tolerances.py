@@ -83,6 +83,8 @@ def error_ratio(actual: torch.Tensor, expected: torch.Tensor, tolerance: Toleran
     error = (left - right).abs()
     allowed = tolerance.abs_error + tolerance.rel_error * right.abs()
     largest = float(torch.where(error > 0, error / allowed, 0.0).max())
+    if not largest:
+        return 0.0
     return max(largest, (1 - _cosine(left, right)) / tolerance.cosine_gap)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """K and V in FP8 in Triton, against the references on the same numbers in float32.
 
-Run by `test_float8` in its own process.
+Run by `test_triton_ops` in a process of its own.
 """
 
 import pytest

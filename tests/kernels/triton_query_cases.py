@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of predicted queries; run by `test_query` in a process of its own."""
+"""Triton kernels of predicted queries; run by `test_triton_ops` in a process of its own."""
 
 from dataclasses import replace
 

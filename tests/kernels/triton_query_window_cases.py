@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prediction of queries in Triton; run by `test_query_window` in a process of its own."""
+"""Prediction of queries in Triton; run by `test_triton_ops` in a process of its own."""
 
 import pytest
 import torch

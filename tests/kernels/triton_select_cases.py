@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton selection kernels; run by `test_triton_select` in a process of its own."""
+"""Triton selection kernels; run by `test_triton_ops` in a process of its own."""
 
 import math
 from functools import partial

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE and paged attention in Triton; run by `test_triton_serving` in its own process."""
+"""RoPE and paged attention in Triton; run by `test_triton_ops` in a process of its own."""
 
 import math
 from dataclasses import replace

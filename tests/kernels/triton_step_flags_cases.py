@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags with step numbers, and appends; run by `test_triton_step_flags` in its own process."""
+"""Flags with step numbers, and appends; run by `test_triton_ops` in a process of its own."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a step in Triton; run by `test_triton_step_tables` in its own process."""
+"""Tables of a step in Triton; run by `test_triton_ops` in a process of its own."""
 
 import dataclasses
 import random

@@ -8,6 +8,8 @@ import pytest
 import torch
 from lfps_bench import Bench
 from lfps_reference import threshold
+from numerics_draw import measure
+from numerics_operations import OPERATIONS
 
 from tandemkv.cache_rank.policies.attending import AttendInput
 from tandemkv.cache_rank.policies.base import PolicyError, StoredKV
@@ -152,6 +154,13 @@ def test_a_run_against_the_printed_equations(group, options):
         scored += want_scored
     assert scored > 0
     assert any(each.num_bypassed for each in references) == ("sparsity" in options)
+
+
+def test_random_shapes_and_options_against_the_printed_equations():
+    """Some of those of item *numerics* of ``make acceptance``."""
+    found = measure("lfps_heads", OPERATIONS["lfps_heads"], 6)
+    assert found["failures"] == []
+    assert 0 < found["largest_error"] <= 1
 
 
 def test_reads_nothing_but_candidates_sink_and_local_rows():

@@ -11,7 +11,7 @@ from pathlib import Path
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.cache_rank_launch import SETTINGS_FILE, cache_rank_launches
-from tandemkv.server.child_process import guarded
+from tandemkv.server.child_process import watched
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import to_yaml
 
@@ -41,7 +41,7 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
     (launch,) = launches
     assert launch.spec is not None
     (run_dir.path / SETTINGS_FILE).write_text(to_yaml(settings), encoding="utf-8")
-    with guarded(replace(launch.spec, log_path=folder / "cache_rank.log")) as child:
+    with watched(replace(launch.spec, log_path=folder / "cache_rank.log")) as child:
         reason = child.await_ready(launch.detail, _START_TIMEOUT_S)
         if reason is not None:
             raise SettingsError(f"{reason}: {child.log_tail(1)[:300]}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.inference_rank.sglang_versions import RUN_ON_GPU
-from tandemkv.server.child_process import ChildSpec, guarded
+from tandemkv.server.child_process import ChildSpec, watched
 from tandemkv.server.evaluation.provenance import version_of
 from tandemkv.server.plan.shape import ModelShape
 
@@ -272,7 +272,7 @@ def run_child(
     env = env or {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
     spec = ChildSpec(name="child", argv=tuple(argv), env=env, log_path=folder / "child.log")
     deadline = time.monotonic() + timeout_s
-    with guarded(spec) as child:
+    with watched(spec) as child:
         while (status := child.exit_status()) is None and time.monotonic() < deadline:
             time.sleep(_TICK_S)
     return status or f"no result within {timeout_s:g} s", _last_error(child.log_tail(_TAIL_LINES))

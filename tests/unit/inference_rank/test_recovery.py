@@ -154,6 +154,7 @@ def test_requests_whose_memory_is_gone_are_computed_again(world: World) -> None:
     recovery = recovery_of(world, connection)
     tokens = [list(r.output_ids) for r in world.requests]
     connection.mark_lost("its host ended")
+    recovery.turn(world)
     turn_until(recovery, world, lambda: recovery.state is State.SERVING)
     assert (connection.num_forgotten, connection.num_closed) == (1, 1)
     assert connection.resumed == [()], "nothing is taken up from other memory"

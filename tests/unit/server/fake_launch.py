@@ -81,7 +81,7 @@ def main() -> None:
         drain_timeout_s=0.3,
         exit_timeout_s=2.0,
         clean_up=clean_up,
-        guarded=(str(run),),
+        watched=(str(run),),
         before_sglang=lambda: (root / "sglang.up").unlink(missing_ok=True),
     )
     try:

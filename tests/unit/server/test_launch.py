@@ -283,7 +283,7 @@ def test_shared_memory_of_killed_ranks_is_removed(launch: Callable[..., Launched
         launched.wait_for("READY")
         segment = Path((launched.root / "cache.segment").read_text())
         assert segment.exists()
-        time.sleep(2.0)  # the guard looks now and then: with the launcher, the kernel kills ranks
+        time.sleep(2.0)  # the watchdog looks now and then; with the launcher, ranks are killed
         launched.process.send_signal(end)
         launched.wait()
         eventually(lambda path=segment: not path.exists(), lambda path=segment: f"{path} is left")

@@ -53,9 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def a100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that there are two A100 whose attention is slow."""
     monkeypatch.setattr(constants_module, "visible_gpu", lambda: A100)
-    monkeypatch.setattr(
-        constants_module, "_take", lambda say: take_measurements(MachineOf(SLOW_ATTENTION), say)
-    )
+    monkeypatch.setattr(constants_module, "timings_here", lambda: MachineOf(SLOW_ATTENTION))
 
 
 def numbers(cost: CostConstants) -> dict[str, float]:
@@ -305,10 +303,10 @@ def test_a_cpu_is_not_measured() -> None:
 
 
 def test_what_fails_in_a_kernel_is_reported(a100: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise KeyError("sm_75")
 
-    monkeypatch.setattr(constants_module, "_take", fail)
+    monkeypatch.setattr(constants_module, "take_measurements", fail)
     with pytest.raises(ProfileError, match=r"A100.*could not be measured: KeyError: 'sm_75'"):
         measure_here(lambda _: None)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tandemkv.cache_rank.protocol.agree import largest_over
+from tandemkv.cache_rank.protocol.all_reduce import all_reduce_max
 
 FIGURES = ([1.5, float("inf"), 3.0], [2.5, 1.0, -1.0])
 
@@ -17,7 +17,7 @@ FIGURES = ([1.5, float("inf"), 3.0], [2.5, 1.0, -1.0])
 def run_rank(rank: int, store: Path, results: Any) -> None:
     """Be one of two ranks."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    results.put(largest_over(dist.group.WORLD, FIGURES[rank]))
+    results.put(all_reduce_max(dist.group.WORLD, FIGURES[rank]))
     dist.destroy_process_group()
 
 
@@ -34,4 +34,4 @@ def test_both_get_the_largest(tmp_path: Path) -> None:
 
 
 def test_one_rank_keeps_its_own() -> None:
-    assert largest_over(None, FIGURES[0]) == FIGURES[0]
+    assert all_reduce_max(None, FIGURES[0]) == FIGURES[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 
-class Strict(BaseModel):
+class FrozenModel(BaseModel):
     """A model that refuses fields which it does not know, and does not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -65,8 +65,8 @@ def _processes() -> list[Path]:
     return [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
 
 
-class Guard:
-    """The launcher's side: tells the guard process which groups to end.
+class Watchdog:
+    """The launcher's side: tells the watchdog process which groups to end.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class Guard:
         self._tell(f"-{group}")
 
     def close(self) -> None:
-        """Dismiss the guard; it does nothing more."""
+        """Dismiss the watchdog; it does nothing more."""
         self._tell("bye")
         try:
             self._popen.wait(timeout=5)
@@ -107,7 +107,7 @@ class Guard:
         try:
             self._popen.stdin.write(line + "\n")
             self._popen.stdin.flush()
-        except OSError:  # the guard itself was killed; PR_SET_PDEATHSIG is left
+        except OSError:  # the watchdog itself was killed; PR_SET_PDEATHSIG is left
             pass
 
 

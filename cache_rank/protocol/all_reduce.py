@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 
-def largest_over(group: dist.ProcessGroup | None, figures: Sequence[float]) -> list[float]:
+def all_reduce_max(group: dist.ProcessGroup | None, figures: Sequence[float]) -> list[float]:
     """Return for each figure the largest of any rank, the same on all of them.
 
     Parameters
