@@ -77,10 +77,7 @@ def sglang_argv(
         "--disable-hybrid-swa-memory",
     ]  # fmt: skip
     argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
-    is_split = settings.rank_settings.placement.maps_memory
-    if not settings.overlap_passes and (is_split or device == "cpu"):
-        # What a lost cache rank cut short is known when a pass is over: none is under way then.
-        argv += ["--disable-overlap-schedule"]
+    argv += _overlap_flags(settings, device)
     if settings.tensor_parallel > 1:
         # SGLang switches this on for some models, and a layer's input is then a part of the sum.
         argv += ["--tp-size", str(settings.tensor_parallel), _NO_FUSED_REDUCE]
@@ -88,6 +85,14 @@ def sglang_argv(
     if settings.max_context is not None:
         argv += ["--context-length", str(settings.max_context)]
     return (*argv, *settings.sglang_args)
+
+
+def _overlap_flags(settings: ServeSettings, device: str) -> tuple[str, ...]:
+    is_split = settings.rank_settings.placement.maps_memory
+    if settings.overlap_passes or (device != "cpu" and not is_split):
+        return ()
+    # What a lost cache rank cut short is known when a pass is over: none is under way then.
+    return ("--disable-overlap-schedule",)
 
 
 def _chunk_flags(settings: ServeSettings, device: str, page_size: int) -> tuple[str, ...]:

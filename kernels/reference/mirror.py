@@ -140,7 +140,6 @@ def _diff(
     touched = selected.new_zeros((num_reqs, num_kv_heads, num_slots + 1), dtype=torch.bool)
     touched.scatter_(-1, torch.where(found >= 0, found, num_slots), value=True)
     last_used.copy_(torch.where(touched[..., :num_slots], now, last_used))
-
     slot_order, may_fill, num_open = _free_slots(
         resident_pos, last_used, now, num_protected, num_target, shape[-1]
     )

@@ -97,17 +97,22 @@ def choose_placement(
         own = [plan for plan in own if plan.placement.name in available]
     fitting = [plan for plan in own if plan.fits]
     if not fitting:
-        if not own:
-            reason = "none of the placements that this version offers is possible here"
-        else:
-            least = min(own, key=lambda plan: plan.memory.largest.total)
-            reason = _overflow(least, shape, load, gpu_bytes)
+        reason = _why_none_fits(own, shape, load, gpu_bytes)
         return Choice(plans=plans, chosen=None, reason=reason, cost=cost)
     best = min(fitting, key=lambda plan: (plan.step.tpot_ms, plan.placement.num_gpus))
     reason = _reason(best, fitting, own, dense, load)
     return Choice(
         plans=plans, chosen=best, reason=f"{reason}; constants of {cost.origin}", cost=cost
     )
+
+
+def _why_none_fits(
+    own: Collection[PlacementPlan], shape: ModelShape, load: Workload, gpu_bytes: int
+) -> str:
+    if not own:
+        return "none of the placements that this version offers is possible here"
+    least = min(own, key=lambda plan: plan.memory.largest.total)
+    return _overflow(least, shape, load, gpu_bytes)
 
 
 def check_fits(placement: Placement, shape: ModelShape, load: Workload, *, gpu_bytes: int) -> None:

@@ -94,9 +94,8 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
     dequantised = shape.predictor_bytes if shape.is_quantised and load.predicts else 0
     if placement.kind is PlacementKind.IN_PROCESS:
-        copy = dequantised
-        if load.own_predictor_dtype != "native":
-            copy = shape.predictor_copy_bytes(load.own_predictor_dtype)
+        dtype = load.own_predictor_dtype
+        copy = dequantised if dtype == "native" else shape.predictor_copy_bytes(dtype)
         model["weights"] += _shard(copy, tp_size)
         return PlacementMemory(
             inference=Footprint(

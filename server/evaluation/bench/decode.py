@@ -81,10 +81,7 @@ def run_decode(
     """
     check_sglang(version_of("sglang"))
     check_headline(run.configurations, headline)
-    model_dir = run.model_dir or run.work_dir / "model"
-    if run.model_dir is None:
-        longest = max(point.context for point in run.points) + 5 * run.output_tokens
-        write_model_config(run.shape, model_dir, max_context=longest)
+    model_dir = run.model_dir or _shape_alone(run)
     for configuration in run.configurations.values():
         configuration.serve_settings(model_dir=model_dir, capacity_tokens=1 << 20, batch=1)
     measured: dict[tuple[str, Point], Measured] = {}
@@ -210,6 +207,14 @@ class _ChildOutput:
     measured: list[Measured]
     failures: list[Failure]
     traces: tuple[Path, ...]
+
+
+def _shape_alone(run: DecodeRun) -> Path:
+    """Write a model's configuration without weights, and return its directory."""
+    longest = max(point.context for point in run.points) + 5 * run.output_tokens
+    model_dir = run.work_dir / "model"
+    write_model_config(run.shape, model_dir, max_context=longest)
+    return model_dir
 
 
 def _run_child(
