@@ -44,7 +44,7 @@ _COVERING = {
 """Selects in every step; a late layer, samples, and an exact layer that attends where K/V are."""
 _NEAR, _FAR = "127.0.0.1", "127.0.0.3"
 _SERVICE, _PORT = "tandemkv-cache-rank", 7400
-_MANY = 24
+_MANY = 48
 """Tokens of an answer in whose midst something happens."""
 _SMALL = {"policy": "look_ahead", "budget_tokens": 96, "resident_factor": 1.0, "fetch_cap": 8}
 
