@@ -157,11 +157,6 @@ def run_far_rank(
     keys, where = _keys(settings), LinkAddress.parse(address)
     check_policy(settings.selection.policy)
     device = cache_rank_device(settings)
-    if device != "cpu":
-        raise SettingsError(
-            "address: a cache rank that is met by messages is on a CPU in this version; use "
-            "--device cpu"
-        )
     settings, model_dir = resolve_cache_rank(settings, device, console.print)
     run_dir = RunDir.create(path)
     alone = settings.model_copy(
