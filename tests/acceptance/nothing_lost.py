@@ -21,7 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 
 from exactness import flush
@@ -301,9 +300,9 @@ def campaign(
 def waiting_ranks(server: Server) -> int:
     """Cache ranks that are loaded and wait to take the place of the one that serves."""
     assert server.run_dir is not None
-    serving, found = serving_pid(server), 0
+    (serving,), found, far = pids(server), 0, server.run_dir / FAR_FOLDER
     for name in ("cache_rank.log", "standby.log"):
-        path = Path(server.run_dir) / name
+        path = (far if far.is_dir() else server.run_dir) / name
         if path.exists():
             lines = [line for line in path.read_text().splitlines() if "tandemkv" in line]
             found += bool(lines) and f"process {serving} serves" in lines[-1]
@@ -357,9 +356,9 @@ def run(bench: Bench) -> dict[str, Any]:
 
 
 def run_message(bench: Bench) -> dict[str, Any]:
-    """16 requests, 10 repetitions; both ends of link ``message`` on this host."""
+    """16 requests, both ends of link ``message`` on this host; 5 repetitions, 5 with a standby."""
     given: dict[str, Any] = {"num_requests": 16, "repetitions": 5, "transport": "message"}
-    return _run(bench, "nothing_lost_message", ["message"] * 2, **given)
+    return _run(bench, "nothing_lost_message", ["message", "standby"], **given)
 
 
 def run_shards(bench: Bench) -> dict[str, Any]:
