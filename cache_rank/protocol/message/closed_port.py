@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
-
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h; the module socket has no name for it
 _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K: keep 0 bytes of a packet
 _creating = threading.Lock()
@@ -42,20 +40,14 @@ def drop_strangers(descriptors: Iterable[int]) -> None:
 
     Raises
     ------
-    SettingsError
-        If the kernel takes no filter.
+    OSError
+        If the kernel takes no filter: some take those of privileged processes only.
     """
     code = ctypes.create_string_buffer(_RETURN_NOTHING)
     program = struct.pack("HP", 1, ctypes.addressof(code))
     for descriptor in descriptors:
         with socket.socket(fileno=os.dup(descriptor)) as listener:
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-            except OSError as error:
-                raise SettingsError(
-                    f"this kernel takes no filter on a socket ({error.strerror}), so the port for "
-                    "K/V would stay open to strangers; use --transport shared"
-                ) from error
+            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def _listening() -> set[int]:

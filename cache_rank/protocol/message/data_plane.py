@@ -11,7 +11,7 @@ Built around what gloo does to those who are careless:
   own that nobody else sees, and the one entry that the other needs travels over the authenticated
   control connection (`door`). gloo itself listens on the interface that it is told, from the
   handshake until the epoch ends, and keeps a descriptor for each stranger that connects: once both
-  ends have met, the kernel drops what comes to its port (`.closed_port`).
+  ends have met, the kernel drops what comes to its port (`.closed_port`), if it lets us say so.
 
 It is not the default process group: the serving process has its own. What it moves is neither
 encrypted nor signed; the network between the two hosts has to be trusted with K/V.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import threading
 import time
 from datetime import timedelta
@@ -37,6 +38,7 @@ from .closed_port import drop_strangers, listeners_of
 MAX_BODY_BYTES = 64 << 20
 TOKEN_BYTES = 32
 INFERENCE_END, CACHE_END = 0, 1
+_LOG = logging.getLogger(__name__)
 _dist: Any = torch.distributed  # its stubs know nothing of gloo's own interface
 _MAGIC = 0x544B5632
 _HEADER_TAG, _BODY_TAG, _NEVER_TAG, _TOKEN_TAG = 1, 2, 3, 4
@@ -108,8 +110,6 @@ class MeetingPoint:
         ProtocolError
             If gloo does not write places so, for it would end the process by reading this one; or
             if somebody else was met.
-        SettingsError
-            If this machine cannot keep strangers from the port.
         """
         if len(place) != len(self.place) or place[:_KIND_BYTES] != self.place[:_KIND_BYTES]:
             raise ProtocolError(f"a place of {len(place)} bytes is none of this version of gloo")
@@ -119,7 +119,14 @@ class MeetingPoint:
             raise CacheRankLostError(f"the two hosts do not meet for K/V: {self._error}")
         group, self._group = self._group, None
         self._recognise(group, token)
-        drop_strangers(self._listeners)
+        try:
+            drop_strangers(self._listeners)
+        except OSError as error:
+            _LOG.warning(
+                "the port for K/V stays open to strangers, each of whom takes a descriptor: this "
+                "kernel takes no filter on a socket from this process (%s)",
+                error.strerror,
+            )
         return DataPlane(group, 1 - self._end, self._store, timeout_s=self._transfer_timeout_s)
 
     def close(self) -> None:

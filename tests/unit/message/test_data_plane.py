@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError, SettingsError
+from tandemkv.cache_rank.protocol.message import data_plane
+from tandemkv.cache_rank.protocol.message.closed_port import drop_strangers
 from tandemkv.cache_rank.protocol.message.data_plane import (
     CACHE_END,
     INFERENCE_END,
@@ -27,6 +29,16 @@ from tandemkv.cache_rank.protocol.message.data_plane import (
 
 pytestmark = pytest.mark.timeout(60)
 _LOOPBACK, _TOKEN = "127.0.0.1", b"t" * TOKEN_BYTES
+
+
+def _may_filter() -> bool:
+    with socket.socket() as listener:
+        listener.listen()
+        try:
+            drop_strangers([listener.fileno()])
+        except OSError:
+            return False
+    return True
 
 
 def _point(end: int, timeout_s: float = 10.0, interface: str = _LOOPBACK) -> MeetingPoint:
@@ -102,6 +114,21 @@ def test_strangers_who_come_before_both_have_met_disturb_nothing() -> None:
     theirs.close()
 
 
+def test_a_kernel_that_takes_no_filter_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(data_plane, "drop_strangers", refuse)
+    ours, theirs = _pair()
+    assert torch.equal(_move(ours, theirs, _bytes(100, 1)), _bytes(100, 1))
+    assert "stays open to strangers" in caplog.text
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.skipif(not _may_filter(), reason="this kernel takes no filter from this process")
 def test_once_both_have_met_nobody_else_gets_a_descriptor() -> None:
     process = psutil.Process()
     before = _listening(process)
