@@ -32,14 +32,14 @@ class DeviceCounters:
         self._last = dict.fromkeys(_NAMES, 0.0)
 
     def begin_step(self) -> None:
-        """Keep what a copy under way has brought, and start the next one; not to be captured.
+        """On a GPU keep what a copy under way has brought, and start the next; not to be captured.
 
         Behind what the current stream of the totals' device has, and not on it: no step waits for a
         copy to the host, which takes 15 us of a stream (H200); outside graphs a scan may.
         """
         if self._copied is None or self._stream is None:
-            self._last = self.read()
-        elif self._copied.query():
+            return
+        if self._copied.query():
             self._last = _named(self._copy)
             self._stream.wait_stream(torch.cuda.current_stream(self.totals.device))
             with torch.cuda.stream(self._stream):
@@ -47,8 +47,8 @@ class DeviceCounters:
                 self._copied.record(self._stream)
 
     def last(self) -> dict[str, float]:
-        """Return totals as of about the start of a recent step; see `begin_step`."""
-        return self._last
+        """Return totals, on a GPU as of about the start of a recent step; see `begin_step`."""
+        return self.read() if self._copied is None else self._last
 
     def read(self) -> dict[str, float]:
         """Return the totals; waits for the device."""

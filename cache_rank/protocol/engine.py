@@ -301,7 +301,7 @@ class Engine(Protocol):
         """Totals since the start; waits for the device."""
 
     def last_counters(self) -> dict[str, float]:
-        """Totals of about a step ago, without waiting; any thread may ask."""
+        """Totals, on a GPU of about a step ago, without waiting; any thread may ask."""
 
 
 def create_engine(
