@@ -222,6 +222,27 @@ def killed_while_decoding(
     return {name: value - before[name] for name, value in after.items() if name in before}
 
 
+def killed_while_prompts_are_computed(
+    server: Server, prompts: Sequence[list[int]], want: Sequence[list[int]]
+) -> None:
+    """Kill the cache rank in the middle of prompts; fails unless the tokens in `want` come."""
+    flush(server)
+    wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
+    before = values(server)
+    with ThreadPoolExecutor(len(prompts) + 1) as pool:
+        streams, futures = begin(pool, server, prompts, len(want[0]))
+        wait_for(
+            lambda: values(server)["extend_steps_total"] > before["extend_steps_total"] + 1,
+            "no prompt begins",
+        )
+        os.kill(serving_pid(server), signal.SIGKILL)
+        for future in futures:
+            future.result()
+    assert [stream.error for stream in streams] == [""] * len(prompts)
+    assert [stream.tokens for stream in streams] == want
+    assert values(server)["pauses_total"] > before["pauses_total"]
+
+
 def repeat(
     server: Server,
     prompts: Sequence[list[int]],

@@ -29,6 +29,7 @@ from nothing_lost import (
     Stream,
     begin,
     fetched_rows,
+    killed_while_prompts_are_computed,
     make_prompts,
     repeat,
     serving_pid,
@@ -93,21 +94,7 @@ def test_killed_in_the_middle_of_a_step(
 def test_killed_while_prompts_are_computed(
     server: Server, prompts: list[list[int]], want: list[list[int]]
 ) -> None:
-    flush(server)
-    wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
-    before = values(server)
-    with ThreadPoolExecutor(REQUESTS + 1) as pool:
-        streams, futures = begin(pool, server, prompts, NEW_TOKENS)
-        wait_for(
-            lambda: values(server)["extend_steps_total"] > before["extend_steps_total"] + 1,
-            "no prompt begins",
-        )
-        os.kill(serving_pid(server), signal.SIGKILL)
-        for future in futures:
-            future.result()
-    assert [stream.error for stream in streams] == [""] * REQUESTS
-    assert [stream.tokens for stream in streams] == want
-    assert values(server)["pauses_total"] > before["pauses_total"]
+    killed_while_prompts_are_computed(server, prompts, want)
 
 
 def test_stopped_for_a_moment_is_a_pause_and_for_long_a_loss(

@@ -3,22 +3,16 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from exactness import flush
 from nothing_lost import (
-    begin,
+    killed_while_prompts_are_computed,
     make_prompts,
     repeat,
-    serving_pid,
     settings_of,
     undisturbed,
-    values,
     wait_for,
     waiting_ranks,
 )
@@ -64,18 +58,4 @@ def test_killed_in_the_middle_of_a_step(
 def test_killed_while_prompts_are_computed(
     server: Server, prompts: list[list[int]], want: list[list[int]]
 ) -> None:
-    flush(server)
-    wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
-    before = values(server)
-    with ThreadPoolExecutor(_REQUESTS + 1) as pool:
-        streams, futures = begin(pool, server, prompts, _NEW_TOKENS)
-        wait_for(
-            lambda: values(server)["extend_steps_total"] > before["extend_steps_total"] + 1,
-            "no prompt begins",
-        )
-        os.kill(serving_pid(server), signal.SIGKILL)
-        for future in futures:
-            future.result()
-    assert [stream.error for stream in streams] == [""] * _REQUESTS
-    assert [stream.tokens for stream in streams] == want
-    assert values(server)["pauses_total"] > before["pauses_total"]
+    killed_while_prompts_are_computed(server, prompts, want)

@@ -345,12 +345,13 @@ def _launches() -> dict[str, Launch]:
 LAUNCHES = _launches()
 OF_EACH_KERNEL = (
     "append, samples and a step", "attend", "exchange, another GPU", "step flags", "merge",
-    "mirror", "quantize", "query, int8", "window of queries", "rope", "samples",
+    "mirror", "quantize", "query, int8", "window of queries", "window of queries, mean",
+    "window of queries, ridge alone", "rope", "samples",
     "scores, native", "choice, int4", "choice, neighbours pooled", "seeding, int4", "step tables",
 )  # fmt: skip
 """Enough to launch each kernel once."""
 TIGHT = (
     "attend, heads of 256", "attend, float32", "query, 64 tokens", "scores, native, float32",
-    "scores, native, heads of 256", "seeding, heads of 256", "window of queries, ridge alone",
+    "scores, native, heads of 256", "seeding, heads of 256",
 )  # fmt: skip
-"""Those with the largest tiles, or with most in registers."""
+"""Those with the largest tiles."""

@@ -92,10 +92,15 @@ def test_a_void_pass_is_waited_for(log: PassLog, link: Link) -> None:
     assert log.dropped == [batch]
 
 
-def test_a_pass_ends_on_the_device_that_it_began_on(log: PassLog, link: Link) -> None:
+def test_a_pass_ends_on_the_device_that_it_began_on(
+    log: PassLog, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang keeps copies of batches that wait for their results: these have another device."""
     began, waits = SimpleNamespace(**vars(_batch(1)) | {"device": "cpu"}), _batch(1)
     result = log.run(
         lambda *_: GenerationBatchResult(), SimpleNamespace(enable_overlap=True), began
     )
-    log.await_end(waits, result)  # on a GPU it would ask for its stream
+    asked: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(device))
+    log.await_end(waits, result)
+    assert asked == []
