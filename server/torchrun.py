@@ -2,9 +2,12 @@
 """Both ranks as processes of torchrun: ``torchrun ... -m tandemkv.server.torchrun MODEL``.
 
 The first process is what ``tandemkv serve`` is, but for the cache rank: it makes the run directory,
-holds the memory, starts SGLang and keeps it running. The second one keeps the cache rank running.
+holds the memory, starts SGLang and keeps it running. Each other one keeps a cache rank running.
 Each has its rank as a child, and starts it again when it is lost: torchrun itself, which sees one
 of its own processes end, ends all of them.
+
+With addresses of cache ranks (link message) the processes may be on several nodes, and meet there
+alone: each has a run directory of its own.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from .torchrun_roles import (
     Role,
     Worker,
     agent_of,
+    check_is_here,
     check_processes,
     drain_within,
     forget_torchrun,
@@ -77,6 +81,11 @@ def torchrun(
 
     N is 1 + C, with --cache-ranks C; left open, C is N - 1. SGLang starts the processes of --tp
     itself. Options and their sources are those of `tandemkv serve`.
+
+    On several nodes (torchrun --nnodes M), or wherever the ranks meet by messages, add --link-keys
+    and --cache-rank-address tcp://IP:PORT[,...]: the cache rank at the first address is rank 1 of
+    torchrun, that at the next one rank 2, and so on. On CPUs; SGLang with all of --tp is on the
+    node of rank 0.
     """
     del debug  # the command's class reads it
     add_arguments(flags, ctx, model)
@@ -84,7 +93,7 @@ def torchrun(
     settings = load_settings(flags, os.environ, config)
     implied = open_cache_ranks(settings, worker)
     if implied is not None:
-        source = f"--nproc-per-node {worker.local_world_size}"
+        source = f"--nproc-per-node {worker.world_size}"
         flags["cache_ranks"] = Sourced(implied, source)
         settings = load_settings(flags, os.environ, config)
     check_processes(settings, worker)
@@ -94,14 +103,78 @@ def torchrun(
     if worker.role is Role.CACHE:
         silence: contextlib.ExitStack = ctx.obj
         silence.close()  # what goes wrong from here on is this process's own
-        keep_cache_rank(settings, worker, verbose=verbose)
+        keep = keep_addressed_cache_rank if settings.cache_rank_addresses else keep_cache_rank
+        keep(settings, worker, verbose=verbose)
         return
     if said:
         console.print(said, soft_wrap=True)
+    keep_sglang(settings, worker, console, verbose=verbose)
+
+
+def keep_sglang(
+    settings: ServeSettings, worker: Worker, console: Console, *, verbose: bool = False
+) -> None:
+    """Serve as ``tandemkv serve`` does, beside cache ranks that other processes start.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError, LaunchError
+        As `serve` does.
+    typer.Exit
+        With 1, if a signal ended this process and cache ranks that are met by messages go on: they
+        cannot tell that from a restart, so torchrun has to end them.
+    """
     from .serve import serve
 
-    split = worker.launch if worker.local_world_size > 1 else None
-    serve(settings, console, verbose=verbose, split=split)
+    if not settings.cache_rank_addresses:
+        split = worker.launch if worker.local_world_size > 1 else None
+        serve(settings, console, verbose=verbose, split=split)
+        return
+    alone = settings.model_copy(update={"standby": False})  # that of the cache ranks' hosts
+    serve(alone, console, verbose=verbose)
+    raise typer.Exit(1)
+
+
+def keep_addressed_cache_rank(
+    settings: ServeSettings, worker: Worker, *, verbose: bool = False
+) -> None:
+    """Keep a cache rank running at its address, until a signal.
+
+    Parameters
+    ----------
+    settings : ServeSettings
+        As given to this process; the handshake compares them with the first process's.
+    worker : Worker
+        This process.
+    verbose : bool
+        Show the cache rank's log.
+
+    Raises
+    ------
+    SettingsError, UnsupportedModelError
+        Before anything is started.
+    CacheRankError
+        If the address cannot be bound.
+    LaunchError
+        If the cache rank did not become ready, or ended too often.
+    typer.Exit
+        With 1 when it ends: the launch may go on, which nobody here knows, and torchrun has to end
+        it. While torchrun ends its processes it does not look at their codes.
+    """
+    from .message_launch import run_far_rank
+
+    address = settings.cache_rank_addresses[worker.cache_rank]
+    check_is_here(address, worker)
+    run_far_rank(
+        settings,
+        worker.cache_rank_dir(settings.run_dir),
+        address,
+        (),
+        Console(stderr=True, highlight=False),
+        rank=worker.cache_rank,
+        verbose=verbose,
+    )
+    raise typer.Exit(1)
 
 
 def keep_cache_rank(settings: ServeSettings, worker: Worker, *, verbose: bool = False) -> None:
@@ -184,10 +257,14 @@ def is_over(run_dir: RunDir) -> bool:
 
 
 def main() -> None:
-    """Run the command. The first process speaks for all, until another has something of its own."""
+    """Run the command.
+
+    The first process of a node speaks for all there, until another has something of its own.
+    """
     end_with_parent(signal.SIGTERM)
+    first = "RANK" if os.environ.get("GROUP_RANK", "0") == "0" else "LOCAL_RANK"
     with contextlib.ExitStack() as silence:
-        if os.environ.get("RANK", "0") != "0":
+        if os.environ.get(first, "0") != "0":
             silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
         app(prog_name=_PROGRAM, obj=silence)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.run_dir import usual_place
 
 from .cache_rank_launch import SplitLaunch
@@ -48,6 +50,7 @@ class Worker:
     """
 
     rank: int
+    world_size: int
     local_rank: int
     local_world_size: int
     num_nodes: int
@@ -67,6 +70,7 @@ class Worker:
         try:
             return cls(
                 rank=int(environ["RANK"]),
+                world_size=int(environ["WORLD_SIZE"]),
                 local_rank=int(environ["LOCAL_RANK"]),
                 local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
                 num_nodes=int(environ["GROUP_WORLD_SIZE"]),
@@ -102,6 +106,15 @@ class Worker:
         launch_id = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         return SplitLaunch(run_dir=usual_place() / f"tandemkv-{launch_id}", launch_id=launch_id)
 
+    def cache_rank_dir(self, given: Path | None) -> Path:
+        """Return the run directory of a cache rank that no other process enters (link message).
+
+        It lies beside `given`, the setting, or beside where the processes of this host would meet:
+        the one that holds it removes it without a look at the others.
+        """
+        beside = (given or self.launch.run_dir).absolute()
+        return beside.with_name(f"{beside.name}-cache{self.cache_rank}")
+
 
 def agent_of(pid: int) -> str:
     """Return process `pid` and when it started, which together nobody else has on this host."""
@@ -127,11 +140,11 @@ def forget_torchrun(environ: MutableMapping[str, str]) -> None:
 
 def open_cache_ranks(settings: ServeSettings, worker: Worker) -> int | None:
     """Return ``--cache-ranks`` that the processes imply; None if something else decides it."""
-    if settings.cache_ranks is not None or settings.transport is not None:
+    if settings.cache_ranks is not None or settings.wished_link is not None:
         return None
-    implied = worker.local_world_size - 1
-    # With --tp more are refused, see `check_processes`.
-    return implied if settings.tensor_parallel == 1 or not implied else None
+    implied = worker.world_size - 1
+    # Others are no multiple of --tp, and refused by the number of processes.
+    return None if implied % settings.tensor_parallel else implied
 
 
 def check_processes(settings: ServeSettings, worker: Worker) -> None:
@@ -142,28 +155,47 @@ def check_processes(settings: ServeSettings, worker: Worker) -> None:
     SettingsError
         With how torchrun is to be called.
     """
+    if settings.wished_link == "message":
+        _check_processes_of_addresses(settings, worker)
+    else:
+        _check_processes_here(settings, worker)
+
+
+def _check_processes_of_addresses(settings: ServeSettings, worker: Worker) -> None:
+    """Refuse processes that are not one for each address, and the first."""
+    addresses = settings.cache_rank_addresses
+    if not addresses:
+        raise SettingsError(
+            "transport=message under torchrun: each process has to know where the cache ranks "
+            "listen, and the keys, before any of them starts; use --cache-rank-address with a "
+            "tcp://IP:PORT for each process but the first, and --link-keys, or `tandemkv serve`, "
+            "which makes both for one host"
+        )
+    for address in addresses:
+        LinkAddress.parse(address)  # its process listens there: a name will not do
+    needed = 1 + len(addresses)
+    if worker.world_size != needed:
+        raise SettingsError(
+            f"torchrun started {worker.world_size} processes on {worker.num_nodes} nodes, and "
+            f"these settings have {needed}: the inference rank, and a cache rank for each of "
+            f"{len(addresses)} addresses in --cache-rank-address; use --nnodes {needed} "
+            f"--nproc-per-node 1, or others that make {needed} in all, or as many addresses"
+        )
+
+
+def _check_processes_here(settings: ServeSettings, worker: Worker) -> None:
+    """Refuse processes that do not meet on this host."""
     if worker.num_nodes > 1:
         raise SettingsError(
-            f"torchrun --nnodes {worker.num_nodes}: several nodes are not available in this "
-            "version: inference rank and cache rank meet in memory of one host, and the GPUs of "
-            "--tp are those of one host; start torchrun --standalone on each node, which makes "
-            "replicas for a router"
+            f"torchrun --nnodes {worker.num_nodes}: link {settings.wished_link or 'shared'} needs "
+            "one host, whose memory its ranks map, and SGLang's tensor parallelism over several "
+            "nodes is not offered; use --cache-rank-address and --link-keys for cache ranks on "
+            "other nodes, or torchrun --standalone on each node, which makes replicas for a router"
         )
     if worker.local_rank != worker.rank:
         raise SettingsError(
             "torchrun --virtual-local-rank gives each process another GPU as its first, and both "
             "ranks have to see the same GPUs; leave it out"
-        )
-    if settings.tensor_parallel > 1 and settings.wished_link in (None, "shared"):
-        raise SettingsError(
-            f"tensor_parallel={settings.tensor_parallel} with cache ranks in processes of their "
-            "own is not available under torchrun in this version; use `tandemkv serve`, which "
-            "starts all of them, or --cache-ranks 0 with --nproc-per-node 1"
-        )
-    if settings.wished_link == "message":
-        raise SettingsError(
-            "transport=message is not available under torchrun in this version; use `tandemkv "
-            "serve`, which starts what it needs"
         )
     needed = 1 + settings.rank_settings.placement.num_cache_ranks
     if worker.local_world_size != needed:
@@ -175,6 +207,28 @@ def check_processes(settings: ServeSettings, worker: Worker) -> None:
             f"{needed}: {roles} (SGLang starts those of --tp itself); use --nproc-per-node "
             f"{needed}"
         )
+
+
+def check_is_here(address: str, worker: Worker) -> None:
+    """Refuse an address that is not one of this host's: torchrun has numbered the nodes otherwise.
+
+    Raises
+    ------
+    SettingsError
+        With what decides the numbers.
+    """
+    host = LinkAddress.parse(address).host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise SettingsError(
+                f"cache_rank_address={address} is for rank {worker.rank} of torchrun, and its host "
+                f"does not have {host} ({error.strerror}); give the addresses in the order of "
+                "ranks: that of --node-rank, or with --rdzv-backend c10d the alphabetical one of "
+                "--local-addr or the names of the hosts, of which the first is the inference rank's"
+            ) from error
 
 
 def drain_within(settings: ServeSettings, environ: Mapping[str, str]) -> tuple[ServeSettings, str]:
