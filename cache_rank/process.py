@@ -108,7 +108,7 @@ def run_cache_rank(
         max_rows=max_rows,
         counters=counters,
         homes=homes,
-        shard=HeadShard(rank % placement.head_shards, placement.head_shards),
+        shard=HeadShard.of_rank(rank, placement.head_shards),
     )
     stop = threading.Event()
     with _stopping_on_signals(stop, lambda: service.status().epoch, drain_timeout_s):

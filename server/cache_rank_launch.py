@@ -87,29 +87,35 @@ def cache_rank_launches(
         SIGINT ends a cache rank at once, for a launcher that has ended SGLang before; at SIGTERM
         it waits for its inference rank to go. None: another process starts them.
     """
-    found = []
-    for rank in range(settings.rank_settings.placement.num_cache_ranks):
-        own = run_dir.of_rank(rank, create=True)
-        specs = [] if stop_signal is None else _specs(settings, run_dir, rank, stop_signal)
-        found.append(
-            CacheRankLaunch(
-                spec=specs[0] if specs else None,
-                standby=specs[1] if len(specs) > 1 else None,
-                detail=partial(cache_rank_detail, own),
-                pulse=partial(cache_rank_pulse, own),
-            )
-        )
-    return tuple(found)
+    return tuple(
+        cache_rank_launch(settings, run_dir, run_dir.of_rank(rank, create=True), rank, stop_signal)
+        for rank in range(settings.rank_settings.placement.num_cache_ranks)
+    )
+
+
+def cache_rank_launch(
+    settings: ServeSettings,
+    run_dir: RunDir,
+    own: RunDir,
+    rank: int,
+    stop_signal: signal.Signals | None,
+) -> CacheRankLaunch:
+    """Return cache rank `rank`, whose sockets are in `own`; see `cache_rank_launches`."""
+    specs = [] if stop_signal is None else _specs(settings, run_dir, own, rank, stop_signal)
+    return CacheRankLaunch(
+        spec=specs[0] if specs else None,
+        standby=specs[1] if len(specs) > 1 else None,
+        detail=partial(cache_rank_detail, own),
+        pulse=partial(cache_rank_pulse, own),
+    )
 
 
 def _specs(
-    settings: ServeSettings, run_dir: RunDir, rank: int, stop_signal: signal.Signals
+    settings: ServeSettings, run_dir: RunDir, own: RunDir, rank: int, stop_signal: signal.Signals
 ) -> list[ChildSpec]:
     """Return a cache rank and, with ``--standby``, the one that takes its place."""
     names = ("cache rank", "standby cache rank") if settings.standby else ("cache rank",)
-    argv = cache_rank_argv(
-        run_dir=run_dir.of_rank(rank).path, config=run_dir.path / SETTINGS_FILE, rank=rank
-    )
+    argv = cache_rank_argv(run_dir=own.path, config=run_dir.path / SETTINGS_FILE, rank=rank)
     placement = settings.rank_settings.placement
     is_one = placement.num_cache_ranks == 1
     return [

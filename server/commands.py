@@ -105,7 +105,7 @@ def cache_rank(
     ] = None,
     config: ConfigOption = None,
     rank: Annotated[
-        int, typer.Option("--rank", min=0, hidden=True, help="Its number, of --cache-ranks.")
+        int, typer.Option("--rank", min=0, help="Its number, of all cache ranks of the server.")
     ] = 0,
     address: Annotated[
         str | None,
@@ -127,7 +127,8 @@ def cache_rank(
         from .message_launch import run_far_rank
 
         hosts = [host for host in allow.split(",") if host]
-        run_far_rank(settings, run_dir, address, hosts, Console(stderr=True, highlight=False))
+        console = Console(stderr=True, highlight=False)
+        run_far_rank(settings, run_dir, address, hosts, console, rank)
         return
     from .serve import run_cache_rank_process
 
@@ -138,11 +139,12 @@ def cache_rank(
 def pump(
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Of the inference rank.")],
     config: ConfigOption = None,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Number of the cache rank.")] = 0,
 ) -> None:
     """Carry steps and K/V to a cache rank on another host; `serve` starts it by itself."""
     from .message_launch import run_pump
 
-    run_pump(load_settings({}, {}, config), run_dir)
+    run_pump(load_settings({}, {}, config), run_dir, rank)
 
 
 @app.command("link-keys")

@@ -81,7 +81,8 @@ def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
     settings = as_pair(settings)
     if settings.placement is not None:
         return settings
-    check_one_cache_rank(settings)
+    if settings.wished_link != "message":  # by which each is started by itself
+        check_one_cache_rank(settings)
     placement = settings.placement_on(
         settings.device_or(device), "the cache rank was started by itself"
     )

@@ -35,7 +35,7 @@ from .cache_rank_launch import (
     MEANWHILE,
     SETTINGS_FILE,
     cache_rank_detail,
-    cache_rank_launches,
+    cache_rank_launch,
     cache_rank_pulse,
     restart_rules,
 )
@@ -56,52 +56,54 @@ _CHILDREN_EXIT_S = 15.0
 
 
 def with_own_link(settings: ServeSettings, run_dir: RunDir) -> ServeSettings:
-    """Return settings with an address and keys for both ends on this host."""
+    """Return settings with keys, and an address of each cache rank, for both ends on this host."""
     keys = run_dir.path / _KEYS_FOLDER
     make_keys(keys)
-    port = choose_port(_LOOPBACK, 0)
-    address = str(LinkAddress(_LOOPBACK, port))
-    return settings.model_copy(update={"cache_rank_address": address, "link_keys": keys})
+    count, ports = settings.rank_settings.placement.num_cache_ranks, set[int]()
+    while len(ports) < count:
+        ports.add(choose_port(_LOOPBACK, 0))
+    addresses = ",".join(str(LinkAddress(_LOOPBACK, port)) for port in sorted(ports))
+    return settings.model_copy(update={"cache_rank_address": addresses, "link_keys": keys})
 
 
 def message_launches(
     settings: ServeSettings, run_dir: RunDir, *, is_far_here: bool
 ) -> tuple[CacheRankLaunch, ...]:
-    """Return the pump of this host and, with `is_far_here`, what is on the cache rank's host."""
-    config = run_dir.path / SETTINGS_FILE
-    server = (sys.executable, "-P", "-m", "tandemkv.server")
-    env = cache_rank_env(os.environ, device="cpu")
-    near = CacheRankLaunch(
-        spec=ChildSpec(
-            name="pump",
-            argv=(*server, "pump", "--run-dir", str(run_dir.path), "--config", str(config)),
-            env=env,
-            log_path=run_dir.path / "pump.log",
-        ),
-        detail=partial(cache_rank_detail, run_dir),
-        pulse=partial(cache_rank_pulse, run_dir),
-    )
-    if not is_far_here:
-        return (near,)
-    far = RunDir.create(run_dir.path / FAR_FOLDER)
+    """Return this host's pump of each cache rank; with `is_far_here` the cache ranks come first."""
+    far = RunDir.create(run_dir.path / FAR_FOLDER) if is_far_here else None
+    cache_ranks, pumps = list[CacheRankLaunch](), list[CacheRankLaunch]()
+    for rank, address in enumerate(settings.cache_rank_addresses):
+        if far is not None:
+            own = far.of_rank(rank, create=True)
+            words = ("cache-rank", "--address", address)
+            cache_ranks.append(_launch("cache rank", words, rank, own, run_dir))
+        pumps.append(_launch("pump", ("pump",), rank, run_dir.of_rank(rank, create=True), run_dir))
+    return (*cache_ranks, *pumps)
+
+
+def _launch(
+    name: str, words: tuple[str, ...], rank: int, own: RunDir, run_dir: RunDir
+) -> CacheRankLaunch:
+    """Return a process of cache rank `rank` in `own`, for settings and logs in `run_dir`."""
+    config, number = run_dir.path / SETTINGS_FILE, rank or ""
     argv = (
-        *server, "cache-rank", "--run-dir", str(far.path), "--config", str(config),
-        "--address", str(settings.cache_rank_address),
+        *(sys.executable, "-P", "-m", "tandemkv.server"), *words, "--run-dir", str(own.path),
+        *(("--rank", str(rank)) if rank else ()), "--config", str(config),
     )  # fmt: skip
-    return (
-        CacheRankLaunch(
-            spec=ChildSpec(
-                name="cache rank", argv=argv, env=env, log_path=run_dir.path / "cache_rank.log"
-            ),
-            detail=partial(cache_rank_detail, far),
-            pulse=partial(cache_rank_pulse, far),
+    return CacheRankLaunch(
+        spec=ChildSpec(
+            name=f"{name} {number}".rstrip(),
+            argv=argv,
+            env=cache_rank_env(os.environ, device="cpu"),
+            log_path=run_dir.path / f"{name.replace(' ', '_')}{number}.log",
         ),
-        near,
+        detail=partial(cache_rank_detail, own),
+        pulse=partial(cache_rank_pulse, own),
     )
 
 
-def run_pump(settings: ServeSettings, path: Path) -> None:
-    """Be the pump on the inference rank's host, until SIGTERM or SIGINT.
+def run_pump(settings: ServeSettings, path: Path, rank: int = 0) -> None:
+    """Be the pump of cache rank `rank` on the inference rank's host, until SIGTERM or SIGINT.
 
     It serves once the cache rank lets it in: the two hosts may start in any order.
 
@@ -116,20 +118,21 @@ def run_pump(settings: ServeSettings, path: Path) -> None:
     """
     _log()
     keys = _keys(settings)
-    assert settings.cache_rank_address is not None
-    address = LinkAddress.parse_peer(settings.cache_rank_address)
+    address = LinkAddress.parse_peer(settings.cache_rank_addresses[rank])
     own, server = own_keys(keys, INFERENCE_RANK), public_key(keys, CACHE_RANK)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     await_entry(address, own, server, stop)
     if not stop.is_set():
-        NearPump(RunDir.open(path), settings.rank_settings, address, own, server).run(stop)
+        run_dir, ours = RunDir.open(path), settings.rank_settings
+        NearPump(run_dir, ours, address, own, server, rank=rank).run(stop)
 
 
 def run_far_rank(
-    settings: ServeSettings, path: Path, address: str, hosts: Sequence[str], console: Console
-) -> None:
+    settings: ServeSettings, path: Path, address: str, hosts: Sequence[str], console: Console,
+    rank: int = 0,
+) -> None:  # fmt: skip
     """Serve inference ranks of other hosts at `address`, with a cache rank in `path`.
 
     Parameters
@@ -144,6 +147,8 @@ def run_far_rank(
         Addresses that inference ranks may come from; none: any.
     console : Console
         Told what goes on.
+    rank : int
+        Number of the cache rank, of all of the server.
 
     Raises
     ------
@@ -158,21 +163,27 @@ def run_far_rank(
     check_policy(settings.selection.policy)
     device = cache_rank_device(settings)
     settings, model_dir = resolve_cache_rank(settings, device, console.print)
+    ours = settings.rank_settings
+    if rank >= ours.placement.num_shards:
+        raise SettingsError(
+            f"rank={rank}: there are cache ranks 0 to {ours.placement.num_shards - 1} with these "
+            "--cache-rank-address, --cache-ranks and --tp"
+        )
     run_dir = RunDir.create(path)
     alone = settings.model_copy(
         update={
-            "model": str(model_dir), "run_dir": run_dir.path, "cache_ranks": 1,
-            "cache_rank_address": None, "link_keys": None,
+            "model": str(model_dir), "run_dir": run_dir.path, "cache_rank_address": None,
+            "cache_ranks": ours.placement.num_cache_ranks, "link_keys": None,
         }
     )  # fmt: skip
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(alone), encoding="utf-8")
     door = Door(where, own_keys(keys, CACHE_RANK), allowed_keys(keys), hosts)
-    serving = _Serving(FarPump(run_dir, settings.rank_settings, door).run)
+    serving = _Serving(FarPump(run_dir, ours, door, rank).run)
     plan = LaunchPlan(
         # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
         # one host.
-        cache_ranks=cache_rank_launches(alone, run_dir, stop_signal=signal.SIGTERM),
+        cache_ranks=(cache_rank_launch(alone, run_dir, run_dir, rank, signal.SIGTERM),),
         meanwhile=MEANWHILE,
         sglang=None,
         rules=restart_rules(settings, "cpu"),

@@ -163,17 +163,20 @@ def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement
     count = placement.head_shards
     if count == 1:
         return
-    if placement.model_device != "cpu" or placement.two_gpus:
+    if placement.model_device != "cpu" or (placement.two_gpus and not placement.has_far_host):
         raise SettingsError(
             f"cache_ranks={count}: several cache ranks of one inference rank have their K/V in one "
             "pool of the host's memory, and on GPUs each would need a pool of its own, which is "
             "not available; use --cache-ranks 1, or --tp with as many --cache-ranks"
         )
-    if spec.num_kv_heads % count:
-        fits = [n for n in range(1, spec.num_kv_heads + 1) if spec.num_kv_heads % n == 0]
+    tp_size = placement.tp_size
+    heads = max(1, spec.num_kv_heads // tp_size)
+    if heads % count:
+        fits = [n * tp_size for n in range(1, heads + 1) if heads % n == 0]
+        of_each = f" that each of {tp_size} processes has" if tp_size > 1 else ""
         raise SettingsError(
-            f"cache_ranks={count} does not divide the {spec.num_kv_heads} KV heads of "
-            f"{settings.model}; use --cache-ranks {' or '.join(map(str, fits))}"
+            f"cache_ranks={placement.num_cache_ranks} does not divide the {heads} KV heads of "
+            f"{settings.model}{of_each}; use --cache-ranks {' or '.join(map(str, fits))}"
         )
     from tandemkv.cache_rank.policies.composition import check_shards
     from tandemkv.cache_rank.policies.registry import find_policy
@@ -185,7 +188,7 @@ def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement
 def _check_without_gpus(settings: ServeSettings) -> None:
     """Refuse what takes GPUs, for a model on the CPU."""
     tp_size = settings.tensor_parallel
-    if tp_size > 1 and settings.wished_link not in (None, "shared"):
+    if tp_size > 1 and settings.wished_link == "local":
         raise SettingsError(
             f"tensor_parallel={tp_size} with link {settings.wished_link} splits a model over GPUs, "
             f"and this one is on cpu; use --cache-ranks {tp_size}, or --tp 1, or --device cuda on "

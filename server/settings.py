@@ -63,7 +63,8 @@ class ServeSettings(BaseModel):
     cache_rank_address: str | None = Field(
         None,
         description="tcp://HOST:PORT of a cache rank that `tandemkv cache-rank --address` serves, "
-        "on another host or here (transport message). HOST may be a name.",
+        "on another host or here (transport message). HOST may be a name. Several, with commas, "
+        "have a part of the KV heads each, or with --tp those of a process each.",
     )
     link_keys: Path | None = Field(
         None, description="Folder of CURVE keys that `tandemkv link-keys` makes."
@@ -166,10 +167,19 @@ class ServeSettings(BaseModel):
         return "message" if self.cache_rank_address is not None else self.transport
 
     @property
+    def cache_rank_addresses(self) -> tuple[str, ...]:
+        """Addresses of cache ranks on other hosts, by their number; none for one host."""
+        if self.cache_rank_address is None:
+            return ()
+        return tuple(x.strip() for x in self.cache_rank_address.split(","))
+
+    @property
     def head_shards(self) -> int:
         """Cache ranks of each inference rank."""
-        is_shared = self.wished_link in (None, "shared")
-        return (self.cache_ranks or 1) // self.tensor_parallel or 1 if is_shared else 1
+        if self.wished_link == "local":
+            return 1
+        count = len(self.cache_rank_addresses) or self.cache_ranks or 1
+        return count // self.tensor_parallel or 1
 
     def placement_on(self, device: str, reason: str = "it was not decided here") -> Placement:
         """Return the placement that these settings lead to, with the model on `device`."""
@@ -245,10 +255,12 @@ class ServeSettings(BaseModel):
     def _check_message(self) -> None:
         """Refuse what link message has not, or lacks."""
         if self.cache_rank_address is not None:
-            LinkAddress.parse_peer(self.cache_rank_address)
-            if self.cache_ranks == 0 or self.transport not in (None, "message"):
+            for address in self.cache_rank_addresses:
+                LinkAddress.parse_peer(address)
+            others = self.cache_ranks not in (None, len(self.cache_rank_addresses))
+            if others or self.transport not in (None, "message"):
                 raise ValueError(
-                    "cache_rank_address is that of a cache rank met by messages; leave "
+                    "cache_rank_address is that of each cache rank, met by messages; leave "
                     "--cache-ranks and --transport out"
                 )
             if self.link_keys is None:
@@ -260,8 +272,6 @@ class ServeSettings(BaseModel):
             return
         for name, is_used, instead in (
             ("device=cuda", self.device == "cuda", "--device cpu, or --transport shared"),
-            ("tensor_parallel", self.tensor_parallel > 1, "--tp 1, or --transport shared"),
-            ("cache_ranks above 1", (self.cache_ranks or 1) > 1, "--cache-ranks 1"),
             ("evaluation", self.evaluation, "--transport shared, whose books are at hand"),
         ):
             if is_used:
@@ -271,14 +281,15 @@ class ServeSettings(BaseModel):
 
     def _check_cache_ranks(self) -> None:
         """Refuse a number of cache ranks that the link has no use for."""
-        given, tp_size = self.cache_ranks, self.tensor_parallel
+        tp_size = self.tensor_parallel
+        given = len(self.cache_rank_addresses) or self.cache_ranks
         if not given:
             return
-        if tp_size > 1 and given != tp_size:
+        if given % tp_size:
             raise ValueError(
                 f"cache_ranks={given} and tensor_parallel={tp_size}: each tensor-parallel rank has "
-                f"one cache rank of its own; use --cache-ranks {tp_size}, or 0 for none in a "
-                f"process of its own, or --tp {given}"
+                f"cache ranks of its own, as many as the others; use --cache-ranks {tp_size}, or a "
+                f"multiple of it, or 0 for none in a process of its own, or --tp {given}"
             )
         if self.head_shards > 1 and self.stress_selection:
             raise ValueError(

@@ -91,6 +91,6 @@ def make_policy(
             rotary=read_rotary(model_dir) if reads_rotary and model_dir is not None else None,
             share=found.share,
             clusters=found.clusters,
-            has_strided_pools=settings.placement.head_shards > 1,
+            has_strided_pools=settings.placement.shares_pool,
         )
     )

@@ -21,6 +21,11 @@ class HeadShard:
     index: int = 0
     count: int = 1
 
+    @classmethod
+    def of_rank(cls, rank: int, count: int) -> HeadShard:
+        """Return the part of cache rank `rank`, of `count` that each inference rank has."""
+        return cls(rank % count, count)
+
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this part of `tensor` along `dim`, a view; `count` divides its size there."""
         if self.count == 1:

@@ -94,6 +94,11 @@ class Placement(FrozenModel):
         return self.link == "message"
 
     @property
+    def shares_pool(self) -> bool:
+        """Whether the pool of a cache rank has KV heads of others as well."""
+        return self.head_shards > 1 and not self.has_far_host
+
+    @property
     def attends_to_pool(self) -> bool:
         """Whether the forward pass can attend to tokens that are not resident."""
         return not self.has_far_pool

@@ -22,6 +22,7 @@ names both by one list of slots (`RegionSizes.is_apart`).
 
 Several cache ranks of one inference rank (`RegionSizes.shard`) map one pool of all KV heads and one
 request table; each reads and writes its own heads there. Flags, ring and staging are made for each.
+On another host (link ``message``) each has a pool of its own heads instead.
 """
 
 from __future__ import annotations

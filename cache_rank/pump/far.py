@@ -191,10 +191,8 @@ class FarSender:
     def _put_sets(self, layer: int, rows: list[int]) -> None:
         side, book = self._side, self._side.program.book_of(layer)
         for row in rows:
-            parts = [side.tensors[name][layer, row] for name in ("resident_k", "resident_v")]
-            self._out.put(
-                Op.SET, layer, row, torch.stack([part[: side.num_resident] for part in parts])
-            )
+            parts = [part[layer, row] for part in side.resident]
+            self._out.put(Op.SET, layer, row, torch.stack(parts))
             if book is not None and self._sent is not None and self._positions is not None:
                 self._sent[book, row] = self._positions[book, row]
         self._put_weights([layer], rows)
@@ -210,18 +208,15 @@ class FarSender:
         if len(places):
             row, head, slot = index[places[:, 0]], places[:, 1], places[:, 2]
             self._out.put(Op.PLACES, layer, content=torch.stack([row, head, slot], 1).int())
-            parts = [
-                side.tensors[name][layer][row, slot, head] for name in ("resident_k", "resident_v")
-            ]
+            parts = [part[layer][row, slot, head] for part in side.resident]
             self._out.put(Op.ROWS, layer, content=torch.stack(parts))
         self._put_weights([layer], rows)
 
     def _put_weights(self, layers: list[int], rows: list[int]) -> None:
         if self._side.has_samples:
-            weights = self._side.tensors["sample_log_weight"]
             for layer in layers:
                 for row in rows:
-                    self._out.put(Op.WEIGHTS, layer, row, weights[layer, row])
+                    self._out.put(Op.WEIGHTS, layer, row, self._side.log_weight[layer, row])
 
     def _raise(self, flag: int, step: int) -> None:
         self._out.put(Op.RAISE, flag, step)

@@ -51,6 +51,7 @@ from tandemkv.cache_rank.protocol.messages import (
     Refused,
     Welcome,
 )
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX, most_bytes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -90,10 +91,14 @@ class FarPump:
         Of both ranks.
     door : Door
         Where inference ranks knock; K/V come to the same interface. Closed with the pump.
+    rank : int
+        Number of the cache rank, of all of the server; inference ranks that mean another are
+        refused, for it has other KV heads.
     """
 
-    def __init__(self, run_dir: RunDir, settings: RankSettings, door: Door) -> None:
+    def __init__(self, run_dir: RunDir, settings: RankSettings, door: Door, rank: int = 0) -> None:
         self._run_dir, self._settings, self._door = run_dir, settings, door
+        self._rank = rank
         self._kept, self._books, self._memory = MappedTensors(), MappedTensors(), 0
         self._guest: _Guest | None = None
         exchange = settings.exchange
@@ -155,6 +160,13 @@ class FarPump:
         if knock.protocol_version != PROTOCOL_VERSION:
             self._door.send(peer, refuse_version(knock.protocol_version))
             return
+        if knock.rank != self._rank:
+            text = (
+                f"cache rank {self._rank} is at this address, and {knock.rank} was asked for; name "
+                "the addresses in the order of --rank"
+            )
+            self._door.send(peer, Refused(field="rank", message=text))
+            return
         self._close_epoch("a new inference rank came")
         hello = msgspec.structs.replace(knock.hello, token=self._run_dir.token)
         control = ControlClient(self._run_dir)
@@ -202,9 +214,7 @@ class FarPump:
             is_apart=True,
         )
         kept, new = specs_by_life(hello.model, settings.selection, sizes, on_gpu=False)
-        told = checked_tensors(
-            meet.tensors, most_bytes(hello.model, settings.cache.capacity_tokens)
-        )
+        told = checked_tensors(meet.tensors, most_told(hello.model, settings))
         self._keep(kept, told)
         self._receive_tensors(meet, plane)
         ours = MappedTensors()
@@ -273,6 +283,17 @@ class FarPump:
         guest.control.close()
         if guest.session is not None:
             guest.session.close()
+
+
+def most_told(model: ModelSpec, settings: RankSettings) -> int:
+    """Return the most bytes for the prediction of queries: the weights of all heads come.
+
+    `model` has those of this cache rank.
+    """
+    whole = msgspec.structs.replace(
+        model, num_qo_heads=model.num_qo_heads * settings.placement.head_shards
+    )
+    return most_bytes(whole, settings.cache.capacity_tokens)
 
 
 def checked_tensors(told: Sequence[SpecMessage], most_bytes: int) -> tuple[TensorSpec, ...]:

@@ -156,11 +156,13 @@ class NearSender:
 class StagedSlots:
     """Which slots of the pool hold K/V on this host; the memory of others is given back.
 
-    Only when prompts begin: the inference rank waits then, so nobody writes.
+    Only when prompts begin: the inference rank waits then, so nobody writes. Pumps of several cache
+    ranks give back the same memory: all follow the same prompts, and each fetches its own heads, to
+    slots that none of them gives back.
     """
 
     def __init__(self, side: Side) -> None:
-        self._tensors, self._kv = side.tensors, side.kv
+        self._kv = side.tensors["kv"]
         self._is_here = torch.zeros(self._kv.shape[2], dtype=torch.bool)
         number = [spec.name for spec in side.tensors.specs].index("kv")
         self._file = mmap.mmap(side.tensors.descriptors[number], side.tensors.specs[number].nbytes)
@@ -225,21 +227,18 @@ class NearReceiver:
         elif op is Op.KV:
             side.write_kv(record, self._slots)
         elif op is Op.SET:
-            shape = tensors["resident_k"].shape[3:]
-            found = record.view(tensors["resident_k"].dtype, 2, side.num_resident, *shape)
-            for name, rows in zip(("resident_k", "resident_v"), found, strict=True):
-                tensors[name][a, b, : side.num_resident] = rows
+            shape, dtype = side.resident[0].shape[2:], side.resident[0].dtype
+            for out, rows in zip(side.resident, record.view(dtype, 2, *shape), strict=True):
+                out[a, b] = rows
         elif op is Op.PLACES:
             self._places = record.view(torch.int32, -1, 3).long()
         elif op is Op.ROWS:
             row, head, slot = self._places.unbind(1)
-            dim = tensors["resident_k"].shape[4]
-            found = record.view(tensors["resident_k"].dtype, 2, -1, dim)
-            for name, rows in zip(("resident_k", "resident_v"), found, strict=True):
-                tensors[name][a][row, slot, head] = rows
+            shape, dtype = side.resident[0].shape[4:], side.resident[0].dtype
+            for out, rows in zip(side.resident, record.view(dtype, 2, -1, *shape), strict=True):
+                out[a][row, slot, head] = rows
         elif op is Op.WEIGHTS:
-            weights = tensors["sample_log_weight"]
-            weights[a, b] = record.view(torch.float32, *weights.shape[2:])
+            side.log_weight[a, b] = record.view(torch.float32, *side.log_weight.shape[2:])
         elif op is Op.OUTPUT:
             out = tensors["outputs" if a else "remote_outputs"]
             found = record.view(out.dtype, -1, *out.shape[1:])

@@ -24,6 +24,7 @@ from tandemkv.cache_rank.protocol.errors import (
     ProtocolError,
     TandemKVError,
 )
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatServer
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
@@ -87,6 +88,8 @@ class NearPump:
         As for `Caller`.
     interface : str, optional
         Address of this host that K/V come to; by default the one that leads to the cache rank.
+    rank : int
+        Number of the cache rank, of all of the server.
 
     Raises
     ------
@@ -102,10 +105,12 @@ class NearPump:
         keys: KeyPair,
         server: bytes,
         interface: str | None = None,
+        rank: int = 0,
     ) -> None:
         self._run_dir, self._settings, self._exchange = run_dir, settings, settings.exchange
         self._address, self._keys, self._server = address, keys, server
-        self._interface = interface
+        self._interface, self._rank = interface, rank
+        self._shard = HeadShard.of_rank(rank, settings.placement.head_shards)
         self._session: PumpSession | None = None
         self._caller: Caller | None = None
         self._pulse = Pulse(self._exchange)
@@ -202,7 +207,7 @@ class NearPump:
         try:
             caller = Caller(self._address.resolved(), self._keys, self._server)
             bare = msgspec.structs.replace(hello, token=b"")
-            reply = caller.request(Knock(PROTOCOL_VERSION, bare), _TIMEOUT_S)
+            reply = caller.request(Knock(PROTOCOL_VERSION, bare, self._rank), _TIMEOUT_S)
             if not isinstance(reply, Admitted):
                 raise ProtocolError(f"Knock was answered with {type(reply).__name__}")
             self._heartbeat.expect(reply.welcome.epoch)
@@ -245,7 +250,8 @@ class NearPump:
             raise
         session = PumpSession(welcome.epoch, plane, connection, (tensors, made))
         program = program_of(hello, self._settings, welcome)
-        side = Side(tensors, program, self._settings.selection, session.is_over)
+        selection = self._settings.selection
+        side = Side(tensors, program, selection, session.is_over, self._shard)
         session.start(NearSender(side, plane).run, NearReceiver(side, plane).run)
         return session
 

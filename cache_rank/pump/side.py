@@ -9,6 +9,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex
@@ -35,6 +36,17 @@ class Side:
         Of both ranks.
     is_over : Callable
         Whether the epoch has ended.
+    shard : HeadShard
+        Of the KV heads of `tensors`, those that the two hosts exchange. Staging is of these alone.
+
+    Attributes
+    ----------
+    kv : torch.Tensor
+        ``[layers, 2, slots, H, D]``.
+    resident : tuple
+        K and V ``[layers, rows, R, H, D]`` of resident sets, which lie apart from the pool.
+    log_weight : torch.Tensor
+        ``[layers, rows, H, num_samples]``.
     """
 
     def __init__(
@@ -43,11 +55,17 @@ class Side:
         program: EngineProgram,
         selection: SelectionSettings,
         is_over: Callable[[], bool],
+        shard: HeadShard | None = None,
     ) -> None:
+        shard = shard or HeadShard()
         self.tensors, self.program, self.is_over = tensors, program, is_over
         self.at, self.flags = FlagIndex(program.num_layers), StepFlags(tensors["flags"])
-        self.table, self.kv = tensors["req_to_token"], tensors["kv"]
-        self.num_resident = selection.num_resident
+        self.table, self.kv = tensors["req_to_token"], shard.of(tensors["kv"], 3)
+        width = selection.num_resident
+        self.resident = tuple(
+            shard.of(tensors[name], 3)[:, :, :width] for name in ("resident_k", "resident_v")
+        )
+        self.log_weight = shard.of(tensors["sample_log_weight"], 2)
         self.has_samples = selection.num_samples > 0
         self._num_slots = int(self.kv.shape[2])
 
@@ -71,7 +89,7 @@ class Side:
 
     def put_kv(self, out: Outbox, layer: int, slots: torch.Tensor) -> None:
         """Send K/V of `layer` at ``slots [n]``, which were sent as `Op.SLOTS`, in pieces."""
-        per_slot = self.kv[layer, :, 0].nbytes
+        per_slot = self.kv[layer, :, :1].nbytes
         width = max(1, PIECE_BYTES // per_slot)
         for first in range(0, len(slots), width):
             out.put(

@@ -217,12 +217,13 @@ class SharedEngineService:
             text = f"{type(error).__name__}: {error}"[:_MAX_REASON]
             self._refuse(peer, Refused(field="cache_rank", message=text))
             return
+        placement = self._settings.placement
         sizes = RegionSizes(
             num_slots=self._num_slots(hello.page_size),
             num_rows=hello.max_rows + 1,
             page_size=hello.page_size,
-            is_apart=self._settings.placement.has_far_pool,
-            shard=self._shard,
+            is_apart=placement.has_far_pool,
+            shard=HeadShard() if placement.has_far_host else self._shard,  # of the pool here
         )
         welcome = self._welcome(epoch, policy, sizes)
         self._heartbeat.expect(epoch)
@@ -267,6 +268,7 @@ class SharedEngineService:
                 settings=self._settings,
                 model_dir=self._model_dir,
                 sizes=sizes,
+                shard=self._shard,
                 connection=connection,
                 tensors=tensors,
                 clock=self._clock,

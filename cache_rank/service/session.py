@@ -19,6 +19,7 @@ from tandemkv.cache_rank.protocol.descriptor_socket import wait_for_hang_up
 from tandemkv.cache_rank.protocol.engine import Engine, PredictQuery, measure_selection
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.fault_points import reach
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -55,6 +56,8 @@ class SharedSession:
         Its number.
     model, settings, model_dir, sizes
         Agreed on in the handshake.
+    shard : HeadShard
+        Of the heads that weights of the prediction are of, those of `model`.
     connection : socket.socket
         Ends with the inference rank.
     tensors : MappedTensors
@@ -80,6 +83,7 @@ class SharedSession:
         settings: RankSettings,
         model_dir: Path,
         sizes: RegionSizes,
+        shard: HeadShard,
         connection: socket.socket,
         tensors: MappedTensors,
         clock: BusyClock,
@@ -90,7 +94,7 @@ class SharedSession:
         self.number, self._clock = epoch, clock
         self._connection, self._tensors = connection, tensors
         pools = replace(pools_of(tensors, model, selection, sizes), allocate=self.made.allocate)
-        predict = _predictor(tensors, model, settings, sizes)
+        predict = _predictor(tensors, model, settings, shard)
         self.engine: Engine = create(
             model=model,
             settings=settings,
@@ -202,13 +206,13 @@ class SharedSession:
 
 
 def _predictor(
-    tensors: MappedTensors, model: ModelSpec, settings: RankSettings, sizes: RegionSizes
+    tensors: MappedTensors, model: ModelSpec, settings: RankSettings, shard: HeadShard
 ) -> PredictQuery:
     """Return a prediction with the weights that the inference rank has put beside the engine."""
     policy = find_policy(settings.selection.policy)
     if policy.capabilities.timing is not Timing.SAME_STEP_HIDDEN:
         return _predicts_nothing
-    return MappedPredictor(tensors, model.num_layers, sizes.shard)
+    return MappedPredictor(tensors, model.num_layers, shard)
 
 
 def _predicts_nothing(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from tandemkv.cache_rank.protocol.messages import (
     Welcome,
 )
 
+RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 Place = Annotated[bytes, msgspec.Meta(max_length=1024)]
 """Where an end of the data plane is met, as gloo writes it."""
 
@@ -34,10 +35,14 @@ class _Letter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Knock(_Letter, frozen=True, tag=21):
-    """Ask for an epoch; `hello` is the inference rank's, without its token."""
+    """Ask for an epoch; `hello` is the inference rank's, without its token.
+
+    `rank` is the number of the cache rank that is meant, of all of the server.
+    """
 
     protocol_version: Id
     hello: Hello
+    rank: RankNumber = 0
 
 
 class _AnyKnock(msgspec.Struct, frozen=True, array_like=True, tag=21):

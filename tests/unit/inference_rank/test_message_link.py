@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from clusters import write_clusters
 from shared_forward import Engines, Forward, settings_of
 from tiny_model import write_model
 
+from tandemkv.cache_rank.protocol.errors import HandshakeRefusedError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.message.door import Door
 from tandemkv.cache_rank.protocol.message.keys import (
@@ -42,12 +43,15 @@ _SELECTION = {"index_dtype": "int8", "sample_tokens": 8}
 
 
 class FarForward(Forward):
-    """The K/V of earlier prompts are on the other host alone."""
+    """The K/V of earlier prompts are on the other host alone, or on several, each its heads."""
 
-    pumps: Pumps
+    pumps: Sequence[Pumps]
+
+    def far_kv(self) -> torch.Tensor:
+        return torch.cat([pumps.far._kept["kv"] for pumps in self.pumps], dim=3)
 
     def attended(self, layer: int, query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        here, self.kept = self.kept, self.pumps.far._kept
+        here, self.kept = self.kept, {"kv": self.far_kv()}  # type: ignore[assignment]
         try:
             return super().attended(layer, query, lengths)
         finally:
@@ -55,11 +59,13 @@ class FarForward(Forward):
 
 
 class Pumps:
-    """Both pumps, as threads of this process, on two addresses of it."""
+    """Both pumps of a cache rank, as threads of this process, on two addresses of it."""
 
-    def __init__(self, near: RunDir, far: RunDir, settings: RankSettings, keys: Path) -> None:
-        make_keys(keys)
-        self._of_far = far, settings, keys
+    def __init__(
+        self, near: RunDir, far: RunDir, settings: RankSettings, keys: Path, rank: int = 0,
+        far_rank: int | None = None,
+    ) -> None:  # fmt: skip
+        self._of_far = far, settings, keys, rank if far_rank is None else far_rank
         self._running: list[tuple[threading.Event, threading.Thread]] = []
         self._address = LinkAddress("127.0.0.3", 0)
         self._start_far()
@@ -70,6 +76,7 @@ class Pumps:
             own_keys(keys, INFERENCE_RANK),
             public_key(keys, CACHE_RANK),
             "127.0.0.2",
+            rank=rank,
         )
         self._start(self.near)
 
@@ -83,9 +90,9 @@ class Pumps:
             self._stop(0)
 
     def _start_far(self) -> None:
-        far, settings, keys = self._of_far
+        far, settings, keys, rank = self._of_far
         door = Door(self._address, own_keys(keys, CACHE_RANK), allowed_keys(keys))
-        self._address, self.far = door.address, FarPump(far, settings, door)
+        self._address, self.far = door.address, FarPump(far, settings, door, rank)
         self._start(self.far)
 
     def _start(self, pump: FarPump | NearPump) -> None:
@@ -102,18 +109,22 @@ class Pumps:
 @contextmanager
 def _played(folder: Path, settings: RankSettings) -> Iterator[tuple[FarForward, Engines]]:
     near, far = RunDir.create(folder / "near"), RunDir.create(folder / "far")
-    model_dir = write_model(folder / "model")
-    engines = Engines(far, model_dir, settings)
-    pumps = Pumps(near, far, settings, folder / "keys")
+    model_dir, keys = write_model(folder / "model"), folder / "keys"
+    make_keys(keys)
+    engines, pumps = list[Engines](), list[Pumps]()
     try:
+        for rank in range(settings.placement.head_shards):
+            here, there = (x.of_rank(rank, create=True) for x in (near, far))
+            engines.append(Engines(there, model_dir, settings, rank))
+            pumps.append(Pumps(here, there, settings, keys, rank))
         played = FarForward(near, model_dir, settings)
         played.pumps = pumps
-        yield played, engines
+        yield played, engines[-1]
         played.connection.close()
         played.kept.close()
     finally:
-        pumps.close()
-        engines.close()
+        for each in (*pumps, *engines):
+            each.close()
 
 
 def _shared(
@@ -160,6 +171,37 @@ def test_an_exact_layer_that_others_follow(tmp_path: Path) -> None:
     _compare(tmp_path, "kascade", _SELECTION | {"anchors": (0, 1), "exact_layers": (0,)})
 
 
+@pytest.mark.parametrize("policy", ["oracle", "quest", "lfps"])
+def test_two_cache_ranks_with_a_kv_head_each(tmp_path: Path, policy: str) -> None:
+    """What is attended to, samples included, is that of one cache rank."""
+    selection = dict(_SELECTION) if policy == "oracle" else {"index_dtype": "int8"}
+    if policy == "lfps":
+        pytest.importorskip("numba")
+        selection = {"exact_layers": ()}
+    want = _shared(tmp_path, policy, two_gpus=policy != "lfps", **selection)
+    placement = {"link": "message", "two_gpus": True, "head_shards": 2}
+    with _played(tmp_path, settings_of(policy, placement, **selection)) as (played, _):
+        _same(played.run(), want)
+        assert played.num_lost == 0
+        own = [pumps.far._kept["kv"].shape[3] for pumps in played.pumps]
+        assert own == [1, 1], "each host has the K/V of its own heads, and no others"
+
+
+def test_another_cache_rank_than_the_one_that_is_meant_is_refused(tmp_path: Path) -> None:
+    placement: dict[str, object] = {"link": "message", "two_gpus": True, "head_shards": 2}
+    settings = settings_of("oracle", placement, **_SELECTION)
+    make_keys(tmp_path / "keys")
+    near, far = (RunDir.create(tmp_path / name) for name in ("near", "far"))
+    model_dir = write_model(tmp_path / "model")
+    near.of_rank(1, create=True)
+    pumps = Pumps(near, far, settings, tmp_path / "keys", far_rank=1)
+    try:
+        with pytest.raises(HandshakeRefusedError, match="cache rank 1 is at this address"):
+            FarForward(near, model_dir, settings)
+    finally:
+        pumps.close()
+
+
 @pytest.mark.parametrize("policy", ["sfi", "sync_kv", "lfps"])
 def test_policies_that_attend_to_tokens_that_are_not_here(tmp_path: Path, policy: str) -> None:
     """In slow steps, or themselves; on one host all of it is at hand."""
@@ -174,8 +216,10 @@ def test_policies_that_attend_to_tokens_that_are_not_here(tmp_path: Path, policy
     _compare(tmp_path, policy, selection, two_gpus=False)
 
 
-def test_a_killed_cache_rank(tmp_path: Path) -> None:
-    settings = settings_of("last_query", {"link": "message", "two_gpus": True}, **_SELECTION)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_killed_cache_rank(tmp_path: Path, num_shards: int) -> None:
+    placement = {"link": "message", "two_gpus": True, "head_shards": num_shards}
+    settings = settings_of("last_query", placement, **_SELECTION)
     with _played(tmp_path, settings) as (played, engines):
         want, rng = played.run(), random.Random(3)
 
@@ -192,15 +236,18 @@ def test_a_killed_cache_rank(tmp_path: Path) -> None:
         assert played.num_lost == 2
 
 
-def test_a_host_that_has_lost_the_k_and_v_is_noticed(tmp_path: Path) -> None:
-    settings = settings_of("last_query", {"link": "message", "two_gpus": True}, **_SELECTION)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_host_that_has_lost_the_k_and_v_is_noticed(tmp_path: Path, num_shards: int) -> None:
+    placement = {"link": "message", "two_gpus": True, "head_shards": num_shards}
+    settings = settings_of("last_query", placement, **_SELECTION)
     with _played(tmp_path, settings) as (played, _):
         want, connection = played.run(), played.connection
-        played.pumps.lose_far()
+        played.pumps[-1].lose_far()
         deadline = time.monotonic() + 30
         while connection.lost_reason is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        connection.leave("another cache rank is lost")
         played.link.rewind()
         for _ in range(2):
             opened = connection.open_connection(timeout_s=60)
@@ -216,14 +263,18 @@ def test_a_host_that_has_lost_the_k_and_v_is_noticed(tmp_path: Path) -> None:
         _same(played.run(), want)
 
 
-def test_k_and_v_of_earlier_prompts_are_not_kept_and_come_back(tmp_path: Path) -> None:
-    settings = settings_of("oracle", {"link": "message", "two_gpus": True}, **_SELECTION)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_k_and_v_of_earlier_prompts_are_not_kept_and_come_back(
+    tmp_path: Path, num_shards: int
+) -> None:
+    placement = {"link": "message", "two_gpus": True, "head_shards": num_shards}
+    settings = settings_of("oracle", placement, **_SELECTION)
     with _played(tmp_path, settings) as (played, _):
         played.begin()
         name = [spec.name for spec in played.kept.specs].index("kv")
         descriptor = played.kept.descriptors[name]
         slots = played.slots[0, :90].long()
-        want = played.pumps.far._kept["kv"][:, :, slots].clone()
+        want = played.far_kv()[:, :, slots].clone()
         assert want.count_nonzero() > 0
         first = os.fstat(descriptor).st_blocks
         played.link.begin_extend([_row(played, 1, prefix=90, length=91)])

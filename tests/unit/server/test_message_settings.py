@@ -18,6 +18,7 @@ from tandemkv.server.message_launch import message_launches, with_own_link
 from tandemkv.server.settings import ServeSettings
 
 _ADDRESS = "tcp://127.0.0.1:7400"
+_TWO = f"{_ADDRESS}, tcp://cache-rank-1:7400"
 
 
 def _settings(**given: Any) -> ServeSettings:
@@ -28,14 +29,16 @@ def _settings(**given: Any) -> ServeSettings:
     ("given", "said"),
     [
         ({"transport": "message", "device": "cuda"}, "--device cpu"),
-        ({"transport": "message", "tensor_parallel": 2, "cache_ranks": 2}, "--tp 1"),
-        ({"transport": "message", "cache_ranks": 2}, "--cache-ranks 1"),
+        ({"transport": "message", "tensor_parallel": 2, "cache_ranks": 3}, "--cache-ranks 2,"),
         ({"transport": "message", "evaluation": True}, "--transport shared"),
         ({"cache_rank_address": _ADDRESS}, "add --link-keys"),
         ({"cache_rank_address": "127.0.0.1:1", "link_keys": "k"}, "tcp://HOST:PORT"),
         ({"cache_rank_address": "tcp://0.0.0.0:1", "link_keys": "k"}, "every interface"),
         ({"cache_rank_address": _ADDRESS, "link_keys": "k", "cache_ranks": 0}, "leave"),
         ({"cache_rank_address": _ADDRESS, "link_keys": "k", "transport": "shared"}, "leave"),
+        ({"cache_rank_address": _TWO, "link_keys": "k", "cache_ranks": 3}, "leave"),
+        ({"cache_rank_address": _TWO, "link_keys": "k", "tensor_parallel": 3}, "--tp 2"),
+        ({"cache_rank_address": f"{_ADDRESS},", "link_keys": "k"}, "tcp://HOST:PORT"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], said: str) -> None:
@@ -52,6 +55,15 @@ def test_an_address_means_the_link() -> None:
     assert "another host" in placement.describe()
 
 
+@pytest.mark.parametrize(("tp_size", "num_shards"), [(1, 2), (2, 1)])
+def test_each_address_is_a_cache_rank(tp_size: int, num_shards: int) -> None:
+    found = _settings(cache_rank_address=_TWO, link_keys="k", tensor_parallel=tp_size)
+    assert found.cache_rank_addresses == (_ADDRESS, "tcp://cache-rank-1:7400")
+    placement = found.rank_settings.placement
+    assert (placement.num_cache_ranks, placement.head_shards) == (2, num_shards)
+    assert not placement.shares_pool
+
+
 def test_the_other_host_may_have_a_name() -> None:
     found = _settings(cache_rank_address="tcp://tandemkv-cache-rank:7400", link_keys="k")
     assert found.wished_link == "message"
@@ -63,25 +75,28 @@ def test_addresses_that_may_come_are_passed_on(
     found: list[Any] = []
     monkeypatch.setattr(message_launch, "run_far_rank", lambda *given: found.append(given))
     words = ["cache-rank", "--model", "smollm2", "--run-dir", str(tmp_path), "--address", _ADDRESS]
-    for more in ([], ["--allow", "10.0.0.1,10.0.0.3"]):
+    for more in ([], ["--allow", "10.0.0.1,10.0.0.3", "--rank", "1"]):
         assert CliRunner().invoke(app, [*words, *more]).exit_code == 0
-    assert [given[2:4] for given in found] == [
-        (_ADDRESS, []),
-        (_ADDRESS, ["10.0.0.1", "10.0.0.3"]),
+    assert [(*given[2:4], given[5]) for given in found] == [
+        (_ADDRESS, [], 0),
+        (_ADDRESS, ["10.0.0.1", "10.0.0.3"], 1),
     ]
 
 
-def test_both_ends_here_have_keys_and_an_address_of_their_own(tmp_path: Path) -> None:
+def test_both_ends_here_have_keys_and_addresses_of_their_own(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "run")
-    settings = with_own_link(_settings(transport="message"), run_dir)
-    assert settings.cache_rank_address is not None
-    assert settings.cache_rank_address.startswith("tcp://127.0.0.1:")
-    far, near = message_launches(settings, run_dir, is_far_here=True)
-    assert far.spec is not None
-    assert near.spec is not None
-    assert far.spec.argv[-2:] == ("--address", settings.cache_rank_address)
-    assert "pump" in near.spec.argv
-    (only,) = message_launches(settings, run_dir, is_far_here=False)
-    assert only.spec == near.spec
+    settings = with_own_link(_settings(transport="message", cache_ranks=2), run_dir)
+    assert len(set(settings.cache_rank_addresses)) == 2
+    assert all(x.startswith("tcp://127.0.0.1:") for x in settings.cache_rank_addresses)
+    launches = message_launches(settings, run_dir, is_far_here=True)
+    specs = [launch.spec for launch in launches if launch.spec is not None]
+    assert [spec.name for spec in specs] == ["cache rank", "cache rank 1", "pump", "pump 1"]
+    for rank, (far, near) in enumerate(zip(specs[:2], specs[2:], strict=True)):
+        assert settings.cache_rank_addresses[rank] in far.argv
+        assert "pump" in near.argv
+        for spec in (far, near):
+            assert ("--rank" in spec.argv) is (rank > 0)
+    assert len({spec.log_path for spec in specs}) == 4
+    assert [x.spec for x in message_launches(settings, run_dir, is_far_here=False)] == specs[2:]
     run_dir.clear()
     assert not list((tmp_path / "run").iterdir()), "nothing is left"

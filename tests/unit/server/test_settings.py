@@ -176,7 +176,7 @@ _INSTEAD_OF_PEER = ["transport=peer", "is gone", "use --cache-ranks 1 --transpor
             "",
             {},
             {"cache_ranks": "1", "tensor_parallel": "4"},
-            ["one cache rank of its own", "use --cache-ranks 4,"],
+            ["cache ranks of its own", "use --cache-ranks 4,"],
         ),
         ("transport: peer", {}, {}, ["serve.yaml", *_INSTEAD_OF_PEER]),
         (
