@@ -67,6 +67,18 @@ def wants_logs(run_dir: RunDir) -> bool:
     return (run_dir.path / _KEEP_LOGS_FILE).exists()
 
 
+def clean_run_dir(run_dir: RunDir, *, is_ours: bool, keep_logs: bool) -> None:
+    """Remove the run directory; of one that the user gave, what we put there.
+
+    The logs stay if `keep_logs` or a process of a split launch wants it, and in a directory that
+    the user gave.
+    """
+    if is_ours and not (keep_logs or wants_logs(run_dir)):
+        run_dir.remove()
+    else:
+        run_dir.clear()
+
+
 def cache_rank_launches(
     settings: ServeSettings,
     run_dir: RunDir,

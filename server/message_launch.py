@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import signal
@@ -37,6 +38,7 @@ from .cache_rank_launch import (
     cache_rank_detail,
     cache_rank_launch,
     cache_rank_pulse,
+    clean_run_dir,
     restart_rules,
 )
 from .child_process import ChildSpec
@@ -131,14 +133,14 @@ def run_pump(settings: ServeSettings, path: Path, rank: int = 0) -> None:
 
 def run_far_rank(
     settings: ServeSettings, path: Path, address: str, hosts: Sequence[str], console: Console,
-    rank: int = 0,
+    rank: int = 0, *, verbose: bool = False,
 ) -> None:  # fmt: skip
     """Serve inference ranks of other hosts at `address`, with a cache rank in `path`.
 
     Parameters
     ----------
     settings : ServeSettings
-        Those of the inference rank.
+        Those of the inference rank. Without `run_dir` in them `path` is removed at the end.
     path : Path
         Run directory of the cache rank, on this host.
     address : str
@@ -149,11 +151,15 @@ def run_far_rank(
         Told what goes on.
     rank : int
         Number of the cache rank, of all of the server.
+    verbose : bool
+        Show the cache rank's log.
 
     Raises
     ------
     SettingsError, UnsupportedModelError
         Before anything is started.
+    CacheRankError
+        If the address cannot be bound.
     LaunchError
         If the cache rank did not become ready, or ended too often.
     """
@@ -169,7 +175,8 @@ def run_far_rank(
             f"rank={rank}: there are cache ranks 0 to {ours.placement.num_shards - 1} with these "
             "--cache-rank-address, --cache-ranks and --tp"
         )
-    run_dir = RunDir.create(path)
+    door = Door(where, own_keys(keys, CACHE_RANK), allowed_keys(keys), hosts)
+    is_ours, run_dir = settings.run_dir is None, RunDir.create(path)
     alone = settings.model_copy(
         update={
             "model": str(model_dir), "run_dir": run_dir.path, "cache_rank_address": None,
@@ -178,7 +185,6 @@ def run_far_rank(
     )  # fmt: skip
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(alone), encoding="utf-8")
-    door = Door(where, own_keys(keys, CACHE_RANK), allowed_keys(keys), hosts)
     serving = _Serving(FarPump(run_dir, ours, door, rank).run)
     plan = LaunchPlan(
         # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
@@ -189,12 +195,14 @@ def run_far_rank(
         rules=restart_rules(settings, "cpu"),
         drain_timeout_s=settings.drain_timeout_s + INFERENCE_RANK_EXIT_S,
         exit_timeout_s=_CHILDREN_EXIT_S,
-        clean_up=lambda _: run_dir.clear(),
+        clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
+        # Whoever starts us again after SIGKILL may be in a directory that was given by then.
+        watched=(*run_dir.made, glob.escape(str(run_dir.path))) if is_ours else (),
         make_holder=serving.start,
         is_over=lambda: serving.has_ended,
         banner=f"cache rank at {door.address}",
     )
-    Launcher(plan, console).run()
+    Launcher(plan, console, verbose=verbose).run()
 
 
 class _Serving:

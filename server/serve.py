@@ -30,9 +30,9 @@ from .cache_rank_launch import (
     SplitLaunch,
     cache_rank_detail,
     cache_rank_launches,
+    clean_run_dir,
     restart_rules,
     status_detail,
-    wants_logs,
 )
 from .child_process import ChildSpec
 from .devices import cache_rank_device
@@ -247,18 +247,6 @@ def sglang_pulse(run_dir: RunDir, url: str) -> Pulse:
         raise StatusUnavailableError(f"{url}: {state.detail}")
     reply = request_status(run_dir.inference_socket, PULSE_TIMEOUT_S)
     return Pulse(is_ready=state.ready, stalled_s=reply.values["stalled_s"])
-
-
-def clean_run_dir(run_dir: RunDir, *, is_ours: bool, keep_logs: bool) -> None:
-    """Remove the run directory; of one that the user gave, what we put there.
-
-    The logs stay if `keep_logs` or a process of a split launch wants it, and in a directory that
-    the user gave.
-    """
-    if is_ours and not (keep_logs or wants_logs(run_dir)):
-        run_dir.remove()
-    else:
-        run_dir.clear()
 
 
 def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tandemkv.server import cache_rank_launch, torchrun
+from tandemkv.server import cache_rank_launch, message_launch, torchrun
+from tandemkv.server.child_process import ChildSpec
+from tandemkv.server.launch import CacheRankLaunch
 from tandemkv.server.liveness import Pulse
 from tandemkv.server.torchrun_roles import Role
 
@@ -24,8 +26,29 @@ def cache_rank_detail(_: Any) -> str | None:
     return None if Path(root, "cache.up").exists() else "cache is silent"
 
 
+def pulse(*_: Any) -> Pulse:
+    return Pulse(is_ready=True, stalled_s=0.0)
+
+
+def pumps(_: Any, run_dir: Any, **__: Any) -> tuple[CacheRankLaunch, ...]:
+    argv, log = fake("pump", "serve")(), run_dir.path / "pump.log"
+    spec = ChildSpec(name="pump", argv=argv, env=torchrun.os.environ, log_path=log)
+
+    def detail() -> str | None:
+        return None if Path(root, "pump.up").exists() else "pump is silent"
+
+    return (CacheRankLaunch(spec=spec, detail=detail, pulse=pulse),)
+
+
+def resolve_cache_rank(settings: Any, *_: Any) -> tuple[Any, Path]:
+    placed = {"placement": settings.placement_on("cpu", "test")}
+    return settings.model_copy(update=placed), Path(root)
+
+
 def fake_server() -> None:
-    for name in ("cache.up", "sglang.up"):  # of ranks that torchrun had before
+    # Of ranks that torchrun had before. A cache rank at an address may come before us.
+    met = "pump.up" if "--cache-rank-address" in arguments else "cache.up"
+    for name in (met, "sglang.up"):
         Path(root, name).unlink(missing_ok=True)
     from tandemkv.server import serve
     from tandemkv.server.preflight import ResolvedLaunch
@@ -45,17 +68,20 @@ def fake_server() -> None:
     patched: Any = serve
     patched.resolve_launch = resolve
     patched.sglang_argv = fake("sglang", "serve")
-    patched.cache_rank_detail = cache_rank_detail
+    patched.cache_rank_detail = lambda _: "nobody serves here"
     patched.server_state = state
-    patched.sglang_pulse = lambda *_: Pulse(is_ready=True, stalled_s=0.0)
+    patched.sglang_pulse = pulse
+    patched.message_launches = pumps
     patched.start_report = lambda _: None
 
 
 def main() -> None:
     launch: Any = cache_rank_launch
     launch.cache_rank_detail = cache_rank_detail
-    launch.cache_rank_pulse = lambda *_: Pulse(is_ready=True, stalled_s=0.0)
+    launch.cache_rank_pulse = pulse
     launch.cache_rank_argv = fake("cache", cache_mode)
+    message: Any = message_launch
+    message.resolve_cache_rank = resolve_cache_rank
     if torchrun.Worker.from_environment(torchrun.os.environ, "").role is Role.INFERENCE:
         fake_server()
     sys.argv[1:] = arguments

@@ -15,12 +15,15 @@ from tandemkv.cache_rank.protocol.heartbeat import StatusServer
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.server.cache_rank_launch import SETTINGS_FILE, cache_rank_pulse
+from tandemkv.server.cache_rank_launch import (
+    SETTINGS_FILE,
+    cache_rank_pulse,
+    clean_run_dir,
+)
 from tandemkv.server.liveness import Pulse
 from tandemkv.server.preflight import ResolvedLaunch
 from tandemkv.server.serve import (
     METRICS_VARIABLE,
-    clean_run_dir,
     make_plan,
     prepare_run_dir,
     sglang_folders,

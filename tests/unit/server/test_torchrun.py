@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from torchrun_processes import PATIENCE_S, Launched, launched_processes
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -22,122 +19,11 @@ from tandemkv.server.cache_rank_launch import SETTINGS_FILE, SplitLaunch
 from tandemkv.server.launch import LaunchError
 from tandemkv.server.torchrun import app, await_settings, cache_rank_plan
 
-SCRIPT = Path(__file__).with_name("fake_torchrun.py")
-PATIENCE_S = 60.0
-OPTIONS = (
-    *("smollm2", "--device", "cpu", "--cache-tokens", "4096", "--max-context", "2048"),
-    *("--max-restarts", "1", "--drain-timeout-s", "2"),
-)
-
-
-class Launched:
-    """torchrun's process, or processes in its place, over fake ranks in `root`."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.output = root / "output.log"
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def environment(self, **more: str) -> dict[str, str]:
-        of_torchrun = ("TORCHELASTIC", "RANK", "LOCAL_", "GROUP_")
-        env = {k: v for k, v in os.environ.items() if not k.startswith(of_torchrun)}
-        return env | {"XDG_RUNTIME_DIR": str(self.root), "TMPDIR": str(self.root)} | more
-
-    def start(self, argv: list[str], **more: str) -> None:
-        with self.output.open("ab") as file:
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-P", *argv],
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=self.environment(**more),
-                    start_new_session=True,
-                )
-            )
-
-    def start_torchrun(self, max_restarts: int) -> None:
-        self.start(
-            [
-                *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
-                *("--max-restarts", str(max_restarts)),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(self.root / "store")),
-                *("--rdzv-conf", "store_type=file", str(SCRIPT), str(self.root), "serve", *OPTIONS),
-            ],
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-        )
-
-    def start_workers(self, cache_mode: str, *options: str, count: int = 2) -> None:
-        """Start what torchrun would; the test is the agent."""
-        for rank in range(count):
-            self.start(
-                [str(SCRIPT), str(self.root), cache_mode, *OPTIONS, *options],
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                LOCAL_WORLD_SIZE=str(count),
-                GROUP_WORLD_SIZE="1",
-                TORCHELASTIC_RUN_ID="none",
-                TORCHELASTIC_RESTART_COUNT="0",
-            )
-
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def pids(self, name: str = "") -> list[int]:
-        path = self.root / "pids"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [int(line.split()[1]) for line in lines if line.startswith(name)]
-
-    def workers(self) -> list[psutil.Process]:
-        """By rank."""
-        below = psutil.Process(self.processes[0].pid).children()
-        return sorted(below, key=lambda process: int(process.environ()["RANK"]))
-
-    def run_dirs(self) -> list[Path]:
-        return list(self.root.glob("tandemkv-*"))
-
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, self.text()
-            time.sleep(0.05)
-
-    def wait_ready(self, count: int = 1) -> None:
-        def is_ready() -> bool:
-            assert not any(process.poll() for process in self.processes), self.text()
-            return self.text().count("Ctrl-C stops") == count
-
-        self.wait_for(is_ready)
-
-    def wait(self) -> list[int]:
-        return [process.wait(PATIENCE_S) for process in self.processes]
-
-    def assert_nothing_left(self, *more: psutil.Process) -> None:
-        def is_alive(pid: int) -> bool:
-            try:
-                return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-            except psutil.NoSuchProcess:
-                return False
-
-        pids = [*self.pids(), *(process.pid for process in more)]
-        self.wait_for(lambda: not any(map(is_alive, pids)))
-        self.wait_for(lambda: not self.run_dirs())
-
 
 @pytest.fixture
 def launched() -> Iterator[Launched]:
-    root = Path(tempfile.mkdtemp(prefix="tkv-"))  # short: sockets lie in it
-    found = Launched(root)
-    yield found
-    left = [*found.pids()]
-    for process in found.processes:
-        if process.poll() is None:
-            left += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-            process.kill()
-        process.wait()
-    for pid in left:
-        if psutil.pid_exists(pid):
-            os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(root)
+    with launched_processes() as found:
+        yield found
 
 
 def test_torchrun_ends_all_when_one_of_its_processes_is_killed(launched: Launched) -> None:
@@ -223,7 +109,8 @@ def test_a_cache_rank_that_ends_too_often_is_reported_and_its_log_stays(
     ("options", "count", "said"),
     [
         (("--cache-ranks", "1"), 3, "started 3 processes, and these settings have 2"),
-        (("--tp", "2"), 3, "is not available under torchrun in this version; use `tandemkv serve`"),
+        (("--tp", "2"), 2, "started 2 processes, and these settings have 3"),
+        (("--transport", "message"), 2, "has to know where the cache ranks listen"),
         (("--cache-ranks", "0"), 2, "started 2 processes, and these settings have 1"),
         (("--no-such-option",), 2, "No such option"),
     ],
@@ -249,6 +136,8 @@ def test_without_torchrun_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) 
 def test_help_is_that_of_serve() -> None:
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).stdout
     for part in ("N is 1 + C", "--cache-ranks", "--tp", "--api-key-file", "SGLANG ARGS"):
+        assert part in text
+    for part in ("--nnodes M", "--cache-rank-address tcp://IP:PORT", "--link-keys"):
         assert part in text
 
 
@@ -332,4 +221,13 @@ def test_four_processes_of_torchrun_are_one_server(launched: Launched) -> None:
     launched.wait_for(lambda: len(launched.pids("cache")) == 3)
     os.kill(launched.processes[0].pid, signal.SIGTERM)
     assert launched.wait() == [0, 0, 0, 0]
+    launched.assert_nothing_left()
+
+
+def test_tensor_parallel_ranks_have_a_process_for_each_cache_rank(launched: Launched) -> None:
+    launched.start_workers("serve", "--tp", "2", count=3)
+    launched.wait_ready()
+    launched.wait_for(lambda: len(launched.pids("cache")) == 2)
+    os.kill(launched.processes[0].pid, signal.SIGTERM)
+    assert launched.wait() == [0, 0, 0]
     launched.assert_nothing_left()

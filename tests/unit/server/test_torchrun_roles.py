@@ -17,6 +17,7 @@ from tandemkv.server.torchrun_roles import (
     Role,
     Worker,
     agent_of,
+    check_is_here,
     check_processes,
     drain_within,
     forget_torchrun,
@@ -46,12 +47,32 @@ def settings(**values: Any) -> ServeSettings:
     return ServeSettings(model="smollm2", **values)
 
 
+def of_host(worker: Worker, count: int, rank: int = 1) -> Worker:
+    """One of `count` processes, all on one host."""
+    return replace(
+        worker, rank=rank, local_rank=rank, world_size=count, local_world_size=count, num_nodes=1
+    )
+
+
+def of_nodes(worker: Worker, count: int, rank: int = 1) -> Worker:
+    """One of `count` processes, each on a node of its own."""
+    return replace(
+        worker, rank=rank, local_rank=0, world_size=count, local_world_size=1, num_nodes=count
+    )
+
+
+def addressed(count: int, **values: Any) -> ServeSettings:
+    """Settings of `count` cache ranks at addresses."""
+    addresses = ",".join(f"tcp://127.0.0.{2 + n}:7400" for n in range(count))
+    return settings(cache_rank_address=addresses, link_keys=Path("keys"), **values)
+
+
 def test_the_first_process_has_sglang_and_the_second_the_cache_rank(second: Worker) -> None:
     assert second.role is Role.CACHE
     assert replace(second, rank=0, local_rank=0).role is Role.INFERENCE
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"])
 def test_what_torchrun_sets_is_required(name: str) -> None:
     rest = {key: text for key, text in ENVIRONMENT.items() if key != name}
     with pytest.raises(SettingsError, match=rf"here '{name}' is wrong or missing.*torchrun"):
@@ -107,7 +128,12 @@ def test_children_hear_nothing_of_the_group() -> None:
 
 @pytest.mark.parametrize(
     ("given", "implied"),
-    [({}, 1), ({"cache_ranks": 0}, None), ({"transport": "local"}, None)],
+    [
+        ({}, 1),
+        ({"cache_ranks": 0}, None),
+        ({"transport": "local"}, None),
+        ({"cache_rank_address": "tcp://127.0.0.2:7400", "link_keys": "keys"}, None),
+    ],
 )
 def test_cache_ranks_follow_from_the_processes_if_open(
     second: Worker, given: dict[str, Any], implied: int | None
@@ -116,7 +142,7 @@ def test_cache_ranks_follow_from_the_processes_if_open(
 
 
 def test_each_other_process_is_a_cache_rank(second: Worker) -> None:
-    last = replace(second, rank=3, local_rank=3, local_world_size=4)
+    last = of_host(second, 4, rank=3)
     assert open_cache_ranks(settings(), last) == 3
     check_processes(settings(cache_ranks=3), last)
     assert (second.cache_rank, last.cache_rank) == (0, 2)
@@ -130,33 +156,95 @@ def test_each_other_process_is_a_cache_rank(second: Worker) -> None:
         ({"transport": "shared"}, 2),
         ({"cache_ranks": 0}, 1),
         ({"cache_ranks": 0, "tensor_parallel": 4}, 1),
+        ({"cache_ranks": 2, "tensor_parallel": 2}, 3),
+        ({"cache_ranks": 4, "tensor_parallel": 2}, 5),
     ],
 )
 def test_there_is_a_process_for_each_role(
     second: Worker, given: dict[str, Any], count: int
 ) -> None:
-    check_processes(settings(**given), replace(second, local_world_size=count))
+    check_processes(settings(**given), of_host(second, count))
     for other in {1, 2, 3, 5} - {count}:
         with pytest.raises(SettingsError) as error:
-            check_processes(settings(**given), replace(second, local_world_size=other))
+            check_processes(settings(**given), of_host(second, other))
         assert f"torchrun started {other} processes" in str(error.value)
         assert f"use --nproc-per-node {count}" in str(error.value)
 
 
-def test_tensor_parallel_ranks_with_cache_ranks_are_refused_in_words(second: Worker) -> None:
-    for count, given in ((3, {"cache_ranks": 2}), (3, {}), (2, {"transport": "shared"})):
-        worker = replace(second, local_world_size=count)
-        parallel = settings(tensor_parallel=2, **given)
-        assert open_cache_ranks(parallel, worker) is None
-        with pytest.raises(SettingsError, match=r"under torchrun .*`tandemkv serve`, .*ranks 0"):
+@pytest.mark.parametrize(("count", "implied"), [(1, 0), (3, 2), (5, 4), (2, None), (4, None)])
+def test_tensor_parallel_ranks_share_the_other_processes(
+    second: Worker, count: int, implied: int | None
+) -> None:
+    """Left open, there are as many cache ranks as other processes, if --tp divides them."""
+    worker, parallel = of_host(second, count, rank=0), settings(tensor_parallel=2)
+    assert open_cache_ranks(parallel, worker) == implied
+    if implied is None:
+        with pytest.raises(SettingsError, match="--nproc-per-node 3"):
             check_processes(parallel, worker)
-    alone = replace(second, local_world_size=1)
-    assert open_cache_ranks(settings(tensor_parallel=2), alone) == 0
+    else:
+        check_processes(settings(tensor_parallel=2, cache_ranks=implied), worker)
 
 
-def test_nodes_beyond_one_are_refused_in_words(second: Worker) -> None:
-    with pytest.raises(SettingsError, match=r"--nnodes 2: .* memory of one host.*--standalone"):
-        check_processes(settings(cache_ranks=1), replace(second, num_nodes=2))
+@pytest.mark.parametrize("given", [{"cache_ranks": 1}, {"cache_ranks": 0}, {}])
+def test_nodes_that_share_no_memory_are_refused_in_words(
+    second: Worker, given: dict[str, Any]
+) -> None:
+    with pytest.raises(SettingsError) as error:
+        check_processes(settings(**given), of_nodes(second, 2))
+    for part in (
+        "--nnodes 2: link",
+        "needs one host",
+        "tensor parallelism over several nodes is not offered",
+        "--cache-rank-address and --link-keys",
+        "--standalone",
+    ):
+        assert part in str(error.value)
+
+
+def test_messages_without_addresses_are_refused_in_words(second: Worker) -> None:
+    for worker in (of_host(second, 2), of_nodes(second, 2)):
+        with pytest.raises(SettingsError, match=r"has to know .*--cache-rank-address .*--link"):
+            check_processes(settings(transport="message"), worker)
+
+
+@pytest.mark.parametrize("values", [{}, {"tensor_parallel": 2}, {"cache_ranks": 2}])
+def test_each_address_has_a_process_on_whatever_node(
+    second: Worker, values: dict[str, Any]
+) -> None:
+    found = addressed(2, **values)
+    mixed = replace(second, rank=2, local_rank=1, world_size=3, local_world_size=2, num_nodes=2)
+    for worker in (of_host(second, 3), of_nodes(second, 3), mixed):
+        assert open_cache_ranks(found, worker) is None
+        check_processes(found, worker)
+    for count in (1, 2, 4):
+        with pytest.raises(SettingsError) as error:
+            check_processes(found, of_nodes(second, count))
+        assert f"started {count} processes on {count} nodes" in str(error.value)
+        assert "use --nnodes 3 --nproc-per-node 1" in str(error.value)
+
+
+def test_a_process_cannot_listen_at_a_name(second: Worker) -> None:
+    named = settings(cache_rank_address="tcp://node2:7400", link_keys=Path("keys"))
+    with pytest.raises(SettingsError, match="IP address"):
+        check_processes(named, of_nodes(second, 2))
+
+
+def test_an_address_of_another_host_is_refused_with_what_decides_ranks(second: Worker) -> None:
+    check_is_here("tcp://127.0.0.3:7400", second)
+    with pytest.raises(SettingsError, match=r"for rank 1 of torchrun.*--node-rank"):
+        check_is_here("tcp://192.0.2.1:7400", second)  # of nobody: RFC 5737
+
+
+def test_run_directories_of_addressed_cache_ranks_are_their_own(second: Worker) -> None:
+    third, launch = replace(second, rank=2), second.launch
+    found = [worker.cache_rank_dir(None) for worker in (second, third)]
+    assert [path.name for path in found] == [
+        f"{launch.run_dir.name}-cache0",
+        f"{launch.run_dir.name}-cache1",
+    ]
+    assert {path.parent for path in found} == {launch.run_dir.parent}
+    given = [worker.cache_rank_dir(Path("/run/mine")) for worker in (second, third)]
+    assert given == [Path("/run/mine-cache0"), Path("/run/mine-cache1")]
 
 
 def test_gpus_by_process_are_refused(second: Worker) -> None:
