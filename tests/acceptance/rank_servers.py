@@ -36,6 +36,12 @@ SMALL_SELECTION = {
     "fetch_cap": 8,
 }
 """Resident sets much smaller than most prompts of the end-to-end tests."""
+SIZES = {
+    "max_running_requests": 6,
+    "chunked_prefill_size": CHUNK_TOKENS,
+    "cache": {"capacity_tokens": CAPACITY_TOKENS},
+}
+"""Settings that `ours` starts with, unless it is given others."""
 CPU_FLAGS = (
     *("--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"),
@@ -160,15 +166,7 @@ def ours(
     with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(admin_key)
     edge = {"admin_key_file": str(key_file)} | (settings or {}).get("edge", {})
-    tree = (
-        {
-            "max_running_requests": 6,
-            "chunked_prefill_size": CHUNK_TOKENS,
-            "cache": {"capacity_tokens": CAPACITY_TOKENS},
-        }
-        | (settings or {})
-        | {"edge": edge}
-    )
+    tree = SIZES | (settings or {}) | {"edge": edge}
     config = work / "settings.yaml"
     config.write_text(yaml.safe_dump(tree))
     argv = [

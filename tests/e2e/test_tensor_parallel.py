@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from agents import ENVIRONMENT, torchrun, workers
 from nothing_lost import (
     cache_ranks,
     killed_while_decoding,
@@ -134,3 +135,27 @@ def test_nothing_is_left(server: Server) -> None:
     assert run_dir is not None
     logs = {"cache_rank.log", "cache_rank1.log", "sglang.log"}
     assert {path.name for path in run_dir.iterdir()} == logs
+
+
+@pytest.mark.slow  # one more server of five processes
+def test_processes_of_torchrun_answer_the_same(
+    prompts: list[list[int]], of_one_rank: list[list[int]], tmp_path: Path
+) -> None:
+    """Left open, --cache-ranks follows from the processes. It comes when the server has ended."""
+    start = torchrun(tmp_path / "store", 1 + RANKS)
+    environ = ENVIRONMENT | {"TMPDIR": str(tmp_path)}
+    with ours(settings(tensor_parallel=RANKS), environ=environ, start=start) as found:
+        assert undisturbed(found, prompts, NEW_TOKENS) == of_one_rank
+        first, *others = workers(found.pid)
+        pids = [rank["info"]["pid"] for rank in cache_ranks(found)]
+        children = [[child.pid for child in other.children()] for other in others]
+        assert len(pids) == len(children) == RANKS
+        assert all(pid in own for pid, own in zip(pids, children, strict=True))
+        argvs = [child.cmdline() for child in first.children()]
+        assert sum("sglang.launch_server" in argv for argv in argvs) == 1
+        processes, run_dir = found.processes(), found.run_dir
+        os.kill(found.pid, signal.SIGTERM)
+        for process in processes:
+            process.wait(60)
+    assert run_dir is not None
+    assert {path.suffix for path in run_dir.iterdir()} == {".log"}

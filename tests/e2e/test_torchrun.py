@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both ranks as processes of torchrun, over HTTP, beside what ``tandemkv serve`` answers.
 
-One server for all of it, in this order. torchrun's rendezvous is a file, so it listens nowhere.
+One server for all of it, in this order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import sockets
+from agents import ENVIRONMENT, segments_of, torchrun, workers
 from exactness import compare, run
 from rank_servers import SMALL_SELECTION, Server, ours
 
@@ -26,16 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 END_S, PATIENCE_S = 30.0, 30.0
 LONG_TOKENS = 32
 SETTINGS = {"selection": SMALL_SELECTION}
-MODULE = "tandemkv.server.torchrun"
 OF_TORCHRUN = ("TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
-
-
-def torchrun(store: Path, processes: int) -> list[str]:
-    return [
-        *("-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(store)),
-        *("--rdzv-conf", "store_type=file", "-m", MODULE),
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +38,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(of_serve: list[Any], temporary: Path, tmp_path_factory: Any) -> Iterator[Server]:
     del of_serve  # that server has ended: never two at a time
     store = tmp_path_factory.mktemp("store") / "file"
-    environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(temporary)}
+    environ = ENVIRONMENT | {"TMPDIR": str(temporary)}
     with ours(SETTINGS, environ=environ, start=torchrun(store, 2)) as started:
         eventually(lambda: "Ctrl-C stops" in started.log.read_text(), "no banner")
         yield started
@@ -58,12 +49,6 @@ def eventually(condition: Any, complaint: str, timeout_s: float = PATIENCE_S) ->
     while not condition():
         assert time.monotonic() < deadline, complaint
         time.sleep(0.1)
-
-
-def workers(server: Server) -> list[psutil.Process]:
-    """Processes of torchrun, by rank."""
-    below = psutil.Process(server.pid).children()
-    return sorted(below, key=lambda process: int(process.environ()["RANK"]))
 
 
 def long_answer(server: Server, prompt: list[int]) -> list[int]:
@@ -87,7 +72,7 @@ def test_tokens_are_those_of_serve(
 
 
 def test_each_process_has_its_role_and_sglang_hears_nothing_of_torchrun(server: Server) -> None:
-    first, second = workers(server)
+    first, second = workers(server.pid)
     children = {first.pid: "sglang.launch_server", second.pid: "cache-rank"}
     for worker in (first, second):
         for child in worker.children():
@@ -109,13 +94,13 @@ def test_a_killed_cache_rank_is_started_again_by_its_process(
     server: Server, small_asked: list[list[int]]
 ) -> None:
     want = long_answer(server, small_asked[-1])
-    before, killed = workers(server), server.cache_rank_pid()
+    before, killed = workers(server.pid), server.cache_rank_pid()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(long_answer, server, small_asked[-1])
         eventually(lambda: rows(server) > 0, "the request does not start")
         os.kill(killed, signal.SIGKILL)
         assert answer.result(timeout=120) == want
-    assert workers(server) == before
+    assert workers(server.pid) == before
     again = psutil.Process(server.cache_rank_pid())
     assert again.pid != killed
     assert again.ppid() == before[1].pid
@@ -126,10 +111,7 @@ def test_sigterm_drains_and_leaves_nothing(
     server: Server, small_asked: list[list[int]], temporary: Path
 ) -> None:
     agent, processes = psutil.Process(server.pid), server.processes()
-    segments = set()
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            segments |= {item.path for item in process.memory_maps()}
+    segments = segments_of(processes)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(long_answer, server, small_asked[-1])
         eventually(lambda: rows(server) > 0, "the request does not start")
@@ -144,5 +126,4 @@ def test_sigterm_drains_and_leaves_nothing(
     assert {path.suffix for path in server.run_dir.iterdir()} == {".log"}
     # torchrun removes its own folder at no signal.
     assert [path for path in temporary.iterdir() if "torchelastic" not in path.name] == []
-    shared = [path for path in segments if path.startswith("/dev/shm/")]
-    assert [path for path in shared if Path(path).exists()] == []
+    assert [path for path in segments if path.exists()] == []

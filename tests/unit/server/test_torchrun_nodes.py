@@ -38,6 +38,12 @@ def wait_served(launched: Launched, cache_ranks: int = 1) -> None:
     launched.wait_for(lambda: launched.text().count("cache rank at tcp://") == cache_ranks)
 
 
+def end_first(launched: Launched) -> None:
+    launched.wait_for(lambda: "Ctrl-C stops" in launched.text())
+    launched.processes[0].terminate()
+    assert launched.processes[0].wait(PATIENCE_S) == 1
+
+
 def names(paths: list[Path]) -> list[str]:
     return sorted(path.name.rpartition("-")[2] for path in paths)
 
@@ -79,8 +85,7 @@ def test_a_cache_rank_that_ends_too_often_is_reported_and_its_log_stays(
     start(launched, "die")
     assert launched.processes[1].wait(PATIENCE_S) == 1
     assert "error: cache rank ended: exit code 3" in launched.text()
-    launched.processes[0].terminate()
-    assert launched.processes[0].wait(PATIENCE_S) == 1
+    end_first(launched)
     (run_dir,) = launched.run_dirs()
     assert names([run_dir]) == ["cache0"]
     assert [path.name for path in run_dir.iterdir()] == ["cache_rank.log"]
@@ -108,8 +113,7 @@ def test_an_address_of_another_host_ends_its_process(launched: Launched) -> None
     start(launched, "serve", address="tcp://192.0.2.1:7400")  # nobody's: RFC 5737
     assert launched.processes[1].wait(PATIENCE_S) == 2
     assert launched.text().count("is for rank 1 of torchrun") == 1
-    launched.processes[0].terminate()
-    assert launched.processes[0].wait(PATIENCE_S) == 1
+    end_first(launched)
     launched.assert_nothing_left()
 
 
@@ -120,6 +124,5 @@ def test_an_address_that_is_taken_leaves_nothing(launched: Launched) -> None:
         assert launched.processes[1].wait(PATIENCE_S) == 1
     assert f"address={address} cannot be bound" in launched.text()
     assert not any(path.name.endswith("-cache0") for path in launched.run_dirs())
-    launched.processes[0].terminate()
-    assert launched.processes[0].wait(PATIENCE_S) == 1
+    end_first(launched)
     launched.assert_nothing_left()
