@@ -51,7 +51,7 @@ class ServeSettings(BaseModel):
         ge=0,
         le=64,
         description="1: a cache rank beside SGLang, with --tp as many as that; on a CPU more, each "
-        "with a part of the KV heads; 0: inside SGLang's process. Default: what is predicted to be "
+        "with a part of its KV heads; 0: inside SGLang's process. Default: what is predicted to be "
         "faster, see `tandemkv plan`.",
     )
     transport: Link | None = Field(
