@@ -64,7 +64,7 @@ class ServeSettings(BaseModel):
         None,
         description="tcp://HOST:PORT of a cache rank that `tandemkv cache-rank --address` serves, "
         "on another host or here (transport message). HOST may be a name. Several, with commas, "
-        "have a part of the KV heads each, or with --tp those of a process each.",
+        "have a part of the KV heads each.",
     )
     link_keys: Path | None = Field(
         None, description="Folder of CURVE keys that `tandemkv link-keys` makes."

@@ -187,12 +187,16 @@ class Container:
 
     def _given(self) -> dict[str, str]:
         """Return the variables that the manifest names."""
-        found = {}
-        for item in self._spec.get("env", ()):
-            if "valueFrom" in item:
-                assert item["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
-            found[item["name"]] = item.get("value", self._address)
-        return found
+        fields = {
+            "status.podIP": self._address,
+            "metadata.labels['apps.kubernetes.io/pod-index']": "0",  # of the only one
+        }
+        return {
+            item["name"]: item["value"]
+            if "value" in item
+            else fields[item["valueFrom"]["fieldRef"]["fieldPath"]]
+            for item in self._spec.get("env", ())
+        }
 
     def _environ(self) -> dict[str, str]:
         return environment() | self._given() | {"TMPDIR": str(self._temporary)}

@@ -106,6 +106,24 @@ def test_nothing_is_left(server: Server) -> None:
     assert {path.name for path in run_dir.iterdir()} == logs
 
 
+@pytest.mark.slow  # seven processes; test_message_link.py has two cache ranks
+def test_each_on_a_host_of_its_own(
+    prompts: list[list[int]], of_one: tuple[list[list[int]], float]
+) -> None:
+    """By messages each has the K/V of its head alone; the engine of one is killed."""
+    with ours(settings(SHARDS) | {"transport": "message"}) as server:
+        assert undisturbed(server, prompts, NEW_TOKENS) == of_one[0]
+        assert values(server)["sparse_rows_total"] == REQUESTS * (NEW_TOKENS - 1)
+        assert [rank["role"] for rank in cache_ranks(server)] == ["pump"] * SHARDS
+        found = pids(server)
+        grown = killed_while_decoding(
+            server, prompts, of_one[0], pid=found[1], begin_within_s=300.0
+        )
+        assert grown["cache_rank_lost_total"] == 1
+        assert grown["recomputed_requests_total"] == 0
+        assert [a == b for a, b in zip(pids(server), found, strict=True)] == [True, False, True]
+
+
 @pytest.mark.slow  # two servers each
 @pytest.mark.parametrize("policy", ["async_spade", "quest", "lfps"])
 def test_policies_give_the_tokens_of_one_cache_rank(policy: str, prompts: list[list[int]]) -> None:

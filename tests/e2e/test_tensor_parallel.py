@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 RANKS, REQUESTS, NEW_TOKENS = 2, 5, 100
 SHAPE = {
     "vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
     "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 
@@ -48,7 +48,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model of four layers with two KV heads, which the servers of this module serve."""
+    """A model of four layers with four KV heads, which the servers of this module serve."""
     folder = tmp_path_factory.mktemp("model")
     long_ids()  # of the embedded model's tokenizer
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -127,7 +127,7 @@ def test_one_of_two_killed_while_requests_decode(
 
 
 def test_nothing_is_left(server: Server) -> None:
-    """The last one: it ends the server."""
+    """The last one with this server: it ends it."""
     processes, run_dir = server.processes(), server.run_dir
     os.kill(server.pid, signal.SIGINT)
     for process in processes:
@@ -159,3 +159,16 @@ def test_processes_of_torchrun_answer_the_same(
             process.wait(60)
     assert run_dir is not None
     assert {path.suffix for path in run_dir.iterdir()} == {".log"}
+
+
+@pytest.mark.slow  # a server each; the first has seven processes
+@pytest.mark.parametrize("more", [{"transport": "message"}, {"cache_ranks": 2 * RANKS}])
+def test_other_cache_ranks_give_the_same_tokens(
+    prompts: list[list[int]], of_one_rank: list[list[int]], more: dict[str, Any]
+) -> None:
+    """On hosts of their own, and two for each tensor-parallel rank."""
+    given = {"tensor_parallel": RANKS, "cache_ranks": RANKS} | more
+    with ours(settings(**given)) as server:
+        assert undisturbed(server, prompts, NEW_TOKENS) == of_one_rank
+        assert values(server)["sparse_rows_total"] > 0
+        assert len(cache_ranks(server)) == given["cache_ranks"]

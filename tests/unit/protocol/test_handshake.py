@@ -21,7 +21,14 @@ from tandemkv.cache_rank.protocol.errors import (
 )
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
 from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello, open_epoch
-from tandemkv.cache_rank.protocol.messages import Hello, Message, Refused, Welcome, decode
+from tandemkv.cache_rank.protocol.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    Refused,
+    Welcome,
+    decode,
+)
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import (
@@ -106,7 +113,7 @@ def test_page_size_is_named() -> None:
 
 def test_order_is_version_token_rest() -> None:
     other = msgspec.structs.replace(MODEL, dtype="bfloat16")
-    refused = _check(_hello(protocol_version=10, token=b"x" * 32, model=other))
+    refused = _check(_hello(protocol_version=PROTOCOL_VERSION + 1, token=b"x" * 32, model=other))
     assert refused is not None
     assert refused.field == "protocol_version"
     refused = _check(_hello(token=b"x" * 32, model=other))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from manifests import (
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.message.keys import CACHE_RANK, INFERENCE_RANK
 from tandemkv.server.cache_rank_launch import INFERENCE_RANK_EXIT_S
+from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import load_settings
 
 _ENDS = {TWO_NODES: INFERENCE_RANK, CACHE_RANK_POD: CACHE_RANK}
@@ -57,8 +59,21 @@ def test_the_settings_lead_to_the_cache_ranks_service() -> None:
     ports = {item["name"]: item["containerPort"] for item in _rank(CACHE_RANK_POD)["ports"]}
     assert address.port == port["port"] == ports[port["targetPort"]]
     assert f"--address=tcp://$(POD_IP):{address.port}" in _rank(CACHE_RANK_POD)["args"]
-    (variable,) = _rank(CACHE_RANK_POD)["env"]
-    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    variables = {item["name"]: item["valueFrom"] for item in _rank(CACHE_RANK_POD)["env"]}
+    assert variables["POD_IP"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert "--rank=$(POD_INDEX)" in _rank(CACHE_RANK_POD)["args"]
+    assert variables["POD_INDEX"]["fieldRef"]["fieldPath"].endswith("/pod-index']")
+
+
+def test_more_cache_ranks_take_replicas_and_the_names_of_their_pods() -> None:
+    """As deploy/README.md says."""
+    names = re.findall(r"tcp://tandemkv-cache-rank-\d[^`]*", _README)
+    stateful_set = stateful_set_of(CACHE_RANK_POD)
+    name, service = stateful_set["metadata"]["name"], stateful_set["spec"]["serviceName"]
+    assert names == [",".join(f"tcp://{name}-{n}.{service}:7400" for n in range(2))]
+    settings = load_settings({}, {}, KUBERNETES / TWO_NODES / "settings.yaml")
+    given = settings.model_dump(exclude_unset=True) | {"cache_rank_address": names[0]}
+    assert ServeSettings.model_validate(given).head_shards == 2
 
 
 @pytest.mark.parametrize("pod", _ENDS)
