@@ -39,7 +39,7 @@ from tandemkv.cache_rank.protocol.message.keys import make_keys
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NEAR, FAR = "127.0.0.1", "127.0.0.3"
-LONG_TOKENS = 32
+LONG_TOKENS = 24
 END_S = 40.0
 """30 s until torchrun kills, and some to end."""
 SELECTION = SMALL_SELECTION | {"late_layers": 0}

@@ -30,14 +30,17 @@ def pulse(*_: Any) -> Pulse:
     return Pulse(is_ready=True, stalled_s=0.0)
 
 
-def pumps(_: Any, run_dir: Any, **__: Any) -> tuple[CacheRankLaunch, ...]:
-    argv, log = fake("pump", "serve")(), run_dir.path / "pump.log"
-    spec = ChildSpec(name="pump", argv=argv, env=torchrun.os.environ, log_path=log)
-
+def pumps(settings: Any, run_dir: Any, **__: Any) -> tuple[CacheRankLaunch, ...]:
     def detail() -> str | None:
         return None if Path(root, "pump.up").exists() else "pump is silent"
 
-    return (CacheRankLaunch(spec=spec, detail=detail, pulse=pulse),)
+    found = []
+    for rank in range(len(settings.cache_rank_addresses)):
+        argv, own = fake("pump", "serve")(), run_dir.of_rank(rank, create=True)
+        log, env = own.path / "pump.log", torchrun.os.environ
+        spec = ChildSpec(name="pump", argv=argv, env=env, log_path=log)
+        found.append(CacheRankLaunch(spec=spec, detail=detail, pulse=pulse))
+    return tuple(found)
 
 
 def resolve_cache_rank(settings: Any, *_: Any) -> tuple[Any, Path]:
