@@ -9,6 +9,7 @@ it ends, so that the other learns of it at once.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import select
 import socket
@@ -28,6 +29,8 @@ from .errors import CacheRankLostError, HandshakeRefusedError, ProtocolError
 from .fault_points import reach
 from .mapped_tensors import DTYPES, HOMES, Home, Homes, MappedTensors, TensorSpec
 
+_WITHDRAW_S = 1.0
+
 
 class DescriptorListener:
     """The cache rank's end: waits for one inference rank at a time.
@@ -41,7 +44,7 @@ class DescriptorListener:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = _connection()
         try:
             self._socket.bind(str(path))
             path.chmod(0o600)
@@ -60,7 +63,7 @@ class DescriptorListener:
         Raises
         ------
         CacheRankLostError
-            If none comes in time.
+            If none comes in time, or it says that it will not.
         ProtocolError
             If what comes is not as agreed; others in the meantime are turned away.
         """
@@ -73,6 +76,8 @@ class DescriptorListener:
                     close_all(descriptors)
                     connection.close()
                     continue
+                if message.error:
+                    raise CacheRankLostError(message.error)
                 reach("memory.accept")
                 return connection, attach_all(message.specs, descriptors, homes)
             except BaseException:
@@ -114,7 +119,7 @@ def offer_tensors(
         If it is gone, or does not answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = _connection()
     try:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
@@ -133,6 +138,21 @@ def offer_tensors(
     except BaseException:
         connection.close()
         raise
+
+
+def withdraw_tensors(path: Path, *, token: bytes, epoch: int, reason: str) -> None:
+    """Have a cache rank that waits at `path` for the tensors of `epoch` wait no longer.
+
+    One that does not wait for those, or is gone, takes no notice.
+    """
+    with contextlib.suppress(OSError), _connection() as connection:
+        connection.settimeout(_WITHDRAW_S)
+        connection.connect(str(path))
+        send_tensors(connection, token=token, epoch=epoch, error=reason)
+
+
+def _connection() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send_tensors(

@@ -15,7 +15,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.control import ControlClient
 from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage
-from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors
+from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, withdraw_tensors
 from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     ProtocolError,
@@ -283,6 +283,13 @@ class FarPump:
         guest.control.close()
         if guest.session is not None:
             guest.session.close()
+        else:  # it was welcomed: the next one would find the cache rank waiting for memory
+            withdraw_tensors(
+                self._run_dir.memory_socket,
+                token=self._run_dir.token,
+                epoch=guest.welcome.epoch,
+                reason=reason,
+            )
 
 
 def most_told(model: ModelSpec, settings: RankSettings) -> int:

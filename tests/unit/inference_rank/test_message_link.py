@@ -21,7 +21,7 @@ from clusters import write_clusters
 from shared_forward import Engines, Forward, settings_of
 from tiny_model import write_model
 
-from tandemkv.cache_rank.protocol.errors import HandshakeRefusedError
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, HandshakeRefusedError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.message.door import Door
 from tandemkv.cache_rank.protocol.message.keys import (
@@ -257,6 +257,31 @@ def test_a_host_that_has_lost_the_k_and_v_is_noticed(tmp_path: Path, num_shards:
         opened = connection.open_connection(timeout_s=60)
         assert not opened.has_lost_memory
         connection.adopt(opened)
+        connection.resume(())
+        assert connection.await_finish(connection.step)
+        connection.confirm(connection.step)
+        _same(played.run(), want)
+
+
+def test_who_gives_up_in_the_handshake_does_not_hold_up_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has welcomed it by then, and waits a minute for memory from the pump."""
+    placement: dict[str, object] = {"link": "message", "two_gpus": True}
+    settings = settings_of("last_query", placement, **_SELECTION)
+
+    def give_up(*_: object) -> None:
+        raise CacheRankLostError("the inference rank has given up")
+
+    with _played(tmp_path, settings) as (played, _):
+        want, connection = played.run(), played.connection
+        connection.leave("a test")
+        played.link.rewind()
+        with monkeypatch.context() as patched:
+            patched.setattr(NearPump, "_begin", give_up)
+            with pytest.raises(CacheRankLostError):
+                connection.open_connection(timeout_s=2)
+        connection.adopt(connection.open_connection(timeout_s=15))
         connection.resume(())
         assert connection.await_finish(connection.step)
         connection.confirm(connection.step)

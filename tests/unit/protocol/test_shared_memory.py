@@ -20,6 +20,7 @@ from tandemkv.cache_rank.protocol.descriptor_socket import (
     offer_tensors,
     send_tensors,
     wait_for_hang_up,
+    withdraw_tensors,
 )
 from tandemkv.cache_rank.protocol.errors import (
     CacheRankLostError,
@@ -171,6 +172,18 @@ def test_a_refusal_is_told_and_strangers_are_turned_away(
     assert isinstance(found[1], HandshakeRefusedError)
     assert "too large for me" in str(found[1])
     listener.close()
+
+
+def test_who_withdraws_ends_the_wait_for_its_own_epoch(
+    tmp_path: Path, listener: DescriptorListener
+) -> None:
+    path = tmp_path / "m.sock"
+    withdraw_tensors(path, token=TOKEN, epoch=2, reason="of the epoch before")
+    withdraw_tensors(path, token=TOKEN, epoch=3, reason="I have given up")
+    with pytest.raises(CacheRankLostError, match="I have given up"):
+        listener.accept(token=TOKEN, epoch=3, timeout_s=60)
+    listener.close()
+    withdraw_tensors(path, token=TOKEN, epoch=4, reason="to nobody")
 
 
 def flags(count: int = 4) -> StepFlags:
