@@ -177,12 +177,19 @@ class ModelShape:
         return self.num_full_layers * self.kv_layer_token_bytes
 
 
+_QWEN3_8B = ModelShape(
+    name="qwen3-8b", num_layers=36, hidden_size=4096, num_qo_heads=32, num_kv_heads=8,
+    head_dim=128, intermediate_size=12288, vocab_size=151936,
+)  # fmt: skip
 BUILT_IN_SHAPES: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
+        _QWEN3_8B,
+        replace(_QWEN3_8B, name="qwen3-8b-fp8", matrix_bits=8.0),
         ModelShape(
-            name="qwen3-8b", num_layers=36, hidden_size=4096, num_qo_heads=32, num_kv_heads=8,
-            head_dim=128, intermediate_size=12288, vocab_size=151936,
+            name="qwen3-30b-a3b", num_layers=48, hidden_size=2048, num_qo_heads=32, num_kv_heads=4,
+            head_dim=128, intermediate_size=6144, vocab_size=151936,
+            experts=ExpertShape(count=128, per_token=8, size=768),
         ),
         ModelShape(
             name="llama-3.1-8b", num_layers=32, hidden_size=4096, num_qo_heads=32, num_kv_heads=8,

@@ -23,6 +23,7 @@ from tandemkv.server.evaluation.bench.dummy_model import write_model_config
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
 
 _SHARD_BYTES = 2 << 30
+_SHAPES = [name for name, shape in BUILT_IN_SHAPES.items() if not shape.is_quantised]
 
 
 def write(out: Path, shape: str, max_context: int, device: str) -> int:
@@ -64,7 +65,7 @@ def write(out: Path, shape: str, max_context: int, device: str) -> int:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", default="qwen3-8b", choices=sorted(BUILT_IN_SHAPES))
+    parser.add_argument("--shape", default="qwen3-8b", choices=_SHAPES)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--max-context", type=int, default=131072)
     args = parser.parse_args()

@@ -133,19 +133,22 @@ def _own(tp_size: int, **more: Any) -> Configuration:
 
 
 _SERVED = SelectionSettings()
+_AS_SERVED: Mapping[str, Any] = {
+    "selection.budget_tokens": _SERVED.budget_tokens,
+    "selection.resident_factor": _SERVED.resident_factor,
+    "selection.fetch_cap": None,
+    "selection.sample_tokens": None,
+    "stress_selection": True,
+}
+_FP8_KV = {"cache.kv_dtype": "fp8_e4m3"}
 _VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "": {},
     "-exact01": {"selection.exact_layers": [0, 1]},
     "-int8": {"selection.index_dtype": "int8"},
     "-async-spade": {"selection.policy": "async_spade"},
     "-samples": {"selection.sample_tokens": 128},
-    "-served": {
-        "selection.budget_tokens": _SERVED.budget_tokens,
-        "selection.resident_factor": _SERVED.resident_factor,
-        "selection.fetch_cap": None,
-        "selection.sample_tokens": None,
-        "stress_selection": True,
-    },
+    "-served": _AS_SERVED,
+    "-served-fp8kv": {**_AS_SERVED, **_FP8_KV},
     "-late0": {"selection.late_layers": 0},
     # Dummy weights give queries that hardly move; here every step fetches all it may.
     "-stress": {"stress_selection": True},
@@ -155,7 +158,7 @@ _VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "selection.num_recent_tokens": 4224,
     },
     "-exact": {"selection.policy": "exact"},
-    "-fp8kv": {"cache.kv_dtype": "fp8_e4m3"},
+    "-fp8kv": _FP8_KV,
 }
 """What is varied. ``-no-selection`` attends to as many tokens, but never chooses any."""
 

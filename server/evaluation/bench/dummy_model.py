@@ -15,16 +15,17 @@ def write_model_config(shape: ModelShape, model_dir: Path, *, max_context: int) 
     Parameters
     ----------
     shape : ModelShape
-        The sizes.
+        The sizes. Quantised matrices are FP8 in blocks of 128.
     model_dir : Path
         Made if needed; gets ``config.json`` only.
     max_context : int
         Longest request, output included; rounded up to a power of two.
     """
-    is_qwen = shape.name.startswith("qwen3")
+    is_qwen, experts = shape.name.startswith("qwen3"), shape.experts
+    name = ("Qwen3" if is_qwen else "Llama") + ("Moe" if experts else "")
     config = {
-        "architectures": ["Qwen3ForCausalLM" if is_qwen else "LlamaForCausalLM"],
-        "model_type": "qwen3" if is_qwen else "llama",
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": ("qwen3" if is_qwen else "llama") + ("_moe" if experts else ""),
         "attention_bias": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -43,5 +44,20 @@ def write_model_config(shape: ModelShape, model_dir: Path, *, max_context: int) 
         "torch_dtype": "bfloat16",
         "vocab_size": shape.vocab_size,
     }
+    if experts:
+        config |= {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": experts.size,
+            "norm_topk_prob": True,
+            "num_experts": experts.count,
+            "num_experts_per_tok": experts.per_token,
+        }
+    if shape.is_quantised:
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
     model_dir.mkdir(parents=True, exist_ok=True)
     (model_dir / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -84,7 +84,9 @@ def test_windows_are_read_from_the_configuration() -> None:
     assert (plain.windowed_layers, plain.window) == ((), 0)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.53), ("llama-3.1-8b", 8.03)]
+)
 def test_built_in_shapes_have_the_published_parameter_counts(name: str, billions: float) -> None:
     assert BUILT_IN_SHAPES[name].weight_bytes / 2 == pytest.approx(billions * 1e9, rel=2e-3)
 
