@@ -37,14 +37,14 @@ _KEEP_LOGS_FILE = "keep-logs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLaunch:
-    """A launch of two processes of one host: one has SGLang, the other one the cache rank.
+    """A launch of several processes of one host: one has SGLang, each other one a cache rank.
 
     Parameters
     ----------
     run_dir : Path
-        Where both look, unless the settings name a run directory.
+        Where all look, unless the settings name a run directory.
     launch_id : str
-        By which the cache rank's process knows settings of this launch from those of an earlier.
+        By which a cache rank's process knows settings of this launch from those of an earlier.
     """
 
     run_dir: Path
@@ -52,7 +52,7 @@ class SplitLaunch:
 
     @property
     def mark(self) -> str:
-        """First line of the settings that SGLang's process leaves for the other one."""
+        """First line of the settings that SGLang's process leaves for the others."""
         return f"# launch {self.launch_id}\n"
 
 

@@ -130,6 +130,11 @@ def cache_rank(
         console = Console(stderr=True, highlight=False)
         run_far_rank(settings, run_dir, address, hosts, console, rank)
         return
+    if settings.cache_rank_address is not None:
+        raise SettingsError(
+            f"cache_rank_address={settings.cache_rank_address}: a cache rank of another host needs "
+            "to know where to listen; add --address tcp://IP:PORT, its own"
+        )
     from .serve import run_cache_rank_process
 
     run_cache_rank_process(settings, run_dir, rank)

@@ -52,7 +52,7 @@ from .sglang_command import cache_rank_env
 
 _LOOPBACK = "127.0.0.1"
 FAR_FOLDER = "far"
-"""Run directory of the cache rank's host in that of a launch with both ends here."""
+"""Folder of each cache rank's run directory, in that of a launch with both ends here."""
 _KEYS_FOLDER = "own-keys"
 _CHILDREN_EXIT_S = 15.0
 
@@ -72,11 +72,10 @@ def message_launches(
     settings: ServeSettings, run_dir: RunDir, *, is_far_here: bool
 ) -> tuple[CacheRankLaunch, ...]:
     """Return this host's pump of each cache rank; with `is_far_here` the cache ranks come first."""
-    far = RunDir.create(run_dir.path / FAR_FOLDER) if is_far_here else None
     cache_ranks, pumps = list[CacheRankLaunch](), list[CacheRankLaunch]()
     for rank, address in enumerate(settings.cache_rank_addresses):
-        if far is not None:
-            own = far.of_rank(rank, create=True)
+        if is_far_here:
+            own = RunDir.create(run_dir.path / FAR_FOLDER / str(rank))  # another host, in effect
             words = ("cache-rank", "--address", address)
             cache_ranks.append(_launch("cache rank", words, rank, own, run_dir))
         pumps.append(_launch("pump", ("pump",), rank, run_dir.of_rank(rank, create=True), run_dir))
@@ -172,15 +171,18 @@ def run_far_rank(
     ours = settings.rank_settings
     if rank >= ours.placement.num_shards:
         raise SettingsError(
-            f"rank={rank}: there are cache ranks 0 to {ours.placement.num_shards - 1} with these "
-            "--cache-rank-address, --cache-ranks and --tp"
+            f"rank={rank}: these settings have cache ranks 0 to {ours.placement.num_shards - 1}; "
+            "give the inference rank's with --config, its cache_rank_address with one for each"
         )
+    if cache_rank_detail(RunDir(path.absolute())) is None:
+        raise SettingsError(f"run_dir={path}: another cache rank is there; give each its own")
     door = Door(where, own_keys(keys, CACHE_RANK), allowed_keys(keys), hosts)
     is_ours, run_dir = settings.run_dir is None, RunDir.create(path)
     alone = settings.model_copy(
         update={
             "model": str(model_dir), "run_dir": run_dir.path, "cache_rank_address": None,
             "cache_ranks": ours.placement.num_cache_ranks, "link_keys": None,
+            "sglang_args": (),  # may hold a key
         }
     )  # fmt: skip
     config = run_dir.path / SETTINGS_FILE

@@ -176,7 +176,8 @@ def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement
         of_each = f" that each of {tp_size} processes has" if tp_size > 1 else ""
         raise SettingsError(
             f"cache_ranks={placement.num_cache_ranks} does not divide the {heads} KV heads of "
-            f"{settings.model}{of_each}; use --cache-ranks {' or '.join(map(str, fits))}"
+            f"{settings.model}{of_each}; use --cache-ranks {' or '.join(map(str, fits))}, or as "
+            "many addresses in --cache-rank-address"
         )
     from tandemkv.cache_rank.policies.composition import check_shards
     from tandemkv.cache_rank.policies.registry import find_policy

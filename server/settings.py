@@ -24,6 +24,7 @@ from tandemkv.cache_rank.protocol.token_count import TokenCount
 from tandemkv.inference_rank.edge.settings import EdgeSettings
 
 EMBEDDED_MODEL = "smollm2"
+_MOST_CACHE_RANKS = 64
 
 
 class ServeSettings(BaseModel):
@@ -49,7 +50,7 @@ class ServeSettings(BaseModel):
     cache_ranks: int | None = Field(
         None,
         ge=0,
-        le=64,
+        le=_MOST_CACHE_RANKS,
         description="1: a cache rank beside SGLang, with --tp as many as that; on a CPU more, each "
         "with a part of the KV heads; 0: inside SGLang's process. Default: what is predicted to be "
         "faster, see `tandemkv plan`.",
@@ -257,11 +258,16 @@ class ServeSettings(BaseModel):
         if self.cache_rank_address is not None:
             for address in self.cache_rank_addresses:
                 LinkAddress.parse_peer(address)
-            others = self.cache_ranks not in (None, len(self.cache_rank_addresses))
-            if others or self.transport not in (None, "message"):
+            count = len(self.cache_rank_addresses)
+            if self.cache_ranks not in (None, count) or self.transport not in (None, "message"):
                 raise ValueError(
-                    "cache_rank_address is that of each cache rank, met by messages; leave "
+                    f"cache_rank_address names {count} cache ranks, met by messages; leave "
                     "--cache-ranks and --transport out"
+                )
+            if count > _MOST_CACHE_RANKS or count > len(set(self.cache_rank_addresses)):
+                raise ValueError(
+                    f"cache_rank_address={self.cache_rank_address} must name each cache rank "
+                    f"once, and {_MOST_CACHE_RANKS} at most"
                 )
             if self.link_keys is None:
                 raise ValueError(
@@ -289,7 +295,8 @@ class ServeSettings(BaseModel):
             raise ValueError(
                 f"cache_ranks={given} and tensor_parallel={tp_size}: each tensor-parallel rank has "
                 f"cache ranks of its own, as many as the others; use --cache-ranks {tp_size}, or a "
-                f"multiple of it, or 0 for none in a process of its own, or --tp {given}"
+                f"multiple of it (addresses, if they are named), or 0 for none in a process of its "
+                f"own, or --tp {given}"
             )
         if self.head_shards > 1 and self.stress_selection:
             raise ValueError(

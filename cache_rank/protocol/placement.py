@@ -109,7 +109,8 @@ class Placement(FrozenModel):
         if self.tp_size > 1:
             model, ranks = f"{self.tp_size} {_HOSTS[self.model_device]}", "cache rank of each"
         if self.head_shards > 1:
-            ranks = f"{self.head_shards} cache ranks, each with its part of the KV heads,"
+            of_each = " of each" if self.tp_size > 1 else ""
+            ranks = f"{self.head_shards} cache ranks{of_each}, each with its part of the KV heads,"
         where = _WHERE["shared, two GPUs" if self.link == "shared" and self.two_gpus else self.link]
         return f"link {self.link}: model on {model}, {ranks} {where}; {self.reason}"
 

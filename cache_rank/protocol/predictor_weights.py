@@ -94,17 +94,37 @@ def put_weights(
     ).copy_(cos_sin)
 
 
+def weights_for(tensors: MappedTensors, shard: HeadShard) -> dict[str, torch.Tensor]:
+    """Return by name what `put_weights` has put, as far as the heads of `shard` need it."""
+    names = [x.name for x in tensors.specs if x.name.startswith(PREDICTOR_PREFIX)]
+    found = {name: tensors[name] for name in names}
+    if not _is_over_all_heads(tensors):
+        for name in _BY_HEAD:
+            if PREDICTOR_PREFIX + name in found:
+                found[PREDICTOR_PREFIX + name] = shard.of(found[PREDICTOR_PREFIX + name], 1)
+    return found
+
+
+def _is_over_all_heads(tensors: MappedTensors) -> bool:
+    """Whether a query is divided by a norm over all heads, which then takes all of them."""
+    norm = tensors.get(PREDICTOR_PREFIX + "query_norm")
+    return norm is not None and norm.shape[1] != int(tensors[PREDICTOR_PREFIX + _FORM][0])
+
+
 class MappedPredictor:
     """Predicts with the weights that `put_weights` has put: ``rope(q_norm(W_q norm(h)))``.
 
     Parameters
     ----------
     tensors : MappedTensors
-        With the weights; to be kept as long as this object.
+        With the weights, of all heads or as `weights_for` has them; to be kept as long as this
+        object.
     num_layers : int
         Of the model.
+    num_heads : int
+        Query heads to predict for.
     shard : HeadShard
-        Of the heads that the weights are of, those to predict for.
+        Which of the inference rank's those are.
 
     Raises
     ------
@@ -113,8 +133,13 @@ class MappedPredictor:
     """
 
     def __init__(
-        self, tensors: MappedTensors, num_layers: int, shard: HeadShard | None = None
+        self,
+        tensors: MappedTensors,
+        num_layers: int,
+        num_heads: int,
+        shard: HeadShard | None = None,
     ) -> None:
+        shard = shard or HeadShard()
         names = ("weight", _NUMBERS, _EPSILONS, _FORM, _COS_SIN)
         missing = [name for name in names if PREDICTOR_PREFIX + name not in tensors]
         if missing:
@@ -127,16 +152,19 @@ class MappedPredictor:
         numbers = tensors[PREDICTOR_PREFIX + _NUMBERS].tolist()
         wrong = [name for name, part in parts.items() if len(part) != len(numbers)]
         wrong += [_NUMBERS] if max(numbers, default=0) >= num_layers else []
+        head_dim, rotates_neighbours = tensors[PREDICTOR_PREFIX + _FORM].tolist()
+        width = num_heads * head_dim
+        self._predicts_all = shard.count > 1 and _is_over_all_heads(tensors)
+        is_whole = parts["weight"].shape[1] == width * shard.count
+        if not is_whole and (self._predicts_all or parts["weight"].shape[1] != width):
+            wrong.append("weight")
         if wrong:
             raise ProtocolError(f"weights of the prediction: {wrong} are of another model")
         epsilons = tensors[PREDICTOR_PREFIX + _EPSILONS].tolist()
-        head_dim, rotates_neighbours = tensors[PREDICTOR_PREFIX + _FORM].tolist()
         self._cos_sin = tensors[PREDICTOR_PREFIX + _COS_SIN]
-        self._shard = shard = shard or HeadShard()
+        self._shard = shard
         # A norm over all heads takes all of them: what is predicted must not depend on the shards.
-        norm = parts.get("query_norm")
-        self._predicts_all = norm is not None and norm.shape[1] != head_dim
-        if not self._predicts_all:
+        if is_whole and not self._predicts_all:
             parts |= {name: shard.of(parts[name], 1) for name in _BY_HEAD if name in parts}
         self._layers = {
             layer: QueryWeights(

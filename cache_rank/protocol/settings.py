@@ -329,8 +329,8 @@ class RankSettings(FrozenModel):
     def flat(self) -> dict[str, str]:
         """Dotted name to JSON-like text, for the field-by-field comparison.
 
-        Of the placement its link and whether it is laid out for two GPUs: a rank that was started
-        by itself knows its own device.
+        Of the placement all but the device, of which a rank that was started by itself knows its
+        own, and the reason.
         """
         flat: dict[str, str] = {}
 
@@ -342,6 +342,7 @@ class RankSettings(FrozenModel):
                 flat[prefix] = str(value)
 
         tree = self.model_dump(mode="json")
-        tree["placement"] = {"link": self.placement.link, "two_gpus": self.placement.two_gpus}
+        names = ("link", "two_gpus", "tp_size", "head_shards")
+        tree["placement"] = {name: getattr(self.placement, name) for name in names}
         enter("", tree)
         return flat

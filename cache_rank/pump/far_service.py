@@ -165,6 +165,7 @@ class FarPump:
                 f"cache rank {self._rank} is at this address, and {knock.rank} was asked for; name "
                 "the addresses in the order of --rank"
             )
+            _LOG.warning("refused: %s", text)
             self._door.send(peer, Refused(field="rank", message=text))
             return
         self._close_epoch("a new inference rank came")
@@ -219,8 +220,10 @@ class FarPump:
         self._receive_tensors(meet, plane)
         ours = MappedTensors()
         ours.allocate_all(new)
-        if meet.is_new and STAMPS in self._books:
-            self._books[STAMPS].zero_()
+        if meet.is_new:  # the K/V are of no use to who had them, should that one come back
+            self._memory = _new_name()
+            if STAMPS in self._books:
+                self._books[STAMPS].zero_()
         connection, books = offer_tensors(
             self._run_dir.memory_socket,
             (self._kept, self._books, ours),
@@ -251,7 +254,7 @@ class FarPump:
             self._kept.close()
             self._books.close()
             self._kept.allocate_all(specs)
-            self._memory = secrets.randbits(61) + 1
+            self._memory = _new_name()
         self._kept.allocate_all(told)
 
     def _receive_tensors(self, meet: Meet, plane: DataPlane) -> None:
@@ -290,6 +293,11 @@ class FarPump:
                 epoch=guest.welcome.epoch,
                 reason=reason,
             )
+
+
+def _new_name() -> int:
+    """Return what no memory was called yet; 0 is none."""
+    return secrets.randbits(61) + 1
 
 
 def most_told(model: ModelSpec, settings: RankSettings) -> int:

@@ -36,7 +36,7 @@ class NearSender:
         self._ring = StepRing(
             side.tensors["ring"], side.flags, announced=side.at.ANNOUNCED, consumed=side.at.CONSUMED
         )
-        self._staged = StagedSlots(side)
+        self._staged = StagedSlots(side, gives_back=side.shard.index == 0)
         self._num_stored, self._slots = 0, torch.empty(0, dtype=torch.int64)
 
     def run(self) -> None:
@@ -156,13 +156,13 @@ class NearSender:
 class StagedSlots:
     """Which slots of the pool hold K/V on this host; the memory of others is given back.
 
-    Only when prompts begin: the inference rank waits then, so nobody writes. Pumps of several cache
-    ranks give back the same memory: all follow the same prompts, and each fetches its own heads, to
-    slots that none of them gives back.
+    Only when prompts begin: the inference rank waits then, so nobody writes. Of several cache ranks
+    one pump gives it back (`gives_back`): all follow the same prompts, and each fetches its own
+    heads, to slots that are not given back.
     """
 
-    def __init__(self, side: Side) -> None:
-        self._kv = side.tensors["kv"]
+    def __init__(self, side: Side, *, gives_back: bool = True) -> None:
+        self._kv, self._gives_back = side.tensors["kv"], gives_back
         self._is_here = torch.zeros(self._kv.shape[2], dtype=torch.bool)
         number = [spec.name for spec in side.tensors.specs].index("kv")
         self._file = mmap.mmap(side.tensors.descriptors[number], side.tensors.specs[number].nbytes)
@@ -185,7 +185,8 @@ class StagedSlots:
         is_kept[before] = True
         missing = (is_kept & ~self._is_here).nonzero()[:, 0]
         is_kept[written] = True
-        self._give_back(is_kept)
+        if self._gives_back:
+            self._give_back(is_kept)
         self._is_here = is_kept
         return missing
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -58,7 +59,7 @@ from tandemkv.cache_rank.protocol.messages import (
     Timing,
     Welcome,
 )
-from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
+from tandemkv.cache_rank.protocol.predictor_weights import weights_for
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import STAMPS
@@ -241,12 +242,15 @@ class NearPump:
             made.allocate(STAMPS, (1,), torch.int64, "host").fill_(memory)
             send_tensors(connection, made)
         except BaseException as error:
-            send_tensors(connection, error=str(error)[:_MAX_TEXT])
+            with contextlib.suppress(OSError):  # it may be gone, and that the reason
+                send_tensors(connection, error=str(error)[:_MAX_TEXT])
             connection.close()
             tensors.close()
             made.close()
             if plane is not None:
                 plane.close()
+            if isinstance(error, OSError):
+                raise CacheRankLostError(f"the inference rank is gone: {error}") from error
             raise
         session = PumpSession(welcome.epoch, plane, connection, (tensors, made))
         program = program_of(hello, self._settings, welcome)
@@ -259,22 +263,26 @@ class NearPump:
         self, caller: Caller, epoch: int, tensors: MappedTensors, *, is_new: bool
     ) -> tuple[DataPlane, int]:
         """Return the data plane, and the name of the memory at its other end."""
-        extra = [x for x in tensors.specs if x.name.startswith(PREDICTOR_PREFIX)]
+        extra = weights_for(tensors, self._shard)
         token = os.urandom(TOKEN_BYTES)
         limit_s = self._exchange.transfer_timeout_s
         interface = self._interface or local_address(caller.address)
         point = MeetingPoint(
             interface, INFERENCE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
         )
-        specs = tuple(SpecMessage(x.name, x.shape, x.dtype, x.home) for x in extra)
+        homes = {x.name: x.home for x in tensors.specs}
+        specs = tuple(
+            SpecMessage(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), homes[name])
+            for name, x in extra.items()
+        )
         met = caller.request(Meet(epoch, point.place, token, specs, is_new), _TIMEOUT_S)
         if not isinstance(met, Met):
             raise ProtocolError(f"Meet was answered with {type(met).__name__}")
         plane = point.meet(met.place, token)
         try:
             out = Outbox(plane)
-            for number, spec in enumerate(extra):
-                content = tensors[spec.name].reshape(-1).view(torch.uint8)
+            for number, tensor in enumerate(extra.values()):
+                content = tensor.reshape(-1).view(torch.uint8)
                 for first in range(0, len(content), PIECE_BYTES):
                     out.put(Op.TENSOR, number, first, content[first : first + PIECE_BYTES])
             out.put(Op.END)

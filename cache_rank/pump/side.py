@@ -57,7 +57,7 @@ class Side:
         is_over: Callable[[], bool],
         shard: HeadShard | None = None,
     ) -> None:
-        shard = shard or HeadShard()
+        self.shard = shard = shard or HeadShard()
         self.tensors, self.program, self.is_over = tensors, program, is_over
         self.at, self.flags = FlagIndex(program.num_layers), StepFlags(tensors["flags"])
         self.table, self.kv = tensors["req_to_token"], shard.of(tensors["kv"], 3)

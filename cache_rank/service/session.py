@@ -212,7 +212,7 @@ def _predictor(
     policy = find_policy(settings.selection.policy)
     if policy.capabilities.timing is not Timing.SAME_STEP_HIDDEN:
         return _predicts_nothing
-    return MappedPredictor(tensors, model.num_layers, shard)
+    return MappedPredictor(tensors, model.num_layers, model.num_qo_heads, shard)
 
 
 def _predicts_nothing(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ all take up the requests again as they were before the lost step.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -97,14 +96,13 @@ class ShardedConnection:
     def open_connection(self, *, timeout_s: float) -> OpenedEpochs:
         """Meet all cache ranks; see `SharedConnection.open_connection`.
 
-        Those that were lost come first: one that lives need not wait for one that starts.
+        Those that were lost come first: one that lives need not wait for one that starts. Each has
+        `timeout_s`, for to one on another host it may take seconds to send what predicts queries.
         """
-        deadline = time.monotonic() + timeout_s
         opened: dict[SharedConnection, OpenedEpoch] = {}
         try:
             for part in sorted(self.parts, key=lambda part: part.has_left):
-                left_s = max(0.1, deadline - time.monotonic())
-                opened[part] = part.open_connection(timeout_s=left_s)
+                opened[part] = part.open_connection(timeout_s=timeout_s)
         except BaseException:
             OpenedEpochs(tuple(opened.values())).close()
             raise

@@ -163,7 +163,7 @@ def pids(server: Server) -> list[int]:
     assert server.run_dir is not None
     far = server.run_dir / FAR_FOLDER
     if far.is_dir():
-        folders = [far, *sorted(far.glob("tp*"))]
+        folders = sorted(far.iterdir())
         return [server_pid(RunDir.open(path).heartbeat_socket) or 0 for path in folders]
     return [int(rank["info"]["pid"]) for rank in cache_ranks(server)]
 

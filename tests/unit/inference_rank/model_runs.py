@@ -209,7 +209,8 @@ def predictions(predictor: LiveQueryPredictor, seen: Seen) -> dict[str, torch.Te
     """Return what was predicted, and what the two other ways predict of the same streams."""
     mapped = MappedTensors()
     put_weights(mapped, *predictor.weights())
-    elsewhere = MappedPredictor(mapped, len(predictor._layers))
+    num_heads = mapped["predict_weight"].shape[1] // int(mapped["predict_form"][0])
+    elsewhere = MappedPredictor(mapped, len(predictor._layers), num_heads)
     by_modules = [predictor._layers[layer].call(h.clone(), at) for layer, h, at, _ in seen]
     layers = predictor._layers
     weights = [layer.weight for layer in layers if layer is not None]

@@ -63,12 +63,13 @@ class Pumps:
 
     def __init__(
         self, near: RunDir, far: RunDir, settings: RankSettings, keys: Path, rank: int = 0,
-        far_rank: int | None = None,
+        far_rank: int | None = None, address: LinkAddress | None = None,
     ) -> None:  # fmt: skip
         self._of_far = far, settings, keys, rank if far_rank is None else far_rank
         self._running: list[tuple[threading.Event, threading.Thread]] = []
-        self._address = LinkAddress("127.0.0.3", 0)
-        self._start_far()
+        self._address = address or LinkAddress("127.0.0.3", 0)
+        if address is None:
+            self._start_far()
         self.near = NearPump(
             near,
             settings,
@@ -286,6 +287,27 @@ def test_who_gives_up_in_the_handshake_does_not_hold_up_the_next(
         assert connection.await_finish(connection.step)
         connection.confirm(connection.step)
         _same(played.run(), want)
+
+
+def test_another_server_that_came_meanwhile_has_replaced_the_k_and_v(tmp_path: Path) -> None:
+    """Who comes back after it must not go on with what that one wrote."""
+    settings = settings_of("last_query", {"link": "message", "two_gpus": True}, **_SELECTION)
+    with _played(tmp_path, settings) as (played, _):
+        played.run()
+        near = RunDir.create(tmp_path / "near2")
+        far, _, keys, _ = played.pumps[0]._of_far
+        other = Pumps(near, far, settings, keys, address=played.pumps[0]._address)
+        try:
+            second = FarForward(near, tmp_path / "model", settings)
+            second.connection.close()
+            second.kept.close()
+        finally:
+            other.close()
+        assert played.connection.lost_reason is not None
+        played.link.rewind()
+        opened = played.connection.open_connection(timeout_s=60)
+        assert opened.has_lost_memory
+        opened.close()
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

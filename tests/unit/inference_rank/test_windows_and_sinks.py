@@ -201,7 +201,7 @@ def test_full_layers_are_predicted_for_here_and_elsewhere() -> None:
     model = hybrid_model()
     predictor, mapped = predictor_of(model), MappedTensors()
     put_weights(mapped, *predictor.weights())
-    elsewhere = MappedPredictor(mapped, 3)
+    elsewhere = MappedPredictor(mapped, 3, HEADS)
     hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
     for layer in (1, 2):
         want = by_definition(model.model.layers[layer], hidden, positions)

@@ -30,6 +30,7 @@ from tandemkv.cache_rank.protocol.messages import (
     decode,
 )
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
@@ -214,3 +215,18 @@ def test_hello_of_another_version_is_refused_though_it_does_not_decode(run_dir: 
     socket.close(linger=0)
     context.term()
     server.close()
+
+
+def test_ranks_that_split_the_heads_otherwise_are_refused() -> None:
+    """Two tensor-parallel ranks, or two cache ranks of one: as many heads, and not the same."""
+    tensor_parallel, sharded = (
+        RankSettings(placement=Placement.model_validate({"link": "message", **given}))
+        for given in ({"tp_size": 2}, {"head_shards": 2})
+    )
+    refused = check_hello(
+        _hello(settings=tensor_parallel.flat()), token=TOKEN, model=MODEL, settings=sharded,
+        page_size=1,
+    )  # fmt: skip
+    assert refused is not None
+    assert refused.field == "placement.tp_size"
+    assert "inference rank has placement.tp_size=2, cache rank has 1" in refused.message

@@ -12,7 +12,11 @@ from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, shard_of
-from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor, put_weights
+from tandemkv.cache_rank.protocol.predictor_weights import (
+    MappedPredictor,
+    put_weights,
+    weights_for,
+)
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.shared_region import (
     RegionSizes,
@@ -115,8 +119,31 @@ def test_predicted_queries_do_not_depend_on_the_shards(norm: str, is_int8: bool)
     angles = torch.rand(40, MODEL.head_dim)
     put_weights(mapped, [weights_of(norm, is_int8=is_int8), None], angles)
     hidden, positions = torch.randn(5, MODEL.hidden_size), torch.tensor([0, 3, 17, 5, 30])
-    want = MappedPredictor(mapped, 2)(0, hidden, positions)
-    parts = [MappedPredictor(mapped, 2, shard)(0, hidden, positions) for shard in parts_of(3)]
-    assert all(part.shape == (5, 2, 4) for part in parts)
-    torch.testing.assert_close(torch.cat(parts, 1), want)
+    heads = MODEL.num_qo_heads // 3
+    want = MappedPredictor(mapped, 2, MODEL.num_qo_heads)(0, hidden, positions)
+    for is_alone in (False, True):
+        parts = []
+        for shard in parts_of(3):
+            own = alone_with(mapped, shard) if is_alone else mapped
+            parts.append(MappedPredictor(own, 2, heads, shard)(0, hidden, positions))
+        assert all(part.shape == (5, 2, 4) for part in parts)
+        torch.testing.assert_close(torch.cat(parts, 1), want)
+    mapped.close()
+
+
+def alone_with(mapped: MappedTensors, shard: HeadShard) -> MappedTensors:
+    """Return what another host has for its heads."""
+    found = MappedTensors()
+    for name, part in weights_for(mapped, shard).items():
+        found.allocate(name, tuple(part.shape), part.dtype, "host").copy_(part)
+    return found
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4])
+def test_weights_of_other_heads_are_refused(heads: int) -> None:
+    """Those of all, or of the part: with another split of them queries would be other heads'."""
+    mapped = MappedTensors()
+    put_weights(mapped, [weights_of("head", is_int8=False)], torch.rand(40, MODEL.head_dim))
+    with pytest.raises(ProtocolError, match=r"\['weight'\] are of another model"):
+        MappedPredictor(mapped, 1, heads, HeadShard(1, 3))
     mapped.close()

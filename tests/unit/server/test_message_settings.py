@@ -18,6 +18,7 @@ from tandemkv.server.message_launch import message_launches, with_own_link
 from tandemkv.server.settings import ServeSettings
 
 _ADDRESS = "tcp://127.0.0.1:7400"
+_MANY = ",".join(f"tcp://10.0.0.1:{port}" for port in range(7400, 7465))
 _TWO = f"{_ADDRESS}, tcp://cache-rank-1:7400"
 
 
@@ -39,6 +40,8 @@ def _settings(**given: Any) -> ServeSettings:
         ({"cache_rank_address": _TWO, "link_keys": "k", "cache_ranks": 3}, "leave"),
         ({"cache_rank_address": _TWO, "link_keys": "k", "tensor_parallel": 3}, "--tp 2"),
         ({"cache_rank_address": f"{_ADDRESS},", "link_keys": "k"}, "tcp://HOST:PORT"),
+        ({"cache_rank_address": f"{_ADDRESS},{_ADDRESS}", "link_keys": "k"}, "each .* once"),
+        ({"cache_rank_address": _MANY, "link_keys": "k"}, "64 at most"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], said: str) -> None:
@@ -83,6 +86,15 @@ def test_addresses_that_may_come_are_passed_on(
     ]
 
 
+def test_a_cache_rank_of_another_host_has_to_be_told_where_to_listen(tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text(f"model: smollm2\ncache_rank_address: {_ADDRESS}\nlink_keys: k\n")
+    words = ["cache-rank", "--run-dir", str(tmp_path / "run"), "--config", str(config)]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 2
+    assert "add --address" in " ".join(found.output.split())
+
+
 def test_both_ends_here_have_keys_and_addresses_of_their_own(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "run")
     settings = with_own_link(_settings(transport="message", cache_ranks=2), run_dir)
@@ -97,6 +109,9 @@ def test_both_ends_here_have_keys_and_addresses_of_their_own(tmp_path: Path) -> 
         for spec in (far, near):
             assert ("--rank" in spec.argv) is (rank > 0)
     assert len({spec.log_path for spec in specs}) == 4
+    first, second = (Path(x.argv[x.argv.index("--run-dir") + 1]) for x in specs[:2])
+    RunDir.open(first).clear()  # what the first one does at its end
+    assert RunDir.open(second).token, "it is as on another host"
     assert [x.spec for x in message_launches(settings, run_dir, is_far_here=False)] == specs[2:]
     run_dir.clear()
     assert not list((tmp_path / "run").iterdir()), "nothing is left"
