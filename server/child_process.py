@@ -30,7 +30,8 @@ _SETTLE_S = 1.0
 class ChildSpec:
     """What to run. `env` is the whole environment; output of both streams goes to `log_path`.
 
-    `stop_signal` asks the process to end.
+    `stop_signal` asks the process to end. `hang_signal`, if there is one, tells it that something
+    below it hangs, so that it can answer who waits before all of it is killed.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ChildSpec:
     env: Mapping[str, str]
     log_path: Path
     stop_signal: signal.Signals = signal.SIGTERM
+    hang_signal: signal.Signals | None = None
 
 
 def die_with_parent() -> Callable[[], None]:
@@ -173,6 +175,13 @@ class ChildProcess:
             while self._popen.poll() is None and time.monotonic() < deadline and not hurry():
                 time.sleep(0.02)
         self.kill_group()
+
+    def tell_hang(self) -> bool:
+        """Send the signal for a process below it that hangs; False if it has none."""
+        if self._popen is None or self.spec.hang_signal is None:
+            return False
+        self._popen.send_signal(self.spec.hang_signal)
+        return True
 
     def kill_group(self) -> None:
         """SIGKILL whatever is left of the process group, and reap the child."""

@@ -222,7 +222,13 @@ def inference_rank_command(
 
 def _sglang_spec(launch: ResolvedLaunch, run_dir: RunDir) -> ChildSpec:
     argv, env = inference_rank_command(launch, run_dir)
-    return ChildSpec(name="SGLang", argv=argv, env=env, log_path=run_dir.path / _SGLANG_LOG)
+    return ChildSpec(
+        name="SGLang",
+        argv=argv,
+        env=env,
+        log_path=run_dir.path / _SGLANG_LOG,
+        hang_signal=signal.SIGQUIT,  # as from a child of its that died
+    )
 
 
 def start_report(run_dir: RunDir) -> RenderableType | None:

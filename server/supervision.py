@@ -27,6 +27,8 @@ FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_S = 15.0
 """A rank that lived this long starts over with the shortest pause."""
+_LAST_ANSWERS_S = 3.0
+"""For a process that was told of a hang below it."""
 WINDOW_S = 600.0
 
 
@@ -89,6 +91,7 @@ class SupervisedRank:
         self._restart_at: float | None = None
         self._restarts: deque[float] = deque()
         self._is_coming_back = False
+        self._kill_at: float | None = None
 
     def start(self, watchdog: Watchdog) -> None:
         """Start it for the first time, or again."""
@@ -147,6 +150,11 @@ class SupervisedRank:
             self._end_if_hung(now)
 
     def _end_if_hung(self, now: float) -> None:
+        if self._kill_at is not None:
+            if now >= self._kill_at:
+                self._kill_at = None
+                self.end_group()
+            return
         reason = self.liveness.hangs(self._rules.hang_timeout_s)
         limit = f"{self._rules.hang_timeout_s:g} s (--hang-timeout-s)"
         if reason is None and not self.liveness.was_ready:
@@ -158,10 +166,13 @@ class SupervisedRank:
                 f"[red]{self.child.spec.name} hangs[/]: {escape(reason)}, allowed are {limit}; "
                 "ending it"
             )
-            self.end_group()
+            if self.child.tell_hang():
+                self._kill_at = now + _LAST_ANSWERS_S
+            else:
+                self.end_group()
 
     def _plan_restart(self, status: str, now: float) -> None:
-        name = self.child.spec.name
+        name, self._kill_at = self.child.spec.name, None
         self.end_group()
         while self._restarts and now - self._restarts[0] > WINDOW_S:
             self._restarts.popleft()

@@ -131,6 +131,7 @@ def run_case(
     ready_s = time.time() - begun
     wait_for(lambda: values(server)["request_rows"] == 0, "rows are left", 60.0)
     flush(server)
+    left = values(server)
     again = undisturbed(server, prompts, NEW_TOKENS) if case.ends_sglang else want
     return {
         "happened": len(_happened(log, begun)),
@@ -140,8 +141,8 @@ def run_case(
         "errors": sorted({stream.error[:80] for stream in streams if stream.error}),
         "same_afterwards": again == want,
         "ready_s": round(ready_s, 2),
-        "rows_left": values(server)["request_rows"],
-        "slots_left": values(server)["slots_used"],
+        "rows_left": left["request_rows"],
+        "slots_left": left["slots_used"],
     }
 
 
@@ -224,6 +225,14 @@ def judge(checks: Checks, chosen: Sequence[Case], rows: dict[str, Any]) -> None:
     checks.add("cases of the cache rank that lost a request", lost[:5], "none", not lost)
     wrong = [c.name for c in kept if rows[c.name]["same_tokens"] < REQUESTS]
     checks.add("cases of the cache rank with other tokens", wrong[:5], "none", not wrong)
+    silent = [
+        case.name
+        for case in chosen
+        if case.name not in failed
+        and POINTS[case.point].role == "inference_rank"  # of whom SGLang's HTTP process tells
+        and "cut" in rows[case.name]["errors"]
+    ]
+    checks.add("cases of the scheduler with a stream that was cut", silent[:5], "none", not silent)
     foreign = sum(row["foreign_tokens"] for row in whole)
     checks.add("answers that are no part of the undisturbed one", foreign, "0", foreign == 0)
     after = sum(not row["same_afterwards"] for row in whole)

@@ -98,8 +98,11 @@ def read(
     )
     try:
         with urllib.request.urlopen(request, timeout=600) as reply:
+            stream.error = "cut"
             for line in reply:
                 text = line.decode().removeprefix("data: ").strip()
+                if text == "[DONE]":
+                    stream.error = ""
                 if not text or text == "[DONE]":
                     continue
                 found = json.loads(text)
