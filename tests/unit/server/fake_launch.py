@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def spec(name: str, directory: Path, mode: str) -> ChildSpec:
         argv=(sys.executable, "-I", "-S", str(FAKE), name, str(directory), mode),
         env=dict(os.environ),
         log_path=directory / "run" / f"{name}.log",
+        hang_signal=signal.SIGQUIT if name == "sglang" else None,
     )
 
 

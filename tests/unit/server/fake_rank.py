@@ -45,6 +45,13 @@ if mode == "draining":
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, drain)
+if mode == "answering":
+
+    def answer(*_: object) -> None:
+        (directory / f"{name}.answered").touch()
+        sys.exit(0)
+
+    signal.signal(signal.SIGQUIT, answer)
 if mode != "never":
     (directory / f"{name}.up").touch()
 time.sleep(600)

@@ -207,6 +207,18 @@ def test_a_rank_that_hangs_is_ended_and_started_again(
     assert_all_gone(launched.pids())
 
 
+def test_who_answers_requests_is_told_of_a_hang_below_it(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    launched = launch("serve", "answering")
+    launched.wait_for("READY")
+    (tmp_path / "sglang.stalled").write_text("7")
+    launched.wait_for("sglang ended: exit code 0")
+    assert (tmp_path / "sglang.answered").exists()
+    (tmp_path / "sglang.stalled").unlink()
+    launched.wait_for("sglang ready again")
+
+
 def test_a_rank_that_is_busy_and_moves_is_left_alone(
     launch: Callable[..., Launched], tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def test_sigterm_to_all_nodes_ends_all(launched: Launched) -> None:
-    start(launched, "serve", address=f"{ANY},{ANY}", count=3)
+    start(launched, "serve", address=f"{ANY},tcp://127.0.0.2:0", count=3)
     wait_served(launched, 2)
     assert len(launched.pids("cache")) == 2
     assert len(launched.run_dirs()) == 3
