@@ -265,7 +265,24 @@ def run(bench: Bench) -> dict[str, Any]:
     judge(checks, every, rows)
     left = sum(each["processes_left"] for each in found.values())
     checks.add("processes left", left, "0", left == 0)
-    return checks.result(rows=rows)
+    return checks.result(rows=summary(every, rows))
+
+
+def summary(chosen: Sequence[Case], rows: dict[str, Any]) -> dict[str, str]:
+    """Say in a line what became of the cases of each action at a point."""
+    found: dict[str, str] = {}
+    for case in chosen:
+        key = f"{case.point} {case.action}"
+        own = [rows[x.name] for x in chosen if (x.point, x.action) == (case.point, case.action)]
+        whole = [row for row in own if "failed" not in row]
+        count = REQUESTS * len(own)
+        found[key] = (
+            f"{len(whole)} of {len(own)} judged; of {count} requests "
+            f"{sum(row['same_tokens'] for row in whole)} with the tokens of an undisturbed run, "
+            f"{count - sum(row['ended'] for row in whole)} ended with an error; ready again after "
+            f"{max((row['ready_s'] for row in whole), default=0.0)} s at most"
+        )
+    return found
 
 
 def _happened(log: Path, since: float) -> list[dict[str, Any]]:
