@@ -51,7 +51,8 @@ def names(paths: list[Path]) -> list[str]:
 def test_sigterm_to_all_nodes_ends_all(launched: Launched) -> None:
     start(launched, "serve", address=f"{ANY},tcp://127.0.0.2:0", count=3)
     wait_served(launched, 2)
-    assert len(launched.pids("cache")) == 2
+    # One fake that is up stands for both: the other one may have to start yet.
+    launched.wait_for(lambda: len(launched.pids("cache")) == 2)
     assert len(launched.run_dirs()) == 3
     assert {"cache0", "cache1"} < set(names(launched.run_dirs()))
     for process in launched.processes:
