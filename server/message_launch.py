@@ -163,17 +163,9 @@ def run_far_rank(
         If the cache rank did not become ready, or ended too often.
     """
     _log()
-    settings = settings.model_copy(update={"transport": "message"})
     keys, where = _keys(settings), LinkAddress.parse(address)
-    check_policy(settings.selection.policy)
-    device = cache_rank_device(settings)
-    settings, model_dir = resolve_cache_rank(settings, device, console.print)
+    settings, model_dir = _resolve_far(settings, rank, console)
     ours = settings.rank_settings
-    if rank >= ours.placement.num_shards:
-        raise SettingsError(
-            f"rank={rank}: these settings have cache ranks 0 to {ours.placement.num_shards - 1}; "
-            "give the inference rank's with --config, its cache_rank_address with one for each"
-        )
     if cache_rank_detail(RunDir(path.absolute())) is None:
         raise SettingsError(f"run_dir={path}: another cache rank is there; give each its own")
     door = Door(where, own_keys(keys, CACHE_RANK), allowed_keys(keys), hosts)
@@ -205,6 +197,23 @@ def run_far_rank(
         banner=f"cache rank at {door.address}",
     )
     Launcher(plan, console, verbose=verbose).run()
+
+
+def _resolve_far(
+    settings: ServeSettings, rank: int, console: Console
+) -> tuple[ServeSettings, Path]:
+    """Return what cache rank `rank` of another host is to be told, and its model."""
+    settings = settings.model_copy(update={"transport": "message"})
+    check_policy(settings.selection.policy)
+    device = cache_rank_device(settings)
+    settings, model_dir = resolve_cache_rank(settings, device, console.print)
+    last = settings.rank_settings.placement.num_shards - 1
+    if rank > last:
+        raise SettingsError(
+            f"rank={rank}: these settings have cache ranks 0 to {last}; give the inference rank's "
+            "with --config, its cache_rank_address with one for each"
+        )
+    return settings, model_dir
 
 
 class _Serving:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -93,6 +94,28 @@ def test_a_cache_rank_of_another_host_has_to_be_told_where_to_listen(tmp_path: P
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 2
     assert "add --address" in " ".join(found.output.split())
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_taken", "said"),
+    [(2, False, "cache ranks 0 to 1"), (1, True, "another cache rank is there")],
+)
+def test_a_cache_rank_that_cannot_be_that_one_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, is_taken: bool, said: str
+) -> None:
+    def resolve(settings: ServeSettings, *_: Any) -> tuple[ServeSettings, Path]:
+        placed = {"placement": settings.placement_on("cpu")}
+        return settings.model_copy(update=placed), tmp_path
+
+    monkeypatch.setattr(message_launch, "resolve_cache_rank", resolve)
+    if is_taken:
+        monkeypatch.setattr(message_launch, "cache_rank_detail", lambda _: None)
+    settings = _settings(cache_rank_address=_TWO, link_keys=str(tmp_path / "keys"))
+    with pytest.raises(SettingsError, match=said):
+        message_launch.run_far_rank(
+            settings, tmp_path / "run", "tcp://127.0.0.1:0", (), Console(), rank
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_both_ends_here_have_keys_and_addresses_of_their_own(tmp_path: Path) -> None:
