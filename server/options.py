@@ -108,7 +108,6 @@ SERVE_FLAGS: tuple[Flag, ...] = (
     *_flags(OPERATION, "", "start-timeout-s"),
     *DRAIN_FLAGS,
     *_flags(OPERATION, "", "hang-timeout-s max-restarts standby run-dir chunked-prefill-size"),
-    *_flags(OPERATION, "", "overlap-passes"),
     *(flag for flag in EDGE_FLAGS if not flag.is_common),
 )
 

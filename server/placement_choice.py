@@ -131,11 +131,6 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             f"standby needs a cache rank in a process of its own, and link {placement.link} has "
             "none; leave --standby out, or use --transport shared"
         )
-    if settings.overlap_passes and not placement.num_cache_ranks:
-        raise SettingsError(
-            "overlap_passes is for a cache rank in a process of its own; without one SGLang "
-            "overlaps passes on GPUs by itself: leave --overlap-passes out"
-        )
     if settings.standby and settings.cache_rank_address is not None:
         raise SettingsError(
             f"standby is for the host of the cache rank, and that at {settings.cache_rank_address} "

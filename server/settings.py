@@ -121,12 +121,6 @@ class ServeSettings(BaseModel):
         description="Keep a second cache rank loaded, which takes the place of one that is lost "
         "at once. It is on the cache rank's host, and an option of `tandemkv cache-rank` there.",
     )
-    overlap_passes: bool = Field(
-        False,
-        description="Let SGLang prepare a pass while another one runs, with a cache rank in a "
-        "process of its own as well: shorter steps on GPUs. What follows a loss of the cache rank "
-        "was then tried on CPUs only.",
-    )
     run_dir: Path | None = Field(
         None, description="Directory of sockets, token and logs; default a fresh private one."
     )

@@ -88,10 +88,10 @@ def sglang_argv(
 
 
 def _overlap_flags(settings: ServeSettings, device: str) -> tuple[str, ...]:
-    is_split = settings.rank_settings.placement.maps_memory
-    if settings.overlap_passes or (device != "cpu" and not is_split):
+    if device != "cpu" or settings.rank_settings.placement.maps_memory:
         return ()
-    # What a lost cache rank cut short is known when a pass is over: none is under way then.
+    # A pass on a CPU is done when it has been queued: there is nothing to overlap. Beside a cache
+    # rank passes are scheduled as on GPUs, so that a loss is met in the same state.
     return ("--disable-overlap-schedule",)
 
 

@@ -175,14 +175,10 @@ def test_a_killed_engine_ends_no_server(prompts: list[list[int]]) -> None:
     assert [answer["ids"] for answer in after] == [answer["ids"] for answer in before]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["a pass at a time", "overlapping"])
-def test_requests_go_on_where_the_engine_was_killed(
-    prompts: list[list[int]], overlap: bool
-) -> None:
+def test_requests_go_on_where_the_engine_was_killed(prompts: list[list[int]]) -> None:
     """Alone a request gives the same tokens; of several all end, and agree as batches do."""
     longest = sorted(prompts, key=len)[-4:]
-    placement = _PLACEMENTS["shared"] | {"overlap_passes": overlap}
-    with served(selection_of("look_ahead", "int8"), **placement) as server:
+    with served(selection_of("look_ahead", "int8"), **_PLACEMENTS["shared"]) as server:
         for some, at_once in ((longest[-1:], 1), (longest, 4)):
             want = run(server, some, new_tokens=_LONG, at_once=at_once)
             flush(server)

@@ -134,16 +134,14 @@ def test_groups_of_several_processes_listen_on_loopback_alone(tensor_parallel: i
     assert env["GLOO_SOCKET_IFNAME"] == "dummy0"
 
 
-def test_passes_of_a_pair_are_captured_but_not_overlapped() -> None:
-    def argv(settings: ServeSettings) -> tuple[str, ...]:
-        return sglang_argv(settings, model_dir=Path("/m"), device="cuda", dtype="bfloat16", port=1)
+def test_passes_of_a_pair_are_captured_and_overlap() -> None:
+    def argv(settings: ServeSettings, device: str = "cuda") -> tuple[str, ...]:
+        return sglang_argv(settings, model_dir=Path("/m"), device=device, dtype="bfloat16", port=1)
 
-    pair = argv(as_pair(ServeSettings(model="m")))
-    assert "--disable-overlap-schedule" in pair
-    assert "--disable-cuda-graph" not in pair
-    assert "--disable-overlap-schedule" not in argv(ServeSettings(model="m", cache_ranks=0))
-    asked = argv(as_pair(ServeSettings(model="m", overlap_passes=True)))
-    assert "--disable-overlap-schedule" not in asked
+    alone = ServeSettings(model="m", cache_ranks=0)
+    for found in (argv(as_pair(ServeSettings(model="m"))), argv(alone)):
+        assert not {"--disable-overlap-schedule", "--disable-cuda-graph"} & set(found)
+    assert "--disable-overlap-schedule" in argv(alone, "cpu")
 
 
 def test_a_layer_of_a_tensor_parallel_model_is_given_the_whole_sum() -> None:

@@ -324,14 +324,6 @@ def test_local_is_in_process(tmp_path: Path) -> None:
     assert (settings.cache_ranks, settings.rank_settings.placement.link) == (0, "local")
 
 
-def test_passes_overlap_on_request_beside_a_process_only(tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"overlap_passes": True, "selection": {"budget_tokens": 2048}}
-    settings, _ = resolve(tmp_path, "cpu", transport="shared", **asked)
-    assert settings.overlap_passes
-    with pytest.raises(SettingsError, match="leave --overlap-passes out"):
-        resolve(tmp_path, "cpu", cache_ranks=0, **asked)
-
-
 def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
     settings, said = resolve(
