@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.one_device import is_apart_on_one_device
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
 from tandemkv.inference_rank.drain import DRAIN_TIMEOUT_VARIABLE
 from tandemkv.inference_rank.edge.settings import EDGE_VARIABLE
@@ -88,11 +89,13 @@ def sglang_argv(
 
 
 def _overlap_flags(settings: ServeSettings, device: str) -> tuple[str, ...]:
-    if device != "cpu" or settings.rank_settings.placement.maps_memory:
-        return ()
-    # A pass on a CPU is done when it has been queued: there is nothing to overlap. Beside a cache
-    # rank passes are scheduled as on GPUs, so that a loss is met in the same state.
-    return ("--disable-overlap-schedule",)
+    """Return whether SGLang prepares a pass while one runs: not on a CPU.
+
+    There a pass is done when it has been queued, and its tokens would wait for the next one. What
+    is laid out as for two GPUs is scheduled as there.
+    """
+    is_paired = settings.rank_settings.placement.maps_memory and is_apart_on_one_device()
+    return () if device != "cpu" or is_paired else ("--disable-overlap-schedule",)
 
 
 def _chunk_flags(settings: ServeSettings, device: str, page_size: int) -> tuple[str, ...]:

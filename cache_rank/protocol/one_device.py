@@ -3,8 +3,8 @@
 
 With ``TANDEMKV_ONE_DEVICE=1`` the cache rank's process works on the device of the forward pass, a
 GPU (under CUDA MPS) or the CPU, with the resident sets in the pool. With
-``TANDEMKV_ONE_DEVICE=apart`` memory is laid out as for two GPUs. So either layout can be tested
-anywhere. Its times say nothing of two GPUs.
+``TANDEMKV_ONE_DEVICE=apart`` memory is laid out as for two GPUs, and passes of SGLang overlap as
+there. So either can be tested anywhere. Its times say nothing of two GPUs.
 """
 
 import os

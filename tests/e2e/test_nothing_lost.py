@@ -79,7 +79,7 @@ def want(server: Server, prompts: list[list[int]], once: Any) -> list[list[int]]
     return found
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_a_step(
     server: Server, prompts: list[list[int]], want: list[list[int]], seed: int
 ) -> None:

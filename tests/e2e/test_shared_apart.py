@@ -2,8 +2,8 @@
 """Link ``shared`` laid out for two GPUs, the CPU standing for both.
 
 Resident sets, latest tokens and samples lie apart from the pool, as on the model's GPU. Exact
-layers attend in the cache rank's process. What is attended to must be right, also after a cache
-rank was killed in the middle of steps.
+layers attend in the cache rank's process, and SGLang prepares a pass while one runs. What is
+attended to must be right, also after a cache rank was killed in the middle of steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 from exactness import compare, run
-from nothing_lost import make_prompts, repeat, settings_of, undisturbed, wait_for, waiting_ranks
+from nothing_lost import (
+    killed_while_prompts_are_computed,
+    make_prompts,
+    repeat,
+    settings_of,
+    undisturbed,
+    wait_for,
+    waiting_ranks,
+)
 from rank_servers import Server, ours
 
 from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
@@ -61,13 +69,29 @@ def server() -> Iterator[Server]:
         yield found
 
 
-@pytest.mark.slow  # three minutes; on one device test_nothing_lost does the same in CI
-def test_killed_in_the_middle_of_a_step(server: Server) -> None:
-    prompts = make_prompts(_REQUESTS)
-    want = undisturbed(server, prompts, _NEW_TOKENS)
-    for seed in (1, 2):
-        wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
-        found = repeat(server, prompts, want, _NEW_TOKENS, random.Random(seed))
-        assert found["in_flight"] == found["ended"] == found["same_tokens"] == _REQUESTS, found
-        assert found["restored_rows"] == _REQUESTS, found
-        assert found["reseeded_rows"] == found["rows_left"] == found["slots_left"] == 0, found
+@pytest.fixture(scope="module")
+def other_prompts() -> list[list[int]]:
+    return make_prompts(_REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def want(server: Server, other_prompts: list[list[int]]) -> list[list[int]]:
+    return undisturbed(server, other_prompts, _NEW_TOKENS)
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))])
+def test_killed_in_the_middle_of_a_step(
+    server: Server, other_prompts: list[list[int]], want: list[list[int]], seed: int
+) -> None:
+    wait_for(lambda: waiting_ranks(server) > 0, "no cache rank waits")
+    found = repeat(server, other_prompts, want, _NEW_TOKENS, random.Random(seed))
+    assert found["in_flight"] == found["ended"] == found["same_tokens"] == _REQUESTS, found
+    assert found["restored_rows"] == _REQUESTS, found
+    assert found["reseeded_rows"] == found["rows_left"] == found["slots_left"] == 0, found
+
+
+@pytest.mark.slow  # test_nothing_lost does so in CI, a pass at a time
+def test_killed_while_prompts_are_computed(
+    server: Server, other_prompts: list[list[int]], want: list[list[int]]
+) -> None:
+    killed_while_prompts_are_computed(server, other_prompts, want)

@@ -17,8 +17,8 @@ RAN_ON_GPU = {
     "Qwen3ForCausalLM": "H200, H100: dummy weights of the 8B shape, in FP8 as well",
     "Qwen3MoeForCausalLM": "H200, dummy weights of the 30B-A3B shape",
 }
-"""What reports under ``docs`` show: quality/smollm2-4k-h200; benchmarks/decode.json, decode_fp8.json
-and decode_moe.json."""
+"""What reports under ``docs`` show: quality/smollm2-4k-h200, and decode.json, decode_fp8.json and
+decode_moe.json of benchmarks."""
 STAND_INS = {
     "Qwen2MoeForCausalLM": "1",
     "MiniMaxM2ForCausalLM": "2",

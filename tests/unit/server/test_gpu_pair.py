@@ -12,7 +12,7 @@ import torch
 from tiny_model import write_model
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
+from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
 from tandemkv.server.devices import (
     as_pair,
     cache_rank_device,
@@ -134,14 +134,18 @@ def test_groups_of_several_processes_listen_on_loopback_alone(tensor_parallel: i
     assert env["GLOO_SOCKET_IFNAME"] == "dummy0"
 
 
-def test_passes_of_a_pair_are_captured_and_overlap() -> None:
+def test_passes_of_a_pair_are_captured_and_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     def argv(settings: ServeSettings, device: str = "cuda") -> tuple[str, ...]:
         return sglang_argv(settings, model_dir=Path("/m"), device=device, dtype="bfloat16", port=1)
 
     alone = ServeSettings(model="m", cache_ranks=0)
     for found in (argv(as_pair(ServeSettings(model="m"))), argv(alone)):
         assert not {"--disable-overlap-schedule", "--disable-cuda-graph"} & set(found)
+    pair = as_pair(ServeSettings(model="m", device="cpu"))
+    assert all("--disable-overlap-schedule" in argv(found, "cpu") for found in (alone, pair))
+    monkeypatch.setenv(ONE_DEVICE_VARIABLE, APART)
     assert "--disable-overlap-schedule" in argv(alone, "cpu")
+    assert "--disable-overlap-schedule" not in argv(pair, "cpu")
 
 
 def test_a_layer_of_a_tensor_parallel_model_is_given_the_whole_sum() -> None:
