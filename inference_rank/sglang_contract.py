@@ -68,6 +68,10 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.available_size": (),
     "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.available_size": (),
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (),
+    "sglang.srt.managers.scheduler_components.batch_result_processor.release_kv_cache": (
+        "req",
+        "tree_cache",
+    ),
     "sglang.srt.managers.scheduler.Scheduler.run_batch": ("batch",),
     "sglang.srt.managers.scheduler.Scheduler.process_input_requests": ("recv_reqs",),
     "sglang.srt.managers.scheduler.Scheduler.process_batch_result": ("batch", "result"),

@@ -119,11 +119,11 @@ def push_and_predict(
 ) -> torch.Tensor:
     """Put each request's newest query into its window, and predict a later one from that.
 
-    The query of position p lies in place ``p % (W + 1)``; a window holds what was put into it
-    since position ``starts[row]``, without a gap. With `cos` and `sin` every query is first
-    rotated from its own position to that of the prediction's use. This is the same as to undo
-    RoPE, predict, and rotate the prediction: Gram matrices see differences of positions
-    only, and every prediction is linear in the queries. The angles are those of W + 1 small
+    The query of position p lies in place ``p % (W + 2)``, and the newest W + 1 are read; a window
+    holds what was put into it since position ``starts[row]``, without a gap. With `cos` and `sin`
+    every query is first rotated from its own position to that of the prediction's use. This is the
+    same as to undo RoPE, predict, and rotate the prediction: Gram matrices see differences of
+    positions only, and every prediction is linear in the queries. The angles are of W + 1 small
     offsets, so that one table serves all steps and float32 loses nothing at long contexts;
     RoPE's scaling factor cancels.
 
@@ -136,7 +136,7 @@ def push_and_predict(
     positions : torch.Tensor
         ``[B]``, int64, of `query`.
     windows : torch.Tensor
-        ``[num_rows, W + 1, Hq, D]``, float, last dimension dense. Changed in place; queries
+        ``[num_rows, W + 2, Hq, D]``, float, last dimension dense. Changed in place; queries
         are rounded to its dtype.
     starts : torch.Tensor
         ``[num_rows]``, int64: first position of which the window holds the query. Where it is
@@ -163,7 +163,7 @@ def push_and_predict(
     dims.check("query", query, "num_reqs num_qo_heads head_dim", FLOATS)
     dims.check("rows", rows, "num_reqs", INT64)
     dims.check("positions", positions, "num_reqs", INT64)
-    dims.check("windows", windows, "num_rows window num_qo_heads head_dim", FLOATS)
+    dims.check("windows", windows, "num_rows places num_qo_heads head_dim", FLOATS)
     dims.check("starts", starts, "num_rows", INT64)
     if dims["head_dim"] % 2:
         fail("query.shape", tuple(query.shape), "of an even head_dim")
@@ -172,7 +172,7 @@ def push_and_predict(
     if prediction not in PREDICTIONS:
         fail("prediction", repr(prediction), f"one of {PREDICTIONS}")
     largest = MAX_RIDGE_WINDOW if prediction == "ridge" else None
-    check_int("windows.shape[1] - 1", dims["window"] - 1, minimum=1, maximum=largest)
+    check_int("windows.shape[1] - 2", dims["places"] - 2, minimum=1, maximum=largest)
     _check_angles(dims, cos, sin)
     _check_ridge(eps, sign, normalise)
     run = resolve("query_window", "push_and_predict", query.device)

@@ -94,7 +94,12 @@ def _overlap_flags(settings: ServeSettings, device: str) -> tuple[str, ...]:
     There a pass is done when it has been queued, and its tokens would wait for the next one. What
     is laid out as for two GPUs is scheduled as there.
     """
-    is_paired = settings.rank_settings.placement.maps_memory and is_apart_on_one_device()
+    placement = settings.rank_settings.placement
+    if placement.has_far_host:
+        # SGLang gives a prompt's chunk to the radix tree while the next pass is prepared: before it
+        # is known that the other host has its K/V.
+        return ("--disable-overlap-schedule",)
+    is_paired = placement.maps_memory and is_apart_on_one_device()
     return () if device != "cpu" or is_paired else ("--disable-overlap-schedule",)
 
 

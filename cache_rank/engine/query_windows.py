@@ -23,9 +23,11 @@ class DeviceQueryWindows:
 
     A window is a ring by position, without a gap since the row's first position in it. That
     one number per row takes the place of counts: pushing needs no branch, and a step that is
-    replayed writes the same again. Queries stay as they come, after RoPE and in the model's
-    dtype; the kernel rotates them to the position of the prediction's use, which equals
-    un-rotating first (`tandemkv.kernels.query_window.push_and_predict`) and loses nothing.
+    replayed writes the same again. It has a place more than is read, for two steps may have to be
+    done again: the first must not find the query of the second in place of its oldest. Queries
+    stay as they come, after RoPE and in the model's dtype; the kernel rotates them to the position
+    of the prediction's use, which equals un-rotating first
+    (`tandemkv.kernels.query_window.push_and_predict`) and loses nothing.
 
     Parameters
     ----------
@@ -68,8 +70,8 @@ class DeviceQueryWindows:
                 "cache rank with --cache-ranks 1"
             )
         self._ridge = policy.ridge
-        self._size = size + 1
-        shape = (num_layers, num_rows, self._size, model.num_qo_heads, model.head_dim)
+        self._places = size + 2
+        shape = (num_layers, num_rows, self._places, model.num_qo_heads, model.head_dim)
         dtype = getattr(torch, model.dtype)
         if allocate is None:
             self._windows = torch.zeros(shape, dtype=dtype, device=device)
@@ -89,7 +91,7 @@ class DeviceQueryWindows:
             if rotary.order is not None:
                 self._order = rotary.order.to(device)
                 self._back = self._order.argsort()
-            offsets = 1 + torch.arange(self._size, dtype=torch.float64)
+            offsets = 1 + torch.arange(size + 1, dtype=torch.float64)
             angles = torch.outer(offsets, rotary.inv_freq.cpu().double())
             self._cos = angles.cos().float().to(device)
             self._sin = angles.sin().float().to(device)
@@ -111,8 +113,8 @@ class DeviceQueryWindows:
 
         `layer` counts the selecting layers.
         """
-        queries, positions = self._ordered(queries[-self._size :]), positions[-self._size :]
-        self._windows[layer, row, positions % self._size] = queries.to(self._windows.dtype)
+        queries, positions = self._ordered(queries[-self._places :]), positions[-self._places :]
+        self._windows[layer, row, positions % self._places] = queries.to(self._windows.dtype)
         self._starts[row] = positions[0]
 
     def push(
@@ -120,7 +122,7 @@ class DeviceQueryWindows:
     ) -> None:
         """Take note of a step's queries ``[B, Hq, D]`` without a prediction."""
         self._windows[layer].index_put_(
-            (rows, positions % self._size), self._ordered(query).to(self._windows.dtype)
+            (rows, positions % self._places), self._ordered(query).to(self._windows.dtype)
         )
 
     def push_and_predict(

@@ -376,9 +376,9 @@ class Policy(ABC):
 
         Called once, before anything else. Tensors of `allocate` outlive the engine's process where
         that is promised, and are found again under their names by the next one; new ones are zeros.
-        A step may be done twice, so writing must be such that the second time changes nothing. What
-        a policy remembers elsewhere is lost with the process: it goes on as with a request that it
-        sees for the first time.
+        Two steps may be done twice, so writing must be such that the second time changes nothing.
+        What a policy remembers elsewhere is lost with the process: it goes on as with a request
+        that it sees for the first time.
         """
         del allocate, num_rows
 

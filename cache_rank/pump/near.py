@@ -38,6 +38,7 @@ class NearSender:
         )
         self._staged = StagedSlots(side, gives_back=side.shard.index == 0)
         self._num_stored, self._slots = 0, torch.empty(0, dtype=torch.int64)
+        self._told: dict[int, torch.Tensor] = {}
 
     def run(self) -> None:
         """Send steps until the epoch is over."""
@@ -71,9 +72,11 @@ class NearSender:
             return torch.empty(0, dtype=torch.int64)
         rows = [row for row in entry.rows if row.row]
         tables = {row.row: side.table[row.row, : row.length].clone() for row in rows}
-        for row in rows:
-            first = 0 if is_prompt else row.prefix_len
-            out.put(Op.TABLE, row.row, first, tables[row.row][first:])
+        for number, table in tables.items():
+            first = _common(self._told.get(number), table)
+            if first < len(table):
+                out.put(Op.TABLE, number, first, table[first:])
+            self._told[number] = table
         slots = _joined([tables[row.row][row.prefix_len :] for row in rows])
         if is_prompt:
             before = _joined([tables[row.row][: row.prefix_len] for row in rows])
@@ -246,6 +249,15 @@ class NearReceiver:
             out[: len(found)] = found
         else:
             raise ProtocolError(f"{op.name} came from the cache rank's host")
+
+
+def _common(before: torch.Tensor | None, now: torch.Tensor) -> int:
+    """Return how many slots of a row are as they were told; the radix tree may replace any."""
+    if before is None:
+        return 0
+    count = min(len(before), len(now))
+    differs = (before[:count] != now[:count]).nonzero()
+    return int(differs[0]) if len(differs) else count
 
 
 def _joined(slots: list[torch.Tensor]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tandemkv.inference_rank import runtime as runtime_module
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 
 
 def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
@@ -25,6 +26,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
             before_rows_clear,
             HookType.BEFORE,
         ),
+        (f"{_RESULTS}.release_kv_cache", around_release, HookType.AROUND),
         (f"{_SCHEDULER}.release_host_resources", say_goodbye, HookType.BEFORE),
         (f"{_SCHEDULER}.pause_generation", after_pause, HookType.AFTER),
         (f"{_SCHEDULER}.continue_generation", after_pause, HookType.AFTER),
@@ -42,11 +44,13 @@ def before_requests(scheduler: Any, *_: Any, **__: Any) -> None:
 def around_queue(
     original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a new request if no cache rank came back for too long."""
+    """Refuse a new request if no cache rank came back for too long; penalties begin anew."""
     runtime = runtime_module.current()
-    if runtime is None or not runtime.recovery.refuses(scheduler, req):
-        return original(scheduler, req, *args, **kwargs)
-    return None
+    if runtime is not None:
+        if runtime.recovery.refuses(scheduler, req):
+            return None
+        runtime.penalties.forget(req)  # SGLang itself may have taken it back
+    return original(scheduler, req, *args, **kwargs)
 
 
 def around_results(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> None:
@@ -56,6 +60,16 @@ def around_results(original: Callable[..., Any], scheduler: Any, batch: Any, res
         original(scheduler, batch, result)
     else:
         runtime.passes.take(original, scheduler, batch, result)
+
+
+def around_release(
+    original: Callable[..., None], req: Any, tree_cache: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Keep from the radix tree what a pass stores whose results nobody has looked at."""
+    runtime = runtime_module.current()
+    if runtime is not None:
+        runtime.recovery.before_release(req, tree_cache)
+    original(req, tree_cache, *args, **kwargs)
 
 
 def after_pause(_result: Any, scheduler: Any, *_: Any, **__: Any) -> None:

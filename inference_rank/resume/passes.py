@@ -129,11 +129,13 @@ class PassLog:
 
     def rewind(self, lost: list[Any]) -> None:
         """Bring what the passes of the `lost` batches have changed back to where it was."""
-        first = min((batch.forward_iter for batch in lost), default=0)
-        found = self._passes.get(first)
-        if found is not None:
-            self._backend.rewind(found.backend)
-            _set_random_state(found)
+        numbers = sorted(batch.forward_iter for batch in lost)
+        found = [self._passes[number] for number in numbers if number in self._passes]
+        if found:
+            self._backend.rewind(found[0].backend)
+        drawing = [each for each in found if each.random is not None]
+        if drawing:  # a greedy one may be before it
+            _set_random_state(drawing[0])
         self._link.rewind()
         self._passes.clear()
         self.dropped.clear()
@@ -170,8 +172,6 @@ def _random_state(batch: Any, device: torch.device) -> torch.Tensor | None:
 
 
 def _set_random_state(found: _Pass) -> None:
-    if found.random is None:
-        return
     if found.device.type == "cuda":
         torch.cuda.set_rng_state(found.random, found.device)
     else:

@@ -31,7 +31,7 @@ from tandemkv.inference_rank.sglang_versions import committed, row_of
 from .agreement import Agreement
 from .passes import PassLog
 from .penalties import PenaltyLog
-from .rewind import end_requests, live_requests, recompute, rewind
+from .rewind import end_requests, live_requests, recompute, rewind, trim_ended
 
 _LOG = logging.getLogger(__name__)
 _TURN_S = 0.005
@@ -183,6 +183,10 @@ class Recovery:
         self._counters.requests_refused_total += 1
         _send_abort(scheduler, req, self._connection.lost_reason)
         return True
+
+    def before_release(self, req: Any, tree_cache: Any) -> None:
+        """Take from a request that has ended what a pass under way stores for it."""
+        trim_ended(req, tree_cache)
 
     def note_pause(self, scheduler: Any) -> None:
         """Note that an administrator paused the server, or let it go on."""

@@ -107,6 +107,16 @@ def live_requests(scheduler: Any, lost: Iterable[Any] = ()) -> list[Any]:
     return [r for r in found.values() if not r.finished() and row_of(r) is not None]
 
 
+def trim_ended(req: Any, tree_cache: Any) -> None:
+    """Give back the slots that passes under way store to for a request that has ended.
+
+    With the overlap scheduler one pass follows the last token. It may be lost, and what it stored
+    for that token be anything; the radix tree would give it to a prompt that continues the answer.
+    """
+    if row_of(req) is not None and committed(req) > _stored(req):
+        _give_back(tree_cache, req, _stored(req))
+
+
 def compute_again(scheduler: Any, req: Any, penalties: PenaltyLog) -> None:
     """Put a request at the head of the queue; what the radix tree has of it is reused."""
     if req is scheduler.chunked_req:
@@ -205,14 +215,17 @@ def _trim(scheduler: Any, req: Any, penalties: PenaltyLog) -> bool:
     return steps > 0
 
 
-def _give_back(scheduler: Any, req: Any, stored: int) -> None:
-    """Free what is allocated behind the first `stored` tokens of a request."""
+def _give_back(pools: Any, req: Any, stored: int) -> None:
+    """Free what is allocated behind the first `stored` tokens of a request.
+
+    `pools` is the scheduler or the radix tree: either has both.
+    """
     end = req.kv.kv_allocated_len
     if end <= stored:
         return
-    allocator = scheduler.token_to_kv_pool_allocator
+    allocator = pools.token_to_kv_pool_allocator
     first = -(-stored // allocator.page_size) * allocator.page_size
     if first < end:
-        slots = scheduler.req_to_token_pool.req_to_token[row_of(req), first:end]
+        slots = pools.req_to_token_pool.req_to_token[row_of(req), first:end]
         allocator.free_segment(slots.clone(), start_pos=first)
     set_stored(req, stored)

@@ -64,11 +64,12 @@ def push_and_predict(
     normalise: str,
 ) -> torch.Tensor:
     """Push and predict; see `tandemkv.kernels.query_window.push_and_predict`."""
-    size = windows.shape[1]
-    windows[rows, positions % size] = query.to(windows.dtype)
+    places = windows.shape[1]
+    size = places - 1
+    windows[rows, positions % places] = query.to(windows.dtype)
     ages = torch.arange(size - 1, -1, -1, device=query.device)  # newest last
     at = positions[:, None] - ages
-    window = windows[rows[:, None], at % size].float()  # [B, W + 1, Hq, D]
+    window = windows[rows[:, None], at % places].float()  # [B, W + 1, Hq, D]
     count = (positions - starts[rows] + 1).clamp(1, size)
     if cos is not None and sin is not None:
         cos, sin = cos[ages].unsqueeze(1), sin[ages].unsqueeze(1)  # [W + 1, 1, D / 2]

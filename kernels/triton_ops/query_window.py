@@ -90,11 +90,14 @@ def _predict_kernel(
     num_heads, half, eps, sign,
     q_stride_b, q_stride_h, q_stride_d,
     w_stride_row, w_stride_place, w_stride_head,
-    SIZE: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr, PLACES: tl.constexpr,
     ROTATES: tl.constexpr, IS_RIDGE: tl.constexpr, SOFTMAX: tl.constexpr,
     PUSHES: tl.constexpr,
 ):  # fmt: skip
-    """`SIZE` is W. Without `PUSHES` the windows stand in order, newest last, by program."""
+    """`SIZE` is W, of the `PLACES` of a row.
+
+    Without `PUSHES` the windows stand in order, newest last, by program.
+    """
     program = tl.program_id(0).to(tl.int64)
     request, head = program // num_heads, program % num_heads
     at = tl.arange(0, HALF)
@@ -107,7 +110,7 @@ def _predict_kernel(
         kind = windows.dtype.element_ty
         new_1 = tl.load(source + at * q_stride_d, mask=at < half, other=0.0).to(kind)
         new_2 = tl.load(source + (half + at) * q_stride_d, mask=at < half, other=0.0).to(kind)
-        place = base + (position % (SIZE + 1)) * w_stride_place
+        place = base + (position % PLACES) * w_stride_place
         tl.store(place + at, new_1, mask=at < half)
         tl.store(place + half + at, new_2, mask=at < half)
         new_1, new_2 = new_1.to(tl.float32), new_2.to(tl.float32)
@@ -122,13 +125,13 @@ def _predict_kernel(
     index = tl.arange(0, TILE)
     past_ages = index + 1  # the queries regressed on; each one's successor is one younger
     is_past = (past_ages < count) & (index < SIZE)
-    places = tl.where(is_past, (position - past_ages) % (SIZE + 1), 0)
+    places = tl.where(is_past, (position - past_ages) % PLACES, 0)
     past_1 = _load_half(base, past_ages, places, w_stride_place, at, half, is_past, False, new_1)
     past_2 = _load_half(
         base + half, past_ages, places, w_stride_place, at, half, is_past, False, new_2
     )
     is_next = (index < count) & (index < SIZE)
-    places = tl.where(is_next & (index > 0), (position - index) % (SIZE + 1), 0)
+    places = tl.where(is_next & (index > 0), (position - index) % PLACES, 0)
     is_stored = is_next & (index > 0)
     next_1 = _load_half(base, index, places, w_stride_place, at, half, is_stored, True, new_1)
     next_2 = _load_half(
@@ -180,7 +183,7 @@ def ridge_predict(
             1, dim // 2, max(eps, reference.MIN_EPS), float(sign),
             0, 0, 0, *flat.stride()[:2], 0,
             ROTATES=False, IS_RIDGE=True, SOFTMAX=normalise == "softmax", PUSHES=False,
-            **_sizes(size, dim), num_warps=4,
+            PLACES=size, **_sizes(size, dim), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -210,6 +213,6 @@ def push_and_predict(
             *query.stride(), *windows.stride()[:3],
             ROTATES=cos is not None, IS_RIDGE=prediction == "ridge",
             SOFTMAX=normalise == "softmax", PUSHES=True,
-            **_sizes(windows.shape[1], dim), num_warps=4,
+            PLACES=windows.shape[1], **_sizes(windows.shape[1] - 1, dim), num_warps=4,
         )  # fmt: skip
     return out

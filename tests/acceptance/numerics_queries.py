@@ -90,7 +90,7 @@ def query_windows(draw: Draw) -> Iterator[Compared]:
     size = draw.number("size", 1, 16 if prediction == "ridge" else 30) + 1
     dtype = draw.dtype("dtype", MULTIPLIED if draw.is_interpreted else FLOATS)
     settings, turns = _settings(draw), draw.flag("turns")
-    windows = torch.randn(num_reqs + 2, size, heads, 2 * half).to(dtype)
+    windows = torch.randn(num_reqs + 2, size + 1, heads, 2 * half).to(dtype)
     rows = torch.randperm(num_reqs + 2)[:num_reqs]
     first = torch.randint(0, 200, (num_reqs,))
     starts = torch.full((num_reqs + 2,), 1 << 62)

@@ -167,7 +167,7 @@ def _window_of_queries(device: torch.device, *, prediction: str) -> None:
     new = partial(torch.empty, device=device)
     size = 17
     rows, places = new(BATCH, dtype=I64), new(BATCH + 1, dtype=I64)
-    windows = new(BATCH + 1, size, QO_HEADS, DIM, dtype=BF16)
+    windows = new(BATCH + 1, size + 1, QO_HEADS, DIM, dtype=BF16)
     query = new(BATCH, QO_HEADS, DIM, dtype=BF16)
     angles = {"cos": new(size, DIM // 2), "sin": new(size, DIM // 2)}
     push_and_predict(query, rows, rows, windows, places, prediction=prediction, **angles)

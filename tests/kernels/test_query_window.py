@@ -13,7 +13,7 @@ HEADS, DIM = 2, 16
 
 def make(num_rows: int = 3, size: int = 4) -> dict[str, torch.Tensor]:
     return {
-        "windows": torch.full((num_rows, size + 1, HEADS, DIM), float("nan")),
+        "windows": torch.full((num_rows, size + 2, HEADS, DIM), float("nan")),
         "starts": torch.tensor([1 << 62, 9, 40][:num_rows]),
     }
 
@@ -62,12 +62,27 @@ def test_a_window_starts_over_where_it_is_told_to() -> None:
     assert torch.equal(got, query)
 
 
+@pytest.mark.parametrize("prediction", ["ridge", "mean"])
+def test_two_steps_that_are_done_again_predict_the_same(prediction: str) -> None:
+    """After a loss: the second step's query must not be in place of one that the first reads."""
+    torch.manual_seed(3)
+    state, row = make(), torch.tensor([1])
+    queries = torch.randn(12, 1, HEADS, DIM)
+
+    def step(number: int) -> torch.Tensor:
+        position = torch.tensor([9 + number])
+        return push_and_predict(queries[number], row, position, **state, prediction=prediction)
+
+    want = [step(number) for number in range(12)][-2:]
+    assert all(torch.equal(step(10 + i), want[i]) for i in range(2))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"prediction": "median"}, "prediction='median'"),
-        ({"windows": torch.zeros(3, 18, HEADS, DIM)}, "<= 16"),
-        ({"windows": torch.zeros(3, 1, HEADS, DIM)}, ">= 1"),
+        ({"windows": torch.zeros(3, 19, HEADS, DIM)}, "<= 16"),
+        ({"windows": torch.zeros(3, 2, HEADS, DIM)}, ">= 1"),
         ({"cos": torch.ones(5, DIM // 2)}, "together with cos"),
         ({"sign": 2}, "sign=2"),
         ({"eps": -1.0}, "eps=-1.0"),

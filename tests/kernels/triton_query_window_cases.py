@@ -69,7 +69,7 @@ def test_an_infinite_query_spoils_only_the_sizes_it_is_in() -> None:
 def test_push_and_predict(prediction: str, rotates: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     size, heads, dim, num_rows = 16 if prediction == "ridge" else 20, 2, 24, 6
-    windows = torch.randn(num_rows, size + 1, heads, dim, device=DEVICE).to(dtype)
+    windows = torch.randn(num_rows, size + 2, heads, dim, device=DEVICE).to(dtype)
     expected = windows.clone()
     starts = torch.full((num_rows,), 1 << 62, device=DEVICE)
     starts[[2, 3, 5]] = torch.tensor([0, 97, 130], device=DEVICE)

@@ -33,6 +33,7 @@ from tandemkv.inference_rank.links.base import StepLostError
 from tandemkv.inference_rank.resume.agreement import Agreement
 from tandemkv.inference_rank.resume.passes import PassLog
 from tandemkv.inference_rank.resume.penalties import PenaltyLog
+from tandemkv.inference_rank.resume.rewind import trim_ended
 
 VOCABULARY, SLOTS, ROWS, CONTEXT = 97, 400, 8, 128
 Fault = str
@@ -268,10 +269,11 @@ class World:
             ]
         )
         info.apply_logits_bias(logits)
-        probabilities = torch.softmax(logits / info.temperatures, -1)
-        drawn = torch.multinomial(probabilities, 1)[:, 0]
-        is_greedy = info.top_ks <= 1
-        tokens = torch.where(is_greedy, logits.argmax(-1), drawn)
+        tokens = logits.argmax(-1)
+        if not info.is_all_greedy:
+            probabilities = torch.softmax(logits / info.temperatures, -1)
+            drawn = torch.multinomial(probabilities, 1)[:, 0]
+            tokens = torch.where(info.top_ks <= 1, tokens, drawn)
         payload = RelayPayload(bonus_tokens=tokens)
         self._relays.append(partial(self.future_map.stash, batch.req_pool_indices, payload))
         batch.input_ids = None
@@ -305,6 +307,7 @@ class World:
             req.output_ids.append(token)
             req.update_finish_state()
             if req.finished():
+                trim_ended(req, self.tree_cache)  # as `resume.hooks` has it
                 calls.end(req, self.tree_cache)
             elif is_extend:
                 calls.checkpoint(req, self.tree_cache)

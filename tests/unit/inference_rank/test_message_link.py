@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from clusters import write_clusters
-from shared_forward import Engines, Forward, settings_of
+from shared_forward import LENGTHS, Engines, Forward, settings_of
 from tiny_model import write_model
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, HandshakeRefusedError
@@ -308,6 +308,45 @@ def test_another_server_that_came_meanwhile_has_replaced_the_k_and_v(tmp_path: P
         opened = played.connection.open_connection(timeout_s=60)
         assert opened.has_lost_memory
         opened.close()
+
+
+@pytest.mark.parametrize("policy", ["oracle", "last_query"])
+def test_slots_that_the_radix_tree_has_replaced(tmp_path: Path, policy: str) -> None:
+    """Two prompts begin alike and are computed at once; one gets the other's slots, a third its."""
+    shared = settings_of(policy, {"two_gpus": True}, **_SELECTION)
+    run_dir, model_dir = RunDir.create(tmp_path / "shared"), write_model(tmp_path / "shared_model")
+    engines = Engines(run_dir, model_dir, shared)
+    try:
+        alone = Forward(run_dir, model_dir, shared)
+        want = _with_replaced_slots(alone)
+        alone.connection.close()
+        alone.kept.close()
+    finally:
+        engines.close()
+    settings = settings_of(policy, {"link": "message", "two_gpus": True}, **_SELECTION)
+    with _played(tmp_path, settings) as (played, _):
+        _same(_with_replaced_slots(played), want)
+        assert played.num_lost == 0
+
+
+def _with_replaced_slots(played: Forward) -> list[list[torch.Tensor]]:
+    common, random_of = 60, played.random
+
+    def alike(seed: int, *shape: int) -> torch.Tensor:
+        return random_of(seed - 1000 if 2000 <= seed < 2000 + common else seed, *shape)
+
+    played.random = alike  # type: ignore[method-assign]
+    played.until_done(lambda: played.prefill(1, LENGTHS[0]))
+    played.until_done(lambda: played.prefill(2, LENGTHS[1]))
+    freed = played.slots[1, :common].clone()
+    played.slots[1, :common] = played.slots[0, :common]
+    played.table[2, :common] = played.slots[0, :common]
+    played.slots[2, :common] = freed
+    played.until_done(lambda: played.prefill(3, LENGTHS[2]))
+    return [
+        played.until_done(lambda n=number: played.decode(n))  # type: ignore[misc]
+        for number in range(1, 9)
+    ]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

@@ -42,6 +42,14 @@ def penalties_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScheduleBatch, "cumulate_penalty_output_tokens", followed)
 
 
+def recover(world: World) -> None:
+    """What `Recovery` does between two turns."""
+    if world.passes.dropped:
+        lost = list(world.passes.dropped) + [b for b, _ in world.result_queue]
+        rewind(world, lost, world.penalties)
+        world.passes.rewind(lost)
+
+
 def served(
     faults: dict[int, str] | None = None, *, kind: str = "greedy", **options: Any
 ) -> tuple[World, list[list[int]]]:
@@ -55,12 +63,6 @@ def served(
         prompt = [*shared, *own] if i in (1, 4) else own
         sampling = SAMPLING[kind][i % len(SAMPLING[kind])]
         world.add(prompt, 8 + 3 * i, **sampling)
-
-    def recover(world: World) -> None:
-        if world.passes.dropped:
-            lost = list(world.passes.dropped) + [b for b, _ in world.result_queue]
-            rewind(world, lost, world.penalties)
-            world.passes.rewind(lost)
 
     world.before_turn = recover
     return world, world.run()
@@ -102,6 +104,50 @@ def test_sampled_tokens_are_drawn_again_the_same() -> None:
         world, found = served({number: "late"}, kind="sampled", chunk=1000)
         assert found == want, number
         world.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_that_continues_an_answer_finds_nothing_of_a_lost_pass(overlap: bool) -> None:
+    """The pass behind a request's last token may be lost after its results were sent."""
+
+    def answers(faults: dict[int, str]) -> tuple[int, list[list[int]]]:
+        world = World(faults, overlap=overlap)
+        world.model_config.world = world
+        world.before_turn = recover
+        first = world.add(list(range(1, 11)), 5)
+        world.add(list(range(40, 52)), 12)
+        world.run()
+        world.add([*first.origin_input_ids, *first.output_ids, 3, 4], 6)
+        found = world.run()
+        world.check_nothing_is_left()
+        return world.engine.number, found
+
+    num_passes, want = answers({})
+    for number in range(1, num_passes + 1):
+        for fault in ("void", "late"):
+            assert answers({number: fault})[1] == want, (number, fault)
+
+
+def test_tokens_are_drawn_again_behind_a_lost_pass_that_draws_none() -> None:
+    """A greedy pass is lost, and behind it one that has drawn: both are done again."""
+
+    def answers(faults: dict[int, str]) -> tuple[int, list[list[int]]]:
+        world = World(faults, overlap=True)
+        world.model_config.world = world
+
+        def turn(world: World) -> None:
+            recover(world)
+            if len(world.requests) == 1 and len(world.requests[0].output_ids) == 3:
+                world.add(list(range(40, 52)), 8, temperature=0.9, top_k=-1)
+
+        world.before_turn = turn
+        world.add(list(range(1, 11)), 16)
+        found = world.run()
+        return world.engine.number, found
+
+    num_passes, want = answers({})
+    for number in range(1, num_passes + 1):
+        assert answers({number: "late"})[1] == want, number
 
 
 def test_rows_and_tree_stay_and_slots_of_lost_tokens_come_back() -> None:
