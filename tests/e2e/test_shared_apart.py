@@ -66,6 +66,9 @@ def test_tokens_equal_stock(
 def server() -> Iterator[Server]:
     settings = settings_of(num_requests=_REQUESTS, standby=True)
     with ours(settings, environ=_ENVIRON) as found:
+        assert found.run_dir is not None
+        log = (found.run_dir / "sglang.log").read_text()
+        assert "disable_overlap_schedule=False" in log  # else losses would meet one pass alone
         yield found
 
 
