@@ -57,9 +57,11 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import STAMPS, RegionSizes, specs_by_life
 
+from .contents import Contents
 from .far import Announced, FarReceiver, FarSender
+from .lanes import HostReceiveLane, HostSendLane
 from .near_service import has_hung_up, program_of
-from .records import Op, read_records
+from .records import Op, Outbox, read_records
 from .session import Pulse, PumpSession
 from .side import Side
 
@@ -237,11 +239,12 @@ class FarPump:
         view = MappedTensors()
         view.borrow(self._kept, ours)
         side = Side(view, program_of(hello, settings, welcome), settings.selection, session.is_over)
-        announced = Announced()
-        positions = books.get("resident_positions")
+        announced, out = Announced(), Outbox(plane)
+        received, sent = Contents(side), Contents(side, books.get("resident_positions"))
+        lane = HostReceiveLane(side, received)
         session.start(
-            FarReceiver(side, plane, announced).run,
-            FarSender(side, plane, announced, positions).run,
+            FarReceiver(side, received.plan, plane, lane, announced).run,
+            FarSender(side, sent, out, HostSendLane(side, sent, out), announced).run,
         )
         return session
 

@@ -64,6 +64,8 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import STAMPS
 
+from .contents import Contents
+from .lanes import HostReceiveLane, HostSendLane
 from .near import NearReceiver, NearSender
 from .records import PIECE_BYTES, Op, Outbox
 from .session import Pulse, PumpSession
@@ -256,7 +258,10 @@ class NearPump:
         program = program_of(hello, self._settings, welcome)
         selection = self._settings.selection
         side = Side(tensors, program, selection, session.is_over, self._shard)
-        session.start(NearSender(side, plane).run, NearReceiver(side, plane).run)
+        sent, received, out = Contents(side), Contents(side), Outbox(plane)
+        receiver = NearReceiver(side, received.plan, plane, HostReceiveLane(side, received))
+        lane = HostSendLane(side, sent, out)
+        session.start(NearSender(side, sent.plan, out, lane, receiver).run, receiver.run)
         return session
 
     def _meet(
