@@ -214,7 +214,7 @@ class Contents:
             out[0].copy_(side.table[part.row, : part.num])
         elif kind is PartKind.KV:
             slots = self._step_slots()[part.first : part.first + part.num]
-            torch.index_select(side.kv[layer], 1, slots, out=out[0])
+            torch.index_select(_bits(side.kv[layer]), 1, slots, out=_bits(out[0]))
         elif kind is PartKind.CHANGES:
             self._take(part, out)
         elif kind is PartKind.SET:
@@ -242,11 +242,12 @@ class Contents:
             side.check_slots(found[0])
             side.table[part.row, : part.num] = found[0]
         elif kind is PartKind.KV:
-            side.kv[layer][:, self._step_slots()[part.first : part.first + part.num]] = found[0]
+            slots = self._step_slots()[part.first : part.first + part.num]
+            _bits(side.kv[layer])[:, slots] = _bits(found[0])
         elif kind is PartKind.CHANGES:
             rows = self._rows[part.first : part.first + part.num]
-            (slots, k, v), (k_res, v_res) = found, (sets[layer] for sets in side.resident)
-            put_changed_rows(slots, k, v, rows, k_res, v_res)
+            (places, k, v), (k_res, v_res) = found, (sets[layer] for sets in side.resident)
+            put_changed_rows(places, k, v, rows, k_res, v_res)
         elif kind is PartKind.SET:
             for sets, rows in zip(side.resident, found[0], strict=True):
                 sets[layer, part.row] = rows
@@ -256,6 +257,11 @@ class Contents:
             weights[self._rows] = torch.where(is_active, found[0], weights[self._rows])
         elif kind is not PartKind.IDENTITY:
             self._staging(part)[: len(found[0])] = found[0]
+
+
+def _bits(kv: torch.Tensor) -> torch.Tensor:
+    """Return K/V as a dtype that every operation takes: not all know those of 8 bits."""
+    return kv.view(torch.uint8) if kv.element_size() == 1 else kv
 
 
 def _aligned(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
