@@ -28,7 +28,7 @@ from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec, shard_of
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_devices import engine_homes
+from tandemkv.cache_rank.protocol.shared_devices import engine_homes, far_gpu, one_gpu_homes
 from tandemkv.cache_rank.service.service import SharedEngineService
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,11 @@ def run_cache_rank(
             "--cache-ranks and --tp"
         )
     # Before CUDA takes memory of the model's GPU.
-    homes = engine_homes(torch.device(device), rank // placement.head_shards, placement.tp_size)
+    if placement.has_far_host:
+        homes = one_gpu_homes(far_gpu(device, rank))
+    else:
+        rank_before = rank // placement.head_shards
+        homes = engine_homes(torch.device(device), rank_before, placement.tp_size)
     if standby:
         load_all(model_dir, settings, homes.here)
         await_turn(directory)

@@ -60,17 +60,9 @@ def cache_rank_device(settings: ServeSettings) -> str:
     """
     from tandemkv.cache_rank.policies.registry import find_policy
 
-    device = settings.device
-    if settings.wished_link == "message":
-        if device == "cuda":
-            raise SettingsError(
-                "device=cuda: a cache rank that is met by messages is on a CPU in this version; "
-                "use --device cpu"
-            )
-        return "cpu"
     if "cuda" not in find_policy(settings.selection.policy).capabilities.devices:
         return "cpu"
-    return resolve_device(device, num_ranks_here=1)
+    return resolve_device(settings.device, num_ranks_here=1)
 
 
 def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:

@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
 
+import torch
 from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -27,7 +28,9 @@ from tandemkv.cache_rank.protocol.message.keys import (
     own_keys,
     public_key,
 )
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.shared_devices import far_gpu, one_gpu_homes
 from tandemkv.cache_rank.pump.far_service import FarPump
 from tandemkv.cache_rank.pump.near_service import NearPump
 
@@ -49,8 +52,9 @@ from .preflight import check_policy, resolve_cache_rank
 from .settings import ServeSettings
 from .settings_sources import to_yaml
 from .sglang_command import cache_rank_env
+from .shared_gpus import check_shared_gpus
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK, _SEEN_GPUS = "127.0.0.1", "CUDA_VISIBLE_DEVICES"
 FAR_FOLDER = "far"
 """Folder of each cache rank's run directory, in that of a launch with both ends here."""
 _KEYS_FOLDER = "own-keys"
@@ -73,17 +77,30 @@ def message_launches(
 ) -> tuple[CacheRankLaunch, ...]:
     """Return this host's pump of each cache rank; with `is_far_here` the cache ranks come first."""
     cache_ranks, pumps = list[CacheRankLaunch](), list[CacheRankLaunch]()
+    placement = settings.rank_settings.placement
+    env = cache_rank_env(os.environ, device=placement.model_device)
     for rank, address in enumerate(settings.cache_rank_addresses):
         if is_far_here:
             own = RunDir.create(run_dir.path / FAR_FOLDER / str(rank))  # another host, in effect
             words = ("cache-rank", "--address", address)
-            cache_ranks.append(_launch("cache rank", words, rank, own, run_dir))
-        pumps.append(_launch("pump", ("pump",), rank, run_dir.of_rank(rank, create=True), run_dir))
+            there = env | _other_gpu(placement, env, rank)
+            cache_ranks.append(_launch("cache rank", words, rank, own, run_dir, there))
+        own = run_dir.of_rank(rank, create=True)
+        pumps.append(_launch("pump", ("pump",), rank, own, run_dir, env))
     return (*cache_ranks, *pumps)
 
 
+def _other_gpu(placement: Placement, environ: Mapping[str, str], rank: int) -> dict[str, str]:
+    """Return what lets cache rank `rank` see a GPU that no inference rank has; nothing on a CPU."""
+    if placement.model_device != "cuda":
+        return {}
+    seen = environ.get(_SEEN_GPUS, "").split(",")
+    number = placement.tp_size + rank
+    return {_SEEN_GPUS: seen[number].strip() if number < len(seen) else str(number)}
+
+
 def _launch(
-    name: str, words: tuple[str, ...], rank: int, own: RunDir, run_dir: RunDir
+    name: str, words: tuple[str, ...], rank: int, own: RunDir, run_dir: RunDir, env: dict[str, str]
 ) -> CacheRankLaunch:
     """Return a process of cache rank `rank` in `own`, for settings and logs in `run_dir`."""
     config, number = run_dir.path / SETTINGS_FILE, rank or ""
@@ -95,7 +112,7 @@ def _launch(
         spec=ChildSpec(
             name=f"{name} {number}".rstrip(),
             argv=argv,
-            env=cache_rank_env(os.environ, device="cpu"),
+            env=env,
             log_path=run_dir.path / f"{name.replace(' ', '_')}{number}.log",
         ),
         detail=partial(cache_rank_detail, own),
@@ -127,7 +144,8 @@ def run_pump(settings: ServeSettings, path: Path, rank: int = 0) -> None:
     await_entry(address, own, server, stop)
     if not stop.is_set():
         run_dir, ours = RunDir.open(path), settings.rank_settings
-        NearPump(run_dir, ours, address, own, server, rank=rank).run(stop)
+        homes = one_gpu_homes(torch.device(ours.placement.model_device, rank))
+        NearPump(run_dir, ours, address, own, server, rank=rank, homes=homes).run(stop)
 
 
 def run_far_rank(
@@ -164,8 +182,9 @@ def run_far_rank(
     """
     _log()
     keys, where = _keys(settings), LinkAddress.parse(address)
-    settings, model_dir = _resolve_far(settings, rank, console)
+    settings, model_dir, device = _resolve_far(settings, rank, console)
     ours = settings.rank_settings
+    check_shared_gpus(ours.placement)
     if cache_rank_detail(RunDir(path.absolute())) is None:
         raise SettingsError(f"run_dir={path}: another cache rank is there; give each its own")
     door = Door(where, own_keys(keys, CACHE_RANK), allowed_keys(keys), hosts)
@@ -179,14 +198,15 @@ def run_far_rank(
     )  # fmt: skip
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(alone), encoding="utf-8")
-    serving = _Serving(FarPump(run_dir, ours, door, rank).run)
+    homes = one_gpu_homes(far_gpu(device, rank))
+    serving = _Serving(FarPump(run_dir, ours, door, rank, homes).run)
     plan = LaunchPlan(
         # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
         # one host.
         cache_ranks=(cache_rank_launch(alone, run_dir, run_dir, rank, signal.SIGTERM),),
         meanwhile=MEANWHILE,
         sglang=None,
-        rules=restart_rules(settings, "cpu"),
+        rules=restart_rules(settings, device),
         drain_timeout_s=settings.drain_timeout_s + INFERENCE_RANK_EXIT_S,
         exit_timeout_s=_CHILDREN_EXIT_S,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
@@ -201,8 +221,8 @@ def run_far_rank(
 
 def _resolve_far(
     settings: ServeSettings, rank: int, console: Console
-) -> tuple[ServeSettings, Path]:
-    """Return what cache rank `rank` of another host is to be told, and its model."""
+) -> tuple[ServeSettings, Path, str]:
+    """Return what cache rank `rank` of another host is to be told, its model, and its device."""
     settings = settings.model_copy(update={"transport": "message"})
     check_policy(settings.selection.policy)
     device = cache_rank_device(settings)
@@ -213,7 +233,7 @@ def _resolve_far(
             f"rank={rank}: these settings have cache ranks 0 to {last}; give the inference rank's "
             "with --config, its cache_rank_address with one for each"
         )
-    return settings, model_dir
+    return settings, model_dir, device
 
 
 class _Serving:

@@ -136,10 +136,10 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             f"standby is for the host of the cache rank, and that at {settings.cache_rank_address} "
             "is not started here; give --standby to `tandemkv cache-rank --address` there"
         )
-    if placement.has_far_host and placement.model_device != "cpu":
+    if placement.has_far_host and placement.model_device == "cuda" and placement.num_shards > 1:
         raise SettingsError(
-            "transport=message moves K/V between CPUs only in this version, and the model is on a "
-            "GPU; use --transport shared, or --device cpu"
+            f"cache_ranks={placement.num_shards}: between GPUs transport=message has one cache "
+            "rank in this version; use --tp 1 and one address, or --device cpu"
         )
     _check_shards(settings, spec, placement)
     check_dense(settings.selection, placement)
@@ -258,8 +258,11 @@ def _check_gpus(
 ) -> None:
     """Refuse what these GPUs cannot hold, before SGLang loads the weights."""
     tp_size, is_far = placement.tp_size, placement.has_far_pool
-    has_cache_gpus = is_far and not is_on_one_device()
-    num_needed, num_gpus = tp_size * (2 if has_cache_gpus else 1), torch.cuda.device_count()
+    # By messages the model's GPU has all K/V as well, whatever the other one has.
+    has_cache_gpus = is_far and not is_on_one_device() and not placement.has_far_host
+    is_far_here = placement.has_far_host and settings.cache_rank_address is None
+    num_needed = tp_size * (2 if has_cache_gpus or is_far_here else 1)
+    num_gpus = torch.cuda.device_count()
     if num_gpus < num_needed:
         raise SettingsError(
             f"tensor_parallel={tp_size} with transport={placement.link} needs {num_needed} "

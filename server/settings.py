@@ -268,16 +268,11 @@ class ServeSettings(BaseModel):
                     "cache_rank_address needs keys of both ends; add --link-keys with the folder "
                     "that `tandemkv link-keys` made"
                 )
-        if self.wished_link != "message":
-            return
-        for name, is_used, instead in (
-            ("device=cuda", self.device == "cuda", "--device cpu, or --transport shared"),
-            ("evaluation", self.evaluation, "--transport shared, whose books are at hand"),
-        ):
-            if is_used:
-                raise ValueError(
-                    f"transport=message is not available with {name} in this version; use {instead}"
-                )
+        if self.wished_link == "message" and self.evaluation:
+            raise ValueError(
+                "transport=message is not available with evaluation in this version; use "
+                "--transport shared, whose books are at hand"
+            )
 
     def _check_cache_ranks(self) -> None:
         """Refuse a number of cache ranks that the link has no use for."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What link ``shared`` needs of the GPUs of a host."""
+"""What links ``shared`` and ``message`` need of the GPUs of a host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     """Refuse two processes on GPUs where they would not run, or not beside each other.
 
     The two GPUs of a tensor-parallel rank and its engine need peer access to each other, and
-    nothing else. One GPU for both is for tests, and needs CUDA MPS.
+    nothing else. One GPU for both is for tests, and needs CUDA MPS. So does link ``message``, where
+    a rank and its pump are on one GPU.
 
     Parameters
     ----------
@@ -36,8 +37,11 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     """
     if placement.model_device != "cuda" or not placement.maps_memory:
         return
+    if placement.has_far_host:
+        _check_mps(environ, "transport=message, whose pump is on the GPU of its rank")
+        return
     if is_on_one_device():
-        _check_mps(environ)
+        _check_mps(environ, f"{ONE_DEVICE_VARIABLE} with transport=shared")
         return
     num_gpus, tp_size = torch.cuda.device_count(), placement.tp_size
     if num_gpus < 2 * tp_size:
@@ -63,11 +67,11 @@ def are_peers(one: int, other: int) -> bool:
     )
 
 
-def _check_mps(environ: Mapping[str, str]) -> None:
+def _check_mps(environ: Mapping[str, str], what: str) -> None:
     pipes = Path(environ.get(_PIPE_VARIABLE, _PIPE_DIRECTORY))
     if not (pipes / "control").exists():
         raise SettingsError(
-            f"{ONE_DEVICE_VARIABLE} with transport=shared: two processes take turns of "
+            f"{what}: two processes take turns of "
             f"milliseconds on a GPU without CUDA MPS, and none answers in {pipes}; start it with "
             f"nvidia-cuda-mps-control -d, or name its directory in {_PIPE_VARIABLE}"
         )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPUs the two processes of link ``shared`` use.
+"""Which GPUs the processes of links ``shared`` and ``message`` use.
 
-All see the same GPUs in the same order. Inference ranks have the first ones, as SGLang counts
-them, engines the next, in the order of their inference ranks; where tests have one GPU for both
-(`one_device`), it is the same. The handshake compares them by UUID, for an index means nothing to
-another process.
+By link ``shared`` all see the same GPUs in the same order. Inference ranks have the first ones, as
+SGLang counts them, engines the next, in the order of their inference ranks; where tests have one
+GPU for both (`one_device`), it is the same. The handshake compares them by UUID, for an index means
+nothing to another process. By link ``message`` each host has one GPU for its rank and its pump, and
+all of the memory that they map is that GPU's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,45 @@ from .mapped_tensors import Homes
 from .one_device import ONE_DEVICE_VARIABLE, is_on_one_device
 
 _ROLES = ("the model's", "the cache rank's")
+
+
+def one_gpu_homes(device: torch.device) -> Homes:
+    """Return where memory lies if all of it is that of `device`; a GPU is made the current one."""
+    if device.type != "cuda":
+        return Homes.on_host()
+    torch.cuda.set_device(device)
+    return Homes(inference=device, engine=device, here=device)
+
+
+def far_gpu(device: str, rank: int) -> torch.device:
+    """Return the device of cache rank `rank` behind link ``message``: GPUs that are seen, in turn.
+
+    Raises
+    ------
+    SettingsError
+        If it is to be a GPU, and none is seen.
+    """
+    if device != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.device_count():
+        raise SettingsError(
+            "device=cuda: torch sees no CUDA device (CUDA_VISIBLE_DEVICES counts); use --device "
+            "cpu for both ranks"
+        )
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def same_gpu(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
+    """Return why the GPUs of two hosts cannot exchange messages; None: they can."""
+    if len(theirs) != len(ours):
+        return differing_gpu(theirs, ours)
+    shared = set(theirs) & set(ours)
+    if not shared:
+        return None
+    return (
+        f"both ranks are on GPU {shared.pop()[:64]}, and NCCL connects two; name another one in "
+        "CUDA_VISIBLE_DEVICES of the cache rank"
+    )
 
 
 def inference_homes(device: torch.device, num_before: int = 1) -> Homes:

@@ -21,6 +21,7 @@ from tandemkv.cache_rank.protocol.errors import (
     ProtocolError,
     TandemKVError,
 )
+from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.ipc import refuse_version
@@ -28,6 +29,7 @@ from tandemkv.cache_rank.protocol.mapped_tensors import (
     DTYPES,
     HOMES,
     Home,
+    Homes,
     MappedTensors,
     TensorSpec,
 )
@@ -55,11 +57,14 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX, most_bytes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_devices import gpu_uuids, same_gpu
 from tandemkv.cache_rank.protocol.shared_region import STAMPS, RegionSizes, specs_by_life
 
+from .contents import Contents
 from .far import Announced, FarReceiver, FarSender
+from .gpu_link import Wires, break_wires, make_lanes, open_wires
 from .near_service import has_hung_up, program_of
-from .records import Op, read_records
+from .records import Op, Outbox, read_records
 from .session import Pulse, PumpSession
 from .side import Side
 
@@ -94,12 +99,18 @@ class FarPump:
     rank : int
         Number of the cache rank, of all of the server; inference ranks that mean another are
         refused, for it has other KV heads.
+    homes : Homes, optional
+        Of the cache rank's memory; without, the host.
     """
 
-    def __init__(self, run_dir: RunDir, settings: RankSettings, door: Door, rank: int = 0) -> None:
+    def __init__(
+        self, run_dir: RunDir, settings: RankSettings, door: Door, rank: int = 0,
+        homes: Homes | None = None,
+    ) -> None:  # fmt: skip
         self._run_dir, self._settings, self._door = run_dir, settings, door
-        self._rank = rank
-        self._kept, self._books, self._memory = MappedTensors(), MappedTensors(), 0
+        self._rank, self._homes = rank, homes or Homes.on_host()
+        self._kept, self._books = MappedTensors(self._homes), MappedTensors(self._homes)
+        self._memory = 0
         self._guest: _Guest | None = None
         exchange = settings.exchange
         self._heartbeat = HeartbeatClient(
@@ -168,8 +179,13 @@ class FarPump:
             _LOG.warning("refused: %s", text)
             self._door.send(peer, Refused(field="rank", message=text))
             return
+        gpus = gpu_uuids(self._homes)
+        reason = same_gpu(knock.hello.gpus, gpus)
+        if reason is not None:
+            self._door.send(peer, Refused(field="gpus", message=reason))
+            return
         self._close_epoch("a new inference rank came")
-        hello = msgspec.structs.replace(knock.hello, token=self._run_dir.token)
+        hello = msgspec.structs.replace(knock.hello, token=self._run_dir.token, gpus=gpus)
         control = ControlClient(self._run_dir)
         try:
             welcome = open_epoch(control, hello, _TIMEOUT_S)
@@ -190,10 +206,20 @@ class FarPump:
             point = MeetingPoint(
                 self._door.address.host, CACHE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
             )
-            self._door.send(guest.peer, Met(guest.welcome.epoch, point.place))
-            plane = point.meet(meet.place, meet.token)
+            wires = open_wires(
+                CACHE_END, self._homes.here, self._door.address.host, _TIMEOUT_S, meet.wires
+            )
             try:
-                guest.session = self._begin(guest, meet, plane)
+                self._door.send(guest.peer, Met(guest.welcome.epoch, point.place))
+                plane = point.meet(meet.place, meet.token)
+            except BaseException:
+                break_wires(wires, "the two hosts do not meet")
+                raise
+            plane.breaks_with += [wire.abort for wire in wires]
+            try:
+                for wire, place in zip(wires, meet.wires, strict=True):
+                    wire.meet(place)
+                guest.session = self._begin(guest, meet, plane, wires)
             except BaseException:
                 plane.close()
                 raise
@@ -205,45 +231,58 @@ class FarPump:
         self._door.send(guest.peer, Opened(guest.welcome.epoch, self._memory))
         _LOG.info("epoch %d", guest.welcome.epoch)
 
-    def _begin(self, guest: _Guest, meet: Meet, plane: DataPlane) -> PumpSession:
+    def _begin(self, guest: _Guest, meet: Meet, plane: DataPlane, wires: Wires) -> PumpSession:
         """Give the cache rank memory for the epoch, and start the threads."""
-        hello, settings, welcome = guest.hello, self._settings, guest.welcome
+        settings, epoch = self._settings, guest.welcome.epoch
+        ours = self._make_memory(guest, meet, plane)
+        connection, books = offer_tensors(
+            self._run_dir.memory_socket,
+            (self._kept, self._books, ours),
+            token=self._run_dir.token,
+            epoch=epoch,
+            timeout_s=_TIMEOUT_S,
+        )
+        self._books.close()
+        self._books = books
+        session = PumpSession(epoch, plane, connection, (ours,))
+        view = MappedTensors(self._homes)
+        view.borrow(self._kept, ours)
+        program = program_of(guest.hello, settings, guest.welcome)
+        side = Side(view, program, settings.selection, session.is_over)
+        announced, out = Announced(), Outbox(plane)
+        received, sent = Contents(side), Contents(side, books.get("resident_positions"))
+        lanes = make_lanes(side, sent, received, out, wires, settings.exchange.transfer_timeout_s)
+        plane.breaks_with.insert(0, lanes.abort)
+        session.start(
+            FarReceiver(side, received.plan, plane, lanes.receives, announced).run,
+            FarSender(side, sent, out, lanes.sends, announced).run,
+        )
+        return session
+
+    def _make_memory(self, guest: _Guest, meet: Meet, plane: DataPlane) -> MappedTensors:
+        """Have what survives the cache rank, and return what is new in this epoch."""
+        hello, selection, on_gpu = guest.hello, self._settings.selection, self._homes.are_on_gpu
         sizes = RegionSizes(
-            num_slots=welcome.num_slots,
+            num_slots=guest.welcome.num_slots,
             num_rows=hello.max_rows + 1,
             page_size=hello.page_size,
             is_apart=True,
         )
-        kept, new = specs_by_life(hello.model, settings.selection, sizes, on_gpu=False)
-        told = checked_tensors(meet.tensors, most_told(hello.model, settings))
+        kept, new = specs_by_life(hello.model, selection, sizes, on_gpu=on_gpu)
+        told = checked_tensors(meet.tensors, most_told(hello.model, self._settings))
         self._keep(kept, told)
         self._receive_tensors(meet, plane)
-        ours = MappedTensors()
+        ours = MappedTensors(self._homes)
         ours.allocate_all(new)
         if meet.is_new:  # the K/V are of no use to who had them, should that one come back
             self._memory = _new_name()
             if STAMPS in self._books:
                 self._books[STAMPS].zero_()
-        connection, books = offer_tensors(
-            self._run_dir.memory_socket,
-            (self._kept, self._books, ours),
-            token=self._run_dir.token,
-            epoch=welcome.epoch,
-            timeout_s=_TIMEOUT_S,
-        )
-        self._books.close()
-        self._books = books
-        session = PumpSession(welcome.epoch, plane, connection, (ours,))
-        view = MappedTensors()
-        view.borrow(self._kept, ours)
-        side = Side(view, program_of(hello, settings, welcome), settings.selection, session.is_over)
-        announced = Announced()
-        positions = books.get("resident_positions")
-        session.start(
-            FarReceiver(side, plane, announced).run,
-            FarSender(side, plane, announced, positions).run,
-        )
-        return session
+            for spec in flag_specs(hello.model.num_layers, sizes.max_batch) if on_gpu else ():
+                self._kept[spec.name].zero_()  # its steps are counted anew
+        if on_gpu:
+            torch.cuda.synchronize(self._homes.here)
+        return ours
 
     def _keep(self, specs: tuple[TensorSpec, ...], told: tuple[TensorSpec, ...]) -> None:
         """Have the memory that survives the cache rank, other sizes begin anew; and `told`."""

@@ -62,8 +62,11 @@ from tandemkv.cache_rank.protocol.messages import (
 from tandemkv.cache_rank.protocol.predictor_weights import weights_for
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_devices import differing_gpu, gpu_uuids
 from tandemkv.cache_rank.protocol.shared_region import STAMPS
 
+from .contents import Contents
+from .gpu_link import Wires, break_wires, make_lanes, open_wires
 from .near import NearReceiver, NearSender
 from .records import PIECE_BYTES, Op, Outbox
 from .session import Pulse, PumpSession
@@ -91,6 +94,8 @@ class NearPump:
         Address of this host that K/V come to; by default the one that leads to the cache rank.
     rank : int
         Number of the cache rank, of all of the server.
+    homes : Homes, optional
+        Of the inference rank's memory; without, the host.
 
     Raises
     ------
@@ -107,8 +112,10 @@ class NearPump:
         server: bytes,
         interface: str | None = None,
         rank: int = 0,
+        homes: Homes | None = None,
     ) -> None:
         self._run_dir, self._settings, self._exchange = run_dir, settings, settings.exchange
+        self._homes = homes or Homes.on_host()
         self._address, self._keys, self._server = address, keys, server
         self._interface, self._rank = interface, rank
         self._shard = HeadShard.of_rank(rank, settings.placement.head_shards)
@@ -204,6 +211,10 @@ class NearPump:
         if not self._control.send(peer, HeartbeatReply(epoch=0, sequence=0, busy_s=0.0)):
             return
         self._close_epoch("a new inference rank came")
+        reason = differing_gpu(hello.gpus, gpu_uuids(self._homes))
+        if reason is not None:
+            self._control.send(peer, Refused(field="gpus", message=reason))
+            return
         caller: Caller | None = None
         try:
             caller = Caller(self._address.resolved(), self._keys, self._server)
@@ -229,7 +240,7 @@ class NearPump:
     def _begin(self, caller: Caller, hello: Hello, welcome: Welcome) -> PumpSession:
         """Take the inference rank's memory, open the data plane, and start the threads."""
         connection, tensors = self._listener.accept(
-            Homes.on_host(),
+            self._homes,
             token=self._run_dir.token,
             epoch=welcome.epoch,
             timeout_s=_TIMEOUT_S,
@@ -238,7 +249,7 @@ class NearPump:
         plane: DataPlane | None = None
         try:
             is_new = STAMPS not in tensors or not int(tensors[STAMPS][0])
-            plane, memory = self._meet(caller, welcome.epoch, tensors, is_new=is_new)
+            plane, wires, memory = self._meet(caller, welcome.epoch, tensors, is_new=is_new)
             made.allocate(STAMPS, (1,), torch.int64, "host").fill_(memory)
             send_tensors(connection, made)
         except BaseException as error:
@@ -256,13 +267,22 @@ class NearPump:
         program = program_of(hello, self._settings, welcome)
         selection = self._settings.selection
         side = Side(tensors, program, selection, session.is_over, self._shard)
-        session.start(NearSender(side, plane).run, NearReceiver(side, plane).run)
+        sent, received, out = Contents(side), Contents(side), Outbox(plane)
+        lanes = make_lanes(side, sent, received, out, wires, self._exchange.transfer_timeout_s)
+        receiver = NearReceiver(side, received.plan, plane, lanes.receives)
+        sender = NearSender(side, sent.plan, out, lanes.sends, receiver)
+        plane.breaks_with.insert(0, lanes.abort)
+        queues = (receiver.run_queued,) if lanes.receives.is_queued else ()
+        session.start(sender.run, receiver.run, *queues)
         return session
 
     def _meet(
         self, caller: Caller, epoch: int, tensors: MappedTensors, *, is_new: bool
-    ) -> tuple[DataPlane, int]:
-        """Return the data plane, and the name of the memory at its other end."""
+    ) -> tuple[DataPlane, Wires, int]:
+        """Return the data plane, between GPUs wires, and the name of the memory at the other end.
+
+        The wires break with the data plane.
+        """
         extra = weights_for(tensors, self._shard)
         token = os.urandom(TOKEN_BYTES)
         limit_s = self._exchange.transfer_timeout_s
@@ -275,11 +295,21 @@ class NearPump:
             SpecMessage(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), homes[name])
             for name, x in extra.items()
         )
-        met = caller.request(Meet(epoch, point.place, token, specs, is_new), _TIMEOUT_S)
-        if not isinstance(met, Met):
-            raise ProtocolError(f"Meet was answered with {type(met).__name__}")
-        plane = point.meet(met.place, token)
+        wires = open_wires(INFERENCE_END, self._homes.here, interface, _TIMEOUT_S)
         try:
+            places = tuple(wire.place for wire in wires)
+            meet = Meet(epoch, point.place, token, specs, is_new, places)
+            met = caller.request(meet, _TIMEOUT_S)
+            if not isinstance(met, Met):
+                raise ProtocolError(f"Meet was answered with {type(met).__name__}")
+            plane = point.meet(met.place, token)
+        except BaseException:
+            break_wires(wires, "the two hosts do not meet")
+            raise
+        plane.breaks_with += [wire.abort for wire in wires]
+        try:
+            for wire in wires:
+                wire.meet()
             out = Outbox(plane)
             for number, tensor in enumerate(extra.values()):
                 content = tensor.reshape(-1).view(torch.uint8)
@@ -295,7 +325,7 @@ class NearPump:
         except BaseException:
             plane.close()
             raise
-        return plane, opened.memory
+        return plane, wires, opened.memory
 
     def _end(self, reason: str) -> None:
         session = self._session

@@ -24,7 +24,7 @@ class Op(IntEnum):
     """What a record does at the other end; `a` and `b` are its two numbers."""
 
     TABLE = 1
-    """Slots ``[n]`` int32 of row `a`, from position `b`."""
+    """Slots ``[n]`` int32 of row `a`, which is to be taken up."""
     SLOTS = 2
     """Slots ``[n]`` int32 that later `KV` records of this direction count."""
     WANT = 3
@@ -33,27 +33,18 @@ class Op(IntEnum):
     """The announcement of a step, int64."""
     KV = 5
     """K and V ``[2, n, H, D]`` of layer `a`, at the `SLOTS` from number `b`."""
-    STREAM = 6
-    """Residual stream ``[n, hidden_size]`` of layer `a`."""
-    QUERY = 7
-    """Queries ``[n, Hq, D]`` of layer `a`."""
-    WINDOWS = 8
-    """Prompt queries ``[n, Hq, D]`` of layer `a`."""
-    RAISE = 9
+    MESSAGE = 6
+    """The next message of a step's plan: step `a` if it is to be taken, and `b` rows that change
+    per KV head."""
+    RAISE = 7
     """Raise flag `a` to `b`."""
-    END = 10
+    END = 8
     """All of step `a` was sent."""
-    SET = 11
+    SET = 9
     """K and V ``[2, R, H, D]`` of the resident set of row `b` in layer `a`."""
-    PLACES = 12
-    """Row, KV head and resident slot ``[n, 3]`` int32 that the next `ROWS` go to."""
-    ROWS = 13
-    """K and V ``[2, n, D]`` of layer `a`."""
-    WEIGHTS = 14
+    WEIGHTS = 10
     """Weights of samples ``[H, num_samples]`` of row `b` in layer `a`."""
-    OUTPUT = 15
-    """What the engine has attended to, ``[n, Hq, ...]``; `a` is 1 if the policy did."""
-    TENSOR = 16
+    TENSOR = 11
     """Bytes of the `a`-th tensor that both ends hold, from byte `b`."""
 
 
@@ -87,7 +78,7 @@ class Outbox:
 
     def put(self, op: Op, a: int = 0, b: int = 0, content: torch.Tensor | None = None) -> None:
         """Add a record; what it holds is copied. Sends what there is if that has become long."""
-        found = _NOTHING if content is None else content.contiguous().view(-1).view(torch.uint8)
+        found = _NOTHING if content is None else _bytes_of(content)
         self._heads += (int(op), a, b, len(found))
         if content is not None and found.data_ptr() == content.data_ptr():
             found = found.clone()
@@ -128,6 +119,10 @@ def read_records(body: torch.Tensor) -> list[Record]:
         found.append(Record(Op(number), a, b, body[first : first + size]))
         first += _aligned(size)
     return found
+
+
+def _bytes_of(content: torch.Tensor) -> torch.Tensor:
+    return content.cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _aligned(size: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
+from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
@@ -18,7 +18,6 @@ from tandemkv.cache_rank.protocol.step_ring import ROW_WORDS, EntryKind, StepEnt
 
 from .records import PIECE_BYTES, Op, Outbox, Record
 
-DECODE_KINDS = tuple(DecodeKind)
 _LONGEST_WAIT_S = 3600.0
 _FIELDS = tuple(StepRow.__dataclass_fields__)
 
@@ -47,6 +46,13 @@ class Side:
         K and V ``[layers, rows, R, H, D]`` of resident sets, which lie apart from the pool.
     log_weight : torch.Tensor
         ``[layers, rows, H, num_samples]``.
+    requests : tuple or None
+        Rows and lengths ``[max_batch]`` int64 of a decode step, on a GPU; else the announcement has
+        them.
+    on_gpu : bool
+        Whether all this is memory of a GPU.
+    most_changes : int
+        Rows of a resident set that one selection changes per KV head, at most.
     """
 
     def __init__(
@@ -67,6 +73,9 @@ class Side:
         )
         self.log_weight = shard.of(tensors["sample_log_weight"], 2)
         self.has_samples = selection.num_samples > 0
+        self.on_gpu = self.kv.is_cuda
+        self.requests = (tensors["step_rows"], tensors["step_lengths"]) if self.on_gpu else None
+        self.most_changes = min(selection.fetch_cap_tokens, width)
         self._num_slots = int(self.kv.shape[2])
 
     def wait(self, flag: int, step: int) -> bool:
@@ -80,12 +89,34 @@ class Side:
         """Wait for a flag of `step`, also of one that was given up; False: the epoch is over."""
         return self.flags.wait(flag, step, timeout_s=_LONGEST_WAIT_S, is_over=self.is_over)
 
+    def settle(self) -> None:
+        """Let what this process has written to a GPU's memory be seen by others."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.kv.device)
+
+    def raise_to(self, flag: int, step: int) -> None:
+        """Raise a flag of the hosts, once what came before it is written."""
+        if flag != self.at.CONFIRMED:  # which tells of nothing that is written here
+            self.settle()
+        self.flags.raise_to(flag, step)
+
     def slots_of(self, record: Record) -> torch.Tensor:
         """Return ``[n]`` int64, the slots in a record; raises `ProtocolError` beyond the pool."""
         slots = record.view(torch.int32, -1).long()
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_slots:
-            raise ProtocolError(f"{record.op.name}: a slot is beyond the pool's {self._num_slots}")
-        return slots
+        self.check_slots(slots)
+        return slots.to(self.kv.device)
+
+    def check_slots(self, slots: torch.Tensor) -> None:
+        """Refuse slots beyond the pool, with `ProtocolError`; a GPU is not asked for them."""
+        _check_range("slot", slots, self._num_slots)
+
+    def check_requests(
+        self, rows: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Refuse requests ``[B]`` that tables and pool have no place for, as `check_slots`."""
+        _check_range("row", rows, self.table.shape[0])
+        _check_range("length", lengths, self.table.shape[1] + 1)
+        self.check_slots(slots)
 
     def put_kv(self, out: Outbox, layer: int, slots: torch.Tensor) -> None:
         """Send K/V of `layer` at ``slots [n]``, which were sent as `Op.SLOTS`, in pieces."""
@@ -100,6 +131,13 @@ class Side:
         """Store what `put_kv` has sent."""
         found = record.view(self.kv.dtype, 2, -1, *self.kv.shape[3:])
         self.kv[record.a][:, slots[record.b : record.b + found.shape[1]]] = found
+
+
+def _check_range(name: str, values: torch.Tensor, end: int) -> None:
+    if values.is_cuda or not len(values):
+        return
+    if not 0 <= int(values.min()) <= int(values.max()) < end:
+        raise ProtocolError(f"a {name} is not below {end}")
 
 
 def words_of(entry: StepEntry) -> torch.Tensor:

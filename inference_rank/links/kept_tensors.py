@@ -42,7 +42,8 @@ def make_kept_tensors(
     kept = MappedTensors(homes)
     try:
         for spec in wanted:
-            if spec.name == "kv" and settings.placement.has_far_host:
+            is_far = settings.placement.has_far_host
+            if spec.name == "kv" and is_far and not homes.are_on_gpu:
                 kept.allocate_sparse(spec)  # what prompts need: the pump gives the rest back
             else:
                 kept.allocate_all([spec])

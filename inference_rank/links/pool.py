@@ -14,7 +14,7 @@ from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec, shard_of
 from tandemkv.cache_rank.protocol.run_dir import RunDir
-from tandemkv.cache_rank.protocol.shared_devices import inference_homes
+from tandemkv.cache_rank.protocol.shared_devices import inference_homes, one_gpu_homes
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank import sglang_versions
@@ -78,7 +78,9 @@ def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes,
     )
     tp_size = settings.placement.tp_size
     whole = shared_model_spec(config.model_path, config.dtype, pool.dtype, int(table.shape[1]))
-    homes = inference_homes(with_index(torch.device(pool.device)), tp_size)
+    device = with_index(torch.device(pool.device))
+    is_far = settings.placement.has_far_host
+    homes = one_gpu_homes(device) if is_far else inference_homes(device, tp_size)
     run_dir = rank_run_dir(HeadShard(0, settings.placement.head_shards))
     return sizes, make_kept_tensors(shard_of(whole, tp_size), settings, sizes, homes, run_dir)
 

@@ -399,8 +399,9 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
         )
     check_dense(selection, settings.placement)
     placement, declared = settings.placement, selection.declared
-    # Of link message the engine attends, and what it selects comes here behind the step.
-    is_apart = placement.has_far_pool and not placement.has_far_host
+    # Of link message on CPUs the engine attends, and what it selects comes here behind the step.
+    attends_there = placement.has_far_host and placement.model_device == "cpu"
+    is_apart = placement.has_far_pool and not attends_there
     if is_apart and (declared.has_slow_steps or declared.attends):
         raise SettingsError(
             f"policy={selection.policy} attends to tokens that are not resident, and with "

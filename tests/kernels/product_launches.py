@@ -15,6 +15,7 @@ import torch
 from tandemkv.kernels import step_flags
 from tandemkv.kernels.append import SampleMoves, append_tokens
 from tandemkv.kernels.attention import attend_paged
+from tandemkv.kernels.changed_rows import put_changed_rows, take_changed_rows
 from tandemkv.kernels.exchange import SampleWeights, exchange_rows
 from tandemkv.kernels.merge import merge_attention
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
@@ -87,6 +88,18 @@ def _exchange(device: torch.device, *, is_far: bool) -> None:
         pool, pool, new(BATCH, CONTEXT // 64, dtype=I32), fetch, fetch, sets, sets,
         new(BATCH, dtype=I64), page_size=64, **options,
     )  # fmt: skip
+
+
+def _changed_rows(device: torch.device, *, dim: int = DIM, dtype: torch.dtype = BF16) -> None:
+    new = partial(torch.empty, device=device)
+    books, sets = (BATCH + 1, KV_HEADS, RESIDENT), (BATCH + 1, RESIDENT, KV_HEADS, dim)
+    rows, active = new(BATCH, dtype=I64), new(BATCH, dtype=torch.bool)
+    k, v = new(sets, dtype=dtype), new(sets, dtype=dtype)
+    slots = new(BATCH, KV_HEADS, CAP, dtype=I32)
+    k_out, v_out = (new(BATCH, KV_HEADS, CAP, dim, dtype=dtype) for _ in "kv")
+    positions, sent = new(books, dtype=I32), new(books, dtype=I32)
+    take_changed_rows(positions, sent, k, v, rows, active, slots, k_out, v_out)
+    put_changed_rows(slots, k_out, v_out, rows, k, v)
 
 
 def _step_flags(device: torch.device) -> None:
@@ -287,6 +300,8 @@ def _launches() -> dict[str, Launch]:
         "attend, float32": partial(_attend, dtype=FP32),
         "exchange": partial(_exchange, is_far=False),
         "exchange, another GPU": partial(_exchange, is_far=True),
+        "changed rows": _changed_rows,
+        "changed rows, heads of 256, float32": partial(_changed_rows, dim=256, dtype=FP32),
         "step flags": _step_flags,
         "merge": _merge,
         "mirror": partial(_mirror, scored=True),
@@ -344,8 +359,8 @@ def _launches() -> dict[str, Launch]:
 
 LAUNCHES = _launches()
 OF_EACH_KERNEL = (
-    "append, samples and a step", "attend", "exchange, another GPU", "step flags", "merge",
-    "mirror", "quantize", "query, int8", "window of queries", "window of queries, mean",
+    "append, samples and a step", "attend", "exchange, another GPU", "changed rows", "step flags",
+    "merge", "mirror", "quantize", "query, int8", "window of queries", "window of queries, mean",
     "window of queries, ridge alone", "rope", "samples",
     "scores, native", "choice, int4", "choice, neighbours pooled", "seeding, int4", "step tables",
 )  # fmt: skip

@@ -24,6 +24,7 @@ import hmac
 import logging
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -164,7 +165,13 @@ class MeetingPoint:
 
 
 class DataPlane:
-    """Messages in both directions, each in order. One thread may send and another one receive."""
+    """Messages in both directions, each in order. One thread may send and another one receive.
+
+    Attributes
+    ----------
+    breaks_with : list of Callable
+        Called by the first `abort`, with its reason: what else the two hosts share ends then, too.
+    """
 
     def __init__(self, group: Any, peer: int, store: Any, *, timeout_s: float) -> None:
         self._group, self._peer, self._store = group, peer, store
@@ -172,6 +179,7 @@ class DataPlane:
         self._sent, self._received = torch.zeros(3, dtype=torch.int64), torch.zeros(3).long()
         self._num_received = 0
         self._reason = ""
+        self.breaks_with: list[Callable[[str], None]] = []
         self.bytes_sent = self.bytes_received = 0
 
     def send(self, body: torch.Tensor) -> None:
@@ -217,6 +225,8 @@ class DataPlane:
     def abort(self, reason: str) -> None:
         """Break what is under way, and all that is to come. Any thread may call it; idempotent."""
         self._reason = self._reason or reason
+        while self.breaks_with:
+            self.breaks_with.pop(0)(self._reason)
         group = self._group
         if group is not None:
             with contextlib.suppress(RuntimeError):

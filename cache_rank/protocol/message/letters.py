@@ -27,7 +27,7 @@ from tandemkv.cache_rank.protocol.messages import (
 
 RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 Place = Annotated[bytes, msgspec.Meta(max_length=1024)]
-"""Where an end of the data plane is met, as gloo writes it."""
+"""Where an end of the data plane is met, as gloo or NCCL writes it."""
 
 
 class _Letter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -61,7 +61,8 @@ class Meet(_Letter, frozen=True, tag=23):
     """Open the data plane of an epoch: the sender is met at `place`, and shows `token` there.
 
     `tensors` are what both ends hold besides what they derive; their contents come first. `is_new`:
-    what is known of requests is of an inference rank that ended.
+    what is known of requests is of an inference rank that ended. `wires`: where the GPUs of the
+    two hosts meet, one for each direction, outward and back; none on CPUs.
     """
 
     epoch: Id
@@ -69,6 +70,7 @@ class Meet(_Letter, frozen=True, tag=23):
     token: Token
     tensors: Annotated[tuple[SpecMessage, ...], msgspec.Meta(max_length=64)] = ()
     is_new: bool = True
+    wires: Annotated[tuple[Place, ...], msgspec.Meta(max_length=2)] = ()
 
     def __repr__(self) -> str:  # the token must not reach a log
         return f"Meet(epoch={self.epoch}, ...)"

@@ -182,7 +182,8 @@ BUILT_IN: Mapping[str, Configuration] = {
         for name, more in _VARIANTS.items()
     },
     **{
-        f"1+1-shared{name}": _own(1, cache_ranks=1, transport="shared", **more)
+        f"1+1-{link}{name}": _own(1, cache_ranks=1, transport=link, **more)
+        for link in ("shared", "message")
         for name, more in _VARIANTS.items()
     },
 }

@@ -161,8 +161,12 @@ def test_abort_ends_a_wait_at_once() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     time.sleep(0.1)
+    broken: list[str] = []
+    theirs.breaks_with.append(broken.append)
     theirs.abort("no heartbeat")
+    theirs.abort("again")
     thread.join(5.0)
+    assert broken == ["no heartbeat"]
     assert not thread.is_alive()
     assert "no heartbeat" in str(found[0])
     with pytest.raises(CacheRankLostError, match="no heartbeat"):

@@ -20,7 +20,14 @@ from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
-from tandemkv.cache_rank.protocol.shared_devices import engine_homes, gpu_uuids, inference_homes
+from tandemkv.cache_rank.protocol.shared_devices import (
+    engine_homes,
+    far_gpu,
+    gpu_uuids,
+    inference_homes,
+    one_gpu_homes,
+    same_gpu,
+)
 from tandemkv.cache_rank.protocol.shared_region import (
     RegionSizes,
     check_region,
@@ -205,6 +212,24 @@ def test_both_processes_name_the_same_gpus(gpus: pytest.MonkeyPatch) -> None:
     for make in (lambda: engine_homes(torch.device("cuda")), lambda: inference_homes(FIRST)):
         with pytest.raises(SettingsError, match=r"second GPU, 1 seen.*--cache-ranks 0"):
             make()
+
+
+def test_by_messages_each_rank_has_all_memory_on_its_own_gpu(gpus: pytest.MonkeyPatch) -> None:
+    near, far = one_gpu_homes(FIRST), one_gpu_homes(far_gpu("cuda", 3))
+    assert {near.inference, near.engine, near.here} == {FIRST}
+    assert {far.inference, far.engine, far.here} == {SECOND}
+    assert same_gpu(gpu_uuids(near), gpu_uuids(far)) is None
+    said = same_gpu(gpu_uuids(far), gpu_uuids(far))
+    assert said is not None
+    assert "GPU-1" in said
+    assert "CUDA_VISIBLE_DEVICES" in said
+    on_host = one_gpu_homes(far_gpu("cpu", 0))
+    assert not on_host.are_on_gpu
+    assert same_gpu((), gpu_uuids(on_host)) is None
+    assert "same --device" in (same_gpu((), gpu_uuids(far)) or "")
+    gpus.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SettingsError, match="--device cpu"):
+        far_gpu("cuda", 0)
 
 
 def test_the_engine_of_a_tensor_parallel_rank_is_behind_all_gpus_of_the_model(

@@ -30,7 +30,6 @@ def _settings(**given: Any) -> ServeSettings:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"transport": "message", "device": "cuda"}, "--device cpu"),
         ({"transport": "message", "tensor_parallel": 2, "cache_ranks": 3}, "--cache-ranks 2,"),
         ({"transport": "message", "evaluation": True}, "--transport shared"),
         ({"cache_rank_address": _ADDRESS}, "add --link-keys"),
@@ -138,3 +137,19 @@ def test_both_ends_here_have_keys_and_addresses_of_their_own(tmp_path: Path) -> 
     assert [x.spec for x in message_launches(settings, run_dir, is_far_here=False)] == specs[2:]
     run_dir.clear()
     assert not list((tmp_path / "run").iterdir()), "nothing is left"
+
+
+@pytest.mark.parametrize(("seen", "far"), [(None, "1"), ("5, 3", "3"), ("GPU-a,GPU-b", "GPU-b")])
+def test_a_cache_rank_here_sees_a_gpu_that_the_model_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str | None, far: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    run_dir = RunDir.create(tmp_path / "run")
+    given = _settings(transport="message", cache_ranks=1)
+    placed = given.model_copy(update={"placement": given.placement_on("cuda")})
+    launches = message_launches(with_own_link(placed, run_dir), run_dir, is_far_here=True)
+    there, here = (x.spec.env.get("CUDA_VISIBLE_DEVICES") for x in launches if x.spec is not None)
+    assert (here, there) == (seen, far)
+    run_dir.clear()

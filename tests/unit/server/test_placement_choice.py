@@ -242,6 +242,23 @@ def test_a_standby_is_kept_where_the_cache_rank_is_started(tmp_path: Path) -> No
         resolve(tmp_path, "cpu", **far, **given)
 
 
+def test_by_messages_the_other_gpu_may_be_another_hosts(tmp_path: Path, gpus: Any) -> None:
+    far = {"cache_rank_address": "tcp://10.0.0.2:7400", "link_keys": "keys"}
+    gpus(1)
+    settings, said = resolve(tmp_path, **far)
+    assert settings.rank_settings.placement.has_far_host
+    assert "link message: model on cuda" in said[0]
+    with pytest.raises(SettingsError, match="needs 2 GPUs, 1 seen"):
+        resolve(tmp_path, transport="message")
+    gpus(4)
+    assert resolve(tmp_path, transport="message")[0].cache_ranks == 1
+    with pytest.raises(SettingsError, match="one cache rank in this version; use --tp 1"):
+        resolve(tmp_path, transport="message", tensor_parallel=2)
+    gpus(2, gib=80)
+    with pytest.raises(SettingsError):  # the model's GPU has all K/V as well
+        resolve(tmp_path, transport="message")
+
+
 def test_gpus_do_not_share_a_pool(tmp_path: Path, gpus: Any, monkeypatch: Any) -> None:
     gpus(4)
     with pytest.raises(SettingsError, match="on GPUs each would need a pool of its own"):

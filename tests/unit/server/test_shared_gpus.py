@@ -68,3 +68,16 @@ def test_one_gpu_needs_mps(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path
         check_shared_gpus(_placement(), environ)
     (tmp_path / "control").touch()
     check_shared_gpus(_placement(), environ)
+
+
+def test_a_rank_and_its_pump_need_mps_and_no_second_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _pretend(monkeypatch, 1, set())
+    environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    placement = _placement(link="message", two_gpus=True)
+    with pytest.raises(SettingsError, match=r"transport=message.*nvidia-cuda-mps-control -d"):
+        check_shared_gpus(placement, environ)
+    (tmp_path / "control").touch()
+    check_shared_gpus(placement, environ)
+    check_shared_gpus(_placement(link="message", model_device="cpu", two_gpus=True), {})

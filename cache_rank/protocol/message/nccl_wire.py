@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between two GPUs, in one direction: a private NCCL communicator of `torch.distributed`.
+
+Built around what NCCL and its process group do to those who are careless:
+
+- The two ends meet by an identifier that the group leaves in its store. Here each end has a store
+  of its own that nobody else sees, and the one entry that the other needs travels over the
+  authenticated control connection (`door`). The place that it names listens on the interface that
+  we name (`NCCL_SOCKET_IFNAME`) until both have met.
+- A dead peer is never reported: what was queued waits for good. `abort` ends it. It is possible
+  because no CUDA graph has captured an operation.
+- The group watches its operations, and ends the process if one takes long. Ours wait as long as a
+  server is idle within a step, so it is told to leave that to us.
+- Send and receive of one communicator queue behind each other. Each direction has its own.
+
+It is not the default process group: the serving process has its own. What it moves is neither
+encrypted nor signed, and NCCL chooses by itself how: NVLink, InfiniBand or TCP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed
+
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError, SettingsError
+
+from .data_plane import INFERENCE_END
+
+_LOG = logging.getLogger(__name__)
+_dist: Any = torch.distributed
+_FOREVER = timedelta(days=365)
+_TICK_S = 0.005
+_SEPARATOR, _ID_BYTES = b"=", 128
+_MOST_CTAS = 2
+"""Programs of a transfer: each holds room of the GPU for as long as the transfer waits."""
+_LEFT_TO_US = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+class NcclWire:
+    """One direction between two processes with a GPU each. One thread may use it.
+
+    Parameters
+    ----------
+    end : int
+        `INFERENCE_END` or `CACHE_END`.
+    device : torch.device
+        Of this end.
+    sends : bool
+        Whether this end sends; the other one receives.
+    timeout_s : float
+        Longest time until both have met.
+
+    Attributes
+    ----------
+    sends : bool
+        As given.
+    place : bytes
+        How the cache rank's end meets the inference rank's; empty there.
+
+    Raises
+    ------
+    SettingsError
+        If torch has no NCCL.
+    CacheRankLostError
+        If NCCL fails otherwise.
+    """
+
+    def __init__(self, end: int, device: torch.device, *, sends: bool, timeout_s: float) -> None:
+        if not _dist.is_nccl_available():
+            raise SettingsError(
+                "transport=message on GPUs needs a torch with NCCL; install one that is built for "
+                "CUDA, or use --device cpu"
+            )
+        self._peer, self._device, self.sends = 1 - end, device, sends
+        self._deadline = time.monotonic() + timeout_s
+        self._store = _dist.HashStore()
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = _FOREVER
+        options.config.max_ctas = _MOST_CTAS
+        self._reason, self._error, self._is_open = "", "", False
+        self._group: Any = _dist.ProcessGroupNCCL(self._store, end, 2, options)
+        self._thread = threading.Thread(target=self._run, name="nccl", daemon=True)
+        self.place = b""
+        if end == INFERENCE_END:
+            self._thread.start()
+            self.place = self._await_place()
+
+    def meet(self, place: bytes = b"") -> None:
+        """Return once both ends have met; `place` is that of the other one, if it has any.
+
+        Raises
+        ------
+        ProtocolError
+            If `place` is none.
+        CacheRankLostError
+            If it is not there in time.
+        """
+        if not self.place:
+            key, _, identifier = place.partition(_SEPARATOR)
+            if not key or len(identifier) != _ID_BYTES:
+                raise ProtocolError(f"a place of {len(place)} bytes is none of NCCL's")
+            self._store.set(key.decode("ascii", "replace"), identifier)
+            self._thread.start()
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        if not self._is_open:
+            self.abort("the two GPUs do not meet")
+            why = self._error or "the other one did not come in time"
+            raise CacheRankLostError(f"the two GPUs do not meet for K/V: {why}")
+
+    def send(self, body: torch.Tensor) -> None:
+        """Queue ``body [n]`` uint8 to be sent, as work of the current stream.
+
+        Raises
+        ------
+        CacheRankLostError
+            If `abort` was called, or NCCL fails.
+        """
+        self._do(lambda group: group.send([body], self._peer, 0))
+
+    def receive(self, out: torch.Tensor) -> None:
+        """Queue ``out [n]`` uint8 to be received; as `send`."""
+        self._do(lambda group: group.recv([out], self._peer, 0))
+
+    def abort(self, reason: str) -> None:
+        """Break what is under way, and all that is to come. Any thread may call it; idempotent."""
+        is_first, self._reason = not self._reason, self._reason or reason
+        if is_first:
+            try:
+                self._group.abort()
+            except RuntimeError as error:
+                _LOG.warning("a communicator cannot be aborted: %s", error)
+
+    def _do(self, post: Any) -> None:
+        if self._reason:
+            raise CacheRankLostError(self._reason)
+        try:
+            post(self._group).wait()  # the stream does, and not the host
+        except RuntimeError as error:
+            raise CacheRankLostError(self._reason or f"NCCL: {error}") from error
+
+    def _run(self) -> None:
+        """Send, or receive, a first byte, by which the group makes its communicator."""
+        try:
+            with _on(self._device):
+                first = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                self._do(lambda group: (group.send if self.sends else group.recv)(
+                    [first], self._peer, 0
+                ))  # fmt: skip
+                if first.is_cuda:
+                    torch.cuda.current_stream().synchronize()
+            self._is_open = True
+        except (CacheRankLostError, RuntimeError) as error:
+            self._error = str(error)
+
+    def _await_place(self) -> bytes:
+        while time.monotonic() < self._deadline:
+            for key in self._store.list_keys():
+                identifier = bytes(self._store.get(key))
+                if len(identifier) == _ID_BYTES:
+                    return bytes(key.encode() + _SEPARATOR + identifier)
+            if not self._thread.is_alive():
+                break
+            time.sleep(_TICK_S)
+        self.abort("the two GPUs do not meet")
+        raise CacheRankLostError(f"NCCL names no place to meet: {self._error or 'it is silent'}")
+
+
+def prepare_nccl(interface: str) -> None:
+    """Let NCCL meet on `interface` alone, an IP address of this machine, and leave waits to us.
+
+    For all of this process, before its first communicator. What the user has set stays.
+
+    Raises
+    ------
+    SettingsError
+        If the machine has no such interface.
+    """
+    name = interface_name(interface)
+    os.environ.update(_LEFT_TO_US)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    if ":" in interface:
+        os.environ.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6")
+
+
+def interface_name(address: str) -> str:
+    """Return the name of the interface that has `address`, or whose network it is in.
+
+    Raises
+    ------
+    SettingsError
+        If there is none.
+    """
+    wanted, near = ipaddress.ip_address(address), ""
+    for name, found in psutil.net_if_addrs().items():
+        for each in found:
+            with contextlib.suppress(ValueError):  # a hardware address
+                here = ipaddress.ip_interface(f"{each.address.partition('%')[0]}/{each.netmask}")
+                if here.ip == wanted:
+                    return name
+                # Any address of the loopback network is this machine's.
+                if here.ip.is_loopback and wanted in here.network:
+                    near = name
+    if not near:
+        raise SettingsError(
+            f"interface {address} is none of this machine; name an address that it has"
+        )
+    return near
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":  # in tests
+        yield
+        return
+    with torch.cuda.device(device):
+        yield

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of a step's messages are read from at one end, and written to at the other.
+
+Both ends and both devices run this code. On a GPU it only queues work: what it reads of a step's
+requests is memory that kernels have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from tandemkv.cache_rank.protocol.shared_region import seed_buffer
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
+from tandemkv.kernels.changed_rows import put_changed_rows, take_changed_rows
+from tandemkv.kernels.to_device import to_device
+
+from .plan import Message, Part, PartKind, StepPlan
+from .side import Side
+
+HEAD_BYTES = _ALIGN = 16
+"""A message begins with a word that its receiver finds the step's number in, and each part at a
+multiple of so many bytes."""
+_Shape = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A message as bytes: ``whole [n]`` uint8, and its parts as views of it."""
+
+    whole: torch.Tensor
+    parts: tuple[tuple[Part, tuple[torch.Tensor, ...]], ...]
+
+    @property
+    def stamp(self) -> torch.Tensor:
+        """``[1]`` int32: the step's number, if what the message waited for was raised."""
+        return self.whole[:4].view(torch.int32)
+
+
+class Contents:
+    """The parts of steps, for one direction of one host. Used by one thread.
+
+    Shapes, with B requests of a step, n of its tokens, and `width` rows that change per KV head:
+
+    =========================  ===================================================
+    requests                   ``[3, B]`` int64: rows, lengths, newest slots
+    table                      ``[num]`` int32
+    K/V                        ``[2, num, H, D]``
+    stream, query, windows     ``[B, hidden_size]``, ``[B, Hq, D]``, ``[num, Hq, D]``
+    changes                    ``[num, H, width]`` int32, twice ``[num, H, width, D]``
+    set                        ``[2, R, H, D]``
+    weights                    ``[requests, H, num_samples]``
+    output, partial            ``[B, Hq, D]``, ``[B, Hq, D + 1]``
+    =========================  ===================================================
+
+    Parameters
+    ----------
+    side : Side
+        Of this host.
+    positions : torch.Tensor, optional
+        ``[books, rows, H, R]`` int32, the engine's books: where changes are read.
+    """
+
+    def __init__(self, side: Side, positions: torch.Tensor | None = None) -> None:
+        self._side, self._positions = side, positions
+        self._sent = None if positions is None else positions.clone()
+        self._slots: torch.Tensor | None = None
+        self.plan = StepPlan(side.program, has_samples=side.has_samples, nbytes=self._nbytes)
+
+    def begin(self, entry: StepEntry) -> None:
+        """Let what follows be about `entry`."""
+        self._entry, self._slots = entry, None
+        device, rows = self._side.kv.device, entry.rows
+        if entry.kind is EntryKind.EXTEND:
+            rows = tuple(row for row in rows if row.window)
+        elif entry.kind is EntryKind.DECODE and self._side.requests is not None:
+            self._rows, self._lengths = (x[: len(rows)] for x in self._side.requests)
+            return
+        self._rows = to_device([row.row for row in rows], device)
+        self._lengths = to_device([row.length for row in rows], device)
+
+    def know_sets(self, layer: int, rows: Sequence[int]) -> None:
+        """Note that the other end has the sets of `rows` in `layer` as they are."""
+        book = self._side.program.book_of(layer)
+        if book is not None and self._sent is not None and self._positions is not None:
+            index = to_device(list(rows), self._sent.device)
+            self._sent[book, index] = self._positions[book, index]
+
+    def gather(self, message: Message, *, trims: bool) -> tuple[Body, int]:
+        """Return a message of the present step, and its `width`.
+
+        With `trims` that is what is used, which a GPU would have to be asked for.
+        """
+        width, changes = self._side.most_changes, dict[Part, tuple[torch.Tensor, ...]]()
+        if trims:
+            changes = {
+                part: self._taken(part) for part in message.parts if part.kind is PartKind.CHANGES
+            }
+            used = [int((found[0] >= 0).sum(-1).max()) for found in changes.values()]
+            width = max(used, default=0)
+        body = self.make(message, width)
+        for part, views in body.parts:
+            for view, found in zip(views, changes.get(part, ()), strict=False):
+                view.copy_(found[:, :, :width])
+            if part not in changes:
+                self._read(part, views)
+        return body, width
+
+    def make(self, message: Message, width: int | None = None) -> Body:
+        """Return an empty body of a message of the present step."""
+        width = self._side.most_changes if width is None else width
+        shapes = [(part, self._shapes(part, self._entry, width)) for part in message.parts]
+        nbytes = HEAD_BYTES + sum(_aligned(*shape) for _, found in shapes for shape in found)
+        whole = torch.empty(nbytes, dtype=torch.uint8, device=self._side.kv.device)
+        return Body(whole, _views(whole, shapes))
+
+    def view(self, message: Message, whole: torch.Tensor, width: int) -> Body | None:
+        """Return what came as ``whole [n]`` uint8; None if it is not of a message's size."""
+        shapes = [(part, self._shapes(part, self._entry, width)) for part in message.parts]
+        nbytes = HEAD_BYTES + sum(_aligned(*shape) for _, found in shapes for shape in found)
+        is_whole = len(whole) == nbytes and 0 <= width <= self._side.most_changes
+        return Body(whole, _views(whole, shapes)) if is_whole else None
+
+    def scatter(self, body: Body) -> None:
+        """Write a message of the present step to where it is read here."""
+        for part, views in body.parts:
+            self._write(part, views)
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _nbytes(self, part: Part, entry: StepEntry) -> int:
+        return sum(_aligned(*x) for x in self._shapes(part, entry, self._side.most_changes))
+
+    def _shapes(self, part: Part, entry: StepEntry, width: int) -> tuple[_Shape, ...]:
+        side, kind, size = self._side, part.kind, len(entry.rows)
+        (heads, dim), stored = side.kv.shape[3:], side.kv.dtype
+        if kind is PartKind.REQUESTS:
+            return ((torch.int64, (3, size)),)
+        if kind is PartKind.TABLE:
+            return ((torch.int32, (part.num,)),)
+        if kind is PartKind.KV:
+            return ((stored, (2, part.num, heads, dim)),)
+        if kind is PartKind.CHANGES:
+            rows = (stored, (part.num, heads, width, dim))
+            return ((torch.int32, (part.num, heads, width)), rows, rows)
+        if kind is PartKind.SET:
+            return ((stored, (2, *side.resident[0].shape[2:])),)
+        if kind is PartKind.WEIGHTS:
+            if entry.kind is EntryKind.EXTEND:
+                size = sum(row.window > 0 for row in entry.rows)
+            return ((torch.float32, (size, *side.log_weight.shape[2:])),)
+        if kind is PartKind.IDENTITY:
+            return ()
+        staging = self._staging(part)
+        num = part.num if kind is PartKind.WINDOWS else size
+        return ((staging.dtype, (num, *staging.shape[1:])),)
+
+    def _staging(self, part: Part) -> torch.Tensor:
+        """Return the staging tensor ``[most, ...]`` of a part that has one."""
+        tensors, layer = self._side.tensors, part.layer
+        if part.kind is PartKind.WINDOWS:
+            return seed_buffer(tensors, layer)
+        if part.kind in (PartKind.STREAM, PartKind.QUERY):
+            return tensors["streams" if part.kind is PartKind.STREAM else "queries"][layer]
+        return tensors["outputs" if part.kind is PartKind.PARTIAL else "remote_outputs"]
+
+    def _step_slots(self) -> torch.Tensor:
+        """Return ``[n]`` int64, the slots that the step writes."""
+        if self._slots is None:
+            table, entry = self._side.table, self._entry
+            if entry.kind is EntryKind.DECODE:
+                self._slots = table[self._rows, self._lengths - 1].long()
+            else:
+                rows = [row for row in entry.rows if row.row]
+                parts = [table[row.row, row.prefix_len : row.length] for row in rows]
+                self._slots = torch.cat(parts).long()
+        return self._slots
+
+    def _active(self) -> torch.Tensor:
+        """Return ``[B]`` bool: requests of the step that have a resident set."""
+        if self._entry.kind is EntryKind.DECODE:
+            return self._lengths > self._entry.num_cold
+        return torch.ones_like(self._rows, dtype=torch.bool)
+
+    def _taken(self, part: Part) -> tuple[torch.Tensor, ...]:
+        shapes = self._shapes(part, self._entry, self._side.most_changes)
+        device = self._side.kv.device
+        found = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes)
+        self._take(part, found)
+        return found
+
+    def _take(self, part: Part, out: tuple[torch.Tensor, ...]) -> None:
+        book = self._side.program.book_of(part.layer)
+        assert book is not None
+        assert self._positions is not None
+        assert self._sent is not None
+        requests = slice(part.first, part.first + part.num)
+        k_res, v_res = (sets[part.layer] for sets in self._side.resident)
+        take_changed_rows(
+            self._positions[book], self._sent[book], k_res, v_res,
+            self._rows[requests], self._active()[requests], *out,
+        )  # fmt: skip
+
+    def _read(self, part: Part, out: tuple[torch.Tensor, ...]) -> None:
+        side, kind, layer = self._side, part.kind, part.layer
+        if kind is PartKind.REQUESTS:
+            # Of a later step they may be others, by the time that the last message is made.
+            self._rows, self._lengths = self._rows.clone(), self._lengths.clone()
+            torch.stack((self._rows, self._lengths, self._step_slots()), out=out[0])
+        elif kind is PartKind.TABLE:
+            out[0].copy_(side.table[part.row, : part.num])
+        elif kind is PartKind.KV:
+            slots = self._step_slots()[part.first : part.first + part.num]
+            torch.index_select(_bits(side.kv[layer]), 1, slots, out=_bits(out[0]))
+        elif kind is PartKind.CHANGES:
+            self._take(part, out)
+        elif kind is PartKind.SET:
+            torch.stack([sets[layer, part.row] for sets in side.resident], out=out[0])
+            self.know_sets(layer, [part.row])
+        elif kind is PartKind.WEIGHTS:
+            torch.index_select(side.log_weight[layer], 0, self._rows, out=out[0])
+        elif kind is PartKind.IDENTITY:
+            for each in side.program.selecting:
+                self.know_sets(each, [row.row for row in self._entry.rows])
+        else:
+            out[0].copy_(self._staging(part)[: len(out[0])])
+
+    def _write(self, part: Part, found: tuple[torch.Tensor, ...]) -> None:
+        side, kind, layer = self._side, part.kind, part.layer
+        if kind is PartKind.REQUESTS:
+            self._rows, self._lengths, slots = found[0].clone()
+            side.check_requests(self._rows, self._lengths, slots)
+            if side.requests is not None:
+                for out, values in zip(side.requests, found[0], strict=False):
+                    out[: len(values)] = values
+            side.table[self._rows, self._lengths - 1] = slots.int()
+            self._slots = slots
+        elif kind is PartKind.TABLE:
+            side.check_slots(found[0])
+            side.table[part.row, : part.num] = found[0]
+        elif kind is PartKind.KV:
+            slots = self._step_slots()[part.first : part.first + part.num]
+            _bits(side.kv[layer])[:, slots] = _bits(found[0])
+        elif kind is PartKind.CHANGES:
+            rows = self._rows[part.first : part.first + part.num]
+            (places, k, v), (k_res, v_res) = found, (sets[layer] for sets in side.resident)
+            put_changed_rows(places, k, v, rows, k_res, v_res)
+        elif kind is PartKind.SET:
+            for sets, rows in zip(side.resident, found[0], strict=True):
+                sets[layer, part.row] = rows
+        elif kind is PartKind.WEIGHTS:
+            weights = side.log_weight[layer]
+            is_active = self._active()[:, None, None]
+            weights[self._rows] = torch.where(is_active, found[0], weights[self._rows])
+        elif kind is not PartKind.IDENTITY:
+            self._staging(part)[: len(found[0])] = found[0]
+
+
+def _bits(kv: torch.Tensor) -> torch.Tensor:
+    """Return K/V as a dtype that every operation takes: not all know those of 8 bits."""
+    return kv.view(torch.uint8) if kv.element_size() == 1 else kv
+
+
+def _aligned(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return -(-prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
+
+
+def _views(
+    whole: torch.Tensor, shapes: list[tuple[Part, tuple[_Shape, ...]]]
+) -> tuple[tuple[Part, tuple[torch.Tensor, ...]], ...]:
+    first = HEAD_BYTES
+
+    def cut(found: tuple[_Shape, ...]) -> Iterator[torch.Tensor]:
+        nonlocal first
+        for dtype, shape in found:
+            nbytes = prod(shape) * dtype.itemsize
+            yield whole[first : first + nbytes].view(dtype).view(shape)
+            first += _aligned(dtype, shape)
+
+    return tuple((part, tuple(cut(found))) for part, found in shapes)

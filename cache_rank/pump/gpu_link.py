@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What carries steps between two pumps: records on CPUs, wires of NCCL between GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.message.data_plane import INFERENCE_END
+from tandemkv.cache_rank.protocol.message.nccl_wire import NcclWire, prepare_nccl
+
+from .contents import Contents
+from .lanes import HostReceiveLane, HostSendLane, ReceiveLane, SendLane
+from .records import Outbox
+from .side import Side
+from .stream_lanes import StreamReceiveLane, StreamSendLane
+
+Wires = tuple[NcclWire, ...]
+"""One away from the inference rank and one back; none on CPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PumpLanes:
+    """Both directions of a pump."""
+
+    sends: SendLane
+    receives: ReceiveLane
+
+    def abort(self, reason: str) -> None:
+        """End what waits on a GPU, before its communicators are broken. Safe from any thread."""
+        del reason
+        for lane in (self.sends, self.receives):
+            if isinstance(lane, (StreamSendLane, StreamReceiveLane)):
+                lane.abort()
+
+
+def make_lanes(
+    side: Side, sent: Contents, received: Contents, out: Outbox, wires: Wires, timeout_s: float
+) -> PumpLanes:
+    """Return the lanes of a pump.
+
+    Parameters
+    ----------
+    side : Side
+        Of this host.
+    sent, received : Contents
+        Of the two directions.
+    out : Outbox
+        Carries what is sent on a CPU.
+    wires : Wires
+        As `open_wires` returned them.
+    timeout_s : float
+        Longest wait of a GPU for a rank of this host.
+    """
+    if not wires:
+        return PumpLanes(HostSendLane(side, sent, out), HostReceiveLane(side, received))
+    outward, back = wires
+    sends, receives = (outward, back) if outward.sends else (back, outward)
+    return PumpLanes(
+        StreamSendLane(side, sent, sends, timeout_s=timeout_s, number=10),
+        StreamReceiveLane(side, received, receives, timeout_s=timeout_s, number=12),
+    )
+
+
+def open_wires(
+    end: int, device: torch.device, interface: str, timeout_s: float,
+    places: tuple[bytes, ...] = (),
+) -> Wires:  # fmt: skip
+    """Begin to connect GPU `device` with that of the other host; on a CPU there is nothing to.
+
+    Parameters
+    ----------
+    end : int
+        `INFERENCE_END` or `CACHE_END`.
+    device : torch.device
+        Of this host.
+    interface : str
+        Address that this host is met at.
+    timeout_s : float
+        Longest time until both have met.
+    places : tuple of bytes
+        Of the inference rank's end, for the cache rank's.
+
+    Raises
+    ------
+    ProtocolError
+        If the other host is on another kind of device.
+    SettingsError, CacheRankLostError
+        As `NcclWire` and `prepare_nccl` do.
+    """
+    num_wires = 2 if device.type == "cuda" else 0
+    if end != INFERENCE_END and len(places) != num_wires:
+        raise ProtocolError(f"{len(places)} places to meet came, and {num_wires} are needed")
+    if not num_wires:
+        return ()
+    prepare_nccl(interface)
+    is_near, wires = end == INFERENCE_END, list[NcclWire]()
+    try:
+        for goes_outward in (True, False):
+            sends = goes_outward == is_near
+            wires.append(NcclWire(end, device, sends=sends, timeout_s=timeout_s))
+    except BaseException:
+        break_wires(tuple(wires), "the two hosts do not meet")
+        raise
+    return tuple(wires)
+
+
+def break_wires(wires: Wires, reason: str) -> None:
+    """Abort `wires`, which nobody uses yet."""
+    for wire in wires:
+        wire.abort(reason)

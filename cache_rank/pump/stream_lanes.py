@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One direction of an epoch between two GPUs: a stream in which all of a step is queued at once.
+
+The host queues and never waits: flags are waited for and raised by kernels, as captured graphs do
+it (`tandemkv.kernels.step_flags`), and messages travel by NCCL. A wait has an end. When it is
+reached nothing is raised any more, here and at the other end, whose messages then lack the number
+of their step; but they go on, so that no transfer is left waiting for its other half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.step_ring import StepEntry
+from tandemkv.kernels.step_flags import raise_flags, wait_flags
+from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
+
+from .contents import Contents
+from .plan import Flag, FlagKind, Message
+from .records import Record
+from .side import Side
+
+_AT_ONCE_S = 1e-6
+
+
+class Wire(Protocol):
+    """Carries messages in one direction, in order, as work of the current stream."""
+
+    def send(self, body: torch.Tensor) -> None:
+        """Send ``body [n]`` uint8."""
+
+    def receive(self, out: torch.Tensor) -> None:
+        """Receive ``out [n]`` uint8, of exactly the bytes that are sent."""
+
+
+class StreamLane:
+    """A stream with the number of its step, and the word that tells whether it is lost.
+
+    Parameters
+    ----------
+    side : Side
+        Of this host.
+    contents : Contents
+        What is sent, or where it is written.
+    wire : Wire
+        Of this direction.
+    timeout_s : float
+        Longest wait for a rank of this host.
+    number : int
+        Of the stream; a process has one of each.
+    """
+
+    def __init__(
+        self, side: Side, contents: Contents, wire: Wire, *, timeout_s: float, number: int
+    ) -> None:
+        device = side.kv.device
+        self._contents, self._wire, self._timeout_s = contents, wire, timeout_s
+        self._flags = GpuFlags(side.tensors, side.program.num_layers)
+        self._stream = shared_stream(device, LANE_PRIORITY, number)
+        self._beside = shared_stream(device, LANE_PRIORITY, number + 1)
+        self._step = torch.zeros(1, dtype=torch.int32, device=device)
+        self._lost = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def abort(self) -> None:
+        """End the waits that are under way, and all later ones. Safe from any thread."""
+        with self._on(self._beside):
+            self._lost.fill_(1)
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        if stream is None:  # on a CPU, in tests
+            yield
+            return
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            yield
+
+    def _begin(self, entry: StepEntry) -> None:
+        self._step.fill_(entry.step)
+        self._contents.begin(entry)
+
+    def _wait(self, flags: torch.Tensor, timeout_s: float) -> None:
+        wait_flags(flags, step=self._step, lost=self._lost, timeout_s=timeout_s)
+
+    def _raise(self, flags: torch.Tensor) -> None:
+        raise_flags(flags, step=self._step, lost=self._lost)
+
+    def _words(self, flag: Flag) -> torch.Tensor:
+        """Return the words ``[n]`` int32 of a flag."""
+        flags, kind = self._flags, flag.kind
+        if kind is FlagKind.INPUT:
+            return flags.input(flag.layer, flag.size)
+        if kind is FlagKind.QUERY:
+            return flags.query(flag.layer, flag.size)
+        if kind is FlagKind.READY:
+            return flags.ready(flag.layer, flag.size)
+        if kind is FlagKind.FINISHED:
+            return flags.finished
+        return flags.begin if kind is FlagKind.BEGIN else flags.end
+
+
+class StreamSendLane(StreamLane):
+    """See `SendLane`; nobody on the host learns what is lost."""
+
+    is_lost = False
+
+    def begin(self, entry: StepEntry) -> None:
+        """See `SendLane.begin`."""
+        with self._on(self._stream):
+            self._begin(entry)
+
+    def send(self, message: Message) -> None:
+        """See `SendLane.send`: it is queued."""
+        with self._on(self._stream):
+            for flag in message.waits:
+                self._wait(self._words(flag), self._timeout_s)
+            body, _ = self._contents.gather(message, trims=False)
+            body.stamp.zero_()
+            self._raise(body.stamp)
+            self._wire.send(body.whole)
+
+
+class StreamReceiveLane(StreamLane):
+    """See `ReceiveLane`."""
+
+    is_queued = is_done = True
+
+    def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> None:
+        """See `ReceiveLane.begin`: all of `messages` are queued."""
+        with self._on(self._stream):
+            self._begin(entry)
+            for message in messages:
+                body = self._contents.make(message)
+                self._wire.receive(body.whole)
+                self._wait(body.stamp, _AT_ONCE_S)
+                self._contents.scatter(body)
+                for flag in message.raises:
+                    self._raise(self._words(flag))
+
+    def take(self, record: Record) -> None:
+        """See `ReceiveLane.take`: nothing of a step is a record."""
+        raise ProtocolError(f"step {record.a} came as a record, between GPUs")

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels in a step, by records on a CPU, and as it is queued between GPUs.
+
+The latter is played on a CPU, which does one thing after the other: a flag that is waited for has
+to be raised already.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+import torch
+
+from tandemkv.cache_rank.policies.registry import selection_values
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
+from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_region import RegionSizes, specs_by_life
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
+from tandemkv.cache_rank.pump.contents import Contents
+from tandemkv.cache_rank.pump.lanes import HostReceiveLane, HostSendLane, host_flag
+from tandemkv.cache_rank.pump.plan import Flag, FlagKind, Message, PartKind
+from tandemkv.cache_rank.pump.records import PIECE_BYTES, Op, Outbox, Record, read_records
+from tandemkv.cache_rank.pump.side import Side
+from tandemkv.cache_rank.pump.stream_lanes import StreamReceiveLane, StreamSendLane
+
+_MODEL = ModelSpec(
+    architecture="Any", num_layers=6, num_qo_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16,
+    max_context=64, dtype="float32", model_hash="",
+)  # fmt: skip
+_NUM_ROWS, _COLD = 5, 20
+_ROWS = (
+    StepRow(row=3, generation=1, length=40, prefix_len=39),
+    StepRow(row=1, generation=1, length=12, prefix_len=11),
+)
+"""One that is selected for, and one that attends to all of its tokens."""
+_SELECTING = list(DecodeKind).index(DecodeKind.SELECTING)
+_DECODE = StepEntry(kind=EntryKind.DECODE, step=7, variant=_SELECTING, num_cold=_COLD, rows=_ROWS)
+_EXTEND = StepEntry(
+    kind=EntryKind.EXTEND, step=7,
+    rows=(StepRow(row=3, generation=1, length=40, prefix_len=8, window=4),),
+)  # fmt: skip
+_TIMINGS = {
+    "oracle": Timing.SAME_STEP_QUERY,
+    "look_ahead": Timing.SAME_STEP_HIDDEN,
+    "last_query": Timing.NEXT_STEP,
+}
+POLICIES = pytest.mark.parametrize("policy", _TIMINGS)
+WAYS = pytest.mark.parametrize("way", ["records", "queued"])
+
+
+class Queue:
+    """A wire within this process."""
+
+    def __init__(self) -> None:
+        self.bodies: deque[torch.Tensor] = deque()
+
+    def send(self, body: torch.Tensor) -> None:
+        self.bodies.append(body.clone())
+
+    def receive(self, out: torch.Tensor) -> None:
+        body = self.bodies.popleft()
+        assert len(body) == len(out)
+        out.copy_(body)
+
+
+class End:
+    """The memory of one host; `has_all`: filled at random, not with zeros."""
+
+    def __init__(self, policy: str, *, has_all: bool) -> None:
+        given = {
+            "policy": policy, "budget_tokens": 16, "resident_factor": 1.0, "num_sink_tokens": 2,
+            "num_recent_tokens": 4, "fetch_cap": 3, "sample_tokens": 8, "exact_layers": [2],
+        }  # fmt: skip
+        settings = RankSettings.model_validate(
+            {
+                "selection": json.loads(json.dumps(selection_values(given), default=vars)),
+                "placement": {"link": "message", "two_gpus": True},
+                "cache": {"capacity_tokens": 256},
+            }
+        )
+        sizes = RegionSizes(num_slots=257, num_rows=_NUM_ROWS, page_size=1, is_apart=True)
+        self.tensors = MappedTensors()
+        kept, new = specs_by_life(_MODEL, settings.selection, sizes, on_gpu=True)
+        self.tensors.allocate_all((*kept, *new))
+        self.program = EngineProgram(_MODEL, settings, timing=_TIMINGS[policy])
+        self.side = Side(self.tensors, self.program, settings.selection, lambda: False)
+        self.flags = GpuFlags(self.tensors, _MODEL.num_layers)
+        self.positions = torch.zeros(
+            len(self.program.selecting), _NUM_ROWS, 2, self.side.resident[0].shape[2]
+        ).int()
+        if has_all:
+            torch.manual_seed(1)
+            for spec in kept:
+                if spec.dtype == "float32":
+                    self.tensors[spec.name].normal_()
+            for row in range(1, _NUM_ROWS):
+                self.side.table[row] = torch.randperm(256)[:64] + 1
+
+    def words(self, flag: Flag) -> torch.Tensor:
+        """Return the words of a flag in GPU memory."""
+        named = {
+            FlagKind.BEGIN: self.flags.begin,
+            FlagKind.END: self.flags.end,
+            FlagKind.FINISHED: self.flags.finished,
+        }
+        if flag.kind in named:
+            return named[flag.kind]
+        of_layer: Any = getattr(self.flags, flag.kind.name.lower())
+        return of_layer(flag.layer, flag.size)  # type: ignore[no-any-return]
+
+    def raise_flag(self, flag: Flag, step: int) -> None:
+        self.words(flag).fill_(step)
+        self.side.flags.raise_to(host_flag(self.side, flag), step)
+
+
+class Way:
+    """Two hosts, and one direction between them; to the cache rank's, or back."""
+
+    def __init__(self, way: str, policy: str, *, is_back: bool = False) -> None:
+        self.source, self.target = (End(policy, has_all=has_all) for has_all in (True, False))
+        self.is_queued, self.is_back, self.wire = way == "queued", is_back, Queue()
+        positions = self.source.positions if is_back else None
+        ours, theirs = self.source.side, self.target.side
+        self.sent, self.written = Contents(ours, positions), Contents(theirs)
+        if is_back:  # whose requests both have
+            theirs.table.copy_(ours.table)
+        self.send: Any
+        self.receive: Any
+        if self.is_queued:
+            options: dict[str, Any] = {"timeout_s": 1.0, "number": 0}
+            self.send = StreamSendLane(ours, self.sent, self.wire, **options)
+            self.receive = StreamReceiveLane(theirs, self.written, self.wire, **options)
+        else:
+            self.send = HostSendLane(ours, self.sent, Outbox(self.wire))  # type: ignore[arg-type]
+            self.receive = HostReceiveLane(theirs, self.written)
+
+    def messages(self, entry: StepEntry) -> tuple[Message, ...]:
+        plan = self.sent.plan
+        return plan.back(entry) if self.is_back else plan.outward(entry)
+
+    def carry(self, entry: StepEntry, *, without: Flag | None = None) -> None:
+        """Send a step whose flags are raised but for one, and take what comes."""
+        messages = self.messages(entry)
+        for flag in (flag for message in messages for flag in message.waits):
+            if flag != without:
+                self.source.raise_flag(flag, entry.step)
+        if without is not None:  # as who gives a step up
+            self.source.side.flags.raise_to(self.source.side.at.ABORTED, entry.step)
+        self.send.begin(entry)
+        for message in messages:
+            self.send.send(message)
+        self.receive.begin(entry, messages)
+        while self.wire.bodies and not self.is_queued:
+            for record in read_records(self.wire.bodies.popleft()):
+                self.receive.take(record)
+        assert not self.wire.bodies
+        assert self.receive.is_done
+
+    def is_raised(self, flag: Flag, step: int) -> bool:
+        if self.is_queued:
+            return bool((self.target.words(flag) == step).all())
+        if flag.kind is FlagKind.BEGIN:  # an announcement, there
+            return True
+        return self.target.side.flags.value(host_flag(self.target.side, flag)) == step
+
+
+def _slots(end: End) -> list[int]:
+    return [int(end.side.table[row.row, row.length - 1]) for row in _ROWS]
+
+
+@POLICIES
+@WAYS
+def test_a_decode_step_goes_out(way: str, policy: str) -> None:
+    link = Way(way, policy)
+    link.carry(_DECODE)
+    source, target, slots = link.source, link.target, _slots(link.source)
+    assert _slots(target) == slots
+    assert torch.equal(target.side.kv[:, :, slots], source.side.kv[:, :, slots])
+    assert target.side.kv.count_nonzero() == source.side.kv[:, :, slots].count_nonzero()
+    for name, kind in (("streams", FlagKind.INPUT), ("queries", FlagKind.QUERY)):
+        layers = [
+            flag.layer
+            for message in link.messages(_DECODE)
+            for flag in message.waits
+            if flag.kind is kind
+        ]
+        assert torch.equal(target.tensors[name][layers, :2], source.tensors[name][layers, :2])
+    for message in link.messages(_DECODE):
+        assert all(link.is_raised(flag, 7) for flag in message.raises)
+
+
+@WAYS
+def test_a_prompt_goes_out_and_its_sets_come_back(way: str) -> None:
+    link = Way(way, "oracle")
+    link.carry(_EXTEND)
+    source, target, (row,) = link.source.side, link.target.side, _EXTEND.rows
+    assert torch.equal(target.table[3, :40], source.table[3, :40])
+    slots = source.table[3, row.prefix_len : row.length].long()
+    assert torch.equal(target.kv[:, :, slots], source.kv[:, :, slots])
+    windows = [x.tensors["seed_queries"][:, :4] for x in (target, source)]
+    assert torch.equal(*windows)
+    back = Way(way, "oracle", is_back=True)
+    back.carry(_EXTEND)
+    for layer in range(_MODEL.num_layers):
+        is_sparse = back.source.program.is_sparse_layer(layer)
+        for ours, theirs in zip(back.source.side.resident, back.target.side.resident, strict=True):
+            assert torch.equal(ours[layer, 3], theirs[layer, 3]) is is_sparse
+    assert back.is_raised(Flag(FlagKind.FINISHED), 7)
+
+
+@POLICIES
+@WAYS
+def test_rows_that_change_come_back_of_selected_requests_alone(way: str, policy: str) -> None:
+    link = Way(way, policy, is_back=True)
+    source, target = link.source, link.target
+    for layer in source.program.selecting:
+        book = source.program.book_of(layer)
+        for row, head, slot in ((3, 0, 5), (3, 1, layer), (1, 0, 2)):
+            source.positions[book, row, head, slot] += 1
+    link.carry(_DECODE)
+    for ours, theirs in zip(source.side.resident, target.side.resident, strict=True):
+        changed = torch.zeros_like(theirs, dtype=torch.bool)
+        for layer in source.program.selecting:
+            changed[layer, 3, 5, 0] = changed[layer, 3, layer, 1] = True
+        assert torch.equal(theirs, torch.where(changed, ours, 0.0))
+    weights = target.side.log_weight
+    layers = source.program.selecting
+    assert torch.equal(weights[layers, 3], source.side.log_weight[layers, 3])
+    assert not weights[:, 1].any()
+    remote = [x.tensors["remote_outputs"][:2] for x in (source, target)]
+    assert torch.equal(*remote)
+    assert link.is_raised(Flag(FlagKind.FINISHED), 7)
+    target.side.resident[0].zero_()
+    link.carry(_DECODE)
+    assert not target.side.resident[0].any(), "what was sent is not sent again"
+
+
+@WAYS
+def test_nothing_is_raised_for_what_was_given_up(way: str) -> None:
+    link, missing = Way(way, "oracle"), Flag(FlagKind.QUERY, 3, 2)
+    link.carry(_DECODE, without=missing)
+    flags = [flag for message in link.messages(_DECODE) for flag in message.raises]
+    at = flags.index(missing)
+    assert all(link.is_raised(flag, 7) for flag in flags[:at])
+    assert not any(link.is_raised(flag, 7) for flag in flags[at:])
+
+
+def test_a_step_that_was_given_up_has_an_end() -> None:
+    link = Way("records", "oracle", is_back=True)
+    link.carry(_DECODE, without=Flag(FlagKind.READY, 0))
+    assert link.is_raised(Flag(FlagKind.FINISHED), 7)
+    assert not link.is_raised(Flag(FlagKind.READY, 1), 7)
+    assert not link.target.side.resident[0].any()
+
+
+def test_a_lane_that_is_aborted_raises_nothing() -> None:
+    link = Way("queued", "oracle")
+    link.send.abort()
+    link.carry(_DECODE)
+    assert not link.is_raised(Flag(FlagKind.BEGIN), 7)
+    assert not link.is_raised(Flag(FlagKind.END), 7)
+
+
+@POLICIES
+@pytest.mark.parametrize("entry", [_DECODE, _EXTEND], ids=["decode", "extend"])
+def test_a_plan_has_the_k_and_v_of_each_layer_once(policy: str, entry: StepEntry) -> None:
+    plan = Contents(End(policy, has_all=False).side).plan
+    found = Counter(
+        (part.layer, number)
+        for message in plan.outward(entry)
+        for part in message.parts
+        if part.kind is PartKind.KV
+        for number in range(part.first, part.first + part.num)
+    )
+    num_tokens = sum(row.length - row.prefix_len for row in entry.rows)
+    assert set(found) == {(x, n) for x in range(_MODEL.num_layers) for n in range(num_tokens)}
+    assert set(found.values()) == {1}
+
+
+def test_long_messages_are_cut() -> None:
+    end = End("oracle", has_all=False)
+    contents = Contents(end.side)
+    per_slot = end.side.kv[0, :, 0].nbytes
+    num_slots = 3 * PIECE_BYTES // per_slot + 5
+    row = StepRow(row=3, generation=1, length=num_slots)
+    messages = contents.plan.outward(StepEntry(kind=EntryKind.EXTEND, step=1, rows=(row,)))
+    parts = [part for message in messages for part in message.parts]
+    assert max(part.num * per_slot for part in parts if part.kind is PartKind.KV) <= PIECE_BYTES
+    waits, raises = (
+        [flag for message in messages for flag in getattr(message, name)]
+        for name in ("waits", "raises")
+    )
+    assert waits == raises
+    assert len(messages) > len(waits)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record(Op.MESSAGE, 8, 0, torch.zeros(64, dtype=torch.uint8)),
+        Record(Op.MESSAGE, 7, 0, torch.zeros(48, dtype=torch.uint8)),
+        Record(Op.MESSAGE, 7, 99, torch.zeros(64, dtype=torch.uint8)),
+        Record(Op.MESSAGE, 7, 0, torch.zeros(0, dtype=torch.uint8)),
+    ],
+    ids=["another step", "another size", "more rows than may change", "nothing"],
+)
+def test_what_is_no_message_of_the_step_is_refused(record: Record) -> None:
+    link = Way("records", "oracle")
+    link.receive.begin(_DECODE, link.messages(_DECODE))
+    with pytest.raises(ProtocolError):
+        link.receive.take(record)
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"), [((5, 9, 1), "row"), ((1, 65, 1), "length"), ((1, 9, 257), "slot")]
+)
+def test_requests_beyond_the_memory_are_refused(request_: tuple[int, int, int], said: str) -> None:
+    end = End("oracle", has_all=False)
+    with pytest.raises(ProtocolError, match=said):
+        end.side.check_requests(*torch.tensor(request_)[:, None])

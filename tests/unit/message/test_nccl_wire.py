@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How two ends meet by NCCL, and part; its process group is played here, by queues."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError, SettingsError
+from tandemkv.cache_rank.protocol.message import nccl_wire
+from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, INFERENCE_END
+from tandemkv.cache_rank.protocol.message.nccl_wire import (
+    NcclWire,
+    interface_name,
+    prepare_nccl,
+)
+from tandemkv.cache_rank.pump import gpu_link
+from tandemkv.cache_rank.pump.gpu_link import open_wires
+
+_CPU = torch.device("cpu")
+_KEY = "0:1"
+
+
+class Work:
+    def wait(self) -> None:
+        """The stream waits, here nobody."""
+
+
+class Group:
+    """Meets by an identifier in its store, at the first operation, as NCCL's group does."""
+
+    meetings: ClassVar[dict[bytes, SimpleQueue[torch.Tensor]]] = {}
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        assert size == 2
+        assert options._timeout > timedelta(days=1)
+        self._store, self._rank, self._is_aborted = store, rank, False
+        self._queue: SimpleQueue[torch.Tensor] | None = None
+        self.num_aborts = 0
+
+    def _meet(self) -> SimpleQueue[torch.Tensor]:
+        if self._queue is None:
+            if self._rank == INFERENCE_END:
+                identifier = bytes([len(self.meetings)]) + b"=" + os.urandom(126)
+                self.meetings[identifier] = SimpleQueue()
+                self._store.set(_KEY, identifier)
+            self._queue = self.meetings[bytes(self._store.get(_KEY))]
+        return self._queue
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        assert (peer, tag) == (1 - self._rank, 0)
+        self._meet().put(tensors[0].clone())
+        return Work()
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        assert (peer, tag) == (1 - self._rank, 0)
+        queue = self._meet()
+        while not self._is_aborted:
+            try:
+                tensors[0].copy_(queue.get(timeout=0.01))
+            except Empty:
+                continue
+            return Work()
+        raise RuntimeError("aborted")
+
+    def abort(self) -> None:
+        self._is_aborted = True
+        self.num_aborts += 1
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    def options() -> Any:
+        return SimpleNamespace(_timeout=None, config=SimpleNamespace(max_ctas=None))
+
+    group = type("Group", (Group,), {"Options": staticmethod(options), "meetings": {}})
+    played = SimpleNamespace(
+        HashStore=torch.distributed.HashStore, ProcessGroupNCCL=group,
+        is_nccl_available=lambda: True,
+    )  # fmt: skip
+    monkeypatch.setattr(nccl_wire, "_dist", played)
+
+
+def _wire(end: int, *, sends: bool, timeout_s: float = 10.0) -> NcclWire:
+    return NcclWire(end, _CPU, sends=sends, timeout_s=timeout_s)
+
+
+def _pair() -> tuple[NcclWire, NcclWire]:
+    """Return both ends of the direction away from the inference rank, which have met."""
+    near = _wire(INFERENCE_END, sends=True)
+    far = _wire(CACHE_END, sends=False)
+    with ThreadPoolExecutor(1) as pool:
+        met = pool.submit(far.meet, near.place)
+        near.meet()
+        met.result()
+    return near, far
+
+
+def test_what_is_sent_comes() -> None:
+    near, far = _pair()
+    assert near.place.startswith(f"{_KEY}=".encode())
+    assert not far.place
+    for number in range(3):
+        near.send(torch.full((5,), number, dtype=torch.uint8))
+    out = torch.empty(5, dtype=torch.uint8)
+    for number in range(3):
+        far.receive(out)
+        assert out.tolist() == [number] * 5
+
+
+def test_each_direction_has_a_wire_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wire(end: int, _: torch.device, *, sends: bool, timeout_s: float) -> NcclWire:
+        return NcclWire(end, _CPU, sends=sends, timeout_s=timeout_s)
+
+    monkeypatch.setattr(gpu_link, "NcclWire", wire)
+    monkeypatch.setattr(gpu_link, "prepare_nccl", lambda _: None)
+    gpu = torch.device("cuda", 0)
+    near = open_wires(INFERENCE_END, gpu, "127.0.0.1", 10.0)
+    places = tuple(wire.place for wire in near)
+    far = open_wires(CACHE_END, gpu, "127.0.0.1", 10.0, places)
+    with ThreadPoolExecutor(4) as pool:
+        met = [pool.submit(wire.meet, place) for wire, place in zip(far, places, strict=True)]
+        for wire in near:
+            wire.meet()
+        assert all(each.result() is None for each in met)
+    assert [wire.sends for wire in near] == [True, False]
+    assert [wire.sends for wire in far] == [False, True]
+    out = torch.empty(1, dtype=torch.uint8)
+    for sender, receiver, number in ((near[0], far[0], 1), (far[1], near[1], 2)):
+        sender.send(torch.tensor([number], dtype=torch.uint8))
+        receiver.receive(out)
+        assert out.item() == number
+    assert open_wires(INFERENCE_END, _CPU, "127.0.0.1", 10.0) == ()
+    for device, given in ((gpu, ()), (_CPU, places)):  # a host with GPUs, and one without
+        with pytest.raises(ProtocolError, match="places to meet"):
+            open_wires(CACHE_END, device, "127.0.0.1", 10.0, given)
+
+
+def test_abort_ends_a_wait_and_all_that_would_come() -> None:
+    _, far = _pair()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(far.receive, torch.empty(1, dtype=torch.uint8))
+        far.abort("the epoch is over")
+        with pytest.raises(CacheRankLostError, match="the epoch is over"):
+            waiting.result(timeout=10.0)
+    with pytest.raises(CacheRankLostError, match="the epoch is over"):
+        far.send(torch.zeros(1, dtype=torch.uint8))
+    far.abort("again")
+    assert far._group.num_aborts == 1
+
+
+def test_nobody_comes() -> None:
+    near = _wire(INFERENCE_END, sends=False, timeout_s=0.2)
+    with pytest.raises(CacheRankLostError, match="did not come in time"):
+        near.meet()
+    assert near._group.num_aborts == 1
+
+
+@pytest.mark.parametrize("place", [b"", b"0:1", b"0:1=", b"=x"])
+def test_a_place_that_is_none(place: bytes) -> None:
+    with pytest.raises(ProtocolError, match="none of NCCL's"):
+        _wire(CACHE_END, sends=False).meet(place)
+
+
+def test_a_torch_without_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_wire._dist, "is_nccl_available", lambda: False)
+    with pytest.raises(SettingsError, match="--device cpu"):
+        _wire(CACHE_END, sends=False)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.7"])
+def test_it_meets_on_the_interface_of_an_address(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", *nccl_wire._LEFT_TO_US):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+    assert interface_name(address) == "lo"
+    prepare_nccl(address)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+@pytest.mark.parametrize("call", [interface_name, prepare_nccl])
+def test_an_interface_of_another_machine(
+    call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in nccl_wire._LEFT_TO_US:
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(SettingsError, match=r"192\.0\.2\.1"):
+        call("192.0.2.1")
