@@ -133,9 +133,10 @@ class PassLog:
         found = [self._passes[number] for number in numbers if number in self._passes]
         if found:
             self._backend.rewind(found[0].backend)
-        drawing = [each for each in found if each.random is not None]
-        if drawing:  # a greedy one may be before it
-            _set_random_state(drawing[0])
+        for each in found:  # a greedy one, which draws nothing, may be before one that draws
+            if each.random is not None:
+                _set_random_state(each.random, each.device)
+                break
         self._link.rewind()
         self._passes.clear()
         self.dropped.clear()
@@ -171,8 +172,8 @@ def _random_state(batch: Any, device: torch.device) -> torch.Tensor | None:
     return torch.get_rng_state()
 
 
-def _set_random_state(found: _Pass) -> None:
-    if found.device.type == "cuda":
-        torch.cuda.set_rng_state(found.random, found.device)
+def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
     else:
-        torch.set_rng_state(found.random)
+        torch.set_rng_state(state)
