@@ -334,13 +334,6 @@ def test_one_device_stands_for_two_gpus_where_tests_ask_for_it(
     assert resolve(tmp_path, **pair)[0].rank_settings.placement.two_gpus
 
 
-def test_local_is_in_process(tmp_path: Path) -> None:
-    settings, _ = resolve(
-        tmp_path, device="cpu", transport="local", selection={"budget_tokens": 2048}
-    )
-    assert (settings.cache_ranks, settings.rank_settings.placement.link) == (0, "local")
-
-
 def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
     settings, said = resolve(
@@ -352,6 +345,8 @@ def test_what_was_asked_for_stays(tmp_path: Path, gpus: Any) -> None:
         tmp_path, cache_ranks=0, selection={"budget_tokens": 512, "dense_tokens": 9000}
     )
     assert (settings.selection.dense_tokens, len(said)) == (9000, 1)
+    settings, _ = resolve(tmp_path, "cpu", transport="local", selection={"budget_tokens": 2048})
+    assert (settings.cache_ranks, settings.rank_settings.placement.link) == (0, "local")
     assert settings.selection.dense_batch_tokens is None
     both = {"budget_tokens": 512, "dense_batch_tokens": 9000}
     settings, said = resolve(tmp_path, cache_ranks=0, selection=both)
