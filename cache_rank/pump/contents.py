@@ -67,11 +67,12 @@ class Contents:
         self._side, self._positions = side, positions
         self._sent = None if positions is None else positions.clone()
         self._slots: torch.Tensor | None = None
+        self._is_active: torch.Tensor | None = None
         self.plan = StepPlan(side.program, has_samples=side.has_samples, nbytes=self._nbytes)
 
     def begin(self, entry: StepEntry) -> None:
         """Let what follows be about `entry`."""
-        self._entry, self._slots = entry, None
+        self._entry, self._slots, self._is_active = entry, None, None
         device, rows = self._side.kv.device, entry.rows
         if entry.kind is EntryKind.EXTEND:
             rows = tuple(row for row in rows if row.window)
@@ -191,9 +192,10 @@ class Contents:
 
     def _active(self) -> torch.Tensor:
         """Return ``[B]`` bool: requests of the step that have a resident set."""
-        if self._entry.kind is EntryKind.DECODE:
-            return self._lengths > self._entry.num_cold
-        return torch.ones_like(self._rows, dtype=torch.bool)
+        if self._is_active is None:
+            is_decode = self._entry.kind is EntryKind.DECODE
+            self._is_active = self._lengths > (self._entry.num_cold if is_decode else -1)
+        return self._is_active
 
     def _taken(self, part: Part) -> tuple[torch.Tensor, ...]:
         shapes = self._shapes(part, self._entry, self._side.most_changes)

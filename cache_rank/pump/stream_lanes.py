@@ -70,6 +70,7 @@ class StreamLane:
         self._words: dict[Flag, torch.Tensor] = {}
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
+        side.settle()  # these, and what `contents` has made: the stream waits for no other
 
     def abort(self) -> None:
         """End the waits that are under way, and all later ones. Safe from any thread."""
