@@ -55,6 +55,8 @@ from .sglang_command import cache_rank_env
 from .shared_gpus import check_shared_gpus
 
 _LOOPBACK, _SEEN_GPUS = "127.0.0.1", "CUDA_VISIBLE_DEVICES"
+_PUMP_ENV = {"CUDA_MPS_CLIENT_PRIORITY": "0"}
+"""The forward pass waits for its pump, whose kernels are short: neither goes before the other."""
 FAR_FOLDER = "far"
 """Folder of each cache rank's run directory, in that of a launch with both ends here."""
 _KEYS_FOLDER = "own-keys"
@@ -86,7 +88,7 @@ def message_launches(
             there = env | _other_gpu(placement, env, rank)
             cache_ranks.append(_launch("cache rank", words, rank, own, run_dir, there))
         own = run_dir.of_rank(rank, create=True)
-        pumps.append(_launch("pump", ("pump",), rank, own, run_dir, env))
+        pumps.append(_launch("pump", ("pump",), rank, own, run_dir, env | _PUMP_ENV))
     return (*cache_ranks, *pumps)
 
 

@@ -29,15 +29,14 @@ _Shape = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A message as bytes: ``whole [n]`` uint8, and its parts as views of it."""
+    """A message as bytes: ``whole [n]`` uint8, and its parts as views of it.
+
+    `stamp`: ``[1]`` int32 of it, the step's number if what the message waited for was raised.
+    """
 
     whole: torch.Tensor
     parts: tuple[tuple[Part, tuple[torch.Tensor, ...]], ...]
-
-    @property
-    def stamp(self) -> torch.Tensor:
-        """``[1]`` int32: the step's number, if what the message waited for was raised."""
-        return self.whole[:4].view(torch.int32)
+    stamp: torch.Tensor
 
 
 class Contents:
@@ -68,11 +67,12 @@ class Contents:
         self._side, self._positions = side, positions
         self._sent = None if positions is None else positions.clone()
         self._slots: torch.Tensor | None = None
+        self._is_active: torch.Tensor | None = None
         self.plan = StepPlan(side.program, has_samples=side.has_samples, nbytes=self._nbytes)
 
     def begin(self, entry: StepEntry) -> None:
         """Let what follows be about `entry`."""
-        self._entry, self._slots = entry, None
+        self._entry, self._slots, self._is_active = entry, None, None
         device, rows = self._side.kv.device, entry.rows
         if entry.kind is EntryKind.EXTEND:
             rows = tuple(row for row in rows if row.window)
@@ -89,18 +89,13 @@ class Contents:
             index = to_device(list(rows), self._sent.device)
             self._sent[book, index] = self._positions[book, index]
 
-    def gather(self, message: Message, *, trims: bool) -> tuple[Body, int]:
-        """Return a message of the present step, and its `width`.
-
-        With `trims` that is what is used, which a GPU would have to be asked for.
-        """
-        width, changes = self._side.most_changes, dict[Part, tuple[torch.Tensor, ...]]()
-        if trims:
-            changes = {
-                part: self._taken(part) for part in message.parts if part.kind is PartKind.CHANGES
-            }
-            used = [int((found[0] >= 0).sum(-1).max()) for found in changes.values()]
-            width = max(used, default=0)
+    def gather(self, message: Message) -> tuple[Body, int]:
+        """Return a message of the present step with no more changes than there are, and `width`."""
+        changes = {
+            part: self._taken(part) for part in message.parts if part.kind is PartKind.CHANGES
+        }
+        used = [int((found[0] >= 0).sum(-1).max()) for found in changes.values()]
+        width = max(used, default=0)
         body = self.make(message, width)
         for part, views in body.parts:
             for view, found in zip(views, changes.get(part, ()), strict=False):
@@ -109,20 +104,36 @@ class Contents:
                 self._read(part, views)
         return body, width
 
-    def make(self, message: Message, width: int | None = None) -> Body:
-        """Return an empty body of a message of the present step."""
+    def fill(self, body: Body) -> None:
+        """Write a message of the present step into `body`, which has room for all changes.
+
+        How many there are a GPU would have to be asked.
+        """
+        for part, views in body.parts:
+            self._read(part, views)
+
+    def make(
+        self, message: Message, width: int | None = None, room: torch.Tensor | None = None
+    ) -> Body:
+        """Return an empty body of a message of the present step, in ``room [n]`` if that is enough.
+
+        Without `width` there is room for all changes.
+        """
         width = self._side.most_changes if width is None else width
         shapes = [(part, self._shapes(part, self._entry, width)) for part in message.parts]
         nbytes = HEAD_BYTES + sum(_aligned(*shape) for _, found in shapes for shape in found)
-        whole = torch.empty(nbytes, dtype=torch.uint8, device=self._side.kv.device)
-        return Body(whole, _views(whole, shapes))
+        if room is not None and len(room) >= nbytes:
+            whole = room[:nbytes]
+        else:
+            whole = torch.empty(nbytes, dtype=torch.uint8, device=self._side.kv.device)
+        return _body(whole, shapes)
 
     def view(self, message: Message, whole: torch.Tensor, width: int) -> Body | None:
         """Return what came as ``whole [n]`` uint8; None if it is not of a message's size."""
         shapes = [(part, self._shapes(part, self._entry, width)) for part in message.parts]
         nbytes = HEAD_BYTES + sum(_aligned(*shape) for _, found in shapes for shape in found)
         is_whole = len(whole) == nbytes and 0 <= width <= self._side.most_changes
-        return Body(whole, _views(whole, shapes)) if is_whole else None
+        return _body(whole, shapes) if is_whole else None
 
     def scatter(self, body: Body) -> None:
         """Write a message of the present step to where it is read here."""
@@ -181,9 +192,10 @@ class Contents:
 
     def _active(self) -> torch.Tensor:
         """Return ``[B]`` bool: requests of the step that have a resident set."""
-        if self._entry.kind is EntryKind.DECODE:
-            return self._lengths > self._entry.num_cold
-        return torch.ones_like(self._rows, dtype=torch.bool)
+        if self._is_active is None:
+            is_decode = self._entry.kind is EntryKind.DECODE
+            self._is_active = self._lengths > (self._entry.num_cold if is_decode else -1)
+        return self._is_active
 
     def _taken(self, part: Part) -> tuple[torch.Tensor, ...]:
         shapes = self._shapes(part, self._entry, self._side.most_changes)
@@ -268,9 +280,8 @@ def _aligned(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return -(-prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
 
 
-def _views(
-    whole: torch.Tensor, shapes: list[tuple[Part, tuple[_Shape, ...]]]
-) -> tuple[tuple[Part, tuple[torch.Tensor, ...]], ...]:
+def _body(whole: torch.Tensor, shapes: list[tuple[Part, tuple[_Shape, ...]]]) -> Body:
+    """Return `whole` with views of its parts."""
     first = HEAD_BYTES
 
     def cut(found: tuple[_Shape, ...]) -> Iterator[torch.Tensor]:
@@ -280,4 +291,5 @@ def _views(
             yield whole[first : first + nbytes].view(dtype).view(shape)
             first += _aligned(dtype, shape)
 
-    return tuple((part, tuple(cut(found))) for part, found in shapes)
+    parts = tuple((part, tuple(cut(found))) for part, found in shapes)
+    return Body(whole, parts, whole[:4].view(torch.int32))

@@ -80,7 +80,7 @@ class HostSendLane:
         if self.is_lost:  # that the step has ended is true all the same
             self._out.put(Op.MESSAGE, self._step if message.is_last else 0)
         else:
-            body, width = self._contents.gather(message, trims=True)
+            body, width = self._contents.gather(message)
             self._out.put(Op.MESSAGE, self._step, width, body.whole)
         self._out.flush()
 

@@ -17,11 +17,11 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
-from tandemkv.cache_rank.protocol.step_ring import StepEntry
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.kernels.step_flags import raise_flags, wait_flags
 from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
-from .contents import Contents
+from .contents import Body, Contents
 from .plan import Flag, FlagKind, Message
 from .records import Record
 from .side import Side
@@ -64,8 +64,13 @@ class StreamLane:
         self._flags = GpuFlags(side.tensors, side.program.num_layers)
         self._stream = shared_stream(device, LANE_PRIORITY, number)
         self._beside = shared_stream(device, LANE_PRIORITY, number + 1)
+        # One message is in it at a time: what comes next is behind that in the stream.
+        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._bodies: dict[int, tuple[Message, Body]] = {}
+        self._words: dict[Flag, torch.Tensor] = {}
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
+        side.settle()  # these, and what `contents` has made: the stream waits for no other
 
     def abort(self) -> None:
         """End the waits that are under way, and all later ones. Safe from any thread."""
@@ -83,6 +88,20 @@ class StreamLane:
     def _begin(self, entry: StepEntry) -> None:
         self._step.fill_(entry.step)
         self._contents.begin(entry)
+        self._keeps = entry.kind is EntryKind.DECODE
+
+    def _body(self, message: Message) -> Body:
+        """Return where a message goes; of a decode step, whose plan stays, always the same."""
+        known = self._bodies.get(id(message))
+        if known is not None:  # it is kept, so its number is no other's
+            return known[1]
+        body = self._contents.make(message, room=self._room)
+        if len(body.whole) > len(self._room):
+            self._room = body.whole
+            self._bodies.clear()
+        if self._keeps:
+            self._bodies[id(message)] = message, body
+        return body
 
     def _wait(self, flags: torch.Tensor, timeout_s: float) -> None:
         wait_flags(flags, step=self._step, lost=self._lost, timeout_s=timeout_s)
@@ -90,8 +109,13 @@ class StreamLane:
     def _raise(self, flags: torch.Tensor) -> None:
         raise_flags(flags, step=self._step, lost=self._lost)
 
-    def _words(self, flag: Flag) -> torch.Tensor:
+    def _words_of(self, flag: Flag) -> torch.Tensor:
         """Return the words ``[n]`` int32 of a flag."""
+        if flag not in self._words:
+            self._words[flag] = self._find_words(flag)
+        return self._words[flag]
+
+    def _find_words(self, flag: Flag) -> torch.Tensor:
         flags, kind = self._flags, flag.kind
         if kind is FlagKind.INPUT:
             return flags.input(flag.layer, flag.size)
@@ -118,8 +142,9 @@ class StreamSendLane(StreamLane):
         """See `SendLane.send`: it is queued."""
         with self._on(self._stream):
             for flag in message.waits:
-                self._wait(self._words(flag), self._timeout_s)
-            body, _ = self._contents.gather(message, trims=False)
+                self._wait(self._words_of(flag), self._timeout_s)
+            body = self._body(message)
+            self._contents.fill(body)
             body.stamp.zero_()
             self._raise(body.stamp)
             self._wire.send(body.whole)
@@ -135,12 +160,12 @@ class StreamReceiveLane(StreamLane):
         with self._on(self._stream):
             self._begin(entry)
             for message in messages:
-                body = self._contents.make(message)
+                body = self._body(message)
                 self._wire.receive(body.whole)
                 self._wait(body.stamp, _AT_ONCE_S)
                 self._contents.scatter(body)
                 for flag in message.raises:
-                    self._raise(self._words(flag))
+                    self._raise(self._words_of(flag))
 
     def take(self, record: Record) -> None:
         """See `ReceiveLane.take`: nothing of a step is a record."""

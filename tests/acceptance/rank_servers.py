@@ -95,10 +95,11 @@ class Server:
         return [main, *main.children(recursive=True)]
 
     def cache_rank_pid(self) -> int:
-        """Process id of the cache rank."""
+        """Process id of the cache rank; not of the launch of one that is met by messages."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                if "cache-rank" in process.cmdline():
+                words = process.cmdline()
+                if "cache-rank" in words and "--address" not in words:
                     return process.pid
         raise AssertionError("no cache rank process")
 

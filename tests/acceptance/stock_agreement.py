@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,9 +64,14 @@ def settings_of(selection: dict[str, Any], **changes: Any) -> ServeSettings:
 
 @contextlib.contextmanager
 def served(selection: dict[str, Any], **changes: Any) -> Iterator[Server]:
-    """Ours, as `settings_of` says."""
-    with tandem_server(settings_of(selection, **changes), threading.Event()) as found:
-        yield Server(found.url, os.getpid(), Path(os.devnull))
+    """Ours, as `settings_of` says; tests may empty its cache also where it is not evaluated."""
+    with tempfile.NamedTemporaryFile("w") as file:  # private
+        key = secrets.token_hex(16)
+        file.write(key)
+        file.flush()
+        edge = {"edge": {"admin_key_file": file.name}}
+        with tandem_server(settings_of(selection, **edge, **changes), threading.Event()) as found:
+            yield Server(found.url, os.getpid(), Path(os.devnull), admin_key=key)
 
 
 @contextlib.contextmanager

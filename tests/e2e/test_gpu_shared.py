@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine in a process of its own on a GPU gives the tokens of one in the same process.
 
-On two GPUs that is all. On one: start CUDA MPS, and set ``TANDEMKV_ONE_DEVICE=1``, or
-``apart`` for memory as it is laid out between two. ``TANDEMKV_TEST_DEVICE=cpu`` with ``apart`` does
-the same on a CPU, to rounding.
+On two GPUs that is all, and link ``message`` needs CUDA MPS besides. On one, where that link is
+left out: start CUDA MPS, and set ``TANDEMKV_ONE_DEVICE=1``, or ``apart`` for memory as it is laid
+out between two. ``TANDEMKV_TEST_DEVICE=cpu`` with ``apart`` does the same on a CPU, to rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from stock_agreement import (
     stock,
 )
 
-from tandemkv.cache_rank.protocol.placement import lies_on_two_gpus
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.one_device import is_on_one_device
+from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
+from tandemkv.server.shared_gpus import check_shared_gpus
 
 pytestmark = [
     pytest.mark.e2e,
@@ -45,10 +48,26 @@ _SPARSE |= (
 _PLACEMENTS: dict[str, dict[str, Any]] = {
     "local": {"cache_ranks": 0},
     "shared": {"cache_ranks": 1, "transport": "shared"},
+    "message": {"cache_ranks": 1, "transport": "message", "evaluation": False},
 }
 _LONG = 256 if DEVICE == "cuda" else 64
 """Tokens of an answer in the middle of which a process is killed."""
 _INDEXES = ("native", "int8", "int4") if DEVICE == "cuda" else ("native", "int8")
+
+
+@pytest.fixture(params=["shared", "message"])
+def link(request: pytest.FixtureRequest) -> str:
+    """A link between two processes, if these GPUs have it."""
+    name: str = request.param
+    if name == "message" and DEVICE == "cuda":
+        if is_on_one_device():
+            pytest.skip("NCCL connects two GPUs")
+        placement = Placement(link="message", model_device="cuda", two_gpus=True)
+        try:
+            check_shared_gpus(placement)
+        except SettingsError as error:
+            pytest.skip(str(error))
+    return name
 
 
 @pytest.fixture(scope="module")
@@ -78,43 +97,48 @@ def selection_of(policy: str, index_dtype: str) -> dict[str, Any]:
     ],
 )
 def test_two_processes_give_the_tokens_of_one(
-    policy: str, index_dtype: str, prompts: list[list[int]]
+    policy: str, index_dtype: str, prompts: list[list[int]], link: str
 ) -> None:
     alone, together, fetched = {}, {}, {}
-    for name in ("local", "shared"):
+    for name in ("local", link):
         with served(selection_of(policy, index_dtype), **_PLACEMENTS[name]) as server:
             alone[name] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
-            engine = server.values()[1 if name == "shared" else 0]
-            fetched[name] = engine["fetched_rows_total"]
+            engine = server.values()[0 if name == "local" else 1]
+            fetched[name] = engine.get("fetched_rows_total")  # a pump has no counters of its engine
             flush(server)
             together[name] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
-    found = agreement(alone["shared"], alone["local"])
+    found = agreement(alone[link], alone["local"])
     check(found, f"{policy}, {index_dtype}: two processes and one")
     # An exact layer that attends on the other GPU rounds otherwise; so do sums on a CPU.
     if DEVICE == "cuda" and not (_IS_APART and policy == "kascade"):
         assert not found["margins_where_first_different"]
         assert found["largest_logprob_difference"] == 0.0
     # Batches form as requests come; what is near a tie may be chosen otherwise in another batch.
-    check(agreement(together["shared"], together["local"]), f"{policy}, eight at a time")
+    check(agreement(together[link], together["local"]), f"{policy}, eight at a time")
     if policy != "streaming":
         assert fetched["local"] > COUNT * NEW_TOKENS
-    assert fetched["shared"] == pytest.approx(fetched["local"], rel=0.05)
+    if link == "shared":
+        assert fetched[link] == pytest.approx(fetched["local"], rel=0.05)
 
 
-def test_as_served_two_processes_give_the_tokens_of_one(prompts: list[list[int]]) -> None:
+def test_as_served_two_processes_give_the_tokens_of_one(
+    prompts: list[list[int]], link: str
+) -> None:
     """A late first layer, W_q in int8, samples, and on GPUs an int4 index, as `serve` has it."""
     selection = {"policy": "look_ahead", **_SPARSE, "late_layers": 1, "predictor_dtype": "int8"}
     answers = {}
-    for name, placement in _PLACEMENTS.items():
-        with served(selection | {"sample_tokens": 32}, **placement) as server:
+    for name in ("local", link):
+        with served(selection | {"sample_tokens": 32}, **_PLACEMENTS[name]) as server:
             answers[name] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
             assert server.values()[0]["sparse_rows_total"] > 0
     # Samples that lie apart from the pool are attended to in an order of their own.
-    check(agreement(answers["shared"], answers["local"]), "as served, two processes and one")
+    check(agreement(answers[link], answers["local"]), "as served, two processes and one")
 
 
 @pytest.mark.parametrize("index_dtype", _INDEXES)
-def test_requests_outgrow_dense_attention_alike(index_dtype: str, token_ids: list[int]) -> None:
+def test_requests_outgrow_dense_attention_alike(
+    index_dtype: str, token_ids: list[int], link: str
+) -> None:
     """Steps of each kind: some complete a page before anything is selected, some after."""
     recent = 128 if index_dtype == "int4" else 64  # as many as a page has
     sizes = {
@@ -128,13 +152,13 @@ def test_requests_outgrow_dense_attention_alike(index_dtype: str, token_ids: lis
     starts = [(37 * i, fitting - 70 + 9 * i) for i in range(8)]
     growing = [token_ids[start : start + length] for start, length in starts]
     answers = {}
-    for name, placement in _PLACEMENTS.items():
-        with served(selection, **placement) as server:
+    for name in ("local", link):
+        with served(selection, **_PLACEMENTS[name]) as server:
             answers[name] = run(server, growing, new_tokens=400, at_once=1)
             values = server.values()[0]
             assert min(values["dense_rows_total"], values["sparse_rows_total"]) > 200, values
     # Layers 0 and 1 are exact: FlashInfer's rounding on one, between two GPUs ours.
-    check(agreement(answers["shared"], answers["local"]), f"growing, {index_dtype}")
+    check(agreement(answers[link], answers["local"]), f"growing, {index_dtype}")
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +178,10 @@ def reference(prompts: list[list[int]]) -> list[dict[str, Any]]:
     ids=["exact", "layers 0 and 1 exact", "as served"],
 )
 def test_tokens_are_those_of_stock_where_everything_is_covered(
-    selection: dict[str, Any], prompts: list[list[int]], reference: list[dict[str, Any]]
+    selection: dict[str, Any], prompts: list[list[int]], reference: list[dict[str, Any]], link: str
 ) -> None:
     """As served: a late first layer, W_q in int8, chained kernels, samples' weights carried."""
-    with served(selection, **_PLACEMENTS["shared"]) as server:
+    with served(selection, **_PLACEMENTS[link]) as server:
         alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
         check(agreement(alone, reference), f"{selection}, alone")
         flush(server)
@@ -165,9 +189,9 @@ def test_tokens_are_those_of_stock_where_everything_is_covered(
         check(agreement(together, reference), f"{selection}, eight at a time")
 
 
-def test_a_killed_engine_ends_no_server(prompts: list[list[int]]) -> None:
+def test_a_killed_engine_ends_no_server(prompts: list[list[int]], link: str) -> None:
     """Waits of captured graphs end; the same process serves on once the engine is back."""
-    with served(selection_of("look_ahead", "int8"), **_PLACEMENTS["shared"]) as server:
+    with served(selection_of("look_ahead", "int8"), **_PLACEMENTS[link]) as server:
         before = run(server, prompts[:4], new_tokens=NEW_TOKENS, at_once=1)
         os.kill(server.cache_rank_pid(), signal.SIGKILL)
         flush(server)
@@ -175,10 +199,10 @@ def test_a_killed_engine_ends_no_server(prompts: list[list[int]]) -> None:
     assert [answer["ids"] for answer in after] == [answer["ids"] for answer in before]
 
 
-def test_requests_go_on_where_the_engine_was_killed(prompts: list[list[int]]) -> None:
+def test_requests_go_on_where_the_engine_was_killed(prompts: list[list[int]], link: str) -> None:
     """Alone a request gives the same tokens; of several all end, and agree as batches do."""
     longest = sorted(prompts, key=len)[-4:]
-    with served(selection_of("look_ahead", "int8"), **_PLACEMENTS["shared"]) as server:
+    with served(selection_of("look_ahead", "int8"), **_PLACEMENTS[link]) as server:
         for some, at_once in ((longest[-1:], 1), (longest, 4)):
             want = run(server, some, new_tokens=_LONG, at_once=at_once)
             flush(server)

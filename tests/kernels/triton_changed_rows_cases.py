@@ -12,7 +12,7 @@ NUM_ROWS, HEADS = 5, 3
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 # num_slots, cap, share of slots that differ
 SIZES = pytest.mark.parametrize(
-    "sizes", [(7, 4, 0.3), (40, 40, 1.0), (70, 9, 0.5), (70, 20, 0.1), (33, 16, 0.0)]
+    "sizes", [(7, 4, 0.3), (40, 40, 1.0), (1100, 300, 0.4), (70, 20, 0.1), (33, 16, 0.0)]
 )
 INDEX = pytest.mark.parametrize("index", [torch.int32, torch.int64])
 

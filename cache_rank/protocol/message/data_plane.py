@@ -225,8 +225,12 @@ class DataPlane:
     def abort(self, reason: str) -> None:
         """Break what is under way, and all that is to come. Any thread may call it; idempotent."""
         self._reason = self._reason or reason
-        while self.breaks_with:
-            self.breaks_with.pop(0)(self._reason)
+        others, self.breaks_with = self.breaks_with, []
+        for break_it in others:
+            try:
+                break_it(self._reason)
+            except RuntimeError as error:  # the rest must not be left waiting
+                _LOG.warning("what breaks with the data plane cannot be broken: %s", error)
         group = self._group
         if group is not None:
             with contextlib.suppress(RuntimeError):

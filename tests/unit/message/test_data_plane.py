@@ -162,7 +162,11 @@ def test_abort_ends_a_wait_at_once() -> None:
     thread.start()
     time.sleep(0.1)
     broken: list[str] = []
-    theirs.breaks_with.append(broken.append)
+
+    def fail(reason: str) -> None:
+        raise RuntimeError(reason)
+
+    theirs.breaks_with += [fail, broken.append]
     theirs.abort("no heartbeat")
     theirs.abort("again")
     thread.join(5.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -241,6 +242,21 @@ def test_rows_that_change_come_back_of_selected_requests_alone(way: str, policy:
     target.side.resident[0].zero_()
     link.carry(_DECODE)
     assert not target.side.resident[0].any(), "what was sent is not sent again"
+
+
+@POLICIES
+@WAYS
+def test_steps_follow_one_another(way: str, policy: str) -> None:
+    link = Way(way, policy)
+    source, target = link.source.side, link.target.side
+    for step, entry in enumerate((_DECODE, _EXTEND, _DECODE, _DECODE), 7):
+        source.kv.normal_()
+        link.source.tensors["queries"].normal_()
+        link.carry(replace(entry, step=step))
+        slots = _slots(link.source)
+        assert torch.equal(target.kv[:, :, slots[:1]], source.kv[:, :, slots[:1]])
+        assert link.is_raised(Flag(FlagKind.END), step)
+    assert torch.equal(target.kv[:, :, slots], source.kv[:, :, slots])
 
 
 @WAYS
