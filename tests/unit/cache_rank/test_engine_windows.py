@@ -233,7 +233,7 @@ def test_a_row_gets_a_new_window_with_each_prompt(model_dir: Path, beside: bool)
 def test_windows_count_as_memory(model_dir: Path) -> None:
     with_windows = Twins(model_dir, policy="mean_query", options={"window": 7}).rank.nbytes
     without = Twins(model_dir, policy="last_query").rank.nbytes
-    assert with_windows - without == ROWS1 * 8 * QUERY_HEADS * DIM * 4
+    assert with_windows - without == ROWS1 * (7 + 2) * QUERY_HEADS * DIM * 4
 
 
 def test_windows_that_are_too_long(model_dir: Path) -> None:
