@@ -100,8 +100,8 @@ def run_cache_rank(
     if placement.has_far_host:
         homes = one_gpu_homes(far_gpu(device, rank))
     else:
-        rank_before = rank // placement.head_shards
-        homes = engine_homes(torch.device(device), rank_before, placement.tp_size)
+        tp_rank = rank // placement.head_shards
+        homes = engine_homes(torch.device(device), tp_rank, placement.tp_size)
     if standby:
         load_all(model_dir, settings, homes.here)
         await_turn(directory)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -92,6 +92,11 @@ class Message:
     raises: tuple[Flag, ...] = ()
 
     @property
+    def recurs(self) -> bool:
+        """Whether another decode step of the same kind and size has the same message."""
+        return not any(part.row for part in self.parts)
+
+    @property
     def is_last(self) -> bool:
         """Whether the engine has done all of the step then."""
         return any(flag.kind is FlagKind.FINISHED for flag in self.raises)
@@ -135,9 +140,10 @@ class StepPlan:
         if entry.kind in (EntryKind.DECODE, EntryKind.RESUME):
             self._replaced -= rows
         if entry.kind is EntryKind.DECODE:
+            first, *others = self._known(entry, is_back=False)
             if replaced:
-                return self._cut_all(self._decode_out(entry, replaced), entry)
-            return self._known(entry, is_back=False)
+                first = replace(first, parts=(*first.parts, *_tables(entry, replaced)))
+            return (first, *others)
         return (_message([Flag(FlagKind.BEGIN)]),) if entry.kind is EntryKind.GROW else ()
 
     def back(self, entry: StepEntry) -> tuple[Message, ...]:
@@ -170,12 +176,9 @@ class StepPlan:
                 yield _message([Flag(FlagKind.INPUT, layer)], parts)
         yield _message([Flag(FlagKind.END)], stored.before(program.num_layers))
 
-    def _decode_out(
-        self, entry: StepEntry, replaced: AbstractSet[int] = frozenset()
-    ) -> Iterator[Message]:
+    def _decode_out(self, entry: StepEntry) -> Iterator[Message]:
         program, kind, size = self._program, DECODE_KINDS[entry.variant], len(entry.rows)
-        requests = [Part(PartKind.REQUESTS), *_tables(entry, replaced)]
-        yield _message([Flag(FlagKind.BEGIN)], requests)
+        yield _message([Flag(FlagKind.BEGIN)], [Part(PartKind.REQUESTS)])
         stored, flags, parts = _Stored(size), list[Flag](), list[Part]()
         for layer in range(program.num_layers):
             is_urgent = False

@@ -91,7 +91,7 @@ class StreamLane:
         self._keeps = entry.kind is EntryKind.DECODE
 
     def _body(self, message: Message) -> Body:
-        """Return where a message goes; of a decode step, whose plan stays, always the same."""
+        """Return where a message goes; of a decode step's that recurs always the same."""
         known = self._bodies.get(id(message))
         if known is not None:  # it is kept, so its number is no other's
             return known[1]
@@ -99,7 +99,7 @@ class StreamLane:
         if len(body.whole) > len(self._room):
             self._room = body.whole
             self._bodies.clear()
-        if self._keeps:
+        if self._keeps and message.recurs:
             self._bodies[id(message)] = message, body
         return body
 

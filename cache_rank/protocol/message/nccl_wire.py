@@ -185,7 +185,8 @@ class NcclWire:
 def prepare_nccl(interface: str) -> None:
     """Let NCCL meet on `interface` alone, an IP address of this machine, and leave waits to us.
 
-    For all of this process, before its first communicator. What the user has set stays.
+    For all of this process, before its first communicator. An interface that the user has set
+    stays; what torch would do about slow operations is turned off in any case.
 
     Raises
     ------

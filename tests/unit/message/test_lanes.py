@@ -301,6 +301,40 @@ def test_a_plan_has_the_k_and_v_of_each_layer_once(policy: str, entry: StepEntry
     assert set(found.values()) == {1}
 
 
+def test_the_first_decode_step_behind_a_prompt_has_its_table() -> None:
+    """The radix tree may have replaced its slots; of rows taken up records have told them."""
+    plan = Contents(End("oracle", has_all=False).side).plan
+
+    def tables() -> list[int]:
+        return [
+            part.row
+            for message in plan.outward(_DECODE)
+            for part in message.parts
+            if part.kind is PartKind.TABLE
+        ]
+
+    rows = [row.row for row in _DECODE.rows]
+    prompt = StepEntry(kind=EntryKind.EXTEND, step=1, rows=_DECODE.rows)
+    assert tables() == []
+    for _ in range(2):
+        plan.outward(prompt)
+        assert (tables(), tables()) == (rows, [])
+    plan.outward(prompt)
+    plan.outward(StepEntry(kind=EntryKind.RESUME, step=2, rows=_DECODE.rows))
+    assert tables() == []
+
+
+def test_lanes_keep_nothing_of_messages_that_do_not_recur() -> None:
+    link = Way("queued", "oracle")
+    kept = []
+    for _ in range(3):
+        link.carry(_EXTEND)
+        link.carry(_DECODE)
+        link.carry(_DECODE)
+        kept.append((len(link.send._bodies), len(link.receive._bodies)))
+    assert kept[0] == kept[1] == kept[2]
+
+
 def test_long_messages_are_cut() -> None:
     end = End("oracle", has_all=False)
     contents = Contents(end.side)
