@@ -90,9 +90,12 @@ class Side:
         return self.flags.wait(flag, step, timeout_s=_LONGEST_WAIT_S, is_over=self.is_over)
 
     def settle(self) -> None:
-        """Let what this process has written to a GPU's memory be seen by others."""
+        """Let what this thread has written to a GPU's memory be seen by others.
+
+        Lanes are not waited for: they wait themselves, and it may be for what is told next.
+        """
         if self.on_gpu:
-            torch.cuda.synchronize(self.kv.device)
+            torch.cuda.current_stream(self.kv.device).synchronize()
 
     def raise_to(self, flag: int, step: int) -> None:
         """Raise a flag of the hosts, once what came before it is written."""

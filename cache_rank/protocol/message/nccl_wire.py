@@ -8,7 +8,8 @@ Built around what NCCL and its process group do to those who are careless:
   authenticated control connection (`door`). The place that it names listens on the interface that
   we name (`NCCL_SOCKET_IFNAME`) until both have met.
 - A dead peer is never reported: what was queued waits for good. `abort` ends it. It is possible
-  because no CUDA graph has captured an operation.
+  because no CUDA graph has captured an operation. It frees memory, which waits for all of the GPU,
+  the transfers of other communicators among it: these have to be aborted at the same time.
 - The group watches its operations, and ends the process if one takes long. Ours wait as long as a
   server is idle within a step, so it is told to leave that to us.
 - Send and receive of one communicator queue behind each other. Each direction has its own.
@@ -44,12 +45,19 @@ _TICK_S = 0.005
 _SEPARATOR, _ID_BYTES = b"=", 128
 _MOST_CTAS = 2
 """Programs of a transfer: each holds room of the GPU for as long as the transfer waits."""
+_LONGEST_POST_S = 1.0
+"""An operation is queued in microseconds; one that takes longer is where only `abort` ends it."""
 _LEFT_TO_US = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # It would write down the Python stack of each operation.
+    "TORCH_FR_BUFFER_SIZE": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
 }
+_UNUSED = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""A port that listens for as long as the process lives, and multicast memory: nothing for two."""
 
 
 class NcclWire:
@@ -93,8 +101,11 @@ class NcclWire:
         self._store.set_timeout(timedelta(seconds=timeout_s))
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = _FOREVER
+        options.is_high_priority_stream = True  # else it starts behind the forward pass
         options.config.max_ctas = _MOST_CTAS
         self._reason, self._error, self._is_open = "", "", False
+        self._posting = threading.Lock()
+        self._breaker: threading.Thread | None = None
         self._group: Any = _dist.ProcessGroupNCCL(self._store, end, 2, options)
         self._thread = threading.Thread(target=self._run, name="nccl", daemon=True)
         self.place = b""
@@ -139,21 +150,36 @@ class NcclWire:
         self._do(lambda group: group.recv([out], self._peer, 0))
 
     def abort(self, reason: str) -> None:
-        """Break what is under way, and all that is to come. Any thread may call it; idempotent."""
+        """Break what is under way, and all that is to come. Any thread may call it; idempotent.
+
+        It does not wait until that is done: the other direction's has to be begun before.
+        """
         is_first, self._reason = not self._reason, self._reason or reason
         if is_first:
-            try:
-                self._group.abort()
-            except RuntimeError as error:
-                _LOG.warning("a communicator cannot be aborted: %s", error)
+            self._breaker = threading.Thread(target=self._break, name="nccl abort", daemon=True)
+            self._breaker.start()
+
+    def _break(self) -> None:
+        # A communicator that is freed while an operation is being queued ends the process.
+        has_lock = self._posting.acquire(timeout=_LONGEST_POST_S)
+        try:
+            self._group.abort()
+        except RuntimeError as error:
+            _LOG.warning("a communicator cannot be aborted: %s", error)
+        finally:
+            if has_lock:
+                self._posting.release()
 
     def _do(self, post: Any) -> None:
         if self._reason:
             raise CacheRankLostError(self._reason)
-        try:
-            post(self._group).wait()  # the stream does, and not the host
-        except RuntimeError as error:
-            raise CacheRankLostError(self._reason or f"NCCL: {error}") from error
+        with self._posting:
+            if self._reason:
+                raise CacheRankLostError(self._reason)
+            try:
+                post(self._group).wait()  # the stream does, and not the host
+            except RuntimeError as error:
+                raise CacheRankLostError(self._reason or f"NCCL: {error}") from error
 
     def _run(self) -> None:
         """Send, or receive, a first byte, by which the group makes its communicator."""
@@ -195,6 +221,8 @@ def prepare_nccl(interface: str) -> None:
     """
     name = interface_name(interface)
     os.environ.update(_LEFT_TO_US)
+    for variable, value in _UNUSED.items():
+        os.environ.setdefault(variable, value)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     if ":" in interface:
         os.environ.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -104,6 +105,12 @@ def _pair() -> tuple[NcclWire, NcclWire]:
     return near, far
 
 
+def _num_aborts(wire: NcclWire) -> int:
+    assert wire._breaker is not None
+    wire._breaker.join(10.0)
+    return int(wire._group.num_aborts)
+
+
 def test_what_is_sent_comes() -> None:
     near, far = _pair()
     assert near.place.startswith(f"{_KEY}=".encode())
@@ -154,14 +161,32 @@ def test_abort_ends_a_wait_and_all_that_would_come() -> None:
     with pytest.raises(CacheRankLostError, match="the epoch is over"):
         far.send(torch.zeros(1, dtype=torch.uint8))
     far.abort("again")
-    assert far._group.num_aborts == 1
+    assert _num_aborts(far) == 1
+
+
+def test_abort_waits_for_no_other() -> None:
+    """Freeing one communicator waits for the transfers of all: both are to be under way."""
+    near, far = _pair()
+    is_other_aborted = threading.Event()
+    abort = near._group.abort
+
+    def wait_and_abort() -> None:
+        assert is_other_aborted.wait(10.0)
+        abort()
+
+    near._group.abort = wait_and_abort
+    near.abort("the epoch is over")
+    far.abort("the epoch is over")
+    assert _num_aborts(far) == 1
+    is_other_aborted.set()
+    assert _num_aborts(near) == 1
 
 
 def test_nobody_comes() -> None:
     near = _wire(INFERENCE_END, sends=False, timeout_s=0.2)
     with pytest.raises(CacheRankLostError, match="did not come in time"):
         near.meet()
-    assert near._group.num_aborts == 1
+    assert _num_aborts(near) == 1
 
 
 @pytest.mark.parametrize("place", [b"", b"0:1", b"0:1=", b"=x"])
@@ -180,7 +205,7 @@ def test_a_torch_without_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_meets_on_the_interface_of_an_address(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("NCCL_SOCKET_IFNAME", *nccl_wire._LEFT_TO_US):
+    for name in ("NCCL_SOCKET_IFNAME", *nccl_wire._LEFT_TO_US, *nccl_wire._UNUSED):
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)
     assert interface_name(address) == "lo"
@@ -193,7 +218,7 @@ def test_it_meets_on_the_interface_of_an_address(
 def test_an_interface_of_another_machine(
     call: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in nccl_wire._LEFT_TO_US:
+    for name in (*nccl_wire._LEFT_TO_US, *nccl_wire._UNUSED):
         monkeypatch.setenv(name, "0")
     with pytest.raises(SettingsError, match=r"192\.0\.2\.1"):
         call("192.0.2.1")
