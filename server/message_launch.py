@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -57,6 +58,7 @@ from .shared_gpus import check_shared_gpus
 _LOOPBACK, _SEEN_GPUS = "127.0.0.1", "CUDA_VISIBLE_DEVICES"
 _PUMP_ENV = {"CUDA_MPS_CLIENT_PRIORITY": "0"}
 """The forward pass waits for its pump, whose kernels are short: neither goes before the other."""
+_LOADING, _AT_ONCE = "CUDA_MODULE_LOADING", "EAGER"
 FAR_FOLDER = "far"
 """Folder of each cache rank's run directory, in that of a launch with both ends here."""
 _KEYS_FOLDER = "own-keys"
@@ -146,7 +148,8 @@ def run_pump(settings: ServeSettings, path: Path, rank: int = 0) -> None:
     await_entry(address, own, server, stop)
     if not stop.is_set():
         run_dir, ours = RunDir.open(path), settings.rank_settings
-        homes = one_gpu_homes(torch.device(ours.placement.model_device, rank))
+        with _loading_at_once():
+            homes = one_gpu_homes(torch.device(ours.placement.model_device, rank))
         NearPump(run_dir, ours, address, own, server, rank=rank, homes=homes).run(stop)
 
 
@@ -184,7 +187,9 @@ def run_far_rank(
     """
     _log()
     keys, where = _keys(settings), LinkAddress.parse(address)
-    settings, model_dir, device = _resolve_far(settings, rank, console)
+    with _loading_at_once():
+        settings, model_dir, device = _resolve_far(settings, rank, console)
+        homes = one_gpu_homes(far_gpu(device, rank))
     ours = settings.rank_settings
     check_shared_gpus(ours.placement)
     if cache_rank_detail(RunDir(path.absolute())) is None:
@@ -200,7 +205,6 @@ def run_far_rank(
     )  # fmt: skip
     config = run_dir.path / SETTINGS_FILE
     config.write_text(to_yaml(alone), encoding="utf-8")
-    homes = one_gpu_homes(far_gpu(device, rank))
     serving = _Serving(FarPump(run_dir, ours, door, rank, homes).run)
     plan = LaunchPlan(
         # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
@@ -219,6 +223,18 @@ def run_far_rank(
         banner=f"cache rank at {door.address}",
     )
     Launcher(plan, console, verbose=verbose).run()
+
+
+@contextlib.contextmanager
+def _loading_at_once() -> Iterator[None]:
+    """Let CUDA, if it begins here, load all of torch's kernels: see `stream_lanes`."""
+    is_ours = _LOADING not in os.environ
+    os.environ.setdefault(_LOADING, _AT_ONCE)
+    try:
+        yield
+    finally:
+        if is_ours:  # processes that are started from here shall not
+            os.environ.pop(_LOADING, None)
 
 
 def _resolve_far(

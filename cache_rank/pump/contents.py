@@ -82,6 +82,30 @@ class Contents:
         self._rows = to_device([row.row for row in rows], device)
         self._lengths = to_device([row.length for row in rows], device)
 
+    def rehearse(self) -> None:
+        """Have the kernels of changes compiled and loaded: see `stream_lanes`. Changes nothing."""
+        layers, width = self._side.program.selecting, self._side.most_changes
+        if not layers or not width:
+            return
+        entry, layer = StepEntry(kind=EntryKind.DECODE, step=0), next(iter(layers))
+        part, device = Part(PartKind.CHANGES, layer, num=1), self._side.kv.device
+        rows = torch.zeros(1, dtype=torch.int64, device=device)
+        out = [
+            torch.full(shape, -1, dtype=dtype, device=device)
+            if dtype is torch.int32
+            else torch.empty(shape, dtype=dtype, device=device)
+            for dtype, shape in self._shapes(part, entry, width)
+        ]
+        k_res, v_res = (sets[layer] for sets in self._side.resident)
+        book = self._side.program.book_of(layer)
+        if self._positions is None or self._sent is None or book is None:
+            put_changed_rows(*out, rows, k_res, v_res)
+            return
+        take_changed_rows(
+            self._positions[book], self._sent[book], k_res, v_res,
+            rows, torch.zeros(1, dtype=torch.bool, device=device), *out,
+        )  # fmt: skip
+
     def know_sets(self, layer: int, rows: Sequence[int]) -> None:
         """Note that the other end has the sets of `rows` in `layer` as they are."""
         book = self._side.program.book_of(layer)

@@ -67,6 +67,7 @@ from .near_service import has_hung_up, program_of
 from .records import Op, Outbox, read_records
 from .session import Pulse, PumpSession
 from .side import Side
+from .stream_lanes import rehearse_flags
 
 _LOG = logging.getLogger(__name__)
 _POLL_S, _TIMEOUT_S = 0.05, 20.0
@@ -113,6 +114,7 @@ class FarPump:
         self._memory = 0
         self._guest: _Guest | None = None
         exchange = settings.exchange
+        rehearse_flags(self._homes.here, exchange.transfer_timeout_s)
         self._heartbeat = HeartbeatClient(
             run_dir.heartbeat_socket,
             interval_s=exchange.heartbeat_interval_s,
@@ -123,6 +125,8 @@ class FarPump:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
+        if self._homes.are_on_gpu:
+            torch.cuda.set_device(self._homes.here)  # of this thread
         try:
             while not stop.is_set():
                 received = self._door.receive(_POLL_S)

@@ -71,6 +71,7 @@ from .near import NearReceiver, NearSender
 from .records import PIECE_BYTES, Op, Outbox
 from .session import Pulse, PumpSession
 from .side import Side
+from .stream_lanes import rehearse_flags
 
 _LOG = logging.getLogger(__name__)
 _POLL_S, _TIMEOUT_S = 0.05, 25.0
@@ -122,6 +123,7 @@ class NearPump:
         self._session: PumpSession | None = None
         self._caller: Caller | None = None
         self._pulse = Pulse(self._exchange)
+        rehearse_flags(self._homes.here, self._exchange.transfer_timeout_s)
         self._control = ControlServer(run_dir)
         try:
             self._listener = DescriptorListener(run_dir.memory_socket)

@@ -5,6 +5,10 @@ The host queues and never waits: flags are waited for and raised by kernels, as 
 it (`tandemkv.kernels.step_flags`), and messages travel by NCCL. A wait has an end. When it is
 reached nothing is raised any more, here and at the other end, whose messages then lack the number
 of their step; but they go on, so that no transfer is left waiting for its other half.
+
+CUDA may load a kernel only when all that runs has ended. Where a lane waits, that may be for what
+the other lane cannot send before its kernel is loaded. So kernels are loaded before there are lanes
+(`rehearse_flags`, `Contents.rehearse`; those of torch by ``CUDA_MODULE_LOADING=EAGER``).
 """
 
 from __future__ import annotations
@@ -27,6 +31,32 @@ from .records import Record
 from .side import Side
 
 _AT_ONCE_S = 1e-6
+_MOST_WORDS = 64
+"""Of a flag, for which kernels are loaded at start."""
+
+
+def rehearse_flags(device: torch.device, timeout_s: float) -> None:
+    """Have the kernels of flags compiled and loaded, for waits of `timeout_s`; none on a CPU."""
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):
+        words = torch.zeros(_MOST_WORDS, dtype=torch.int32, device=device)
+        step, lost = torch.zeros_like(words[:1]), torch.zeros_like(words[:1])
+        wait_flags(words[:1], step=step, lost=lost, timeout_s=_AT_ONCE_S)
+        for size in _sizes(_MOST_WORDS):
+            wait_flags(words[:size], step=step, lost=lost, timeout_s=timeout_s)
+            raise_flags(words[:size], step=step, lost=lost)
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _sizes(most: int) -> Iterator[int]:
+    """Yield a size of each kernel: one for each power of two, and where 16 is a factor, another."""
+    block = 1
+    while block <= most:
+        yield block // 2 + 1
+        if block >= 16:
+            yield block
+        block *= 2
 
 
 class Wire(Protocol):
@@ -70,6 +100,7 @@ class StreamLane:
         self._words: dict[Flag, torch.Tensor] = {}
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
+        contents.rehearse()
         side.settle()  # these, and what `contents` has made: the stream waits for no other
 
     def abort(self) -> None:
