@@ -90,20 +90,19 @@ class Contents:
         entry, layer = StepEntry(kind=EntryKind.DECODE, step=0), next(iter(layers))
         part, device = Part(PartKind.CHANGES, layer, num=1), self._side.kv.device
         rows = torch.zeros(1, dtype=torch.int64, device=device)
-        out = [
-            torch.full(shape, -1, dtype=dtype, device=device)
-            if dtype is torch.int32
-            else torch.empty(shape, dtype=dtype, device=device)
+        slots, k, v = (
+            torch.empty(shape, dtype=dtype, device=device)
             for dtype, shape in self._shapes(part, entry, width)
-        ]
+        )
+        slots.fill_(-1)
         k_res, v_res = (sets[layer] for sets in self._side.resident)
         book = self._side.program.book_of(layer)
         if self._positions is None or self._sent is None or book is None:
-            put_changed_rows(*out, rows, k_res, v_res)
+            put_changed_rows(slots, k, v, rows, k_res, v_res)
             return
         take_changed_rows(
             self._positions[book], self._sent[book], k_res, v_res,
-            rows, torch.zeros(1, dtype=torch.bool, device=device), *out,
+            rows, torch.zeros(1, dtype=torch.bool, device=device), slots, k, v,
         )  # fmt: skip
 
     def know_sets(self, layer: int, rows: Sequence[int]) -> None:
