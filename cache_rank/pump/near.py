@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.message.data_plane import DataPlane
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRing
 
@@ -167,6 +168,8 @@ class NearReceiver:
         self._side, self._plan, self._plane, self._lane = side, plan, plane, lane
         self._steps: SimpleQueue[StepEntry] = SimpleQueue()
         self._slots = torch.empty(0, dtype=torch.int64)
+        if side.on_gpu:
+            self._finished = GpuFlags(side.tensors, side.program.num_layers).finished
         self._progress = 0
 
     def expect(self, entry: StepEntry) -> None:
@@ -196,6 +199,9 @@ class NearReceiver:
         if op is Op.MESSAGE:
             self._take(record)
         elif op is Op.RAISE:
+            if side.on_gpu and a == side.at.FINISHED:
+                # No lane tells of such a step, and the next one's forward pass waits for its end.
+                self._finished.fill_(b)
             side.raise_to(a, b)
         elif op is Op.SLOTS:
             self._slots = side.slots_of(record)

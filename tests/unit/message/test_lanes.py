@@ -27,6 +27,7 @@ from tandemkv.cache_rank.protocol.shared_region import RegionSizes, specs_by_lif
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
 from tandemkv.cache_rank.pump.contents import Contents
 from tandemkv.cache_rank.pump.lanes import HostReceiveLane, HostSendLane, host_flag
+from tandemkv.cache_rank.pump.near import NearReceiver
 from tandemkv.cache_rank.pump.plan import Flag, FlagKind, Message, PartKind
 from tandemkv.cache_rank.pump.records import PIECE_BYTES, Op, Outbox, Record, read_records
 from tandemkv.cache_rank.pump.side import Side
@@ -376,3 +377,17 @@ def test_requests_beyond_the_memory_are_refused(request_: tuple[int, int, int], 
     end = End("oracle", has_all=False)
     with pytest.raises(ProtocolError, match=said):
         end.side.check_requests(*torch.tensor(request_)[:, None])
+
+
+def test_the_end_of_a_step_without_messages_is_told_to_a_gpu_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a rehearsal, or requests that are taken up: the next forward pass waits for it."""
+    end = End("look_ahead", has_all=False)
+    monkeypatch.setattr(end.side, "on_gpu", True)
+    monkeypatch.setattr(end.side, "settle", lambda: None)
+    plane, nothing = Queue(), torch.empty(0, dtype=torch.uint8)
+    receiver = NearReceiver(end.side, Contents(end.side).plan, plane, None)  # type: ignore[arg-type]
+    receiver._apply(Record(Op.RAISE, end.side.at.FINISHED, 7, nothing))
+    assert end.flags.finished.tolist() == [7]
+    assert end.side.flags.value(end.side.at.FINISHED) == 7
