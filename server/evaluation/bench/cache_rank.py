@@ -12,6 +12,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.cache_rank_launch import SETTINGS_FILE, cache_rank_launches
 from tandemkv.server.child_process import watched
+from tandemkv.server.message_launch import message_launches, with_own_link
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import to_yaml
 
@@ -22,27 +23,34 @@ _START_TIMEOUT_S = 120.0
 def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) -> Iterator[None]:
     """Run the cache rank of `settings` during the body; nothing if it is in the same process.
 
-    Its output goes to ``cache_rank.log`` in `folder`.
+    Its output goes to ``cache_rank.log`` in `folder`, and that of a pump to ``pump.log``.
 
     Raises
     ------
     SettingsError
         If it ends, or does not answer in time.
     """
-    launches = cache_rank_launches(settings, run_dir)
+    is_far = settings.rank_settings.placement.has_far_host
+    if is_far:
+        settings = with_own_link(settings, run_dir)
+        launches = message_launches(settings, run_dir, is_far_here=True)
+    else:
+        launches = cache_rank_launches(settings, run_dir)
     if not launches:
         yield
         return
-    if len(launches) > 1:
+    if settings.rank_settings.placement.num_cache_ranks > 1:
         raise SettingsError(
-            f"{len(launches)} cache ranks are not measured here; use cache_ranks 0, or 1 with "
-            "tensor_parallel 1"
+            f"{settings.rank_settings.placement.num_cache_ranks} cache ranks are not measured "
+            "here; use cache_ranks 0, or 1 with tensor_parallel 1"
         )
-    (launch,) = launches
-    assert launch.spec is not None
     (run_dir.path / SETTINGS_FILE).write_text(to_yaml(settings), encoding="utf-8")
-    with watched(replace(launch.spec, log_path=folder / "cache_rank.log")) as child:
-        reason = child.await_ready(launch.detail, _START_TIMEOUT_S)
-        if reason is not None:
-            raise SettingsError(f"{reason}: {child.log_tail(1)[:300]}")
+    with contextlib.ExitStack() as running:
+        for launch in launches:  # by messages a pump as well, and its cache rank first
+            assert launch.spec is not None
+            name = f"{launch.spec.name.replace(' ', '_')}.log"
+            child = running.enter_context(watched(replace(launch.spec, log_path=folder / name)))
+            reason = child.await_ready(launch.detail, _START_TIMEOUT_S)
+            if reason is not None:
+                raise SettingsError(f"{reason}: {child.log_tail(1)[:300]}")
         yield
