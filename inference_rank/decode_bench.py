@@ -30,12 +30,14 @@ from sglang.srt.model_loader import loader
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 
 from . import runtime as runtime_module
 
 _LOG = logging.getLogger(__name__)
 _WARMUP_STEPS = 8
+_PROMPTS_S = 120.0
 _FILLED_AT_ONCE = 1 << 16
 
 
@@ -173,8 +175,28 @@ def prepare(runner: Any, batch_size: int, context: int) -> Any:
         batch.prefill_input_ids_cpu = None
     adopt = getattr(runner.attn_backend, "adopt", None)
     if adopt is not None:
+        started = time.perf_counter()
         adopt(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
+        await_prompts(runner)
+        _LOG.warning("prompts are indexed after %.2f s", time.perf_counter() - started)
     return batch
+
+
+def await_prompts(runner: Any) -> None:
+    """Wait until a cache rank in another process has indexed the prompts, and sent their sets.
+
+    All of their K/V at once take a link longer than the first decode step would wait.
+    """
+    runtime = runtime_module.current()
+    client = None if runtime is None else runtime.client
+    if client is None or client.tensors.homes.here.type != "cuda":
+        return
+    finished = GpuFlags(client.tensors, runner.model_config.num_hidden_layers).finished
+    deadline = time.monotonic() + _PROMPTS_S
+    while int(finished[0]) < client.step and client.lost_reason is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the cache rank has not got the prompts within {_PROMPTS_S:g} s")
+        time.sleep(0.01)
 
 
 def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str, Any]:

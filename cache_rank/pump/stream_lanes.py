@@ -6,9 +6,10 @@ it (`tandemkv.kernels.step_flags`), and messages travel by NCCL. A wait has an e
 reached nothing is raised any more, here and at the other end, whose messages then lack the number
 of their step; but they go on, so that no transfer is left waiting for its other half.
 
-CUDA may load a kernel only when all that runs has ended. Where a lane waits, that may be for what
-the other lane cannot send before its kernel is loaded. So kernels are loaded before there are lanes
-(`rehearse_flags`, `Contents.rehearse`; those of torch by ``CUDA_MODULE_LOADING=EAGER``).
+CUDA may load a kernel, and give memory, only when all that runs has ended. Where a lane waits, that
+may be for what the other lane cannot send before. So kernels are loaded before there are lanes
+(`rehearse_flags`, `Contents.rehearse`; those of torch by ``CUDA_MODULE_LOADING=EAGER``), and each
+lane has memory from the start.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
 from .contents import Body, Contents
 from .plan import Flag, FlagKind, Message
-from .records import Record
+from .records import PIECE_BYTES, Record
 from .side import Side
 
 _AT_ONCE_S = 1e-6
-_MOST_WORDS = 64
+_MOST_WORDS = 256
 """Of a flag, for which kernels are loaded at start."""
+_ROOM_BYTES, _SMALL_BYTES, _NUM_SMALL = 2 * PIECE_BYTES, 512 << 10, 32
+"""What a lane's stream has of the GPU's memory from the start: for a message, and for what is made
+on the way."""
 
 
 def rehearse_flags(device: torch.device, timeout_s: float) -> None:
@@ -43,20 +47,22 @@ def rehearse_flags(device: torch.device, timeout_s: float) -> None:
         words = torch.zeros(_MOST_WORDS, dtype=torch.int32, device=device)
         step, lost = torch.zeros_like(words[:1]), torch.zeros_like(words[:1])
         wait_flags(words[:1], step=step, lost=lost, timeout_s=_AT_ONCE_S)
-        for size in _sizes(_MOST_WORDS):
+        size = 1
+        while size <= _MOST_WORDS:  # a kernel for each power of two
             wait_flags(words[:size], step=step, lost=lost, timeout_s=timeout_s)
             raise_flags(words[:size], step=step, lost=lost)
+            size *= 2
         torch.cuda.current_stream(device).synchronize()
 
 
-def _sizes(most: int) -> Iterator[int]:
-    """Yield a size of each kernel: one for each power of two, and where 16 is a factor, another."""
-    block = 1
-    while block <= most:
-        yield block // 2 + 1
-        if block >= 16:
-            yield block
-        block *= 2
+def _room(device: torch.device) -> torch.Tensor:
+    """Return bytes for messages, and leave the present stream memory to make other tensors in."""
+    if device.type != "cuda":
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    sizes = (_ROOM_BYTES, *(_SMALL_BYTES,) * _NUM_SMALL)
+    kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]  # and freed
+    del kept
+    return torch.empty(_ROOM_BYTES, dtype=torch.uint8, device=device)
 
 
 class Wire(Protocol):
@@ -94,8 +100,9 @@ class StreamLane:
         self._flags = GpuFlags(side.tensors, side.program.num_layers)
         self._stream = shared_stream(device, LANE_PRIORITY, number)
         self._beside = shared_stream(device, LANE_PRIORITY, number + 1)
-        # One message is in it at a time: what comes next is behind that in the stream.
-        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        with self._on(self._stream):
+            # One message is in it at a time: what comes next is behind that in the stream.
+            self._room = _room(device)
         self._bodies: dict[int, tuple[Message, Body]] = {}
         self._words: dict[Flag, torch.Tensor] = {}
         self._step = torch.zeros(1, dtype=torch.int32, device=device)

@@ -14,7 +14,8 @@ from tandemkv.kernels.triton_ops.bits import as_bits
 _BLOCK_SLOTS, _BLOCK_ROWS, _NUM_WARPS = 1024, 16, 4
 
 
-@triton.jit
+# `rows` and `active` may begin at any request of a step.
+@triton.jit(do_not_specialize_on_alignment=["rows", "active"])
 def _find_kernel(
     positions, sent, rows, active, slots,
     num_heads, num_slots, cap,
@@ -48,7 +49,7 @@ def _find_kernel(
         place += BLOCK
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _copy_kernel(
     slots, k, v, rows, k_res, v_res,
     num_heads, cap, head_dim,

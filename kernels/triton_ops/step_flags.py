@@ -61,7 +61,11 @@ def _send_kernel(
     tl.atomic_xchg(flags + row, number, mask=is_lost == 0, sem="release", scope="sys")
 
 
-@triton.jit
+# Flags lie anywhere among others. One kernel for each power of two of them can be loaded ahead.
+_ANYWHERE = {"do_not_specialize": ["num_flags"], "do_not_specialize_on_alignment": ["flags"]}
+
+
+@triton.jit(**_ANYWHERE)
 def _raise_kernel(flags, num_flags, step, lost, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     at = tl.arange(0, BLOCK)
     follow(CHAINED)
@@ -97,7 +101,7 @@ def await_step(
     tl.store(lost, wanted, mask=(num_missing > 0) & (is_lost == 0))
 
 
-@triton.jit
+@triton.jit(**_ANYWHERE)
 def _wait_kernel(
     flags, num_flags, step, lost, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr,
     CHAINED: tl.constexpr,
