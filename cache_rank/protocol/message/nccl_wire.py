@@ -43,8 +43,9 @@ _dist: Any = torch.distributed
 _FOREVER = timedelta(days=365)
 _TICK_S = 0.005
 _SEPARATOR, _ID_BYTES = b"=", 128
-_MOST_CTAS = 2
-"""Programs of a transfer: each holds room of the GPU for as long as the transfer waits."""
+MOST_CTAS = 8
+"""Programs of a transfer: each holds room of the GPU for as long as the transfer waits. Two move 35
+GB/s between two H100s (16 MiB), and the rows of a step are hundreds of megabytes."""
 _LONGEST_POST_S = 1.0
 """An operation is queued in microseconds; one that takes longer is where only `abort` ends it."""
 _LEFT_TO_US = {
@@ -73,6 +74,8 @@ class NcclWire:
         Whether this end sends; the other one receives.
     timeout_s : float
         Longest time until both have met.
+    most_ctas : int
+        Programs of a transfer, at most.
 
     Attributes
     ----------
@@ -89,7 +92,15 @@ class NcclWire:
         If NCCL fails otherwise.
     """
 
-    def __init__(self, end: int, device: torch.device, *, sends: bool, timeout_s: float) -> None:
+    def __init__(
+        self,
+        end: int,
+        device: torch.device,
+        *,
+        sends: bool,
+        timeout_s: float,
+        most_ctas: int = MOST_CTAS,
+    ) -> None:
         if not _dist.is_nccl_available():
             raise SettingsError(
                 "transport=message on GPUs needs a torch with NCCL; install one that is built for "
@@ -102,7 +113,7 @@ class NcclWire:
         options = _dist.ProcessGroupNCCL.Options()
         options._timeout = _FOREVER
         options.is_high_priority_stream = True  # else it starts behind the forward pass
-        options.config.max_ctas = _MOST_CTAS
+        options.config.max_ctas = most_ctas
         self._reason, self._error, self._is_open = "", "", False
         self._posting = threading.Lock()
         self._breaker: threading.Thread | None = None
