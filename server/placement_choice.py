@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tandemkv.cache_rank.policies.composition import check_placement, check_shards, is_captured
+from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.engine import check_dense
 from tandemkv.cache_rank.protocol.engine_program import check_windows
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -141,6 +143,7 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             f"cache_ranks={placement.num_shards}: between GPUs transport=message has one cache "
             "rank in this version; use --tp 1 and one address, or --device cpu"
         )
+    check_placement(find_policy(settings.selection.policy), settings.selection.policy, placement)
     _check_shards(settings, spec, placement)
     check_dense(settings.selection, placement)
     check_windows(spec, placement)
@@ -174,9 +177,6 @@ def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement
             f"{settings.model}{of_each}; use --cache-ranks {' or '.join(map(str, fits))}, or as "
             "many addresses in --cache-rank-address"
         )
-    from tandemkv.cache_rank.policies.composition import check_shards
-    from tandemkv.cache_rank.policies.registry import find_policy
-
     name = settings.selection.policy
     check_shards(find_policy(name), name, count)
 
@@ -212,7 +212,6 @@ def find_share(selection: SelectionSettings, spec: ModelSpec) -> LayerShare | No
         If that takes a calibration, and there is none that fits.
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
-    from tandemkv.cache_rank.policies.registry import find_policy
 
     capabilities = find_policy(selection.policy).capabilities
     if capabilities.calibration != "kascade" and not selection.share_layers:
@@ -335,8 +334,12 @@ def _choose(
         return settings, f"--cache-ranks {settings.cache_ranks} was given"
     if device == "cpu":
         return settings, "on a CPU both processes can map the same memory"
+    reason = ""
     if settings.tensor_parallel > 1:
         reason = f"--tp {settings.tensor_parallel} splits the cache as well"
+    elif not is_captured(find_policy(settings.selection.policy)):
+        reason = f"decode steps of policy {settings.selection.policy} are not captured"
+    if reason:
         return settings.model_copy(update={"cache_ranks": 0}), reason
     return _predicted_fastest(settings, spec, model_dir)
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
+from tandemkv.cache_rank.policies.composition import is_captured
+from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.one_device import is_apart_on_one_device
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
@@ -78,6 +80,8 @@ def sglang_argv(
         "--disable-hybrid-swa-memory",
     ]  # fmt: skip
     argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
+    if device != "cpu" and not is_captured(find_policy(selection.policy)):
+        argv.append("--disable-cuda-graph")
     argv += _overlap_flags(settings, device)
     if settings.tensor_parallel > 1:
         # SGLang switches this on for some models, and a layer's input is then a part of the sum.

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from tandemkv.cache_rank.protocol.placement import Placement
+
 from .attending import AttendingPolicy
 from .base import Policy, PolicyError, ScoringPolicy
 
@@ -71,6 +73,17 @@ class Composition:
         return self.selects or self.attends
 
 
+def is_captured(policy: type[Policy]) -> bool:
+    """Return whether a GPU captures the policy's decode steps once, and replays them.
+
+    Not if they differ from step to step, or a method of its own runs in them that is not declared
+    to be `PolicyCapabilities.graph_safe`. Then each step is launched anew.
+    """
+    capabilities = policy.capabilities
+    is_safe = capabilities.graph_safe or not Composition.of(policy).calls_in_steps
+    return is_safe and not capabilities.has_slow_steps
+
+
 def check_device(policy: type[Policy], name: str, device: str) -> None:
     """Refuse a policy that cannot run in an engine on `device`, ``cpu`` or ``cuda``.
 
@@ -85,20 +98,21 @@ def check_device(policy: type[Policy], name: str, device: str) -> None:
             f"policy={name} does not run on {device}; use --device {capabilities.devices[0]}, or "
             "another --policy"
         )
-    if device == "cpu":
-        return
-    if capabilities.has_slow_steps:
+
+
+def check_placement(policy: type[Policy], name: str, placement: Placement) -> None:
+    """Refuse a policy whose steps are not captured where two processes with GPUs need them to be.
+
+    Raises
+    ------
+    PolicyError
+        Saying what to do.
+    """
+    is_apart = placement.model_device == "cuda" and placement.maps_memory
+    if is_apart and not is_captured(policy):
         raise PolicyError(
-            f"policy={name} has slow steps, which are not captured in a GPU's decode graphs yet; "
-            "use --device cpu, or another --policy"
-        )
-    if Composition.of(policy).calls_in_steps and not capabilities.graph_safe:
-        raise PolicyError(
-            f"policy={name}: a GPU captures decode steps once and replays them, and this policy "
-            "has a method of its own there (select, query_for, pooled, predict or observe). If it "
-            "launches the same tensor operations in each step, never waits for the device and "
-            "keeps what it remembers in tensors by row, declare graph_safe=True in its "
-            "PolicyCapabilities; else use --device cpu"
+            f"policy={name}: its decode steps are not captured, and two processes with GPUs wait "
+            "for each other in captured steps; use --cache-ranks 0, or another --policy"
         )
 
 

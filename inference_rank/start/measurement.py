@@ -78,7 +78,9 @@ class StartMeasurement:
         """
         found: SelectionTime | None = None
         layer: LayerTime | None = None
-        if self._rank.program.selects:
+        if self._device.type == "cuda" and not self._rank.is_captured:
+            self._reason = "not measured: decode steps are not captured"
+        elif self._rank.program.selects:
             layers = range(self._model.num_layers)
             first = next(x for x in layers if self._rank.program.is_sparse_layer(x))
             try:

@@ -27,7 +27,12 @@ from tandemkv.cache_rank.policies.base import (
     StoredKV,
 )
 from tandemkv.cache_rank.policies.checkpoint import Checkpoint
-from tandemkv.cache_rank.policies.composition import Composition, check_device, check_shards
+from tandemkv.cache_rank.policies.composition import (
+    Composition,
+    check_device,
+    check_shards,
+    is_captured,
+)
 from tandemkv.cache_rank.policies.registry import (
     POLICIES,
     find_policy,
@@ -191,22 +196,19 @@ def test_what_is_fused_is_found_by_what_is_overridden() -> None:
     assert Composition.of(Slower).observes_prompt
 
 
-def test_a_gpu_refuses_what_it_cannot_capture() -> None:
+def test_a_gpu_captures_what_is_the_same_in_each_step() -> None:
     class Captured(own_policy.NewestFirst):
         capabilities = replace(own_policy.NewestFirst.capabilities, graph_safe=True)
 
-    for name, message in (
-        ("own_policy:NewestFirst", "declare graph_safe=True"),
-        ("quest", "else use --device cpu"),
-        ("sfi", "has slow steps"),
-        ("lfps", "does not run on cuda; use --device cpu"),
-    ):
-        with pytest.raises(PolicyError, match=message):
-            check_device(find_policy(name), name, "cuda")
-        check_device(find_policy(name), name, "cpu")
-    check_device(Captured, "Captured", "cuda")
-    for name in ("look_ahead", "kascade", "async_spade", "mean_query", "oracle", "streaming"):
+    for name in ("own_policy:NewestFirst", "quest", "sfi", "sync_kv"):
         check_device(find_policy(name), name, "cuda")
+        assert not is_captured(find_policy(name))
+    assert is_captured(Captured)
+    for name in ("look_ahead", "kascade", "async_spade", "mean_query", "oracle", "streaming"):
+        assert is_captured(find_policy(name))
+    with pytest.raises(PolicyError, match="lfps does not run on cuda; use --device cpu"):
+        check_device(find_policy("lfps"), "lfps", "cuda")
+    check_device(find_policy("lfps"), "lfps", "cpu")
 
 
 def test_settings_are_those_of_the_class() -> None:
