@@ -14,6 +14,7 @@ from tandemkv.cache_rank.protocol.attention_config import windowed_layers
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
 from tandemkv.inference_rank import (
+    aborts,
     progress,
     sglang_versions,
     single_process_group,
@@ -39,6 +40,7 @@ _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaG
 _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention"
 _LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
+_ABORT_TASK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 _FUSED_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 
@@ -80,6 +82,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         *(elsewhere if settings.placement.has_far_pool else []),
         (f"{_SCHEDULER}.process_input_requests", progress.on_turn, HookType.BEFORE),
         (f"{_SCHEDULER}.on_idle", progress.around_idle, HookType.AROUND),
+        (f"{_SCHEDULER}.abort_request", aborts.around_abort, HookType.AROUND),
         (f"{_ATTENTION}.forward", progress.on_layer, HookType.BEFORE),
         (_LOADS, _keep_loads_in_run_dir, HookType.AROUND),
         _support_triton_hook(backend),
@@ -142,6 +145,7 @@ def http_hooks() -> list[Hook]:
         *((target, hook, HookType.AROUND) for target, hook in AROUND.items()),
         (f"{_SIGNALS}.sigterm_handler", around_sigterm, HookType.AROUND),
         (f"{_SIGNALS}.running_phase_sigquit_handler", around_sigquit, HookType.AROUND),
+        (_ABORT_TASK, aborts.around_abort_task, HookType.AROUND),
     ]
 
 

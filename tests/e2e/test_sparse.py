@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from bad_input import too_long
 from life_cycle import after_flush, kill_client, steps_after_abort, storm, wait_idle
@@ -80,6 +82,17 @@ def test_killed_client_frees_the_row(small_server: Server, token_ids: list[int])
     }
     assert kill_client(small_server, body, lines=3) < 5.0
     assert steps_after_abort(small_server, body) <= 2
+
+
+def test_a_client_that_leaves_ends_no_request_whose_id_begins_alike(
+    small_server: Server, token_ids: list[int]
+) -> None:
+    sampling = {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": token_ids[:300], "sampling_params": sampling}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(small_server.generate, rid="job-10", **body)
+        kill_client(small_server, {**body, "rid": "job-1"}, lines=3)
+        assert other.result()["meta_info"]["finish_reason"]["type"] == "length"
 
 
 def test_nothing_is_left_after_a_storm(small_server: Server, token_ids: list[int]) -> None:
