@@ -11,7 +11,6 @@ GPUs they stay for good.
 from __future__ import annotations
 
 import mmap
-from itertools import pairwise
 from queue import Empty, SimpleQueue
 
 import torch
@@ -27,6 +26,8 @@ from .records import Op, Outbox, Record, read_records
 from .side import Side, words_of
 
 _POLL_S = 0.2
+_MOST_CALLS = 1 << 15
+"""To give memory back when a prompt begins: each takes about 10 us, and the other rank waits."""
 
 
 class NearSender:
@@ -103,14 +104,18 @@ class NearSender:
 class StagedSlots:
     """Which slots of the pool hold K/V on this host; the memory of others is given back.
 
-    Only when prompts begin: the inference rank waits then, so nobody writes. Of several cache ranks
-    one pump gives it back (`gives_back`): all follow the same prompts, and each fetches its own
-    heads, to slots that are not given back.
+    Only when prompts begin: the inference rank waits then, so nobody writes. Between slots that are
+    kept lies a gap for each that was decoded beside other requests; those with the most to give are
+    given back, as many as take a fraction of a second, and the rest with a later prompt. Of several
+    cache ranks one pump gives it back (`gives_back`): all follow the same prompts, and each fetches
+    its own heads, to slots that are not given back.
     """
 
     def __init__(self, side: Side, *, gives_back: bool = True) -> None:
         self._kv, self._gives_back = side.tensors["kv"], gives_back
         self._is_here = torch.zeros(self._kv.shape[2], dtype=torch.bool)
+        # Slots that may have memory, of an earlier epoch as well.
+        self._has_memory = torch.ones_like(self._is_here)
         number = [spec.name for spec in side.tensors.specs].index("kv")
         self._file = mmap.mmap(side.tensors.descriptors[number], side.tensors.specs[number].nbytes)
 
@@ -122,6 +127,7 @@ class StagedSlots:
     def note(self, slots: torch.Tensor) -> None:
         """Note that ``slots [n]`` are written."""
         self._is_here[slots] = True
+        self._has_memory[slots] = True
 
     def begin_prompts(self, before: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
         """Let K/V of prompts alone be here, at slots that were, and are, written for them.
@@ -135,18 +141,35 @@ class StagedSlots:
         if self._gives_back:
             self._give_back(is_kept)
         self._is_here = is_kept
+        self._has_memory |= is_kept
         return missing
 
     def _give_back(self, is_kept: torch.Tensor) -> None:
-        per_slot = self._kv[0, 0, 0].nbytes
-        edges = [-1, *is_kept.nonzero()[:, 0].tolist(), len(is_kept)]
-        for layer in range(self._kv.shape[0] * 2):
-            base = layer * len(is_kept) * per_slot
-            for before, after in pairwise(edges):
-                first = -(-(base + (before + 1) * per_slot) // mmap.PAGESIZE) * mmap.PAGESIZE
-                end = (base + after * per_slot) // mmap.PAGESIZE * mmap.PAGESIZE
-                if end > first:
-                    self._file.madvise(mmap.MADV_REMOVE, first, end - first)
+        num_slots, per_slot = len(is_kept), self._kv[0, 0, 0].nbytes
+        num_parts = self._kv.shape[0] * 2
+        gaps = self._gaps(is_kept, least=-(-2 * mmap.PAGESIZE // per_slot))
+        for first_slot, end_slot in gaps[: max(1, _MOST_CALLS // num_parts)]:
+            self._has_memory[first_slot:end_slot] = False
+            for part in range(num_parts):
+                base = part * num_slots * per_slot
+                first = -(-(base + first_slot * per_slot) // mmap.PAGESIZE) * mmap.PAGESIZE
+                end = (base + end_slot * per_slot) // mmap.PAGESIZE * mmap.PAGESIZE
+                self._file.madvise(mmap.MADV_REMOVE, first, end - first)
+
+    def _gaps(self, is_kept: torch.Tensor, *, least: int) -> list[list[int]]:
+        """Return where runs of at least so many slots that are not kept begin and end.
+
+        Those that have memory, most of it first.
+        """
+        ends = torch.tensor([-1, len(is_kept)])
+        edges = torch.cat([ends[:1], is_kept.nonzero()[:, 0], ends[1:]])
+        found = torch.stack([edges[:-1] + 1, edges[1:]], dim=1)
+        used = torch.cat([torch.zeros(1, dtype=torch.int64), self._has_memory.cumsum(0)])
+        held = used[found[:, 1]] - used[found[:, 0]]
+        is_worth = (held > 0) & (found[:, 1] - found[:, 0] >= least)
+        found, held = found[is_worth], held[is_worth]
+        gaps: list[list[int]] = found[held.argsort(descending=True)].tolist()
+        return gaps
 
 
 class NearReceiver:
