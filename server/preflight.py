@@ -260,7 +260,9 @@ def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, obje
     if settings.max_context is not None and isinstance(limit, int) and settings.max_context > limit:
         raise SettingsError(
             f"max_context={settings.max_context} is longer than the {limit} tokens that "
-            f"{settings.model} was trained for; lower --max-context"
+            f"{settings.model} was trained for (max_position_embeddings in its config.json); lower "
+            "--max-context, or extend the model as its card says (with YaRN, rope_scaling and that "
+            "limit)"
         )
 
 

@@ -13,6 +13,8 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from tandemkv.cache_rank.policies.composition import is_captured
+from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
@@ -24,12 +26,17 @@ from tandemkv.server.settings_sources import Sourced, load_settings
 from .choose import choose_placement
 from .constants import Constants, constants_here, measure_here
 from .footprint import GIB
-from .placement import Placement
+from .placement import Placement, PlacementKind, possible_placements
 from .shape import BUILT_IN_SHAPES, ModelShape, find_shape
 from .view import plan_json, plan_view, profile_view
 from .workload import INDEX_DTYPES, Workload
 
-_MOST_TOKENS = 1 << 30
+_MOST_TOKENS, _H200_GIB = 1 << 30, 139
+_TOO_LONG = (
+    "{context} tokens are more than the {limit} of max_position_embeddings in the model's "
+    "config.json, and serve refuses them: extend the model first, as its card says (with YaRN, "
+    "rope_scaling and that limit)"
+)
 _KEYS = (
     "policy", "budget_tokens", "resident_factor", "num_sink_tokens", "num_recent_tokens",
     "sample_tokens", "fetch_cap", "exact_layers", "anchors", "share_layers",
@@ -59,8 +66,15 @@ def plan(
     model: Annotated[str, option(f"Model directory, or one of {NAMES}.")],
     gpus: Annotated[int, option("GPUs of one host.", min=1, max=64, **_NUMBER)] = 1,
     gpu_memory: Annotated[
-        float, option("Memory of each GPU, as programs see it.", min=1, max=4096, metavar="GIB")
-    ] = 139.0,
+        float | None,
+        option(
+            "Memory of each GPU, as programs see it. Default: that of the smallest GPU here, "
+            "without any 139, an H200's.",
+            min=1,
+            max=4096,
+            metavar="GIB",
+        ),
+    ] = None,
     context: Annotated[int, option("Of one request, e.g. 64k.", **_TOKENS)] = 65536,
     concurrency: Annotated[
         int, option("Requests that decode together.", min=1, max=4096, **_NUMBER)
@@ -115,20 +129,44 @@ def plan(
         capacity_tokens=cache_tokens,
     )
     shape = _shape(model, dtype).with_kv_dtype(settings.cache.kv_dtype)
-    gpu_bytes = int(gpu_memory * GIB)
+    gpu_bytes = _bytes_here() if gpu_memory is None else int(gpu_memory * GIB)
     cost, note = _constants(measure)
-    choice = choose_placement(shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost)
+    policy = settings.selection.policy
+    can_be_apart = is_captured(find_policy(policy))
+    placements = possible_placements(shape, gpus)
+    choice = choose_placement(
+        shape,
+        load,
+        num_gpus=gpus,
+        gpu_bytes=gpu_bytes,
+        cost=cost,
+        available=None
+        if can_be_apart
+        else {p.name for p in placements if p.kind is PlacementKind.IN_PROCESS},
+    )
     if as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
         typer.echo(json.dumps(found, indent=2))
     else:
         lines = [note] if note else []
+        if not can_be_apart:
+            lines.append(f"decode steps of policy {policy} are not captured: they take longer")
+        if shape.max_context and context > shape.max_context:
+            lines.append(_TOO_LONG.format(context=context, limit=shape.max_context))
         if choice.chosen is not None:
             command = _command(model, choice.chosen.placement, load, flags, index_dtype)
             lines.insert(0, f"start it with\n  {command}")
         _print(plan_view(choice, shape, load, gpu_bytes), lines)
     if choice.chosen is None:
         raise typer.Exit(1)
+
+
+def _bytes_here() -> int:
+    """Return the memory of the smallest GPU of this machine, or of an H200 if there is none."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return min((int(gpu.total_memory) for gpu in gpus), default=_H200_GIB * GIB)
 
 
 def _shape(model: str, dtype: str) -> ModelShape:
@@ -179,6 +217,7 @@ def _command(
     words = ["tandemkv", "serve", "/path/to/model" if model.lower() in BUILT_IN_SHAPES else model]
     words += [*placement.flags, "--max-running-requests", str(load.concurrency)]
     words += ["--cache-tokens", str(load.total_tokens)]
+    words += ["--max-context", str(load.context_tokens)]
     for value, name in (flags[flag.key] for flag in PLAN_FLAGS if flag.key in flags):
         words += [name] if isinstance(value, bool) else [name, str(value)]
     for value, source in flags.values():

@@ -52,7 +52,8 @@ class ModelShape:
     otherwise; `mlp_matrices` is 3 with a gate, else 2; `experts` is None for a dense model.
     `matrix_bits` is the size of an element of the layers' matrices if those are quantised, else 0;
     their norms and routers are counted with them, embeddings and output are not quantised.
-    `windowed_layers` attend to `window` tokens, and nothing is selected for them.
+    `windowed_layers` attend to `window` tokens, and nothing is selected for them. `max_context`:
+    tokens that its ``config.json`` allows a request, 0 if it does not say.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ModelShape:
     matrix_bits: float = 0.0
     windowed_layers: tuple[int, ...] = ()
     window: int = 0
+    max_context: int = 0
 
     def with_kv_dtype(self, kv_dtype: str) -> ModelShape:
         """Return the shape with K and V of a dtype, as ``cache.kv_dtype`` names it."""
@@ -179,7 +181,7 @@ class ModelShape:
 
 _QWEN3_8B = ModelShape(
     name="qwen3-8b", num_layers=36, hidden_size=4096, num_qo_heads=32, num_kv_heads=8,
-    head_dim=128, intermediate_size=12288, vocab_size=151936,
+    head_dim=128, intermediate_size=12288, vocab_size=151936, max_context=40960,
 )  # fmt: skip
 BUILT_IN_SHAPES: Mapping[str, ModelShape] = {
     shape.name: shape
@@ -188,12 +190,12 @@ BUILT_IN_SHAPES: Mapping[str, ModelShape] = {
         replace(_QWEN3_8B, name="qwen3-8b-fp8", matrix_bits=8.0),
         ModelShape(
             name="qwen3-30b-a3b", num_layers=48, hidden_size=2048, num_qo_heads=32, num_kv_heads=4,
-            head_dim=128, intermediate_size=6144, vocab_size=151936,
+            head_dim=128, intermediate_size=6144, vocab_size=151936, max_context=40960,
             experts=ExpertShape(count=128, per_token=8, size=768),
         ),
         ModelShape(
             name="llama-3.1-8b", num_layers=32, hidden_size=4096, num_qo_heads=32, num_kv_heads=8,
-            head_dim=128, intermediate_size=14336, vocab_size=128256,
+            head_dim=128, intermediate_size=14336, vocab_size=128256, max_context=131072,
         ),
     )
 }  # fmt: skip
@@ -267,6 +269,7 @@ def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> Mode
             experts=_experts(config, entry),
             windowed_layers=windowed_layers(config, entry),
             window=int(config.get("sliding_window") or 0) if entry.full_every else 0,
+            max_context=int(config.get("max_position_embeddings") or 0),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UnsupportedModelError(

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -17,6 +19,7 @@ from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.commands import app
+from tandemkv.server.plan import command
 from tandemkv.server.plan.choose import (
     break_even_batch_tokens,
     break_even_tokens,
@@ -24,7 +27,8 @@ from tandemkv.server.plan.choose import (
     choose_placement,
     largest_fitting,
 )
-from tandemkv.server.plan.cost import predict_step
+from tandemkv.server.plan.constants import Constants
+from tandemkv.server.plan.cost import H200, predict_step
 from tandemkv.server.plan.footprint import GIB, USABLE_FRACTION, index_bytes, memory_of
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
 from tandemkv.server.plan.shape import BUILT_IN_SHAPES
@@ -142,6 +146,32 @@ def test_command_prints_tables(runner: CliRunner) -> None:
         assert part in result.output
 
 
+def test_the_command_has_the_context_and_its_limit_is_told(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--context", "64k"])
+    assert "--max-context 65536" in result.output
+    assert "65536 tokens are more than the 40960 of max_position_embeddings" in result.output
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--context", "32k"])
+    assert "--max-context 32768" in result.output
+    assert "max_position_embeddings" not in result.output
+
+
+def test_memory_is_that_of_the_smallest_gpu_here(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = (80 * GIB, 79 * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i])
+    )
+    monkeypatch.setattr(command, "constants_here", lambda: Constants(H200, ""))
+    result = runner.invoke(app, ["plan", "--model", "qwen3-8b", "--context", "8k"])
+    assert "75.0 usable" in result.output  # 0.95 x 79
+    result = runner.invoke(
+        app, ["plan", "--model", "qwen3-8b", "--context", "8k", "--gpu-memory", "139"]
+    )
+    assert "132.0 usable" in result.output
+
+
 def test_tables_lose_nothing_on_a_narrow_terminal(
     runner: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +249,7 @@ def test_plan_takes_the_index_that_serve_would(
         (["--model", "gpt5"], 2, "built-in shape"),
         (["--model", "qwen3-8b", "--policy", "magic"], 2, "known: async_spade"),
         (["--model", "qwen3-8b", "--policy", "lfps"], 2, "policy=lfps does not run on cuda"),
-        (["--model", "qwen3-8b", "--policy", "sync_kv"], 2, "policy=sync_kv has slow steps"),
+        (["--model", "qwen3-8b", "--policy", "sync_kv"], 0, "sync_kv are not captured"),
         (["--model", "qwen3-8b", "--budget-tokens", "5"], 2, "from --budget-tokens"),
         (["--model", "qwen3-8b", "--index-dtype", "int2"], 2, "index_dtype=int2"),
         (["--model", "qwen3-8b", "--context", "64q"], 2, "'64q' is no number of tokens"),
@@ -280,17 +310,17 @@ def test_a_batch_is_dense_up_to_what_pays_for_none_of_its_size(concurrency: int)
         (
             ["--gpus", "2", "--budget-tokens", "2048", "--exact-layers", "none"],
             "tandemkv serve /path/to/model --cache-ranks 0 --tp 2 --max-running-requests 8 "
-            "--cache-tokens 524288 --budget-tokens 2048 --exact-layers none",
+            "--cache-tokens 524288 --max-context 65536 --budget-tokens 2048 --exact-layers none",
         ),
         (
             ["--concurrency", "1", "--policy", "kascade", "--share-layers"],
             "tandemkv serve /path/to/model --cache-ranks 0 --max-running-requests 1 "
-            "--cache-tokens 65536 --policy kascade --share-layers",
+            "--cache-tokens 65536 --max-context 65536 --policy kascade --share-layers",
         ),
         (
             ["--index-dtype", "int8"],
             "tandemkv serve /path/to/model --cache-ranks 0 --max-running-requests 8 "
-            "--cache-tokens 524288 --index-dtype int8",
+            "--cache-tokens 524288 --max-context 65536 --index-dtype int8",
         ),
     ],
 )
@@ -298,7 +328,7 @@ def test_says_how_to_start_what_it_recommends(
     runner: CliRunner, more: list[str], command: str
 ) -> None:
     result = runner.invoke(app, ["plan", "--model", "Qwen3-8B", *more])
-    assert result.output.rstrip().endswith(f"start it with\n  {command}"), result.output
+    assert f"start it with\n  {command}\n" in result.output, result.output
 
 
 def test_every_placement_can_be_started() -> None:
