@@ -261,7 +261,7 @@ class Contents:
             for each in side.program.selecting:
                 self.know_sets(each, [row.row for row in self._entry.rows])
         else:
-            out[0].copy_(self._staging(part)[: len(out[0])])
+            out[0].copy_(self._staging(part)[part.first :][: len(out[0])])
 
     def _write(self, part: Part, found: tuple[torch.Tensor, ...]) -> None:
         side, kind, layer = self._side, part.kind, part.layer
@@ -291,7 +291,7 @@ class Contents:
             is_active = self._active()[:, None, None]
             weights[self._rows] = torch.where(is_active, found[0], weights[self._rows])
         elif kind is not PartKind.IDENTITY:
-            self._staging(part)[: len(found[0])] = found[0]
+            self._staging(part)[part.first :][: len(found[0])] = found[0]
 
 
 def _bits(kv: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ class PartKind(Enum):
     QUERY = auto()
     """Queries of `layer`."""
     WINDOWS = auto()
-    """`num` prompt queries of `layer`."""
+    """`num` prompt queries of `layer`, from number `first`."""
     CHANGES = auto()
     """Rows of the resident sets of `layer` that differ, of `num` requests from number `first`."""
     SET = auto()
@@ -259,7 +259,7 @@ class StepPlan:
         ]
 
     def _cut_part(self, part: Part, entry: StepEntry) -> Iterator[Part]:
-        if part.kind not in (PartKind.KV, PartKind.CHANGES):
+        if part.kind not in (PartKind.KV, PartKind.CHANGES, PartKind.WINDOWS):
             yield part
             return
         width = max(1, PIECE_BYTES // max(1, self._nbytes(part._replace(num=1), entry)))

@@ -23,8 +23,9 @@ from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes, specs_by_life
+from tandemkv.cache_rank.protocol.shared_region import RegionSizes, seed_buffer, specs_by_life
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
+from tandemkv.cache_rank.pump import plan
 from tandemkv.cache_rank.pump.contents import Contents
 from tandemkv.cache_rank.pump.lanes import HostReceiveLane, HostSendLane, host_flag
 from tandemkv.cache_rank.pump.near import NearReceiver
@@ -351,6 +352,27 @@ def test_long_messages_are_cut() -> None:
     )
     assert waits == raises
     assert len(messages) > len(waits)
+
+
+@pytest.mark.parametrize("way", ["records", "queued"])
+def test_windows_of_many_requests_are_cut(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message without an end would be one that the other host refuses."""
+    monkeypatch.setattr(plan, "PIECE_BYTES", 256)
+    link = Way(way, "oracle")
+    windows = [
+        part
+        for message in link.messages(_EXTEND)
+        for part in message.parts
+        if part.kind is PartKind.WINDOWS
+    ]
+    assert any(part.first for part in windows)
+    link.carry(_EXTEND)
+    num = sum(row.window for row in _EXTEND.rows)
+    for layer in {part.layer for part in windows}:
+        assert sum(part.num for part in windows if part.layer == layer) == num
+        want, found = (seed_buffer(end.tensors, layer)[:num] for end in (link.source, link.target))
+        assert torch.equal(found, want)
+        assert want.any()
 
 
 @pytest.mark.parametrize(
