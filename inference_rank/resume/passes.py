@@ -18,8 +18,8 @@ from .agreement import Agreement
 if TYPE_CHECKING:
     from tandemkv.inference_rank.attention.backend import ResidentBackend
     from tandemkv.inference_rank.links.connection import SharedConnection
-    from tandemkv.inference_rank.links.shared import SharedLink
     from tandemkv.inference_rank.links.sharded import ShardedConnection
+    from tandemkv.inference_rank.links.shared import SharedLink
 
 
 @dataclass(slots=True)
