@@ -137,13 +137,4 @@ def _ask(socket_path: Path) -> dict[str, Any]:
         reply = request_status(socket_path, timeout_s=_TIMEOUT_S)
     except TandemKVError as error:
         return {"ready": False, "error": str(error)}
-    found: dict[str, Any] = msgspec.to_builtins(
-        {
-            "role": reply.role,
-            "ready": reply.ready,
-            "epoch": reply.epoch,
-            "values": reply.values,
-            "info": reply.info,
-        }
-    )
-    return found
+    return msgspec.structs.asdict(reply)

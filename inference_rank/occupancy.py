@@ -11,11 +11,6 @@ class Occupancy:
 
     Slots of the radix cache count as used. While the scheduler is at work a value may be that of a
     moment ago.
-
-    Parameters
-    ----------
-    runner : Any
-        SGLang's model runner, with its pools.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -5,23 +5,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import CacheRankError, HandshakeRefusedError
 
 _LOG = logging.getLogger(__name__)
-_RETRY_INTERVAL_S = 0.5
+_RETRY_INTERVAL_S = 0.05
 _REFUSED_S = 1.0
 """Between two tries where the reason will hardly change."""
 _TIMEOUT_S = 10.0
 """For Hello, Welcome and shared memory together; a Hello waits for a cache rank that starts."""
-
-
-class OpenConnection(Protocol):
-    """See `SharedConnection.open_connection`."""
-
-    def __call__(self, *, timeout_s: float) -> Any:
-        """Meet the cache rank, or raise."""
 
 
 class Reconnecting:
@@ -30,16 +24,12 @@ class Reconnecting:
     Parameters
     ----------
     open_connection : Callable
-        Called in a thread, again and again; nothing that it raises ends the thread.
-    retry_interval_s : float
-        Pause between two tries.
+        `SharedConnection.open_connection`, called in a thread, again and again; nothing that it
+        raises ends the thread.
     """
 
-    def __init__(
-        self, open_connection: OpenConnection, *, retry_interval_s: float = _RETRY_INTERVAL_S
-    ) -> None:
+    def __init__(self, open_connection: Callable[..., Any]) -> None:
         self._open_connection = open_connection
-        self._retry_interval_s = retry_interval_s
         self._connection: Any = None
         self._thread = threading.Thread(target=self._run, name="reconnect", daemon=True)
         self._thread.start()
@@ -51,17 +41,17 @@ class Reconnecting:
     def _run(self) -> None:
         pause = threading.Event()
         while True:
-            pause_s = self._retry_interval_s
+            pause_s = _RETRY_INTERVAL_S
             try:
                 self._connection = self._open_connection(timeout_s=_TIMEOUT_S)
             except HandshakeRefusedError:
                 _LOG.exception("the cache rank that came back refuses this server")
-                pause_s = max(pause_s, _REFUSED_S)
+                pause_s = _REFUSED_S
             except CacheRankError as error:
                 _LOG.warning("no cache rank yet: %s", error)
             except Exception:  # whatever it is, the next try may succeed
                 _LOG.exception("reconnecting failed")
-                pause_s = max(pause_s, _REFUSED_S)
+                pause_s = _REFUSED_S
             else:
                 return
             pause.wait(pause_s)

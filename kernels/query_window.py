@@ -89,8 +89,7 @@ def ridge_predict(
 
     Notes
     -----
-    On a GPU one launch for float32 and W up to 16; the reference, which batches Cholesky
-    factorisations, for anything else. No host sync either way.
+    One batch of Cholesky factorisations. No host sync.
 
     References
     ----------

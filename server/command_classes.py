@@ -18,7 +18,7 @@ from tandemkv.cache_rank.protocol.errors import (
 
 from .options import SWITCH
 from .settings import EMBEDDED_MODEL
-from .settings_sources import Sourced, removed
+from .settings_sources import Sourced
 
 _PASSED_THROUGH = "tandemkv.passed_through"
 
@@ -39,17 +39,6 @@ class _Reporting:
 
     Mixed into a command of click's.
     """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Say of options that earlier versions had why they are gone."""
-        own = args[: args.index("--")] if "--" in args else args
-        for name in (arg.partition("=")[0] for arg in own if arg.startswith("--")):
-            reason = removed(name)
-            if reason is not None:
-                self._report(ctx, f"{name} {reason}")
-                raise typer.Exit(2)
-        parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
-        return parsed
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; ``--debug`` shows tracebacks."""

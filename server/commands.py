@@ -250,7 +250,7 @@ def model_path(
 
     console = Console(stderr=True, highlight=False)
     with console.status(f"unpacking {name} ...") as shown:
-        path = embedded_model_dir(name, progress=shown.update)
+        path = embedded_model_dir(shown.update)
     typer.echo(str(path))
 
 

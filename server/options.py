@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -18,6 +17,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.frozen_model import required_type
 from tandemkv.cache_rank.protocol.token_count import COUNTED
 
 from .settings_sources import Sourced, read_assignments, setting_fields
@@ -248,18 +248,11 @@ def _default_text(field: FieldInfo) -> list[str]:
 
 def _choices(field: FieldInfo) -> list[str]:
     """Return the values that there are to choose from, if they are few."""
-    hint = _required(field.annotation)
+    hint = required_type(field.annotation)
     if typing.get_origin(hint) is not Literal:
         return []
     *others, last = (str(item) for item in typing.get_args(hint))
     return [f"{', '.join(others)} or {last}"]
-
-
-def _required(hint: Any) -> Any:
-    """Return a type without its ``| None``."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return next(item for item in typing.get_args(hint) if item is not type(None))
-    return hint
 
 
 def _metavar(field: FieldInfo) -> str:
@@ -267,7 +260,7 @@ def _metavar(field: FieldInfo) -> str:
     inner = (getattr(item, "__metadata__", ()) for item in typing.get_args(hint))
     if any(COUNTED in metadata for metadata in (field.metadata, *inner)):
         return "TOKENS"
-    hint = _required(hint)
+    hint = required_type(hint)
     if typing.get_origin(hint) is Literal:
         return "CHOICE"
     if typing.get_origin(hint) is tuple:

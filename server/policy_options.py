@@ -22,32 +22,6 @@ if TYPE_CHECKING:
 GROUP = "policy_options"
 """Of settings files and the environment; below it the policy, and below that the option."""
 
-_OLD_NAMES = {
-    "look_ahead": ("look_ahead_layers=distance",),
-    "quest": ("quest_page_tokens=page_tokens",),
-    "kascade": ("kascade_fraction=fraction",),
-    "async_spade": tuple(
-        f"ridge_{name}={name}" for name in ("window", "eps", "sign", "normalise", "unrotate")
-    ),
-    "lfps": tuple(
-        f"lfps_{name}={name}" for name in ("rows", "decay", "sparsity", "threshold", "bypass")
-    ),
-    "sync_kv": tuple(f"sync_{name}={name}" for name in ("stride", "static", "union")),
-    "sfi": tuple(
-        f"sfi_{name}={name}"
-        for name in (
-            "max_interval", "triggers", "window", "alpha", "norm_exponent", "decay", "decay_power",
-            "tail_brake", "lambda_clip", "nms", "nms_radius", "cross", "temperature",
-        )
-    ),
-}  # fmt: skip
-MOVED = {
-    pair.partition("=")[0]: f"{policy}.{pair.partition('=')[2]}"
-    for policy, pairs in _OLD_NAMES.items()
-    for pair in pairs
-}
-"""Settings of the group ``selection`` that earlier versions had, and the options they are now."""
-
 
 class OptionName(NamedTuple):
     """An option of a policy."""
@@ -59,20 +33,6 @@ class OptionName(NamedTuple):
     def key(self) -> str:
         """Its dotted name among the settings."""
         return f"{GROUP}.{self.policy}.{self.option}"
-
-
-def moved(name: str) -> str | None:
-    """Return where a setting, by its dotted name or its flag, has moved; None if it has not."""
-    field = name.removeprefix("--no-").removeprefix("--").replace("-", "_")
-    new = MOVED.get(field if name.startswith("--") else name.removeprefix("selection."))
-    if new is None:
-        return None
-    policy, _, option = new.partition(".")
-    also = " (or of mean_query)" if new in ("async_spade.window", "async_spade.unrotate") else ""
-    return (
-        f"is now the option {option} of policy {policy}{also}: --set {new}=VALUE, or "
-        f"{GROUP}: {{{policy}: {{{option}: VALUE}}}} in the file of --config"
-    )
 
 
 def split_option(name: str) -> OptionName | None:

@@ -156,7 +156,7 @@ def resolve_model(model: str, progress: Callable[[str], None]) -> Path:
     if model == EMBEDDED_MODEL:
         from .embedded_model import embedded_model_dir
 
-        return embedded_model_dir(EMBEDDED_MODEL, progress=progress)
+        return embedded_model_dir(progress)
     raise SettingsError(
         f"model={model}: no such directory; give a directory in Hugging Face layout (nothing is "
         f"downloaded), or {EMBEDDED_MODEL}"

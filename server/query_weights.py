@@ -26,15 +26,6 @@ def check_query_weights(
 
     The headers of a quantised checkpoint are read, no weight.
 
-    Parameters
-    ----------
-    settings : ServeSettings
-        The policy, and SGLang's arguments.
-    model_dir : Path
-        Directory in Hugging Face layout.
-    config : Mapping[str, Any]
-        Its ``config.json``.
-
     Raises
     ------
     SettingsError

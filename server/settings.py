@@ -190,17 +190,6 @@ class ServeSettings(BaseModel):
             }
         )
 
-    @field_validator("transport", mode="before")
-    @classmethod
-    def _refuse_peer(cls, value: Any) -> Any:
-        """Say of the link that earlier versions had what does its work."""
-        if value == "peer":
-            raise ValueError(
-                "transport=peer is gone: two processes on two GPUs take its place; use "
-                "--cache-ranks 1 --transport shared, or with --tp as many --cache-ranks"
-            )
-        return value
-
     @field_validator("selection", mode="before")
     @classmethod
     def _ask_policy(cls, value: Any) -> Any:

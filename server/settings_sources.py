@@ -18,7 +18,6 @@ from .policy_options import (
     GROUP,
     chosen_policy,
     collect_options,
-    moved,
     option_names,
     options_in,
     options_tree,
@@ -33,15 +32,6 @@ _ENTERED = ("selection.declared", "selection.options", _DECIDED)
 """What a policy's class says, its options, which have names of their own, and what is decided."""
 
 ENVIRONMENT_PREFIX = "TANDEMKV_SERVE_"
-
-REMOVED = {
-    "selection.scan_ahead": "it was no faster; leave it out",
-    "selection.shortlist_factor": "scanning ahead was no faster; leave it out",
-    "selection.gate_cosine": "it took most layer steps exact; leave it out",
-    "selection.lag": "what is selected for a later step is used in the next one; leave it out",
-    "cache_device": "both ranks are on one device; use --device",
-}
-"""Settings that earlier versions had: why they are gone, and what to do."""
 
 
 class Sourced(NamedTuple):
@@ -170,20 +160,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
     return found
 
 
-def removed(name: str) -> str | None:
-    """Return where a setting, by its dotted name or its flag, is now, or why it is gone.
-
-    None if it never was there.
-    """
-    field = name.removeprefix("--").replace("-", "_")
-    for key, reason in REMOVED.items():
-        if name == key or (name.startswith("--") and field == key.rpartition(".")[2]):
-            return f"is gone: {reason}"
-    if name == "exchange.transport":
-        return "is now transport, in no group"
-    return moved(name)
-
-
 def read_assignments(texts: Sequence[str]) -> dict[str, Sourced]:
     """Return what ``--set`` was given: ``policy.option=value``, or a setting's dotted name.
 
@@ -211,14 +187,11 @@ def require_known(key: str, source: str) -> None:
     Raises
     ------
     SettingsError
-        With the reason if it is one no more, else with the setting that may be meant.
+        With the setting that may be meant.
     """
     known = setting_fields()
     if key in known:
         return
-    reason = removed(key)
-    if reason is not None:
-        raise SettingsError(f"{key} (from {source}) {reason}")
     names = [*known, *option_names()]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     near = near or [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]

@@ -172,15 +172,7 @@ def cache_rank_argv(*, run_dir: Path, config: Path, rank: int = 0) -> tuple[str,
 
 
 def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
-    """Return the environment of the cache rank; its settings come from the file alone.
-
-    Parameters
-    ----------
-    environ : Mapping[str, str]
-        Of this process.
-    device : {"cpu", "cuda"}
-        Of both ranks.
-    """
+    """Return the environment of the cache rank; its settings come from the file alone."""
     env = common_env(environ, device=device)
     if device == "cuda":
         # On one GPU, under MPS, the forward pass goes first.

@@ -23,13 +23,6 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     nothing else. One GPU for both is for tests, and needs CUDA MPS. So does link ``message``, where
     a rank and its pump are on one GPU.
 
-    Parameters
-    ----------
-    placement : Placement
-        As it was decided.
-    environ : Mapping[str, str]
-        Of this process.
-
     Raises
     ------
     SettingsError

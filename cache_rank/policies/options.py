@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import types
 import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -21,6 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.frozen_model import required_type
 from tandemkv.cache_rank.protocol.settings import OptionValues
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def parse_option(model: type[PolicyOptions], name: str, option: str, text: str) 
     """
     require_option(model, name, option)
     field = model.model_fields[option]
-    hint, value = _required(field.annotation), text.strip()
+    hint, value = required_type(field.annotation), text.strip()
     if value.lower() == "none" and field.default is None:
         return None
     given: Any = text
@@ -171,16 +171,9 @@ def _explain(model: type[PolicyOptions], name: str, error: ValidationError) -> l
     return list(dict.fromkeys(texts))
 
 
-def _required(hint: Any) -> Any:
-    """Return a type without its ``| None``."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return next(item for item in typing.get_args(hint) if item is not type(None))
-    return hint
-
-
 def _accepted(field: FieldInfo) -> str:
     """Say in a few words which values a field takes."""
-    hint = _required(field.annotation)
+    hint = required_type(field.annotation)
     if typing.get_origin(hint) is Literal:
         return "|".join(str(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandemkv.cache_rank.protocol.settings import DEFAULT_POLICY, SelectionSettings
 
-from .base import Policy, PolicyContext, PolicyError, ScoringPolicy
+from .base import Policy, PolicyError, ScoringPolicy
 from .composition import check_class
 from .options import PolicyOptions, check_options_model, read_options
 
@@ -80,17 +80,13 @@ def _pools(policy: type[Policy]) -> bool:
     return policy.pools_positions and (not is_own or "pools_positions" in vars(policy))
 
 
-def resolve_selection(
-    selection: SelectionSettings | Mapping[str, Any], policy: type[Policy] | None = None
-) -> SelectionSettings:
+def resolve_selection(selection: SelectionSettings | Mapping[str, Any]) -> SelectionSettings:
     """Check the policy's options and enter what it declares; defaults of settings depend on it.
 
     Parameters
     ----------
     selection : SelectionSettings or Mapping
         Settings, or values of which to make them. Whatever they say of a declaration is replaced.
-    policy : type, optional
-        The class; by default the one that the settings name.
 
     Raises
     ------
@@ -99,12 +95,10 @@ def resolve_selection(
     ValueError
         If the settings do not go together (pydantic's).
     """
-    return SelectionSettings.model_validate(selection_values(selection, policy))
+    return SelectionSettings.model_validate(selection_values(selection))
 
 
-def selection_values(
-    selection: SelectionSettings | Mapping[str, Any], policy: type[Policy] | None = None
-) -> dict[str, Any]:
+def selection_values(selection: SelectionSettings | Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of which `resolve_selection` makes settings, to be validated elsewhere.
 
     Raises
@@ -116,7 +110,7 @@ def selection_values(
         selection = selection.model_dump(exclude_unset=True)
     values = dict(selection)
     name = str(values.get("policy", DEFAULT_POLICY))
-    found = policy or find_policy(name)
+    found = find_policy(name)
     options = read_options(found.options_model, name, values.get("options") or {})
     return values | {
         "options": options.model_dump(exclude_defaults=True),
@@ -150,14 +144,3 @@ def check_resolved(policy: type[Policy], selection: SelectionSettings) -> None:
             f"({selection.declared}) than that of {policy.__name__} ({declared}); make them with "
             "resolve_selection"
         )
-
-
-def make_policy(name: str, context: PolicyContext) -> Policy:
-    """Build the policy `name`.
-
-    Raises
-    ------
-    PolicyError
-        As `find_policy`; or if the class cannot be built.
-    """
-    return find_policy(name)(context)

@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.kernels.rope import apply_rope, unapply_rope
 
 from .base import (
     Owner,
@@ -105,20 +104,24 @@ class WindowedPolicy(ScoringPolicy):
         if self._rotary is None:
             return predicted
         rotary = self._rotary
-        turned = apply_rope(
-            predicted.contiguous(), request.use_positions, rotary.inv_freq, scaling=rotary.scaling
-        )
-        return rotary.from_halves(turned)
+        angles = torch.outer(request.use_positions.float(), rotary.inv_freq)
+        return rotary.from_halves(_turned(predicted, angles, rotary.scaling))
 
     def release(self, owner: Owner) -> None:
         """See `Policy.release`."""
         self.windows.release(owner)
 
     def _unrotate(self, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        queries = queries.float().contiguous()
-        rotary = self._rotary
+        queries, rotary = queries.float(), self._rotary
         if rotary is None:
             return queries
-        return unapply_rope(
-            rotary.to_halves(queries), positions, rotary.inv_freq, scaling=rotary.scaling
-        )
+        angles = -torch.outer(positions.float(), rotary.inv_freq)
+        return _turned(rotary.to_halves(queries), angles, 1.0 / rotary.scaling)
+
+
+def _turned(x: torch.Tensor, angles: torch.Tensor, factor: float) -> torch.Tensor:
+    """Rotate the halves of heads ``[n, heads, D]`` float32 by ``angles [n, D / 2]``."""
+    cos = (angles.cos() * factor).unsqueeze(1)
+    sin = (angles.sin() * factor).unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

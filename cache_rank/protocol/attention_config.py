@@ -29,15 +29,6 @@ _BATCH_DEPENDENT_ROPE = ("longrope", "su")
 def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str) -> None:
     """Refuse a model with layers whose attention is neither over the whole context nor SGLang's.
 
-    Parameters
-    ----------
-    config : Mapping[str, Any]
-        Contents of ``config.json``.
-    entry : Architecture
-        Of the model.
-    name : str
-        Shown to the user.
-
     Raises
     ------
     UnsupportedModelError

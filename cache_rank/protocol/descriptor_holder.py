@@ -21,6 +21,8 @@ from .descriptor_messages import (
     SpecMessage,
     TensorsMessage,
     close_all,
+    connected,
+    listening,
     receive_descriptors,
     send_descriptors,
 )
@@ -51,17 +53,12 @@ class DescriptorHolder:
         self._path, self._token = path, token
         self._held: dict[str, tuple[tuple[SpecMessage, ...], list[int]]] = {}
         self._lock = take_lock(path)
-        path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._socket.bind(str(path))
-            path.chmod(0o600)
-            self._socket.listen(4)
-            self._socket.settimeout(_TICK_S)
+            self._socket = listening(path, backlog=4)
         except BaseException:
-            self._socket.close()
             os.close(self._lock)
             raise
+        self._socket.settimeout(_TICK_S)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holder", daemon=True)
         self._thread.start()
@@ -101,12 +98,10 @@ class DescriptorHolder:
         if not hmac.compare_digest(message.token, self._token):
             close_all(descriptors)
             return
-        if message.specs:
-            _, before = self._held.pop(message.group, ((), []))
-            close_all(before)
-            self._held[message.group] = (message.specs, descriptors)
         specs, held = self._held.get(message.group, ((), []))
         if message.specs:
+            close_all(held)
+            self._held[message.group] = (message.specs, descriptors)
             specs, held = (), []  # they are there: nothing needs to go back
         answer = TensorsMessage(token=b"", epoch=0, error="", specs=specs, group=message.group)
         send_descriptors(connection, answer, held)
@@ -128,15 +123,3 @@ def ask_holder(path: Path, *, token: bytes, timeout_s: float = HOLDER_TIMEOUT_S)
     except OSError as error:
         raise CacheRankLostError(f"{path}: nobody answers: {error}") from error
     close_all(found)
-
-
-def connected(path: Path, timeout_s: float = HOLDER_TIMEOUT_S) -> socket.socket:
-    """Return a connection to the holder at `path`; raises `OSError` if there is none."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.settimeout(timeout_s)
-        connection.connect(str(path))
-    except BaseException:
-        connection.close()
-        raise
-    return connection

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -47,6 +49,39 @@ class TensorsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(TensorsMessage)
+
+
+def listening(path: Path, *, backlog: int) -> socket.socket:
+    """Return a socket at `path` that listens to its owner; what a dead process left there goes."""
+    path.unlink(missing_ok=True)
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        found.bind(str(path))
+        path.chmod(0o600)
+        found.listen(backlog)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def connected(path: Path, timeout_s: float) -> socket.socket:
+    """Return a connection to who listens at `path`; raises `OSError` if nobody does."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(str(path))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def has_hung_up(connection: socket.socket, timeout_s: float = 0.0) -> bool:
+    """Whether the other end is closed, or is within `timeout_s`."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+    return bool(poll.poll(timeout_s * 1e3))
 
 
 def send_descriptors(

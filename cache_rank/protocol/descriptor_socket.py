@@ -22,6 +22,8 @@ from .descriptor_messages import (
     SpecMessage,
     TensorsMessage,
     close_all,
+    connected,
+    listening,
     receive_descriptors,
     send_descriptors,
 )
@@ -43,15 +45,7 @@ class DescriptorListener:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.unlink(missing_ok=True)
-        self._socket = _connection()
-        try:
-            self._socket.bind(str(path))
-            path.chmod(0o600)
-            self._socket.listen(1)
-        except BaseException:
-            self._socket.close()
-            raise
+        self._socket = listening(path, backlog=1)
 
     def accept(
         self, homes: Homes | None = None, *, token: bytes, epoch: int, timeout_s: float
@@ -119,25 +113,23 @@ def offer_tensors(
         If it is gone, or does not answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    connection = _connection()
     try:
-        connection.settimeout(timeout_s)
-        connection.connect(str(path))
-        reach("memory.offer")
-        send_tensors(connection, *tensors, token=token, epoch=epoch)
-        message, descriptors = receive_descriptors(connection, deadline)
-        if message.error:
-            close_all(descriptors)
-            raise HandshakeRefusedError("memory", message.error)
-        return connection, attach_all(message.specs, descriptors, tensors[0].homes)
+        connection = connected(path, timeout_s)
+        try:
+            reach("memory.offer")
+            send_tensors(connection, *tensors, token=token, epoch=epoch)
+            message, descriptors = receive_descriptors(connection, deadline)
+            if message.error:
+                close_all(descriptors)
+                raise HandshakeRefusedError("memory", message.error)
+            return connection, attach_all(message.specs, descriptors, tensors[0].homes)
+        except BaseException:
+            connection.close()
+            raise
     except OSError as error:
-        connection.close()
         raise CacheRankLostError(
             f"{path}: the cache rank does not take the memory: {error}"
         ) from error
-    except BaseException:
-        connection.close()
-        raise
 
 
 def withdraw_tensors(path: Path, *, token: bytes, epoch: int, reason: str) -> None:
@@ -145,14 +137,8 @@ def withdraw_tensors(path: Path, *, token: bytes, epoch: int, reason: str) -> No
 
     One that does not wait for those, or is gone, takes no notice.
     """
-    with contextlib.suppress(OSError), _connection() as connection:
-        connection.settimeout(_WITHDRAW_S)
-        connection.connect(str(path))
+    with contextlib.suppress(OSError), connected(path, _WITHDRAW_S) as connection:
         send_tensors(connection, token=token, epoch=epoch, error=reason)
-
-
-def _connection() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send_tensors(

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from .descriptor_holder import HOLDER_TIMEOUT_S, connected
-from .descriptor_messages import receive_descriptors
+from .descriptor_holder import HOLDER_TIMEOUT_S
+from .descriptor_messages import connected, receive_descriptors
 from .descriptor_socket import attach_all, send_tensors
 from .errors import TandemKVError
 from .mapped_tensors import Homes, MappedTensors
@@ -19,7 +18,7 @@ def let_hold(path: Path, tensors: MappedTensors, *, token: bytes, group: str) ->
     if not tensors.specs:
         return False
     try:
-        with connected(path) as connection:
+        with connected(path, HOLDER_TIMEOUT_S) as connection:
             send_tensors(connection, tensors, token=token, group=group)
             receive_descriptors(connection, time.monotonic() + HOLDER_TIMEOUT_S)
     except (OSError, TandemKVError):
@@ -30,7 +29,7 @@ def let_hold(path: Path, tensors: MappedTensors, *, token: bytes, group: str) ->
 def take_held(path: Path, *, token: bytes, group: str, homes: Homes | None = None) -> MappedTensors:
     """Map what the holder at `path` has as `group`; nothing if there is none, or no holder."""
     try:
-        with connected(path) as connection:
+        with connected(path, HOLDER_TIMEOUT_S) as connection:
             send_tensors(connection, token=token, group=group)
             message, descriptors = receive_descriptors(
                 connection, time.monotonic() + HOLDER_TIMEOUT_S
@@ -38,8 +37,3 @@ def take_held(path: Path, *, token: bytes, group: str, homes: Homes | None = Non
             return attach_all(message.specs, descriptors, homes)
     except (OSError, TandemKVError):
         return MappedTensors(homes)
-
-
-def same_tensors(found: MappedTensors, wanted: Sequence[object]) -> bool:
-    """Whether `found` are exactly the tensors of the specs `wanted`."""
-    return list(found.specs) == list(wanted)

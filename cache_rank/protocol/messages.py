@@ -165,13 +165,7 @@ T = TypeVar("T")
 
 
 class Codec(Generic[T]):
-    """Frames of one union of messages.
-
-    Parameters
-    ----------
-    decoder : msgspec.msgpack.Decoder
-        Of the union.
-    """
+    """Frames of one union of messages."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self._decoder = decoder

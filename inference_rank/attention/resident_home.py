@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.kernels.append import append_tokens
 from tandemkv.kernels.slot_rules import latest_slots
 from tandemkv.kernels.step_flags import StepWait
 
@@ -108,7 +109,8 @@ class OwnSet:
     """Tensors of their own, because the pool is another GPU's memory.
 
     Whatever decode attends to is copied here: the latest tokens in a ring, and requests that
-    fit, as a whole. Slots are those of `ResidentSet`.
+    fit, as a whole. Slots are those of `ResidentSet`. It has SGLang's pool interface itself: reads
+    are of the resident sets, writes go to pool and ring.
     """
 
     holds_dense = True
@@ -116,11 +118,17 @@ class OwnSet:
     def __init__(
         self, pool: Any, table: RingTable, resident: ResidentSet, samples: OwnSamples | None = None
     ) -> None:
-        self._pool, self._resident, self._samples = pool, resident, samples
+        self._far, self._resident, self._samples = pool, resident, samples
         self.table: RingTable = table
         self.samples: StepSamples | None = samples
-        self.pool = _WritesBoth(pool, table, resident, samples)
         self.sets = list(zip(resident.k, resident.v, strict=True))
+        self._buffers = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.sets]
+        self._awaited: StepWait | None = None
+
+    @property
+    def pool(self) -> OwnSet:
+        """See `ResidentHome`."""
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -137,46 +145,24 @@ class OwnSet:
             positions, torch.full_like(positions, is_dense, dtype=torch.bool),
             num_resident=resident.num_resident, num_recent=resident.ring,
         )  # fmt: skip
-        index = slots[start:].long()
-        for own, far in zip(self.sets[layer], self._pool.get_kv_buffer(layer), strict=True):
-            own[row][targets] = far[index]
+        index, far = slots[start:].long(), self._far.get_kv_buffer(layer)
+        for own, theirs in zip(self.sets[layer], far, strict=True):
+            own[row][targets] = theirs[index]
         if self._samples is not None:
-            self._samples.fill(layer, row, slots, self._pool.get_kv_buffer(layer))
+            self._samples.fill(layer, row, slots, far)
 
     def await_in_write(self, awaited: StepWait) -> None:
         """See `ResidentHome.await_in_write`."""
-        self.pool.await_in_write(awaited)
+        self.end_step()
+        self._awaited = awaited
 
     def begin_step(self) -> None:
         """See `ResidentHome.begin_step`."""
-        self.pool.awaited = None
+        self._awaited = None
 
     def end_step(self) -> None:
         """See `ResidentHome.end_step`."""
-        self.pool.require_written()
-
-
-class _WritesBoth:
-    """SGLang's pool interface: reads are of the resident sets, writes go to pool and ring."""
-
-    def __init__(
-        self, pool: Any, table: RingTable, resident: ResidentSet, samples: OwnSamples | None
-    ) -> None:
-        self._pool, self._table, self._resident = pool, table, resident
-        self._samples = samples
-        self._buffers = [
-            (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(resident.k, resident.v, strict=True)
-        ]
-        self.awaited: StepWait | None = None
-
-    def await_in_write(self, awaited: StepWait) -> None:
-        """See `ResidentHome.await_in_write`."""
-        self.require_written()
-        self.awaited = awaited
-
-    def require_written(self) -> None:
-        """See `ResidentHome.end_step`."""
-        if self.awaited is not None:
+        if self._awaited is not None:
             raise ContractError("SGLang left out the write of a layer's tokens; report it")
 
     def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,13 +173,14 @@ class _WritesBoth:
         self, layer: Any, location: Any, k: torch.Tensor, v: torch.Tensor, *scales: Any
     ) -> None:
         """Write the newest token of each request."""
-        self._pool.set_kv_buffer(layer, location, k, v, *scales)
-        table, size, index = self._table, len(k), layer.layer_id
-        shape, dtype = (size, *self._resident.k.shape[-2:]), self._resident.k.dtype
-        awaited, self.awaited = self.awaited, None
-        self._resident.append(
-            index, table.rows[:size], table.write_slots[:size],
-            k.view(shape).to(dtype), v.view(shape).to(dtype),
+        self._far.set_kv_buffer(layer, location, k, v, *scales)
+        size, index = len(k), layer.layer_id
+        own_k, own_v = self.sets[index]
+        shape = (size, *own_k.shape[-2:])
+        awaited, self._awaited = self._awaited, None
+        append_tokens(
+            k.view(shape).to(own_k.dtype), v.view(shape).to(own_k.dtype),
+            self.table.rows[:size], self.table.write_slots[:size], own_k, own_v,
             moves=None if self._samples is None else self._samples.moves(index, size),
             awaited=awaited,
         )  # fmt: skip

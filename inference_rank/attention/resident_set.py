@@ -15,8 +15,6 @@ import torch
 from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.kernels.append import SampleMoves, append_tokens
-from tandemkv.kernels.step_flags import StepWait
 
 from .sample_set import SampleSet, zeros_on
 
@@ -71,24 +69,3 @@ class ResidentSet:
     def is_dense(self, length: int) -> bool:
         """Whether a request of `length` tokens is wholly resident without any selection."""
         return self._dense_while_fits and length <= self.num_slots
-
-    def append(
-        self, layer: int, rows: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        *, moves: SampleMoves | None = None, awaited: StepWait | None = None,
-    ) -> None:  # fmt: skip
-        """Write the newest token of each row.
-
-        Parameters
-        ----------
-        layer : int
-            Layer to write.
-        rows, slots : torch.Tensor
-            ``[B]`` int64.
-        k, v : torch.Tensor
-            ``[B, num_kv_heads, head_dim]``.
-        moves : SampleMoves, optional
-            What becomes a sample, before it is overwritten.
-        awaited : StepWait, optional
-            What is queued next waits for it; see `append_tokens`.
-        """
-        append_tokens(k, v, rows, slots, self.k[layer], self.v[layer], moves=moves, awaited=awaited)

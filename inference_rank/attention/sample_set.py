@@ -13,8 +13,7 @@ import torch
 from tandemkv.cache_rank.protocol.engine import Allocate
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
-from tandemkv.kernels.append import SampleMoves
-from tandemkv.kernels.samples import attend_samples, sample_offsets
+from tandemkv.kernels.samples import sample_offsets
 from tandemkv.kernels.to_device import to_device
 
 _MOST_LENGTHS = 256
@@ -73,10 +72,6 @@ class SampleSet:
         """Bytes of all three."""
         return self.k.nbytes + self.v.nbytes + self.log_weight.nbytes
 
-    def num_candidates(self, length: int) -> int:
-        """Tokens of a request that are neither sink nor recent."""
-        return max(0, length - self._num_recent - self._num_sink)
-
     def positions(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return samples and positions, ``[n]`` int64 on the device, of a request of `length`.
 
@@ -85,8 +80,8 @@ class SampleSet:
         """
         found = self._positions.get(length)
         if found is None:
-            count = torch.tensor(self.num_candidates(length))
-            offsets, _ = sample_offsets(count, self.num_samples)
+            candidates = max(0, length - self._num_recent - self._num_sink)
+            offsets, _ = sample_offsets(torch.tensor(candidates), self.num_samples)
             (index,) = (offsets >= 0).nonzero(as_tuple=True)
             positions = (offsets[index] + self._num_sink).tolist()
             found = to_device(index.tolist(), self.k.device), to_device(positions, self.k.device)
@@ -95,28 +90,7 @@ class SampleSet:
             self._positions[length] = found
         return found
 
-    def moves(self, layer: int, samples: torch.Tensor, sources: torch.Tensor) -> SampleMoves:
-        """Return what `append_tokens` has to copy: slots `sources` become `samples`, -1 none.
-
-        Both are ``[B]`` int64.
-        """
-        return SampleMoves(k=self.k[layer], v=self.v[layer], samples=samples, sources=sources)
-
     def slots(self, rows: torch.Tensor) -> torch.Tensor:
         """Return where the samples of `rows` ``[B]`` are: ``[B, num_samples]`` int64."""
         index = torch.arange(self.num_samples, device=rows.device)
         return rows.long()[:, None] * self.num_samples + index
-
-    def attend(
-        self, layer: int, q: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor,
-        active: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, scale: float,
-        lse_unit: float = 1.0,
-    ) -> None:  # fmt: skip
-        """Merge the samples into ``out [B, Hq, D]``, ``lse [B, Hq]`` being that of the rest.
-
-        See `tandemkv.kernels.samples.attend_samples`; ``slots [B, num_samples]`` as `slots` gives.
-        """
-        attend_samples(
-            q, self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1), slots, rows,
-            self.log_weight[layer], active, out, lse, scale=scale, lse_unit=lse_unit,
-        )  # fmt: skip

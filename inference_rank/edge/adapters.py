@@ -13,15 +13,7 @@ from .values import wrong
 
 
 def adapters_of(server_args: Any, selection: SelectionSettings) -> Adapters | None:
-    """Return the adapters of an SGLang server, and why they are not served; None if it has none.
-
-    Parameters
-    ----------
-    server_args : ServerArgs
-        After SGLang's checks.
-    selection : SelectionSettings
-        With the policy.
-    """
+    """Return the adapters of an SGLang server, and why they are not served; None if it has none."""
     if not server_args.enable_lora:
         return None
     names = frozenset(str(adapter.lora_name) for adapter in server_args.lora_paths or ())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import socket
 import threading
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from tandemkv.cache_rank.protocol.control import ControlClient
+from tandemkv.cache_rank.protocol.descriptor_messages import has_hung_up
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, wait_for_hang_up
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
@@ -75,9 +75,7 @@ class OpenedEpoch:
     @property
     def is_gone(self) -> bool:
         """Whether the cache rank has ended the epoch already, or itself."""
-        poll = select.poll()
-        poll.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-        return bool(poll.poll(0))
+        return has_hung_up(self.connection)
 
     def close(self) -> None:
         """Release it unused."""

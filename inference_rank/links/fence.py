@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 
+from tandemkv.cache_rank.protocol.descriptor_messages import has_hung_up
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 
 _CREDENTIALS = struct.Struct("3i")
@@ -54,10 +55,10 @@ class Fence:
         """
         if self._connection.fileno() < 0:
             return
-        if not self._is_closed(self.grace_s):
+        if not has_hung_up(self._connection, self.grace_s):
             if self._process >= 0:
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            if not self._is_closed(timeout_s):
+            if not has_hung_up(self._connection, timeout_s):
                 raise CacheRankLostError(
                     f"the cache rank of the epoch before (pid {self._pid or 'unknown'}) has its "
                     "memory mapped still, and cannot be ended from here; end it"
@@ -71,8 +72,3 @@ class Fence:
             poll.poll(_EXIT_S * 1e3)
             os.close(self._process)
             self._process = -1
-
-    def _is_closed(self, timeout_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-        return bool(poll.poll(timeout_s * 1e3))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tandemkv.cache_rank.protocol.held_tensors import let_hold, same_tensors, take_held
+from tandemkv.cache_rank.protocol.held_tensors import let_hold, take_held
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
@@ -33,7 +33,7 @@ def make_kept_tensors(
     for spec in kept.specs:
         if spec.name.startswith(PREDICTOR_PREFIX):  # put anew, of the model that is loaded now
             kept.forget(spec.name)
-    if same_tensors(kept, wanted):
+    if kept.specs == wanted:
         for spec in wanted:
             if spec.name != "kv":  # which slots hold something, the tables say
                 kept[spec.name].zero_()

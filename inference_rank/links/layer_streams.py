@@ -11,15 +11,6 @@ class LayerStreams:
 
     The decoder layer adds and normalises its inputs in place, so what the cache rank reads
     beside it must be a copy.
-
-    Parameters
-    ----------
-    num_layers, max_batch, width : int
-        Of the buffers.
-    dtype : torch.dtype
-        Of what is written.
-    device : torch.device
-        Of the forward pass.
     """
 
     def __init__(

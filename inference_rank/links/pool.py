@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
@@ -77,12 +76,12 @@ def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes,
         is_apart=settings.placement.has_far_pool,
     )
     tp_size = settings.placement.tp_size
-    whole = shared_model_spec(config.model_path, config.dtype, pool.dtype, int(table.shape[1]))
+    model = rank_model_spec(config, pool.dtype, table)
     device = with_index(torch.device(pool.device))
     is_far = settings.placement.has_far_host
     homes = one_gpu_homes(device) if is_far else inference_homes(device, tp_size)
     run_dir = rank_run_dir(HeadShard(0, settings.placement.head_shards))
-    return sizes, make_kept_tensors(shard_of(whole, tp_size), settings, sizes, homes, run_dir)
+    return sizes, make_kept_tensors(model, settings, sizes, homes, run_dir)
 
 
 def rank_run_dir(shard: HeadShard | None = None) -> RunDir:
@@ -92,12 +91,27 @@ def rank_run_dir(shard: HeadShard | None = None) -> RunDir:
     return runtime_module.run_dir_from_environment().of_rank(number)
 
 
-def shared_model_spec(model_path: str, dtype: Any, kv_dtype: Any, max_context: int) -> ModelSpec:
-    """Return the shape of the model, with torch's dtypes and the width of the request table."""
+def rank_model_spec(config: Any, kv_dtype: torch.dtype, table: torch.Tensor) -> ModelSpec:
+    """Return the shape of SGLang's model, with the heads of this tensor-parallel rank.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        SGLang's.
+    kv_dtype : torch.dtype
+        Of K and V, where they are kept.
+    table : torch.Tensor
+        The request table, as wide as the longest request.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model cannot be served.
+    """
     model = read_model_spec(
-        Path(model_path),
-        dtype=str(dtype).removeprefix("torch."),
+        Path(config.model_path),
+        dtype=str(config.dtype).removeprefix("torch."),
         kv_dtype=str(kv_dtype).removeprefix("torch."),
-        max_context=max_context,
+        max_context=int(table.shape[1]),
     )
-    return msgspec.structs.replace(model, max_context=max_context)
+    return shard_of(model, sglang_versions.tensor_size())

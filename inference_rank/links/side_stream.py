@@ -20,15 +20,6 @@ class SideStream:
     Forks and joins are events, so inside a graph capture they become edges of the graph. What
     the side streams read is kept alive until they are joined: the allocator only knows the
     stream that a tensor was made on. Without CUDA everything runs in place.
-
-    Parameters
-    ----------
-    device : torch.device
-        Of the forward pass.
-    num_layers : int
-        Layers that can be joined one by one.
-    num_lanes : int
-        Streams.
     """
 
     def __init__(self, device: torch.device, num_layers: int, num_lanes: int = 1) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -15,36 +15,11 @@ from tandemkv.inference_rank.counters import Counters
 
 from .agreement import Agreement
 
-
-class Link(Protocol):
-    """What is asked of the link; see `SharedLink`."""
-
-    pass_step: int | None
-    is_void: bool
-    breaks_off: bool
-
-    def is_done(self, step: int) -> bool:
-        """Return whether the engine has done all of `step`."""
-
-    def rewind(self) -> None:
-        """Forget the pass that was lost."""
-
-
-class Connection(Protocol):
-    """What is asked of the connection; see `SharedConnection`."""
-
-    def confirm(self, step: int) -> None:
-        """Note that the results of `step` were taken."""
-
-
-class Backend(Protocol):
-    """What is asked of the attention backend; see `ResidentBackend`."""
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """Return what preparing a pass changes."""
-
-    def rewind(self, state: tuple[Any, ...]) -> None:
-        """Go back to where `snapshot` was asked."""
+if TYPE_CHECKING:
+    from tandemkv.inference_rank.attention.backend import ResidentBackend
+    from tandemkv.inference_rank.links.connection import SharedConnection
+    from tandemkv.inference_rank.links.sharded import ShardedConnection
+    from tandemkv.inference_rank.links.shared import SharedLink
 
 
 @dataclass(slots=True)
@@ -72,9 +47,9 @@ class PassLog:
 
     def __init__(
         self,
-        connection: Connection,
-        link: Link,
-        backend: Backend,
+        connection: SharedConnection | ShardedConnection,
+        link: SharedLink,
+        backend: ResidentBackend,
         counters: Counters,
         agreement: Agreement | None = None,
     ) -> None:

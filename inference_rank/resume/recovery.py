@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
@@ -33,9 +33,12 @@ from .passes import PassLog
 from .penalties import PenaltyLog
 from .rewind import end_requests, live_requests, recompute, rewind, trim_ended
 
+if TYPE_CHECKING:
+    from tandemkv.inference_rank.links.connection import SharedConnection
+    from tandemkv.inference_rank.links.sharded import ShardedConnection
+
 _LOG = logging.getLogger(__name__)
 _TURN_S = 0.005
-_RETRY_S = 0.05
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.05, 5.0
 """Between epochs that end while rows are taken up."""
 _MOST_FAILED_RESUMES = 2
@@ -50,60 +53,12 @@ class State(Enum):
     RESUMING = "the cache rank takes up requests"
 
 
-class Connection(Protocol):
-    """What is asked of the connection; see `SharedConnection`."""
-
-    @property
-    def lost_reason(self) -> str | None:
-        """Why there is no epoch."""
-
-    @property
-    def epoch(self) -> int:
-        """Its number."""
-
-    @property
-    def step(self) -> int:
-        """Of all that was announced, the latest."""
-
-    @property
-    def confirmed(self) -> int:
-        """Latest step whose results were taken."""
-
-    @property
-    def resumed_rows(self) -> tuple[int, int]:
-        """Rows that the engine took up in this epoch, and rows that it seeded anew."""
-
-    def open_connection(self, *, timeout_s: float) -> Any:
-        """Meet a cache rank, or raise."""
-
-    def adopt(self, opened: Any) -> None:
-        """Begin the epoch of what `open_connection` returned."""
-
-    def forget_rows(self) -> None:
-        """Give up what is known of rows: the next epoch begins without."""
-
-    def resume(self, rows: tuple[StepRow, ...]) -> None:
-        """Let the engine take up requests."""
-
-    def has_finished(self, step: int) -> bool:
-        """Whether the engine has done all of `step`."""
-
-    def confirm(self, step: int) -> None:
-        """Note that the results of `step` were taken."""
-
-    def mark_lost(self, reason: str) -> None:
-        """End the epoch."""
-
-    def leave(self, reason: str) -> None:
-        """End the epoch of an engine that lives, and tell it."""
-
-
 class Recovery:
     """The state of one scheduler. Used by its thread; `is_down` and `pause_s` by any.
 
     Parameters
     ----------
-    connection : Connection
+    connection : SharedConnection or ShardedConnection
         To the engine's process.
     passes, penalties
         What the passes under way have changed.
@@ -122,7 +77,7 @@ class Recovery:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: SharedConnection | ShardedConnection,
         passes: PassLog,
         penalties: PenaltyLog,
         counters: Counters,
@@ -259,9 +214,7 @@ class Recovery:
         if self._reconnecting is None:
             if time.monotonic() < self._not_before:
                 return
-            self._reconnecting = Reconnecting(
-                self._connection.open_connection, retry_interval_s=_RETRY_S
-            )
+            self._reconnecting = Reconnecting(self._connection.open_connection)
         self._opened = self._reconnecting.take()
         if self._opened is not None:
             self._reconnecting = None

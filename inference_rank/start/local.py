@@ -21,15 +21,9 @@ from tandemkv.cache_rank.protocol.engine import (
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
-from tandemkv.cache_rank.protocol.model_spec import (
-    FP8_KV,
-    ModelSpec,
-    read_model_spec,
-    shard_of,
-)
+from tandemkv.cache_rank.protocol.model_spec import FP8_KV, ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
-from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.native_sinks import NativeSinks
@@ -45,6 +39,7 @@ from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.gpu_index import with_index
 from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
+from tandemkv.inference_rank.links.pool import rank_model_spec
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.live_model import (
     architecture_of,
@@ -338,14 +333,8 @@ def local_model_spec(runner: Any) -> ModelSpec:
     UnsupportedModelError, ContractError
         If the model cannot be served, or SGLang has built another one.
     """
-    config = runner.model_config
-    model = read_model_spec(
-        Path(config.model_path),
-        dtype=str(config.dtype).removeprefix("torch."),
-        kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
-        max_context=int(runner.req_to_token_pool.req_to_token.shape[1]),
-    )
-    model = shard_of(model, sglang_versions.tensor_size())
+    table = runner.req_to_token_pool.req_to_token
+    model = rank_model_spec(runner.model_config, runner.kv_cache_dtype, table)
     check_live_attention(runner.model, model)
     return model
 

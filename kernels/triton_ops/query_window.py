@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandemkv.kernels.query_window import MAX_RIDGE_WINDOW
-from tandemkv.kernels.reference import query_window as reference
+from tandemkv.kernels.reference.query_window import MIN_EPS
 
 # Sides of a product of tiles are at least 16.
 _MIN_TILE = 16
@@ -92,35 +91,23 @@ def _predict_kernel(
     w_stride_row, w_stride_place, w_stride_head,
     SIZE: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr, PLACES: tl.constexpr,
     ROTATES: tl.constexpr, IS_RIDGE: tl.constexpr, SOFTMAX: tl.constexpr,
-    PUSHES: tl.constexpr,
 ):  # fmt: skip
-    """`SIZE` is W, of the `PLACES` of a row.
-
-    Without `PUSHES` the windows stand in order, newest last, by program.
-    """
+    """`SIZE` is W, of the `PLACES` of a row."""
     program = tl.program_id(0).to(tl.int64)
     request, head = program // num_heads, program % num_heads
     at = tl.arange(0, HALF)
-    if PUSHES:
-        row = tl.load(rows + request)
-        position = tl.load(positions + request)
-        base = windows + row * w_stride_row + head * w_stride_head
-        count = tl.minimum(tl.maximum(position - tl.load(starts + row) + 1, 1), SIZE + 1)
-        source = query + request * q_stride_b + head * q_stride_h
-        kind = windows.dtype.element_ty
-        new_1 = tl.load(source + at * q_stride_d, mask=at < half, other=0.0).to(kind)
-        new_2 = tl.load(source + (half + at) * q_stride_d, mask=at < half, other=0.0).to(kind)
-        place = base + (position % PLACES) * w_stride_place
-        tl.store(place + at, new_1, mask=at < half)
-        tl.store(place + half + at, new_2, mask=at < half)
-        new_1, new_2 = new_1.to(tl.float32), new_2.to(tl.float32)
-    else:
-        position = tl.full((), SIZE, tl.int64)
-        base = windows + program * w_stride_row
-        count = tl.minimum(tl.maximum(tl.load(starts + program).to(tl.int64), 1), SIZE + 1)
-        place = base + SIZE * w_stride_place
-        new_1 = tl.load(place + at, mask=at < half, other=0.0).to(tl.float32)
-        new_2 = tl.load(place + half + at, mask=at < half, other=0.0).to(tl.float32)
+    row = tl.load(rows + request)
+    position = tl.load(positions + request)
+    base = windows + row * w_stride_row + head * w_stride_head
+    count = tl.minimum(tl.maximum(position - tl.load(starts + row) + 1, 1), SIZE + 1)
+    source = query + request * q_stride_b + head * q_stride_h
+    kind = windows.dtype.element_ty
+    new_1 = tl.load(source + at * q_stride_d, mask=at < half, other=0.0).to(kind)
+    new_2 = tl.load(source + (half + at) * q_stride_d, mask=at < half, other=0.0).to(kind)
+    place = base + (position % PLACES) * w_stride_place
+    tl.store(place + at, new_1, mask=at < half)
+    tl.store(place + half + at, new_2, mask=at < half)
+    new_1, new_2 = new_1.to(tl.float32), new_2.to(tl.float32)
 
     index = tl.arange(0, TILE)
     past_ages = index + 1  # the queries regressed on; each one's successor is one younger
@@ -168,26 +155,6 @@ def _sizes(window: int, head_dim: int) -> dict[str, int]:
     }
 
 
-def ridge_predict(
-    window: torch.Tensor, count: torch.Tensor, *, eps: float, sign: int, normalise: str
-) -> torch.Tensor:
-    """Predict; see `tandemkv.kernels.query_window.ridge_predict`."""
-    size, dim = window.shape[-2:]
-    if window.dtype != torch.float32 or size - 1 > MAX_RIDGE_WINDOW or dim % 2:
-        return reference.ridge_predict(window, count, eps=eps, sign=sign, normalise=normalise)
-    out = torch.empty((*count.shape, dim), dtype=torch.float32, device=window.device)
-    if out.numel():
-        flat, counts = window.reshape(-1, size, dim).contiguous(), count.reshape(-1).contiguous()
-        _predict_kernel[(len(flat),)](
-            flat, counts, counts, flat, counts, flat, flat, out,
-            1, dim // 2, max(eps, reference.MIN_EPS), float(sign),
-            0, 0, 0, *flat.stride()[:2], 0,
-            ROTATES=False, IS_RIDGE=True, SOFTMAX=normalise == "softmax", PUSHES=False,
-            PLACES=size, **_sizes(size, dim), num_warps=4,
-        )  # fmt: skip
-    return out
-
-
 def push_and_predict(
     query: torch.Tensor,
     rows: torch.Tensor,
@@ -209,10 +176,10 @@ def push_and_predict(
         _predict_kernel[(num_requests * num_heads,)](
             query, rows.contiguous(), positions.contiguous(), windows, starts.contiguous(),
             windows if cos is None else cos, windows if sin is None else sin, out,
-            num_heads, dim // 2, max(eps, reference.MIN_EPS), float(sign),
+            num_heads, dim // 2, max(eps, MIN_EPS), float(sign),
             *query.stride(), *windows.stride()[:3],
             ROTATES=cos is not None, IS_RIDGE=prediction == "ridge",
-            SOFTMAX=normalise == "softmax", PUSHES=True,
+            SOFTMAX=normalise == "softmax",
             PLACES=windows.shape[1], **_sizes(windows.shape[1] - 1, dim), num_warps=4,
         )  # fmt: skip
     return out

@@ -12,11 +12,6 @@ def compact_json(whole: Mapping[str, Any]) -> str:
     """Return JSON with a line for each key, and for each member of lists and mappings below it.
 
     A report has at most about 200 lines so, and a difference of two shows the rows that changed.
-
-    Parameters
-    ----------
-    whole : mapping
-        Of what `json.dumps` takes.
     """
     lines = []
     for key, value in whole.items():

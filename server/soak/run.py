@@ -99,15 +99,6 @@ class Findings:
 def soak(target: Target, settings: SoakSettings, tell: Callable[[str], None]) -> Findings:
     """Load `target`, do faults, and return what was seen.
 
-    Parameters
-    ----------
-    target : Target
-        A server that is ready.
-    settings : SoakSettings
-        What to do.
-    tell : callable
-        Told what is going on.
-
     Raises
     ------
     SoakError

@@ -21,7 +21,6 @@ OPERATIONS: dict[str, Operation] = {
     "predict_query": queries.query,
     "ridge_predict": queries.ridge,
     "push_and_predict": queries.query_windows,
-    "apply_rope": queries.rope,
     "append_int8": scores.int8_index,
     "append_int4": scores.int4_index,
     "send_rows": attention.sent_rows,
@@ -36,5 +35,6 @@ OPERATIONS: dict[str, Operation] = {
     "load_candidates": tables.candidates,
 }
 # `score_topk` has scratch of its own on a GPU, and is compared with the two halves of it in
-# `tests/kernels/triton_fused_cases.py`; `lfps_heads` is for CPUs.
-INTERPRETED = tuple(name for name in OPERATIONS if name not in ("score_topk", "lfps_heads"))
+# `tests/kernels/triton_fused_cases.py`; the others are for CPUs.
+_NOT_INTERPRETED = ("score_topk", "lfps_heads", "merge_attention", "ridge_predict")
+INTERPRETED = tuple(name for name in OPERATIONS if name not in _NOT_INTERPRETED)

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted queries and RoPE, against float64."""
+"""Predicted queries, against float64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import in_float64
 import torch
 from numerics_draw import FLOAT32, FLOATS, MULTIPLIED, Compared, Draw
 from query_inputs import FORMS, predict_in_float64, query_inputs, tolerance_of, with_int8
-from tolerances import TOLERANCES, Tolerance
+from tolerances import Tolerance
 
 from tandemkv.kernels.query import predict_query
 from tandemkv.kernels.query_window import mean_predict, push_and_predict, ridge_predict
-from tandemkv.kernels.rope import apply_rope, unapply_rope
 
 # The weights come out of linear systems: their condition multiplies the rounding of float32.
 SOLVED = Tolerance(abs_error=3e-4, rel_error=3e-4, cosine_gap=1e-7)
@@ -32,28 +30,6 @@ def query(draw: Draw) -> Iterator[Compared]:
     )  # fmt: skip
     given = with_int8(given) if draw.flag("int8") else given
     yield Compared("query", predict_query(*given), predict_in_float64(*given), tolerance_of(dtype))
-
-
-def rope(draw: Draw) -> Iterator[Compared]:
-    """`apply_rope` and `unapply_rope`."""
-    shape = draw.number("tokens", 1, 9), draw.number("heads", 1, 6), 2 * draw.number("half", 1, 64)
-    dtype = draw.dtype("dtype", MULTIPLIED if draw.is_interpreted else FLOATS)
-    last, scaling = draw.number("last", 0, 32768), draw.option("scaling", (1.0, 0.8, 1.3))
-    x, positions = torch.randn(shape).to(dtype), draw.integers(0, last, shape[0])
-    inv_freq = draw.option("base", (1e4, 5e5)) ** (-torch.arange(shape[2] // 2) / (shape[2] // 2))
-    # Angles are products in float32: off by half a last place each, so a pair by that much of its
-    # length, which hardly is above 6.
-    angle = 6 * 1.3 * last * 2.0**-24
-    least = TOLERANCES[dtype]
-    tolerance = replace(
-        least, abs_error=least.abs_error + angle, cosine_gap=least.cosine_gap + angle**2
-    )
-    for what, turn, factor, by in (
-        ("rotated", apply_rope, scaling, positions),
-        ("back", unapply_rope, 1 / scaling, -positions),
-    ):
-        got = turn(x, positions, inv_freq, scaling=scaling)
-        yield Compared(what, got, in_float64.rotated(x, by, inv_freq, factor), tolerance)
 
 
 def _settings(draw: Draw) -> dict[str, object]:
@@ -77,9 +53,8 @@ def ridge(draw: Draw) -> Iterator[Compared]:
     kept = [window[row, part].double() for row, part in enumerate(there)]
     want = torch.stack([in_float64.ridge(queries, **settings) for queries in kept])
     yield Compared("ridge", ridge_predict(spoiled, counts, **settings), want, SOLVED)
-    if not draw.is_interpreted:  # which has no version in Triton
-        want = torch.stack([queries.mean(0) for queries in kept])
-        yield Compared("mean", mean_predict(spoiled, counts), want, FLOAT32)
+    want = torch.stack([queries.mean(0) for queries in kept])
+    yield Compared("mean", mean_predict(spoiled, counts), want, FLOAT32)
 
 
 def query_windows(draw: Draw) -> Iterator[Compared]:

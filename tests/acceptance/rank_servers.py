@@ -146,7 +146,7 @@ def model_dir() -> str:
         return given
     from tandemkv.server.embedded_model import embedded_model_dir
 
-    return str(embedded_model_dir(MODEL))
+    return str(embedded_model_dir())
 
 
 @contextlib.contextmanager

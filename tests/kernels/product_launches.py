@@ -17,12 +17,10 @@ from tandemkv.kernels.append import SampleMoves, append_tokens
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.changed_rows import put_changed_rows, take_changed_rows
 from tandemkv.kernels.exchange import SampleWeights, exchange_rows
-from tandemkv.kernels.merge import merge_attention
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
 from tandemkv.kernels.query import QueryWeights, predict_query
-from tandemkv.kernels.query_window import push_and_predict, ridge_predict
-from tandemkv.kernels.rope import apply_rope
+from tandemkv.kernels.query_window import push_and_predict
 from tandemkv.kernels.samples import attend_samples, load_sample_moves, load_sample_slots
 from tandemkv.kernels.score import score_keys, score_window
 from tandemkv.kernels.select import score_topk
@@ -113,12 +111,6 @@ def _step_flags(device: torch.device) -> None:
     step_flags.wait_flags(up, timeout_s=20.0, **numbers)
 
 
-def _merge(device: torch.device) -> None:
-    new = partial(torch.empty, device=device)
-    part, lse = (BATCH, QO_HEADS, DIM), (BATCH, QO_HEADS)
-    merge_attention(new(part, dtype=BF16), new(lse), new(part), new(lse))
-
-
 def _mirror(
     device: torch.device, *, scored: bool, k: int = K, resident: int = RESIDENT,
     context: int = CONTEXT, samples: int = SAMPLES,
@@ -184,18 +176,6 @@ def _window_of_queries(device: torch.device, *, prediction: str) -> None:
     query = new(BATCH, QO_HEADS, DIM, dtype=BF16)
     angles = {"cos": new(size, DIM // 2), "sin": new(size, DIM // 2)}
     push_and_predict(query, rows, rows, windows, places, prediction=prediction, **angles)
-
-
-def _ridge(device: torch.device) -> None:
-    new = partial(torch.empty, device=device)
-    counts = new(BATCH, QO_HEADS, dtype=I64)
-    window = new(BATCH, QO_HEADS, 17, DIM)
-    ridge_predict(window, counts, eps=1e-2, sign=1, normalise="softmax")
-
-
-def _rope(device: torch.device) -> None:
-    new = partial(torch.empty, device=device)
-    apply_rope(new(BATCH, QO_HEADS, DIM, dtype=BF16), new(BATCH, dtype=I64), new(DIM // 2))
 
 
 def _samples(device: torch.device, *, samples: int, dtype: torch.dtype = BF16) -> None:
@@ -303,7 +283,6 @@ def _launches() -> dict[str, Launch]:
         "changed rows": _changed_rows,
         "changed rows, heads of 256, float32": partial(_changed_rows, dim=256, dtype=FP32),
         "step flags": _step_flags,
-        "merge": _merge,
         "mirror": partial(_mirror, scored=True),
         "mirror, large": partial(
             _mirror, scored=True, k=8192, resident=16388, context=1 << 18, samples=512
@@ -322,8 +301,6 @@ def _launches() -> dict[str, Launch]:
         "query, float32": partial(_query, dtype=FP32),
         "window of queries": partial(_window_of_queries, prediction="ridge"),
         "window of queries, mean": partial(_window_of_queries, prediction="mean"),
-        "window of queries, ridge alone": _ridge,
-        "rope": _rope,
         "samples": partial(_samples, samples=SAMPLES),
         "samples, 512": partial(_samples, samples=512),
         "samples, float32": partial(_samples, samples=SAMPLES, dtype=FP32),
@@ -360,8 +337,8 @@ def _launches() -> dict[str, Launch]:
 LAUNCHES = _launches()
 OF_EACH_KERNEL = (
     "append, samples and a step", "attend", "exchange, another GPU", "changed rows", "step flags",
-    "merge", "mirror", "quantize", "query, int8", "window of queries", "window of queries, mean",
-    "window of queries, ridge alone", "rope", "samples",
+    "mirror", "quantize", "query, int8", "window of queries", "window of queries, mean",
+    "samples",
     "scores, native", "choice, int4", "choice, neighbours pooled", "seeding, int4", "step tables",
 )  # fmt: skip
 """Enough to launch each kernel once."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries predicted from windows: against RoPE undone and done again."""
 
+import in_float64
 import pytest
 import torch
 from tolerances import Tolerance, assert_close
 
 from tandemkv.kernels.query_window import push_and_predict, ridge_predict
-from tandemkv.kernels.rope import apply_rope
 
 HEADS, DIM = 2, 16
 
@@ -33,7 +33,7 @@ def test_relative_rotation_is_to_unrotate_and_rotate(
     for step, query in enumerate(plain):
         positions = first + step
         got = push_and_predict(
-            apply_rope(query, positions, inv_freq, scaling=scaling),
+            in_float64.rotated(query, positions, inv_freq, scaling).float(),
             rows, positions, **state, prediction=prediction, eps=0.05, **tables,
         )  # fmt: skip
         count = min(step + 1, size + 1)
@@ -45,7 +45,7 @@ def test_relative_rotation_is_to_unrotate_and_rotate(
         else:
             counts = torch.full((2, HEADS), count)
             want = ridge_predict(window, counts, eps=0.05, sign=1, normalise="softmax")
-        want = apply_rope(want.float(), positions + lag, inv_freq, scaling=scaling)
+        want = in_float64.rotated(want, positions + lag, inv_freq, scaling)
         assert_close(got, want, Tolerance(abs_error=1e-4, rel_error=1e-4, cosine_gap=1e-8))
 
 

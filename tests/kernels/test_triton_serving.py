@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in a CUDA graph; `test_triton_ops` runs its other cases, and those of RoPE."""
+"""Paged attention in a CUDA graph; `test_triton_ops` runs its other cases."""
 
 import pytest
 import torch

@@ -13,6 +13,20 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SOLVED = Tolerance(abs_error=3e-4, rel_error=3e-4, cosine_gap=1e-7)
 
 
+def ridge(window: torch.Tensor, counts: torch.Tensor, **settings: object) -> torch.Tensor:
+    """Predict from windows ``[..., W + 1, D]`` whose newest queries are pushed last."""
+    *_, size, dim = window.shape
+    flat = window.reshape(-1, size, dim)
+    windows = flat.new_zeros(len(flat), size + 1, 1, dim)
+    windows[:, :size, 0] = flat
+    rows, last = torch.arange(len(flat), device=DEVICE), torch.full_like(counts.flatten(), size - 1)
+    got = triton_query_window.push_and_predict(
+        flat[:, -1:], rows, last, windows, size - counts.flatten(), prediction="ridge",
+        cos=None, sin=None, **settings,
+    )  # fmt: skip
+    return got.view(*counts.shape, dim)
+
+
 @pytest.mark.parametrize("normalise", ["softmax", "none"])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("size", "dim"), [(1, 8), (5, 20), (16, 128)])
@@ -26,7 +40,7 @@ def test_ridge(normalise: str, sign: int, size: int, dim: int) -> None:
         spoiled[row, :, : size + 1 - count] = float("nan")
     settings = {"eps": 0.03, "sign": sign, "normalise": normalise}
     want = reference.ridge_predict(window.double(), counts, **settings)
-    assert_close(triton_query_window.ridge_predict(spoiled, counts, **settings), want, SOLVED)
+    assert_close(ridge(spoiled, counts, **settings), want, SOLVED)
 
 
 @pytest.mark.parametrize("normalise", ["softmax", "none"])
@@ -36,16 +50,14 @@ def test_ridge_of_repeated_queries(normalise: str) -> None:
     counts = torch.full((2, 2), 17, device=DEVICE)
     settings = {"eps": 1e-2, "sign": 1, "normalise": normalise}
     want = reference.ridge_predict(window.double(), counts, **settings)
-    assert_close(triton_query_window.ridge_predict(window, counts, **settings), want, SOLVED)
+    assert_close(ridge(window, counts, **settings), want, SOLVED)
 
 
 @pytest.mark.parametrize("normalise", ["softmax", "none"])
 def test_ridge_stays_finite(normalise: str) -> None:
     windows = [torch.zeros(5, 16), torch.ones(5, 16), torch.full((5, 16), 3e18)]
     counts = torch.full((3,), 5, device=DEVICE)
-    got = triton_query_window.ridge_predict(
-        torch.stack(windows).to(DEVICE), counts, eps=0.0, sign=1, normalise=normalise
-    )
+    got = ridge(torch.stack(windows).to(DEVICE), counts, eps=0.0, sign=1, normalise=normalise)
     assert got.isfinite().all()
     assert not got[0].any()
     if normalise == "softmax":  # whatever the weights, they sum to 1
@@ -58,7 +70,7 @@ def test_an_infinite_query_spoils_only_the_sizes_it_is_in() -> None:
     window[:, 0] = float("inf")
     counts = torch.tensor([7], device=DEVICE)
     settings = {"eps": 0.03, "sign": 1, "normalise": "softmax"}
-    got = triton_query_window.ridge_predict(window, counts, **settings)
+    got = ridge(window, counts, **settings)
     want = reference.ridge_predict(window[:, 1:].double(), counts - 1, **settings)
     assert_close(got, want, SOLVED)
 

@@ -22,7 +22,7 @@ from tandemkv.cache_rank.policies.base import (
     SelectionInput,
     StoredKV,
 )
-from tandemkv.cache_rank.policies.registry import make_policy, resolve_selection
+from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.kernels.score import score_keys
 
@@ -125,7 +125,7 @@ def make_bench():
         slots = torch.stack(
             [torch.randperm(256, generator=generator)[: max(lengths)] for _ in lengths]
         ).to(torch.int32)
-        return Bench(make_policy(name, context), context, lengths, k, slots)
+        return Bench(find_policy(name)(context), context, lengths, k, slots)
 
     return make
 

@@ -8,7 +8,7 @@ from lfps_reference import Reference
 
 from tandemkv.cache_rank.policies.attending import AttendInput
 from tandemkv.cache_rank.policies.base import PolicyContext, SeedInput, StoredKV
-from tandemkv.cache_rank.policies.registry import make_policy, resolve_selection
+from tandemkv.cache_rank.policies.registry import find_policy, resolve_selection
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 
 
@@ -38,7 +38,7 @@ class Bench:
             dtype=dtype,
             model_hash="tiny",
         )
-        self.policy = make_policy("lfps", PolicyContext(model=self.model, selection=self.selection))
+        self.policy = find_policy("lfps")(PolicyContext(model=self.model, selection=self.selection))
         self.options = self.policy.options
         generator = torch.Generator().manual_seed(seed)
         self.k = torch.randn(positions, heads, dim, generator=generator)

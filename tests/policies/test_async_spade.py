@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """AsyncSpade's windows: what is regressed on, and where the prediction points."""
 
+import in_float64
 import pytest
 import torch
 
 from tandemkv.kernels.query_window import ridge_predict
-from tandemkv.kernels.rope import apply_rope
 
 
 def test_unrotated_window_and_rotated_prediction(make_bench, queries):
@@ -13,12 +13,15 @@ def test_unrotated_window_and_rotated_prediction(make_bench, queries):
     inv_freq = bench.context.rotary.inv_freq
     lengths = torch.tensor(bench.lengths)
     plain = queries[:7]
-    rotated = [apply_rope(query, lengths - 7 + i, inv_freq) for i, query in enumerate(plain)]
+    rotated = [
+        in_float64.rotated(query, lengths - 7 + i, inv_freq, 1.0).float()
+        for i, query in enumerate(plain)
+    ]
     bench.select(rotated)
     got = bench.policy.query_for(bench.request(rotated[-1]))
     window = torch.stack(plain[-5:], dim=2)  # [S, Hq, W + 1, D]
     predicted = ridge_predict(window, torch.full((2, 6), 5), eps=1e-2, sign=1, normalise="softmax")
-    want = apply_rope(predicted, lengths, inv_freq)
+    want = in_float64.rotated(predicted, lengths, inv_freq, 1.0).float()
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

@@ -20,7 +20,6 @@ from tandemkv.cache_rank.policies.registry import (
     POLICIES,
     check_pooling,
     find_policy,
-    make_policy,
     resolve_selection,
 )
 from tandemkv.cache_rank.policies.windowed import WindowedPolicy
@@ -165,7 +164,7 @@ def test_a_prompt_is_seeded_with_neighbours(make_bench):
             budget_tokens=12, num_recent_tokens=8, num_sink_tokens=4, pool_before=before
         )
         context = replace(make_bench("oracle").context, selection=selection)
-        policy, slots = make_policy("oracle", context), torch.arange(60, dtype=torch.int32)
+        policy, slots = find_policy("oracle")(context), torch.arange(60, dtype=torch.int32)
         prompt = make_seed_input(
             0, (1, 1), queries, (keys, None), StoredKV(keys, keys, slots[None]),
             pages=slots, page_size=1, length=60, selection=selection, scale=1.0,
@@ -197,7 +196,7 @@ def test_registry_key_is_the_module(name):
 
 def test_registry_takes_your_own_and_lists_names_on_a_miss(make_bench):
     context = make_bench("oracle").context
-    assert isinstance(make_policy(f"{__name__}:OwnPolicy", context), OwnPolicy)
+    assert isinstance(find_policy(f"{__name__}:OwnPolicy")(context), OwnPolicy)
     with pytest.raises(
         PolicyError, match="async_spade, exact, kascade, last_query, lfps, look_ahead"
     ):
@@ -220,4 +219,4 @@ def test_unrotation_needs_the_rotary_embedding(make_bench):
     context = make_bench("oracle").context
     bare = PolicyContext(model=context.model, selection=context.selection)
     with pytest.raises(PolicyError, match="rotary"):
-        make_policy("async_spade", bare)
+        find_policy("async_spade")(bare)

@@ -21,8 +21,6 @@ from tandemkv.cache_rank.protocol.settings import (
     SelectionSettings,
     default_samples,
 )
-from tandemkv.server.policy_options import MOVED
-from tandemkv.server.settings_sources import removed
 
 DENSE = "dense"
 System = Literal["tandemkv", "sglang", "kvpress"]
@@ -255,12 +253,6 @@ def _attends_to_all(system: System, policy: str, num_layers: int) -> Configurati
 def _check_names(policy: str, base: Mapping[str, object]) -> None:
     """Refuse what is no setting of the group ``selection``."""
     for name in sorted(base.keys() - SelectionSettings.model_fields.keys()):
-        if name in MOVED:
-            new = MOVED[name].replace(".", "+")
-            raise SettingsError(f"policy={policy}: {name} is now an option: {new}={base[name]}")
-        reason = removed(f"selection.{name}")
-        if reason is not None:
-            raise SettingsError(f"policy={policy}: {name} {reason}")
         names = [*SelectionSettings.model_fields, *find_policy(policy).options_model.model_fields]
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         raise SettingsError(

@@ -20,7 +20,7 @@ from tandemkv.cache_rank.policies.base import (
     StoredKV,
 )
 from tandemkv.cache_rank.policies.mean_query import MeanQueryPolicy
-from tandemkv.cache_rank.policies.registry import make_policy, selection_values
+from tandemkv.cache_rank.policies.registry import find_policy, selection_values
 from tandemkv.cache_rank.protocol.engine import DenseLengths, EnginePools
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -107,7 +107,7 @@ class Twins:
         )
         rotary = read_rotary(model_dir) if model_dir is not None else None
         context = PolicyContext(model=MODEL, selection=self.selection, rotary=rotary)
-        policy = make_policy(self.selection.policy, context)
+        policy = find_policy(self.selection.policy)(context)
         assert isinstance(policy, ScoringPolicy)
         self.policy = policy
 

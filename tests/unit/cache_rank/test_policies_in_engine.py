@@ -36,7 +36,6 @@ from tandemkv.cache_rank.policies.composition import (
 from tandemkv.cache_rank.policies.registry import (
     POLICIES,
     find_policy,
-    make_policy,
     resolve_selection,
 )
 from tandemkv.cache_rank.protocol.declared import DeclaredPolicy
@@ -256,7 +255,7 @@ def test_quest_ranks_by_bounds_that_steps_keep(page_size: int) -> None:
             assert torch.equal(found.low[:, first:], at_once.low[:, first:])
             assert torch.equal(found.high[:, first:], at_once.high[:, first:])
             context = PolicyContext(model=MODEL, selection=world.settings.selection)
-            chosen = make_policy("quest", context).select(want).positions[0]
+            chosen = find_policy("quest")(context).select(want).positions[0]
             world.check_books(layer, 1, 150 + grown)
             for head, held in enumerate(world.resident(layer, 1)[1].tolist()):
                 assert set(chosen[head].tolist()) <= set(held)
@@ -285,7 +284,7 @@ def test_slow_rows_alone_are_selected_for(policy: str, monkeypatch: pytest.Monke
             asked = request_of(world, layer, 1, 200 + grown + 1 - RECENT, queries[layer][:1])
             if policy == "sfi":
                 context = PolicyContext(model=MODEL, selection=world.settings.selection)
-                chosen = make_policy("sfi", context).select(asked).positions[0]
+                chosen = find_policy("sfi")(context).select(asked).positions[0]
             else:  # half of it by scores, the other half as the prompt said
                 chosen = world.best(layer, 1, 201 + grown - RECENT, queries[layer][:1], 16)
             for head, held in enumerate(positions.tolist()):

@@ -3,6 +3,7 @@
 
 import json
 
+import in_float64
 import pytest
 import torch
 from transformers import (
@@ -28,7 +29,6 @@ from transformers.models.llama import modeling_llama
 
 from tandemkv.cache_rank.engine.rotary import read_rotary
 from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
-from tandemkv.kernels.rope import apply_rope
 
 SHAPE = {
     "hidden_size": 32,
@@ -111,7 +111,7 @@ def test_queries_are_turned_as_transformers_does(tmp_path, case):
     want, _ = module.apply_rotary_pos_emb(query, query, cos, sin)
     rotary = read_rotary(tmp_path)
     halves = rotary.to_halves(query[0].transpose(0, 1)).contiguous()
-    got = apply_rope(halves, positions, rotary.inv_freq, scaling=rotary.scaling)
+    got = in_float64.rotated(halves, positions, rotary.inv_freq, rotary.scaling).float()
     got = rotary.from_halves(got)
     if case == "half-yarn":  # what is turned is left unscaled, here and where it is turned back
         scaling = model.model.rotary_emb.attention_scaling

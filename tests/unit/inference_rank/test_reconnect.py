@@ -65,5 +65,5 @@ def test_nothing_that_is_raised_ends_the_tries(error: Exception) -> None:
             raise error
         return connection
 
-    assert wait_for(Reconnecting(open_connection, retry_interval_s=0.01)) is connection
+    assert wait_for(Reconnecting(open_connection)) is connection
     assert len(tries) == 2

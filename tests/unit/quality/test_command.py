@@ -55,8 +55,6 @@ def test_help_names_tasks_and_options() -> None:
             ("--policies", "look_ahead+fetch=3"),
             "no setting fetch of selection, and no such option of this policy; did you mean fetch_",
         ),
-        (("--policies", "look_ahead+scan_ahead=true"), "scan_ahead is gone: it was no faster"),
-        (("--set", "selection.lag=1"), "selection.lag (from --set selection.lag) is gone"),
         (("--policies", "look_ahead+xyzzy=3"), "`tandemkv serve --print-settings` has all"),
         (("--budgets", "20"), "budget=20 (20 tokens) is not possible for policy=look_ahead"),
         (("--policies", ",", "--no-dense"), "nothing to measure"),

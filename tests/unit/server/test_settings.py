@@ -15,10 +15,8 @@ from tandemkv.server.devices import resolve_device
 from tandemkv.server.options import RANK_FLAGS, SERVE_FLAGS
 from tandemkv.server.settings import ServeSettings, is_loopback
 from tandemkv.server.settings_sources import (
-    REMOVED,
     Sourced,
     load_settings,
-    removed,
     setting_fields,
     to_yaml,
 )
@@ -124,7 +122,7 @@ def test_what_the_devices_decide_stays_open_when_it_is_printed(tmp_path: Path) -
         assert read == load_settings(flags(**more), {})
 
 
-_INSTEAD_OF_PEER = ["transport=peer", "is gone", "use --cache-ranks 1 --transport shared"]
+_OTHER_LINKS = ["transport=peer", "'shared', 'message' or 'local'"]
 
 
 @pytest.mark.parametrize(
@@ -133,26 +131,11 @@ _INSTEAD_OF_PEER = ["transport=peer", "is gone", "use --cache-ranks 1 --transpor
         ("prot: 1", {}, {}, ["prot", "serve.yaml", "did you mean port"]),
         ("selection: {budget: 9}", {}, {}, ["selection.budget ", "serve.yaml", "budget_tokens"]),
         ("budget_tokens: 9", {}, {}, ["budget_tokens", "mean selection.budget_tokens"]),
-        (
-            "selection: {lag: 1}",
-            {},
-            {},
-            ["selection.lag (from ", "serve.yaml) is gone", "in the next"],
-        ),
         ("selection: 3", {}, {}, ["selection", "serve.yaml", "group"]),
         ("[1]", {}, {}, ["serve.yaml", "mapping"]),
         ("a: [", {}, {}, ["serve.yaml", "not valid YAML"]),
         ("", {"TANDEMKV_SERVE_PROT": "1"}, {}, ["prot", "TANDEMKV_SERVE_PROT"]),
         ("", {"TANDEMKV_SERVE_CACHE__SIZE": "1"}, {}, ["cache.size", "TANDEMKV_SERVE_CACHE__SIZE"]),
-        (
-            "",
-            {"TANDEMKV_SERVE_SELECTION__SCAN_AHEAD": "1"},
-            {},
-            [
-                "selection.scan_ahead (from TANDEMKV_SERVE_",
-                "is gone: it was no faster; leave it out",
-            ],
-        ),
         ("port: 70000", {}, {}, ["port=70000", "serve.yaml", "65535"]),
         ("", {"TANDEMKV_SERVE_PORT": "x"}, {}, ["port=x", "TANDEMKV_SERVE_PORT", "integer"]),
         (
@@ -178,18 +161,18 @@ _INSTEAD_OF_PEER = ["transport=peer", "is gone", "use --cache-ranks 1 --transpor
             {"cache_ranks": "1", "tensor_parallel": "4"},
             ["cache ranks of its own", "use --cache-ranks 4,"],
         ),
-        ("transport: peer", {}, {}, ["serve.yaml", *_INSTEAD_OF_PEER]),
+        ("transport: peer", {}, {}, ["serve.yaml", *_OTHER_LINKS]),
         (
             "",
             {"TANDEMKV_SERVE_TRANSPORT": "peer"},
             {},
-            ["TANDEMKV_SERVE_TRANSPORT", *_INSTEAD_OF_PEER],
+            ["TANDEMKV_SERVE_TRANSPORT", *_OTHER_LINKS],
         ),
         (
             "",
             {},
             {"cache_ranks": "1", "transport": "peer", "tensor_parallel": "2"},
-            ["--transport", *_INSTEAD_OF_PEER],
+            ["--transport", *_OTHER_LINKS],
         ),
         ("", {}, {"cache_ranks": "-1"}, ["cache_ranks=-1", "--cache"]),
         ("", {}, {"host": "0.0.0.0"}, ["host=0.0.0.0", "--allow-remote", "--host"]),
@@ -276,16 +259,6 @@ def test_cuda_is_refused_in_this_version() -> None:
     with pytest.raises(SettingsError, match="device=cuda"):
         resolve_device("cuda")
     assert resolve_device("auto") == "cpu"
-
-
-def test_what_is_gone_is_no_setting() -> None:
-    flags_there_are = {flag.name for flag in SERVE_FLAGS}
-    for key, reason in REMOVED.items():
-        flag = f"--{key.rpartition('.')[2].replace('_', '-')}"
-        assert key not in setting_fields()
-        assert flag not in flags_there_are
-        assert removed(key) == removed(flag) == f"is gone: {reason}"
-    assert removed("scan_ahead") is removed("--policy") is None
 
 
 def test_a_standby_is_for_a_cache_rank_of_its_own() -> None:

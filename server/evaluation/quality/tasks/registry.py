@@ -82,15 +82,7 @@ class QuestionApart(Task):
 
 
 class AtContext(Task):
-    """A task at one of several context lengths, which is a part of its name.
-
-    Parameters
-    ----------
-    task : Task
-        The task.
-    tokens : int
-        Length of its prompts.
-    """
+    """A task at one of several context lengths, which is a part of its name."""
 
     def __init__(self, task: Task, tokens: int) -> None:
         short = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
