@@ -11,7 +11,9 @@ import pytest
 import torch
 from tiny_model import write_model
 
+from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.model_spec import read_model_spec
 from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
 from tandemkv.server.devices import (
     as_pair,
@@ -19,7 +21,7 @@ from tandemkv.server.devices import (
     placed_alone,
     resolve_device,
 )
-from tandemkv.server.preflight import resolve_cache_rank, resolve_launch
+from tandemkv.server.preflight import resolve_cache_rank, resolve_launch, resolve_settings
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
 
@@ -68,6 +70,34 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
         environ = {ONE_DEVICE_VARIABLE: "1"}
         env = sglang_env(launch.settings, environ, run_dir=model_dir, device=launch.device)
         assert env[ONE_DEVICE_VARIABLE] == "1"
+
+
+@pytest.mark.parametrize("policy", ["quest", "sfi", "sync_kv"])
+def test_what_a_gpu_does_not_capture_is_in_one_process(
+    policy: str, gpus: pytest.MonkeyPatch, model_dir: Path
+) -> None:
+    gpus.setattr(torch.cuda, "device_count", lambda: 2)
+    gpus.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    memory = SimpleNamespace(total_memory=139 << 30, name="a GPU")
+    gpus.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
+    spec, said = read_model_spec(model_dir, dtype="bfloat16"), list[str]()
+
+    def resolve(**given: Any) -> ServeSettings:
+        settings = ServeSettings(model=str(model_dir), **given)
+        return resolve_settings(settings, spec, model_dir, device="cuda", progress=said.append)
+
+    def flags(settings: ServeSettings) -> tuple[str, ...]:
+        return sglang_argv(settings, model_dir=model_dir, device="cuda", dtype="bfloat16", port=1)
+
+    selection = resolve_selection({"policy": policy})
+    settings = resolve(selection=selection)
+    assert settings.rank_settings.placement.link == "local"
+    assert f"decode steps of policy {policy} are not captured" in said[0]
+    assert "--disable-cuda-graph" in flags(settings)
+    for more in ({"transport": "shared"}, {"cache_ranks": 1}):
+        with pytest.raises(SettingsError, match=rf"policy={policy}: .*use --cache-ranks 0"):
+            resolve(selection=selection, **more)
+    assert "--disable-cuda-graph" not in flags(resolve())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -17,7 +17,6 @@ import torch
 from timings import A100, profile_of
 
 from tandemkv.cache_rank.policies.base import LayerShare
-from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
@@ -91,25 +90,6 @@ def test_a_cpu_gets_a_process(tmp_path: Path) -> None:
     assert placement.model_device == "cpu"
     assert placement.reason == "on a CPU both processes can map the same memory"
     assert said == [f"placement: {placement.describe()}"]
-
-
-@pytest.mark.parametrize("policy", ["quest", "sfi", "sync_kv"])
-def test_what_a_gpu_does_not_capture_is_in_one_process(
-    policy: str, tmp_path: Path, gpus: Any
-) -> None:
-    gpus(2)
-    selection = resolve_selection({"policy": policy, "budget_tokens": 2048})
-    settings, said = resolve(tmp_path, selection=selection)
-    assert settings.rank_settings.placement.link == "local"
-    assert f"decode steps of policy {policy} are not captured" in said[0]
-    argv = sglang_argv(settings, model_dir=tmp_path, device="cuda", dtype="bfloat16", port=1)
-    assert "--disable-cuda-graph" in argv
-    for more in ({"transport": "shared"}, {"cache_ranks": 1}):
-        with pytest.raises(SettingsError, match=rf"policy={policy}: .*use --cache-ranks 0"):
-            resolve(tmp_path, selection=selection, **more)
-    captured, _ = resolve(tmp_path)
-    argv = sglang_argv(captured, model_dir=tmp_path, device="cuda", dtype="bfloat16", port=1)
-    assert "--disable-cuda-graph" not in argv
 
 
 def test_one_gpu_is_its_own_cache_rank(tmp_path: Path, gpus: Any) -> None:
