@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache rank as a process: signals, threads, memory, and the service loop.
+"""The cache rank as a process: signals, threads, memory, and the service loop of each engine.
 
 SIGTERM ends it once its inference rank has gone, so that requests under way can finish where both
 get the signal together (a pod); SIGINT, or a second signal, at once.
@@ -12,7 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,9 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import enable_faults
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.ipc import server_pid
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec, shard_of
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_devices import engine_homes, far_gpu, one_gpu_homes
@@ -40,7 +43,7 @@ _TURN_S = 0.01
 
 def run_cache_rank(
     *,
-    run_dir: Path,
+    run_dirs: Sequence[Path],
     model_dir: Path,
     settings: RankSettings,
     max_rows: int,
@@ -54,8 +57,9 @@ def run_cache_rank(
 
     Parameters
     ----------
-    run_dir : Path
-        Run directory, made before (`RunDir.create`).
+    run_dirs : Sequence of Path
+        Run directories of its engines, made before (`RunDir.create`): one for each inference rank
+        that it serves.
     model_dir : Path
         Model in Hugging Face layout; what policy look_ahead needs of its weights is read when
         the first inference rank comes, in its dtype.
@@ -66,58 +70,99 @@ def run_cache_rank(
     device : {"cpu", "cuda"}
         Where the cache is; cuda is the GPU behind those of the model (`shared_devices`).
     on_ready : Callable, optional
-        Called once the sockets answer.
+        Called once the sockets of all engines answer.
     drain_timeout_s : float
         Longest time after SIGTERM for the inference rank to go first.
     standby : bool
-        Load everything, then wait until no other process serves the run directory.
+        Load everything, then wait until no other process serves the run directories.
     rank : int
-        Its number, of ``settings.placement.num_shards``.
+        Its number, of ``settings.placement.num_cache_ranks``.
 
     Raises
     ------
     SettingsError
-        If the run directory is unusable, ``OMP_NUM_THREADS`` is no number, or the host has too
-        little memory for ``capacity_tokens``.
+        If a run directory is missing or unusable, ``OMP_NUM_THREADS`` is no number, or the host
+        has too little memory for ``capacity_tokens``.
     UnsupportedModelError, PolicyError
         If the model or the policy cannot be served.
     CacheRankError
-        If another live process serves the run directory.
+        If another live process serves a run directory.
     """
     _set_threads()
-    directory = RunDir.open(run_dir)
-    enable_faults("cache_rank", directory.path)
-    counters = Counters()
+    directories = [RunDir.open(path) for path in run_dirs]
+    enable_faults("cache_rank", directories[0].path)
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device=cuda: torch sees no CUDA device; use --device cpu")
     placement = settings.placement
-    if rank >= placement.num_shards:
+    if rank >= placement.num_cache_ranks:
         raise SettingsError(
-            f"rank={rank}: there are cache ranks 0 to {placement.num_shards - 1} with these "
+            f"rank={rank}: there are cache ranks 0 to {placement.num_cache_ranks - 1} with these "
             "--cache-ranks and --tp"
         )
-    # Before CUDA takes memory of the model's GPU.
-    if placement.has_far_host:
-        homes = one_gpu_homes(far_gpu(device, rank))
-    else:
-        tp_rank = rank // placement.head_shards
-        homes = engine_homes(torch.device(device), tp_rank, placement.tp_size)
+    if len(directories) != placement.engines_per_rank:
+        raise SettingsError(
+            f"run_dir: {len(directories)} directories, and each cache rank serves "
+            f"{placement.engines_per_rank} inference ranks with these --cache-ranks and --tp; give "
+            "--run-dir once for each"
+        )
+    homes = _homes(device, placement, rank)  # before CUDA takes memory of the model's GPU
     if standby:
         load_all(model_dir, settings, homes.here)
-        await_turn(directory)
-    service = SharedEngineService(
-        run_dir=directory,
-        model_dir=model_dir,
-        settings=settings,
-        max_rows=max_rows,
-        counters=counters,
-        homes=homes,
-        shard=HeadShard.of_rank(rank, placement.head_shards),
-    )
+        for directory in directories:
+            await_turn(directory)
+    services = [
+        SharedEngineService(
+            run_dir=directory,
+            model_dir=model_dir,
+            settings=settings,
+            max_rows=max_rows,
+            counters=Counters(),
+            homes=homes,
+            shard=HeadShard.of_rank(rank, placement.head_shards),
+        )
+        for directory in directories
+    ]
     stop = threading.Event()
-    with _stopping_on_signals(stop, lambda: service.status().epoch, drain_timeout_s):
-        logger.info("policy %s, run directory %s", settings.selection.policy, run_dir)
-        service.run(stop, on_ready)
+    with _stopping_on_signals(
+        stop, lambda: max(each.status().epoch for each in services), drain_timeout_s
+    ):
+        logger.info("policy %s, run directory %s", settings.selection.policy, run_dirs[0])
+        _run_all(services, stop, on_ready)
+
+
+def _homes(device: str, placement: Placement, rank: int) -> Homes:
+    """Return where memory of cache rank `rank` lies; on a GPU it has one engine."""
+    if placement.has_far_host:
+        return one_gpu_homes(far_gpu(device, rank))
+    return engine_homes(torch.device(device), rank // placement.head_shards, placement.tp_size)
+
+
+def _run_all(
+    services: Sequence[SharedEngineService],
+    stop: threading.Event,
+    on_ready: Callable[[], None] | None,
+) -> None:
+    """Run all of `services` until `stop` is set, or one of them fails.
+
+    Each has a thread: tensor-parallel ranks wait for each other in the middle of a step, so an
+    engine that waits for its own rank must not hold up another.
+    """
+
+    def run(service: SharedEngineService) -> None:
+        try:
+            service.run(stop)
+        finally:
+            stop.set()
+
+    first, *others = services
+    with ThreadPoolExecutor(len(services), thread_name_prefix="engine") as pool:
+        running = [pool.submit(run, each) for each in others]
+        try:
+            first.run(stop, on_ready)
+        finally:
+            stop.set()
+    for each in running:
+        each.result()
 
 
 def load_all(model_dir: Path, settings: RankSettings, device: torch.device) -> None:

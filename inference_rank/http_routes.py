@@ -121,7 +121,7 @@ async def collect_status(run_dir: RunDir, *, not_ready: str | None) -> dict[str,
 
 async def _collect_ranks(run_dir: RunDir) -> dict[str, Any]:
     placement = runtime_module.settings_from_environment().placement
-    sockets = [run_dir.of_rank(rank).heartbeat_socket for rank in range(placement.num_cache_ranks)]
+    sockets = [run_dir.of_rank(rank).heartbeat_socket for rank in range(placement.num_engines)]
     inference, *cache_ranks = await asyncio.gather(
         *(asyncio.to_thread(_ask, socket) for socket in (run_dir.inference_socket, *sockets))
     )

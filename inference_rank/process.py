@@ -53,9 +53,7 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
     enable_faults("inference_rank", run_dir.path)
     _server = StatusServer(run_dir.inference_socket, status=status)
     if runner.server_args.enable_metrics:
-        sockets = [
-            run_dir.of_rank(rank).heartbeat_socket for rank in range(placement.num_cache_ranks)
-        ]
+        sockets = [run_dir.of_rank(rank).heartbeat_socket for rank in range(placement.num_engines)]
         MetricsPublisher(status, sockets).start()
 
 

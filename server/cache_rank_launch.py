@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,35 +100,46 @@ def cache_rank_launches(
         SIGINT ends a cache rank at once, for a launcher that has ended SGLang before; at SIGTERM
         it waits for its inference rank to go. None: another process starts them.
     """
+    placement = settings.rank_settings.placement
+    engines = [run_dir.of_rank(number, create=True) for number in range(placement.num_engines)]
+    count = placement.engines_per_rank
     return tuple(
-        cache_rank_launch(settings, run_dir, run_dir.of_rank(rank, create=True), rank, stop_signal)
-        for rank in range(settings.rank_settings.placement.num_cache_ranks)
+        cache_rank_launch(
+            settings, run_dir, engines[rank * count : (rank + 1) * count], rank, stop_signal
+        )
+        for rank in range(placement.num_cache_ranks)
     )
 
 
 def cache_rank_launch(
     settings: ServeSettings,
     run_dir: RunDir,
-    own: RunDir,
+    own: Sequence[RunDir],
     rank: int,
     stop_signal: signal.Signals | None,
 ) -> CacheRankLaunch:
-    """Return cache rank `rank`, whose sockets are in `own`; see `cache_rank_launches`."""
+    """Return cache rank `rank`, whose engines' sockets are in `own`; see `cache_rank_launches`."""
     specs = [] if stop_signal is None else _specs(settings, run_dir, own, rank, stop_signal)
     return CacheRankLaunch(
         spec=specs[0] if specs else None,
         standby=specs[1] if len(specs) > 1 else None,
-        detail=partial(cache_rank_detail, own),
+        detail=partial(cache_rank_detail, *own),
         pulse=partial(cache_rank_pulse, own),
     )
 
 
 def _specs(
-    settings: ServeSettings, run_dir: RunDir, own: RunDir, rank: int, stop_signal: signal.Signals
+    settings: ServeSettings,
+    run_dir: RunDir,
+    own: Sequence[RunDir],
+    rank: int,
+    stop_signal: signal.Signals,
 ) -> list[ChildSpec]:
     """Return a cache rank and, with ``--standby``, the one that takes its place."""
     names = ("cache rank", "standby cache rank") if settings.standby else ("cache rank",)
-    argv = cache_rank_argv(run_dir=own.path, config=run_dir.path / SETTINGS_FILE, rank=rank)
+    argv = cache_rank_argv(
+        run_dirs=[each.path for each in own], config=run_dir.path / SETTINGS_FILE, rank=rank
+    )
     placement = settings.rank_settings.placement
     is_one = placement.num_cache_ranks == 1
     return [
@@ -151,23 +163,23 @@ def restart_rules(settings: ServeSettings, device: str) -> RestartRules:
     )
 
 
-def cache_rank_detail(run_dir: RunDir) -> str | None:
-    """Return None if the cache rank of `run_dir` answers, else why it does not."""
-    return status_detail(run_dir.heartbeat_socket)
+def cache_rank_detail(*run_dirs: RunDir) -> str | None:
+    """Return None if the cache rank of `run_dirs` answers in all of them, else why it does not."""
+    return next(filter(None, (status_detail(each.heartbeat_socket) for each in run_dirs)), None)
 
 
-def cache_rank_pulse(run_dir: RunDir, pid: int) -> Pulse:
-    """Ask the cache rank of `run_dir` whether its work moves; `pid` may be waiting to be it.
+def cache_rank_pulse(run_dirs: Sequence[RunDir], pid: int) -> Pulse:
+    """Ask the cache rank of `run_dirs` whether its work moves; `pid` may be waiting to be it.
 
     Raises
     ------
     CacheRankError
         If it is `pid`, and does not answer.
     """
-    if server_pid(run_dir.heartbeat_socket) not in (None, pid):
+    if server_pid(run_dirs[0].heartbeat_socket) not in (None, pid):
         return Pulse(is_ready=True, stalled_s=0.0)  # it waits: nothing is asked of it
-    reply = request_status(run_dir.heartbeat_socket, PULSE_TIMEOUT_S)
-    return Pulse(is_ready=True, stalled_s=reply.values["stalled_s"])
+    replies = [request_status(each.heartbeat_socket, PULSE_TIMEOUT_S) for each in run_dirs]
+    return Pulse(is_ready=True, stalled_s=max(reply.values["stalled_s"] for reply in replies))
 
 
 def status_detail(socket_path: Path) -> str | None:

@@ -97,8 +97,13 @@ def serve(
 @with_flags((*RANK_FLAGS, *ROW_FLAGS, *DRAIN_FLAGS, *STANDBY_FLAGS))
 def cache_rank(
     flags: dict[str, Sourced],
-    run_dir: Annotated[
-        Path, typer.Option("--run-dir", help="Directory shared with the inference rank.")
+    run_dirs: Annotated[
+        list[Path],
+        typer.Option(
+            "--run-dir",
+            metavar="<path>",
+            help="Directory shared with the inference rank; with --tp one for each that it serves.",
+        ),
     ],
     model: Annotated[
         str | None, typer.Option("--model", help=f"Model directory, or {EMBEDDED_MODEL}.")
@@ -121,14 +126,14 @@ def cache_rank(
     """
     if model is not None:
         flags["model"] = Sourced(model, "--model")
-    flags["run_dir"] = Sourced(run_dir, "--run-dir")
+    flags["run_dir"] = Sourced(run_dirs[0], "--run-dir")
     settings = load_settings(flags, os.environ, config)
     if address is not None:
         from .message_launch import run_far_rank
 
         hosts = [host for host in allow.split(",") if host]
         console = Console(stderr=True, highlight=False)
-        run_far_rank(settings, run_dir, address, hosts, console, rank)
+        run_far_rank(settings, run_dirs[0], address, hosts, console, rank)
         return
     if settings.cache_rank_address is not None:
         raise SettingsError(
@@ -137,7 +142,7 @@ def cache_rank(
         )
     from .serve import run_cache_rank_process
 
-    run_cache_rank_process(settings, run_dir, rank)
+    run_cache_rank_process(settings, run_dirs, rank)
 
 
 @app.command(hidden=True)

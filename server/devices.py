@@ -82,7 +82,7 @@ def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
 
 
 def check_one_cache_rank(settings: ServeSettings) -> None:
-    """Refuse several cache ranks for a rank that is started by itself.
+    """Refuse several engines for a rank that is started by itself.
 
     Raises
     ------
@@ -92,8 +92,8 @@ def check_one_cache_rank(settings: ServeSettings) -> None:
     if settings.tensor_parallel > 1 or settings.head_shards > 1:
         raise SettingsError(
             f"tensor_parallel={settings.tensor_parallel}, cache_ranks={settings.cache_ranks}: of "
-            "several cache ranks only `tandemkv serve` starts as many; use it, or --cache-ranks 1 "
-            "and --tp 1"
+            "several cache ranks or tensor-parallel ranks only `tandemkv serve` starts as many; "
+            "use it, or --cache-ranks 1 and --tp 1"
         )
 
 

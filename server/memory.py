@@ -15,7 +15,7 @@ GIB = 1 << 30
 PROCESS_TREE_BYTES = 3 * GIB
 """SGLang's three processes and the cache rank, without weights and KV (measured 2.9 GB)."""
 CACHE_RANK_BYTES = GIB // 2
-"""Of each cache rank beyond the first of an inference rank."""
+"""Of each cache rank more, or fewer, than one for each inference rank."""
 RANK_BYTES = 1 * GIB
 """Of each tensor-parallel rank beyond the first: SGLang's process and its cache rank, likewise."""
 
@@ -68,7 +68,8 @@ def estimate_memory(
     """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs."""
     tp_size = settings.tensor_parallel
     processes = PROCESS_TREE_BYTES + (tp_size - 1) * RANK_BYTES
-    processes += (settings.head_shards - 1) * CACHE_RANK_BYTES
+    num_cache_ranks = settings.rank_settings.placement.num_cache_ranks
+    processes += (num_cache_ranks - tp_size) * CACHE_RANK_BYTES if num_cache_ranks else 0
     if device != "cpu":
         return MemoryEstimate(process_bytes=processes)
     item = _ITEM_BYTES.get(spec.dtype, 4)

@@ -120,7 +120,7 @@ def _launch(
             log_path=run_dir.path / f"{name.replace(' ', '_')}{number}.log",
         ),
         detail=partial(cache_rank_detail, own),
-        pulse=partial(cache_rank_pulse, own),
+        pulse=partial(cache_rank_pulse, (own,)),
     )
 
 
@@ -209,7 +209,7 @@ def run_far_rank(
     plan = LaunchPlan(
         # SIGTERM may go to both hosts at once: it waits for the inference rank to go, as it does on
         # one host.
-        cache_ranks=(cache_rank_launch(alone, run_dir, run_dir, rank, signal.SIGTERM),),
+        cache_ranks=(cache_rank_launch(alone, run_dir, (run_dir,), rank, signal.SIGTERM),),
         meanwhile=MEANWHILE,
         sglang=None,
         rules=restart_rules(settings, device),

@@ -143,6 +143,12 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             f"cache_ranks={placement.num_shards}: between GPUs transport=message has one cache "
             "rank in this version; use --tp 1 and one address, or --device cpu"
         )
+    if placement.engines_per_rank > 1 and placement.model_device == "cuda":
+        raise SettingsError(
+            f"cache_ranks={placement.num_cache_ranks} and tensor_parallel={placement.tp_size}: one "
+            "cache rank for several tensor-parallel ranks is not available on GPUs, where each "
+            f"has a cache GPU of its own; use --cache-ranks {placement.tp_size} or 0"
+        )
     check_placement(find_policy(settings.selection.policy), settings.selection.policy, placement)
     _check_shards(settings, spec, placement)
     check_dense(settings.selection, placement)

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -186,19 +187,19 @@ def make_plan(
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         before_sglang=lambda: prepare_sglang(run_dir),
-        make_holder=lambda: make_holder(run_dir, launch.placement.num_cache_ranks),
+        make_holder=lambda: make_holder(run_dir, launch.placement.num_engines),
         watched=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
         sglang_pulse=lambda: sglang_pulse(run_dir, url),
     )
 
 
-def make_holder(run_dir: RunDir, num_ranks: int) -> ExitStack | None:
-    """Return what holds the memory of `num_ranks` cache ranks; None for none."""
-    if not num_ranks:
+def make_holder(run_dir: RunDir, num_engines: int) -> ExitStack | None:
+    """Return what holds the memory of `num_engines` engines; None for none."""
+    if not num_engines:
         return None
     with ExitStack() as held:
-        for rank in range(num_ranks):
+        for rank in range(num_engines):
             own = run_dir.of_rank(rank)
             held.callback(DescriptorHolder(own.holder_socket, own.token).close)
         return held.pop_all()
@@ -278,17 +279,17 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     )
 
 
-def run_cache_rank_process(settings: ServeSettings, path: Path, rank: int = 0) -> None:
-    """Be the cache rank of the run directory `path`, until a signal; see `cache_rank.process`.
+def run_cache_rank_process(settings: ServeSettings, paths: Sequence[Path], rank: int = 0) -> None:
+    """Be the cache rank of the run directories `paths`, until a signal; see `cache_rank.process`.
 
     `rank` is its number, of all cache ranks.
 
     Raises
     ------
     SettingsError, UnsupportedModelError, PolicyError
-        If the directory, the model or the policy cannot be used.
+        If a directory, the model or the policy cannot be used.
     CacheRankError
-        If another cache rank serves the directory.
+        If another cache rank serves a directory.
     """
     from tandemkv.cache_rank.process import run_cache_rank
 
@@ -296,12 +297,12 @@ def run_cache_rank_process(settings: ServeSettings, path: Path, rank: int = 0) -
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logger = logging.getLogger(__name__)
-    run_dir = RunDir.create(path)
+    run_dirs = [RunDir.create(path).path for path in paths]
     check_policy(settings.selection.policy)
     device = cache_rank_device(settings)
     settings, model_dir = resolve_cache_rank(settings, device, logger.info)
     run_cache_rank(
-        run_dir=run_dir.path,
+        run_dirs=run_dirs,
         model_dir=model_dir,
         settings=settings.rank_settings,
         max_rows=settings.max_running_requests,
@@ -309,5 +310,5 @@ def run_cache_rank_process(settings: ServeSettings, path: Path, rank: int = 0) -
         drain_timeout_s=settings.drain_timeout_s + INFERENCE_RANK_EXIT_S,
         standby=settings.standby,
         rank=rank,
-        on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dir.path),
+        on_ready=lambda: logger.info("cache rank ready, run directory %s", run_dirs[0]),
     )

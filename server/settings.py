@@ -52,8 +52,8 @@ class ServeSettings(BaseModel):
         ge=0,
         le=_MOST_CACHE_RANKS,
         description="1: a cache rank beside SGLang, with --tp as many as that; on a CPU more, each "
-        "with a part of the KV heads; 0: inside SGLang's process. Default: what is predicted to be "
-        "faster, see `tandemkv plan`.",
+        "with a part of the KV heads, or fewer, each for several processes of --tp; 0: inside "
+        "SGLang's process. Default: what is predicted to be faster, see `tandemkv plan`.",
     )
     transport: Link | None = Field(
         None,
@@ -173,8 +173,19 @@ class ServeSettings(BaseModel):
         """Cache ranks of each inference rank."""
         if self.wished_link == "local":
             return 1
-        count = len(self.cache_rank_addresses) or self.cache_ranks or 1
-        return count // self.tensor_parallel or 1
+        return self._num_cache_ranks // self.tensor_parallel or 1
+
+    @property
+    def engines_per_rank(self) -> int:
+        """Inference ranks that each cache rank serves."""
+        if self.wished_link in ("local", "message"):
+            return 1
+        return self.tensor_parallel // self._num_cache_ranks or 1
+
+    @property
+    def _num_cache_ranks(self) -> int:
+        """Cache ranks that were asked for; left open, one for each inference rank."""
+        return len(self.cache_rank_addresses) or self.cache_ranks or self.tensor_parallel
 
     def placement_on(self, device: str, reason: str = "it was not decided here") -> Placement:
         """Return the placement that these settings lead to, with the model on `device`."""
@@ -186,6 +197,7 @@ class ServeSettings(BaseModel):
                 "two_gpus": lies_on_two_gpus(link, device),
                 "tp_size": self.tensor_parallel,
                 "head_shards": self.head_shards,
+                "engines_per_rank": self.engines_per_rank,
                 "reason": reason,
             }
         )
@@ -269,12 +281,15 @@ class ServeSettings(BaseModel):
         given = len(self.cache_rank_addresses) or self.cache_ranks
         if not given:
             return
-        if given % tp_size:
+        is_far = self.wished_link == "message"
+        if given % tp_size and (is_far or tp_size % given):
+            reason, other = "one has to divide the other", "a multiple or a divisor of it"
+            if is_far:
+                reason = "by messages each tensor-parallel rank has cache ranks of its own, as many"
+                reason, other = f"{reason} as the others", "a multiple of it (or as many addresses)"
             raise ValueError(
-                f"cache_ranks={given} and tensor_parallel={tp_size}: each tensor-parallel rank has "
-                f"cache ranks of its own, as many as the others; use --cache-ranks {tp_size}, or a "
-                f"multiple of it (addresses, if they are named), or 0 for none in a process of its "
-                f"own, or --tp {given}"
+                f"cache_ranks={given} and tensor_parallel={tp_size}: {reason}; use --cache-ranks "
+                f"{tp_size}, or {other}, or 0 for none in a process of its own, or --tp {given}"
             )
         if self.head_shards > 1 and self.stress_selection:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -162,13 +162,14 @@ def _cores_of_ranks(tp_size: int) -> str:
     return "|".join(",".join(map(str, part)) for part in parts)
 
 
-def cache_rank_argv(*, run_dir: Path, config: Path, rank: int = 0) -> tuple[str, ...]:
+def cache_rank_argv(*, run_dirs: Sequence[Path], config: Path, rank: int = 0) -> tuple[str, ...]:
     """Return the command line of the cache rank; `config` is what ``--print-settings`` prints.
 
-    `rank` is its number, of all cache ranks.
+    `run_dirs` are those of its engines, and `rank` is its number, of all cache ranks.
     """
+    folders = [word for path in run_dirs for word in ("--run-dir", str(path))]
     number = ("--rank", str(rank)) if rank else ()
-    return (*SERVER, "cache-rank", "--run-dir", str(run_dir), *number, "--config", str(config))
+    return (*SERVER, "cache-rank", *folders, *number, "--config", str(config))
 
 
 def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:

@@ -143,8 +143,9 @@ def open_cache_ranks(settings: ServeSettings, worker: Worker) -> int | None:
     if settings.cache_ranks is not None or settings.wished_link is not None:
         return None
     implied = worker.world_size - 1
-    # Others are no multiple of --tp, and refused by the number of processes.
-    return None if implied % settings.tensor_parallel else implied
+    tp_size = settings.tensor_parallel
+    # Others neither divide --tp nor are a multiple of it: the number of processes is refused.
+    return None if implied % tp_size and tp_size % implied else implied
 
 
 def check_processes(settings: ServeSettings, worker: Worker) -> None:

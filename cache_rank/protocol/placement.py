@@ -56,6 +56,12 @@ class Placement(FrozenModel):
         le=64,
         description="Cache ranks of each inference rank; each has a part of its KV heads.",
     )
+    engines_per_rank: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Tensor-parallel ranks that one cache rank serves, with an engine for each.",
+    )
     two_gpus: bool = Field(
         default=False,
         description="Whether the processes of link shared have a GPU each, or are laid out so.",
@@ -67,6 +73,11 @@ class Placement(FrozenModel):
     @property
     def num_cache_ranks(self) -> int:
         """Processes of cache ranks besides SGLang's own."""
+        return self.num_engines // self.engines_per_rank
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of all cache ranks; each has a run directory of its own (`RunDir.of_rank`)."""
         return self.num_shards if self.maps_memory else 0
 
     @property
@@ -108,6 +119,8 @@ class Placement(FrozenModel):
         model, ranks = str(self.model_device), "cache rank"
         if self.tp_size > 1:
             model, ranks = f"{self.tp_size} {_HOSTS[self.model_device]}", "cache rank of each"
+        if self.engines_per_rank > 1:
+            ranks = f"a cache rank for every {self.engines_per_rank} of them"
         if self.head_shards > 1:
             of_each = " of each" if self.tp_size > 1 else ""
             ranks = f"{self.head_shards} cache ranks{of_each}, each with its part of the KV heads,"

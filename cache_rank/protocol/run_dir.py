@@ -34,7 +34,7 @@ _SOCKET_NAMES = (
 )
 _TEMPORARY, _METRICS = "sglang-tmp", "sglang-metrics"
 _OF_RANKS = ("tp[1-9]", "tp[1-9][0-9]")
-"""Directories of the cache ranks but the first, see `RunDir.of_rank`."""
+"""Directories of the engines but the first, see `RunDir.of_rank`."""
 _LONGEST_NAMES = (*_SOCKET_NAMES, f"{_TEMPORARY}/tmp01234567")
 """The last is a socket of SGLang's, whose name it gets from the standard library."""
 _MADE = (
@@ -111,7 +111,7 @@ class RunDir:
         return run_dir
 
     def of_rank(self, rank: int, *, create: bool = False) -> RunDir:
-        """Return where cache rank `rank` meets its inference rank.
+        """Return where engine `rank`, of all cache ranks, meets its inference rank.
 
         The first one's is this directory; the others have one each inside, with a token, sockets
         and epochs of their own.

@@ -39,10 +39,10 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
     if not launches:
         yield
         return
-    if settings.rank_settings.placement.num_cache_ranks > 1:
+    if settings.rank_settings.placement.num_engines > 1:
         raise SettingsError(
-            f"{settings.rank_settings.placement.num_cache_ranks} cache ranks are not measured "
-            "here; use cache_ranks 0, or 1 with tensor_parallel 1"
+            f"{settings.rank_settings.placement.num_engines} engines are not measured here; use "
+            "cache_ranks 0, or 1 with tensor_parallel 1"
         )
     (run_dir.path / SETTINGS_FILE).write_text(to_yaml(settings), encoding="utf-8")
     with contextlib.ExitStack() as running:

@@ -17,19 +17,27 @@ from tandemkv.cache_rank.protocol.control import ControlServer
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 from tandemkv.cache_rank.protocol.ipc import server_pid
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
+from tandemkv.cache_rank.service.service import SharedEngineService
 
 
 def settings_of(policy="look_ahead"):
     return RankSettings(selection=SelectionSettings(policy=policy))
 
 
+def two_ranks():
+    """Settings of one cache rank for two tensor-parallel ranks."""
+    placement = Placement(link="shared", tp_size=2, engines_per_rank=2)
+    return RankSettings(selection=SelectionSettings(policy="look_ahead"), placement=placement)
+
+
 @pytest.fixture
 def arguments(tmp_path):
     run_dir = RunDir.create(tmp_path / "run")
     return {
-        "run_dir": run_dir.path,
+        "run_dirs": [run_dir.path],
         "model_dir": write_model(tmp_path / "model"),
         "settings": settings_of(),
         "max_rows": 4,
@@ -38,7 +46,7 @@ def arguments(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_cleanly(arguments, number):
-    run_dir = RunDir.open(arguments["run_dir"])
+    run_dir = RunDir.open(arguments["run_dirs"][0])
     before = signal.getsignal(number)
     replies = []
 
@@ -53,15 +61,51 @@ def test_a_signal_ends_it_cleanly(arguments, number):
     assert not run_dir.control_socket.exists()
 
 
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_it_serves_several_inference_ranks_and_all_end_together(arguments, monkeypatch, failing):
+    """By a signal, or because the engine of one has failed: the process is started again then."""
+    first = RunDir.open(arguments["run_dirs"][0])
+    run_dirs = [first, first.of_rank(1, create=True)]
+    run_some, threads = SharedEngineService.run_some, set()
+    replies = []
+
+    def run_or_fail(service):
+        threads.add(threading.get_ident())
+        if replies and failing is not None and service._run_dir.path == run_dirs[failing].path:
+            raise OSError("no more descriptors")
+        run_some(service)
+
+    monkeypatch.setattr(SharedEngineService, "run_some", run_or_fail)
+
+    def on_ready():
+        replies.extend(request_status(each.heartbeat_socket, 5.0) for each in run_dirs)
+        assert {server_pid(each.control_socket) for each in run_dirs} == {os.getpid()}
+        if failing is None:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    given = arguments | {"run_dirs": [each.path for each in run_dirs], "settings": two_ranks()}
+    if failing is None:
+        run_cache_rank(**given, on_ready=on_ready)
+    else:
+        with pytest.raises(OSError, match="no more descriptors"):
+            run_cache_rank(**given, on_ready=on_ready)
+    assert [reply.ready for reply in replies] == [True, True]
+    assert {reply.info["cache_ranks"] for reply in replies} == {"1"}
+    assert len(threads) == 2
+    assert not any(each.control_socket.exists() for each in run_dirs)
+
+
 def test_refusals(arguments, monkeypatch, tmp_path):
     with pytest.raises(SettingsError, match="run-dir"):
-        run_cache_rank(**arguments | {"run_dir": tmp_path / "nowhere"})
+        run_cache_rank(**arguments | {"run_dirs": [tmp_path / "nowhere"]})
     with pytest.raises(UnsupportedModelError):
         run_cache_rank(**arguments | {"model_dir": tmp_path})
     with pytest.raises(PolicyError, match="unknown"):
         run_cache_rank(**arguments | {"settings": settings_of(policy="guess")})
     with pytest.raises(SettingsError, match="rank=1: there are cache ranks 0 to 0"):
         run_cache_rank(**arguments, rank=1)
+    with pytest.raises(SettingsError, match="1 directories, and each cache rank serves 2"):
+        run_cache_rank(**arguments | {"settings": two_ranks()})
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(SettingsError, match="many"):
         run_cache_rank(**arguments)

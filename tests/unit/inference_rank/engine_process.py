@@ -29,7 +29,7 @@ def _serve(run_dir: Path, model_dir: Path, settings: str, rank: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     threading.Thread(target=_end_with_parent, daemon=True).start()
     run_cache_rank(
-        run_dir=run_dir,
+        run_dirs=[run_dir],
         model_dir=model_dir,
         max_rows=3,
         standby=True,

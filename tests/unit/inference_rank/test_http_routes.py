@@ -41,9 +41,13 @@ def test_a_warm_server_is_as_ready_as_its_ranks(monkeypatch: pytest.MonkeyPatch)
     assert "reason" not in found
 
 
-def test_each_cache_rank_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engines_per_rank", [1, 2])
+def test_each_cache_rank_is_asked(
+    engines_per_rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Requests wait while one of them is away: that is no reason to send clients elsewhere."""
-    settings = RankSettings(placement=Placement(link="shared", tp_size=2))
+    placement = Placement(link="shared", tp_size=2, engines_per_rank=engines_per_rank)
+    settings = RankSettings(placement=placement)
     monkeypatch.setattr(runtime_module, "settings_from_environment", lambda: settings)
     run_dir = RunDir.create(tmp_path / "run")
     asked: list[Path] = []

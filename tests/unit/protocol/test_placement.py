@@ -69,6 +69,9 @@ def test_it_is_told_in_one_line_with_its_reason() -> None:
     three = Placement(link="shared", head_shards=3)
     assert three.num_cache_ranks == three.num_shards == 3
     assert "3 cache ranks, each with its part of the KV heads, in a process" in three.describe()
+    few = Placement(link="shared", tp_size=4, engines_per_rank=2)
+    assert (few.num_cache_ranks, few.num_engines, few.num_shards) == (2, 4, 4)
+    assert "4 processes, a cache rank for every 2 of them in a process of its own" in few.describe()
     assert found.info() == {"link": "shared", "cache_ranks": "1", "placement": found.describe()}
 
 

@@ -22,7 +22,7 @@ def fake(name: str, mode: str) -> Callable[..., tuple[str, ...]]:
     return lambda *_, **__: argv
 
 
-def cache_rank_detail(_: Any) -> str | None:
+def cache_rank_detail(*_: Any) -> str | None:
     return None if Path(root, "cache.up").exists() else "cache is silent"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.server.memory import MemoryEstimate, estimate_memory
+from tandemkv.server.memory import CACHE_RANK_BYTES, MemoryEstimate, estimate_memory
 from tandemkv.server.settings import ServeSettings
 
 SPEC = ModelSpec(
@@ -27,13 +27,15 @@ LAYER_BYTES = 2 * 2 * 8 * 4
 """K and V of one token in one layer."""
 
 
-def estimate(folder: Path, spec: ModelSpec, cache_ranks: int) -> MemoryEstimate:
+def estimate(
+    folder: Path, spec: ModelSpec, cache_ranks: int, tensor_parallel: int = 1
+) -> MemoryEstimate:
     (folder / "config.json").write_text(json.dumps({"dtype": "float32"}))
     settings = ServeSettings.model_validate(
         {
             "model": str(folder), "device": "cpu", "cache_ranks": cache_ranks,
-            "max_running_requests": 4, "cache": {"capacity_tokens": 4096},
-            "selection": {"budget_tokens": 128},
+            "tensor_parallel": tensor_parallel, "max_running_requests": 4,
+            "cache": {"capacity_tokens": 4096}, "selection": {"budget_tokens": 128},
         }
     )  # fmt: skip
     return estimate_memory(settings, spec, folder, device="cpu")
@@ -49,3 +51,10 @@ def test_layers_with_a_window_have_room_for_sets_only_in_mapped_memory(tmp_path:
         found = estimate(tmp_path, spec, cache_ranks)
         assert found.cache_bytes == 4096 * 6 * LAYER_BYTES
         assert found.resident_bytes == num_layers * one_layer
+
+
+def test_each_cache_rank_is_a_process(tmp_path: Path) -> None:
+    """Two processes of the model with one cache rank, with one each, and with two each."""
+    found = [estimate(tmp_path, SPEC, count, 2).process_bytes for count in (1, 2, 4)]
+    assert [size - found[1] for size in found] == [-CACHE_RANK_BYTES, 0, 2 * CACHE_RANK_BYTES]
+    assert estimate(tmp_path, SPEC, 0, 2).process_bytes == found[1]

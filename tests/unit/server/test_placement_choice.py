@@ -205,8 +205,9 @@ def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
         assert (settings.cache_ranks, placement.num_cache_ranks, placement.two_gpus) == (2, 2, True)
         assert "model on 2 GPUs, cache rank of each in a process of its own" in said[0]
     gpus(3)
-    with pytest.raises(SettingsError, match="needs 4 GPUs, 3 seen"):
-        resolve(tmp_path, tensor_parallel=2, cache_ranks=2)
+    for count, refused in ((2, "needs 4 GPUs, 3 seen"), (1, "on GPUs.* --cache-ranks 2 or 0")):
+        with pytest.raises(SettingsError, match=refused):
+            resolve(tmp_path, tensor_parallel=2, cache_ranks=count)
 
 
 def test_cache_ranks_share_the_heads_of_one_rank_on_a_cpu(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_the_pulse_of_a_cache_rank_is_how_long_its_work_stands_still(
 ) -> None:
     run_dir = RunDir.create(launch.settings.run_dir)
     with pytest.raises(CacheRankLostError):
-        cache_rank_pulse(run_dir, os.getpid())
+        cache_rank_pulse([run_dir], os.getpid())
     values = {"busy_s": 600.0, "stalled_s": 0.5}  # busy for long, and it moves
     server = StatusServer(
         run_dir.heartbeat_socket,
@@ -122,7 +123,7 @@ def test_the_pulse_of_a_cache_rank_is_how_long_its_work_stands_still(
         ),
     )
     try:
-        assert cache_rank_pulse(run_dir, os.getpid()) == Pulse(is_ready=True, stalled_s=0.5)
+        assert cache_rank_pulse([run_dir], os.getpid()) == Pulse(is_ready=True, stalled_s=0.5)
     finally:
         server.close()
 
@@ -177,9 +178,12 @@ def test_a_launch_holds_memory_for_its_ranks(launch: ResolvedLaunch) -> None:
     assert not run_dir.holder_socket.exists()
 
 
-def split_over_two(launch: ResolvedLaunch) -> ResolvedLaunch:
-    placement = Placement(link="shared", tp_size=2)
-    changes = {"tensor_parallel": 2, "cache_ranks": 2, "placement": placement, "standby": True}
+def split_over_two(launch: ResolvedLaunch, engines_per_rank: int = 1) -> ResolvedLaunch:
+    placement = Placement(link="shared", tp_size=2, engines_per_rank=engines_per_rank)
+    changes = {
+        "tensor_parallel": 2, "cache_ranks": placement.num_cache_ranks, "placement": placement,
+        "standby": True,
+    }  # fmt: skip
     return replace(launch, settings=launch.settings.model_copy(update=changes))
 
 
@@ -229,3 +233,26 @@ def test_each_cache_rank_is_asked_at_its_own_directory(launch: ResolvedLaunch) -
             first.pulse(os.getpid())
     finally:
         server.close()
+
+
+def test_one_cache_rank_of_both_ranks_is_asked_at_both_directories(launch: ResolvedLaunch) -> None:
+    run_dir = RunDir.create(launch.settings.run_dir)
+    plan = make_plan(split_over_two(launch, engines_per_rank=2), run_dir)
+    (rank,) = plan.cache_ranks
+    own = [run_dir.of_rank(number) for number in (0, 1)]
+    assert rank.spec is not None
+    folders = [word for path in own for word in ("--run-dir", str(path.path))]
+    assert rank.spec.argv[5:-2] == tuple(folders)
+    assert (rank.spec.name, rank.spec.log_path.name) == ("cache rank", "cache_rank.log")
+    holder = plan.make_holder()
+    assert holder is not None
+    assert all(each.holder_socket.exists() for each in own)
+    holder.close()
+    with contextlib.ExitStack() as serving:
+        for number, each in enumerate(own):
+            assert rank.detail() is not None
+            values = {"stalled_s": 3.0 * number}
+            reply = StatusReply(role="cache_rank", epoch=1, ready=True, values=values, info={})
+            serving.callback(StatusServer(each.heartbeat_socket, status=lambda r=reply: r).close)
+        assert rank.detail() is None
+        assert rank.pulse(os.getpid()).stalled_s == 3.0

@@ -146,20 +146,19 @@ _OTHER_LINKS = ["transport=peer", "'shared', 'message' or 'local'"]
         ),
         ("", {}, {"selection__exact_layers": "0,a"}, ["selection.exact_layers=0,a", "integer"]),
         ("", {}, {"selection__budget_tokens": "10"}, ["budget_tokens=10", "= 68", "--selection_"]),
-        ("", {}, {"cache_ranks": "1", "tensor_parallel": "2"}, ["tensor_parallel=2", "--tp 1"]),
         ("", {}, {"cache_ranks": "1", "transport": "local"}, ["--cache-ranks 0"]),
         (
             "",
             {},
             {"cache_ranks": "2", "tensor_parallel": "3"},
-            ["cache_ranks=2", "use --cache-ranks 3,", "--tp 2"],
+            ["cache_ranks=2", "one has to divide", "use --cache-ranks 3,", "--tp 2"],
         ),
         ("stress_selection: true", {}, {"cache_ranks": "3"}, ["other signs", "--cache-ranks 1"]),
         (
             "",
             {},
-            {"cache_ranks": "1", "tensor_parallel": "4"},
-            ["cache ranks of its own", "use --cache-ranks 4,"],
+            {"cache_ranks": "1", "tensor_parallel": "4", "transport": "message"},
+            ["by messages", "cache ranks of its own", "use --cache-ranks 4, or a multiple of it ("],
         ),
         ("transport: peer", {}, {}, ["serve.yaml", *_OTHER_LINKS]),
         (
@@ -265,3 +264,17 @@ def test_a_standby_is_for_a_cache_rank_of_its_own() -> None:
     with pytest.raises(ValueError, match="leave --standby out"):
         ServeSettings(model="smollm2", standby=True, cache_ranks=0)
     assert ServeSettings(model="smollm2", standby=True).standby
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "given", "engines_per_rank", "head_shards"),
+    [(4, None, 1, 1), (4, 1, 4, 1), (4, 2, 2, 1), (4, 4, 1, 1), (4, 8, 1, 2), (1, 3, 1, 3)],
+)
+def test_cache_ranks_are_shared_by_ranks_or_share_their_heads(
+    tp_size: int, given: int | None, engines_per_rank: int, head_shards: int
+) -> None:
+    settings = ServeSettings(model="smollm2", tensor_parallel=tp_size, cache_ranks=given)
+    found = settings.placement_on("cpu")
+    assert (found.engines_per_rank, found.head_shards) == (engines_per_rank, head_shards)
+    assert found.num_cache_ranks == (given or tp_size)
+    assert found.num_engines == tp_size * head_shards

@@ -109,7 +109,7 @@ def test_a_cache_rank_that_ends_too_often_is_reported_and_its_log_stays(
     ("options", "count", "said"),
     [
         (("--cache-ranks", "1"), 3, "started 3 processes, and these settings have 2"),
-        (("--tp", "2"), 2, "started 2 processes, and these settings have 3"),
+        (("--tp", "2"), 4, "started 4 processes, and these settings have 3"),
         (("--transport", "message"), 2, "has to know where the cache ranks listen"),
         (("--cache-ranks", "0"), 2, "started 2 processes, and these settings have 1"),
         (("--no-such-option",), 2, "No such option"),
@@ -224,10 +224,14 @@ def test_four_processes_of_torchrun_are_one_server(launched: Launched) -> None:
     launched.assert_nothing_left()
 
 
-def test_tensor_parallel_ranks_have_a_process_for_each_cache_rank(launched: Launched) -> None:
-    launched.start_workers("serve", "--tp", "2", count=3)
+@pytest.mark.parametrize("count", [2, 3])
+def test_tensor_parallel_ranks_have_a_process_for_each_cache_rank(
+    launched: Launched, count: int
+) -> None:
+    """One for each of them, or one for both."""
+    launched.start_workers("serve", "--tp", "2", count=count)
     launched.wait_ready()
-    launched.wait_for(lambda: len(launched.pids("cache")) == 2)
+    launched.wait_for(lambda: len(launched.pids("cache")) == count - 1)
     os.kill(launched.processes[0].pid, signal.SIGTERM)
-    assert launched.wait() == [0, 0, 0]
+    assert launched.wait() == [0] * count
     launched.assert_nothing_left()

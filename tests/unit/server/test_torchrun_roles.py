@@ -158,6 +158,7 @@ def test_each_other_process_is_a_cache_rank(second: Worker) -> None:
         ({"cache_ranks": 0, "tensor_parallel": 4}, 1),
         ({"cache_ranks": 2, "tensor_parallel": 2}, 3),
         ({"cache_ranks": 4, "tensor_parallel": 2}, 5),
+        ({"cache_ranks": 2, "tensor_parallel": 4}, 3),
     ],
 )
 def test_there_is_a_process_for_each_role(
@@ -171,11 +172,11 @@ def test_there_is_a_process_for_each_role(
         assert f"use --nproc-per-node {count}" in str(error.value)
 
 
-@pytest.mark.parametrize(("count", "implied"), [(1, 0), (3, 2), (5, 4), (2, None), (4, None)])
+@pytest.mark.parametrize(("count", "implied"), [(1, 0), (2, 1), (3, 2), (5, 4), (4, None)])
 def test_tensor_parallel_ranks_share_the_other_processes(
     second: Worker, count: int, implied: int | None
 ) -> None:
-    """Left open, there are as many cache ranks as other processes, if --tp divides them."""
+    """Left open, there are as many cache ranks as other processes, if --tp has a use for them."""
     worker, parallel = of_host(second, count, rank=0), settings(tensor_parallel=2)
     assert open_cache_ranks(parallel, worker) == implied
     if implied is None:
