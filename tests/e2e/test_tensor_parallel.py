@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks with a cache rank each: tokens of one rank, also when one is killed.
+"""Two tensor-parallel ranks, a cache rank each or one: tokens of one rank, also when it is killed.
 
 The model is small and random; its weights are large enough that tokens depend on what is attended
 to. In SGLang's processes of a CPU the ranks exchange sums over gloo.
@@ -172,3 +172,22 @@ def test_other_cache_ranks_give_the_same_tokens(
         assert undisturbed(server, prompts, NEW_TOKENS) == of_one_rank
         assert values(server)["sparse_rows_total"] > 0
         assert len(cache_ranks(server)) == given["cache_ranks"]
+
+
+def test_one_cache_rank_serves_both(prompts: list[list[int]], of_one_rank: list[list[int]]) -> None:
+    """With an engine for each: the same tokens, also when it is killed; a clean end."""
+    with ours(settings(tensor_parallel=RANKS, cache_ranks=1)) as server:
+        assert undisturbed(server, prompts, NEW_TOKENS) == of_one_rank
+        assert all(rank["values"]["fetched_rows_total"] > 0 for rank in cache_ranks(server))
+        (pid,) = set(found := pids(server))
+        assert len(found) == RANKS
+        grown = killed_while_decoding(server, prompts, of_one_rank, pid=pid)
+        names = ("pauses_total", "restored_rows_total", "reseeded_rows_total")
+        assert [grown[name] for name in names] == [1, REQUESTS, 0]
+        assert pid not in pids(server)
+        processes, run_dir = server.processes(), server.run_dir
+        os.kill(server.pid, signal.SIGINT)
+        for process in processes:
+            process.wait(60)
+    assert run_dir is not None
+    assert {path.name for path in run_dir.iterdir()} == {"cache_rank.log", "sglang.log"}
