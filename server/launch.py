@@ -180,10 +180,12 @@ class Launcher:
     def _start(self) -> None:
         deadline = time.monotonic() + self._plan.rules.start_timeout_s
         own = [rank for rank in self._cache_ranks if rank is not None]
+        for rank in own:
+            rank.start(self._watchdog)
+        if own and self._sglang is not None:
+            self._sglang.start(self._watchdog)  # it loads meanwhile
         if own:
             with self._progress.stage("cache rank" if len(own) == 1 else "cache ranks"):
-                for rank in own:
-                    rank.start(self._watchdog)
                 self._await_cache_ranks(deadline)
         else:
             self._await_cache_ranks(deadline)
@@ -192,7 +194,8 @@ class Launcher:
                 standby.start(self._watchdog)
         if self._sglang is None:
             return
-        self._sglang.start(self._watchdog)
+        if not own:
+            self._sglang.start(self._watchdog)
         with self._progress.stage("SGLang loading"):
             self._await(self._loading_detail, deadline, self._sglang.child)
         with self._progress.stage("handshake and warm-up"):

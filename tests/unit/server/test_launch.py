@@ -325,6 +325,6 @@ def test_the_start_waits_for_each_cache_rank(
     launched = launch("never", "serve", "4")
     assert launched.wait() == 1
     assert len(launched.pids("cache")) == len(launched.pids("second")) == 1
-    assert launched.pids("sglang") == []
+    assert len(launched.pids("sglang")) == 1  # it loads meanwhile
     assert "not ready after 4 s (--start-timeout-s): cache is silent" in launched.text()
     assert_all_gone(launched.pids())
