@@ -195,7 +195,7 @@ class CacheEngine:
                 program.sources,
                 selection,
                 page_tokens=policy.page_tokens,
-                max_context=self._model.max_context,
+                max_context=min(self._model.max_context, pools.num_slots),
             )
         index_dtype = selection.index_dtype if program.selects else "native"
         return make_key_index(index_dtype, pools, program.sources)

@@ -34,7 +34,8 @@ class PageBoundsIndex(NativeIndex):
     page_tokens : int
         Positions of a page.
     max_context : int
-        Longest request. Memory is for as many pages in each row; a CPU commits what is written.
+        Longest request that there is room for. Memory is for as many pages in each row; a CPU
+        commits what is written.
     """
 
     def __init__(

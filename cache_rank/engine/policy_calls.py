@@ -9,7 +9,7 @@ import torch
 
 from tandemkv.cache_rank.policies.attending import AttendingPolicy, AttendInput
 from tandemkv.cache_rank.policies.base import Owner, Policy, SeedInput, StoredKV
-from tandemkv.cache_rank.policies.composition import Composition
+from tandemkv.cache_rank.policies.composition import Composition, is_captured
 from tandemkv.cache_rank.protocol.engine import PADDING_ROW, EnginePools
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
@@ -25,9 +25,10 @@ from .seeding import fill_set, make_seed_input
 class PolicyCalls:
     """Asks a policy what to select, to seed and to attend to, and tells it what it may remember.
 
-    A request is known to it as (row, generation); generations count the prefill steps of a row. On
-    a CPU it is asked about the requests that something is selected for. On a GPU, where a step is
-    captured, it is asked about all of the batch, and nobody is named (`SelectionInput.owners`).
+    A request is known to it as (row, generation); generations count the prefill steps of a row. It
+    is asked about the requests that something is selected for. On a GPU that captures its steps
+    (`is_captured`) it is asked about all of the batch, and nobody is named
+    (`SelectionInput.owners`).
 
     Parameters
     ----------
@@ -62,7 +63,7 @@ class PolicyCalls:
         self.composition = composition
         self._policy, self._model, self._selection = policy, model, selection
         self._pools, self._program, self._index, self._batch = pools, program, index, batch
-        self._is_eager = pools.k[0].device.type == "cpu"
+        self._is_eager = pools.k[0].device.type == "cpu" or not is_captured(type(policy))
         self._generations: dict[int, int] = {}
         self.num_attends = self.num_attended = 0
 
@@ -158,7 +159,7 @@ class PolicyCalls:
         if not self._is_eager:
             return self._ask(layer, query, self._candidates(asked, hi, lag=lag))
         shape = (size, self._model.num_kv_heads, self._selection.budget_tokens)
-        whole = torch.full(shape, -1, dtype=torch.int32)
+        whole = torch.full(shape, -1, dtype=torch.int32, device=query.device)
         places = asked.nonzero()[:, 0]
         if len(places):
             candidates = self._candidates(asked, hi, lag=lag)
@@ -258,5 +259,5 @@ class PolicyCalls:
         return row, self._generations.get(row, 0)
 
     def _owners(self, rows: torch.Tensor) -> tuple[Owner, ...]:
-        """Return who is in `rows` ``[S]``; nobody on a GPU."""
+        """Return who is in `rows` ``[S]``; nobody where a GPU captures steps."""
         return tuple(map(self._owner, rows.tolist())) if self._is_eager else ()

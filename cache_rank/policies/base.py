@@ -66,8 +66,8 @@ class PolicyCapabilities:
     graph_safe : bool
         A promise of a policy whose own methods are called in decode steps (`composition`): they
         launch the same work in each step, of one shape whatever the lengths, do not wait for the
-        device, and keep what they remember in tensors by row. On a GPU, where a step is captured
-        once and replayed, others are refused.
+        device, and keep what they remember in tensors by row. A GPU captures a step of theirs once
+        and replays it; steps of others it does not capture (`composition.is_captured`).
     per_head : bool
         A promise: what is selected, or attended to, for a KV head depends on nothing of other KV
         heads. Several cache ranks have a part of the heads each, and other policies are refused
@@ -242,10 +242,10 @@ class SelectionInput:
     layer : int
         The layer that will use it.
     owners : Sequence[Owner]
-        The requests; none on a GPU, where `rows` says who they are.
+        The requests; none on a GPU that captures steps, where `rows` says who they are.
     rows : torch.Tensor
-        ``[S]`` int64: row of each request. On a GPU rows whose candidates end where they begin are
-        among them (padding, dense requests).
+        ``[S]`` int64: row of each request. Where steps are captured rows whose candidates end where
+        they begin are among them (padding, dense requests).
     query : torch.Tensor
         ``[S, num_qo_heads, head_dim]``, after RoPE: the predicted query of the layer
         (`Timing.SAME_STEP_HIDDEN`), else its true query. If only some KV heads are slow

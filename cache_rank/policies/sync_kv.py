@@ -194,7 +194,7 @@ class SyncKVPolicy(Policy):
         heads = self.context.model.num_kv_heads
         merged = dict.fromkeys(p for rank in sets.t().tolist() for p in rank if p >= 0)
         union = torch.full((request.budget,), -1, dtype=torch.int32, device=sets.device)
-        union[: len(merged)] = torch.tensor(list(merged), dtype=torch.int32)
+        union[: len(merged)] = torch.tensor(list(merged), dtype=torch.int32, device=sets.device)
         return union.expand(heads, -1).contiguous()
 
 

@@ -34,7 +34,8 @@ class AttendTable:
         ``[max_batch]`` int64: all tokens of a request of up to `num_dense`, else
         ``min(length, R + num_recent)``.
     num_dense : int
-        As of the step that was loaded last.
+    whole : torch.Tensor or None
+        As of the step that was loaded last; ``[B]`` bool on a CPU, if `attend_whole` was called.
 
     Parameters
     ----------
@@ -57,6 +58,7 @@ class AttendTable:
         self.width = max(self._most, num_dense, longest)
         self._num_resident, self._num_recent = num_resident, num_recent
         self.num_dense, self._first_slot = num_dense, first_slot
+        self.whole: torch.Tensor | None = None
         self.slots = torch.zeros((max_batch, self.width), dtype=torch.int32, device=device)
         self.attended = torch.ones(max_batch, dtype=torch.int64, device=device)
 
@@ -69,7 +71,7 @@ class AttendTable:
         count from the end in both kinds, for a dense one has all of them. `num_dense` is this
         step's, at most that of the table.
         """
-        self.num_dense = num_dense
+        self.num_dense, self.whole = num_dense, None
         load_attended(
             rows, lengths, req_to_token, self.slots, self.attended,
             num_resident=self._num_resident, num_recent=self._num_recent,
@@ -84,6 +86,7 @@ class AttendTable:
 
         ``whole [B]`` bool, on a CPU; the others as for `load`.
         """
+        self.whole = whole
         for place in whole.nonzero()[:, 0].tolist():
             row, length = int(rows[place]), int(lengths[place])
             self.slots[place, :length] = req_to_token[row, :length]
@@ -132,7 +135,7 @@ class RingTable(AttendTable):
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int
     ) -> None:
         """See `AttendTable.load`; `req_to_token` is not needed."""
-        self.num_dense = num_dense
+        self.num_dense, self.whole = num_dense, None
         load_ring(
             rows, lengths, self.slots, self.attended, self.rows, self.write_slots,
             num_resident=self._num_resident, num_recent=self._num_recent,
@@ -251,7 +254,8 @@ class FlashInferResident:
     ) -> None:
         """See `ResidentAttention.plan`."""
         table, size = self._table, forward_batch.batch_size
-        on_host = table.attended_on_host(forward_batch.seq_lens_cpu[:size], table.num_dense)
+        lengths = forward_batch.seq_lens_cpu[:size]
+        on_host = table.attended_on_host(lengths, table.num_dense, table.whole)
         view = self._view(on_host, table.attended[:size])
         view.forward_mode = forward_batch.forward_mode
         view.out_cache_loc, view.positions = forward_batch.out_cache_loc, forward_batch.positions

@@ -53,13 +53,14 @@ class NewestFirst(ScoringPolicy):
 
     def seed_scores(self, request: SeedInput) -> torch.Tensor:
         _note("seed_scores")
-        scores = -torch.arange(request.hi, dtype=torch.float32)
+        scores = -torch.arange(request.hi, dtype=torch.float32, device=request.queries.device)
         scores[: request.lo] = float("-inf")
         return scores.expand(self.context.model.num_kv_heads, -1)
 
     def select(self, request: SelectionInput) -> Selection:
         _note("select")
-        newest = request.hi[:, None] - 1 - self.options.skip - torch.arange(request.budget)
+        ranks = torch.arange(request.budget, device=request.hi.device)
+        newest = request.hi[:, None] - 1 - self.options.skip - ranks
         newest = newest.where(newest >= request.lo[:, None], -1).int()
         heads = self.context.model.num_kv_heads
         return Selection(newest[:, None].expand(-1, heads, -1).contiguous())

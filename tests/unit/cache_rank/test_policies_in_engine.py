@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tandemkv.cache_rank.calibration.resolve import Resolved
 from tandemkv.cache_rank.engine import factory
 from tandemkv.cache_rank.engine.page_index import PageBoundsIndex
+from tandemkv.cache_rank.engine.policy_calls import PolicyCalls
 from tandemkv.cache_rank.policies.async_spade import AsyncSpadePolicy
 from tandemkv.cache_rank.policies.base import (
     HeadClusters,
@@ -208,6 +209,54 @@ def test_a_gpu_captures_what_is_the_same_in_each_step() -> None:
     with pytest.raises(PolicyError, match="lfps does not run on cuda; use --device cpu"):
         check_device(find_policy("lfps"), "lfps", "cuda")
     check_device(find_policy("lfps"), "lfps", "cpu")
+
+
+@pytest.mark.parametrize("policy", ["quest", "sfi", "sync_kv", "own_policy:NewestFirst"])
+def test_steps_make_tensors_where_the_engine_is(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is made on the default device is made on another one, as on a GPU."""
+    monkeypatch.setattr(factory, "resolve_calibration", lambda *_: Resolved(clusters=CLUSTERS))
+    slow = None if policy in {"quest", "own_policy:NewestFirst"} else [False, True, True]
+    for more in ({}, {"options": {"union": True}} if policy == "sync_kv" else {}):
+        world = World(policy=policy, fetch_cap=32, **more)
+        rows, lengths = torch.tensor([1, 2, 0]), torch.tensor([201, 31, 1])
+        marked = None if slow is None else torch.tensor(slow)
+        queries = torch.randn((3, QUERY_HEADS, DIM), generator=world.generator)
+        with torch.device("meta"):
+            for row, length in ((1, 200), (2, 30)):
+                table = world.table[row, :length]
+                world.rank.begin_extend([row], [0], [length], [table])
+                for layer in SPARSE:
+                    world.rank.extend(layer, table.long())
+                    world.rank.seed(layer, 0, row, queries)
+            world.rank.begin_step()
+            world.rank.begin_decode(rows, lengths, world.table, slow=marked)
+            for layer in SPARSE:
+                world.rank.choose(layer, queries)
+                world.rank.fetch(layer, 3)
+                world.rank.append(layer, 3)
+            world.rank.end_step()
+        for layer in SPARSE:
+            world.check_books(layer, 1, 201)
+
+
+def test_who_asks_is_named_where_steps_are_not_captured() -> None:
+    """On a GPU as on a CPU; nobody waits for the rows of a step that is captured."""
+
+    class Captured(own_policy.NewestFirst):
+        capabilities = replace(own_policy.NewestFirst.capabilities, graph_safe=True)
+
+    world = World(policy="own_policy:NewestFirst")
+    rank, context = world.rank, world.rank._policy.context
+    pools = replace(world.pools, k=[x.to("meta") for x in world.pools.k])
+    for policy, owners in ((rank._policy, ((2, 1), (0, 0))), (Captured(context), ())):
+        calls = PolicyCalls(
+            policy, rank._calls.composition, MODEL, world.settings.selection, pools, rank.program,
+            index=rank._index, batch=rank.batch,
+        )  # fmt: skip
+        calls.begin_extend([2])
+        assert calls._owners(torch.tensor([2, 0])) == owners
 
 
 def test_settings_are_those_of_the_class() -> None:

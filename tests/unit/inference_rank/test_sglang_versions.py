@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank import sglang_contract, sglang_versions
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, FlashInferResident
@@ -213,8 +215,9 @@ def resident(monkeypatch: pytest.MonkeyPatch, backend: type) -> tuple[Any, Any, 
     request_table = torch.full((4, 8), 77, dtype=torch.int32)
     runner = SimpleNamespace(table=request_table, translator=Translator(request_table))
     table = AttendTable(
-        num_resident=4, num_recent=2, num_dense=6, first_slot=10, max_batch=3, device=CPU
-    )
+        num_resident=4, num_recent=2, num_dense=6, first_slot=10, max_batch=3, device=CPU,
+        longest=8,
+    )  # fmt: skip
     return FlashInferResident(runner, table, "pool"), runner, table
 
 
@@ -224,6 +227,23 @@ def test_flashinfer_reads_our_table_and_sglang_its_own(monkeypatch: pytest.Monke
     assert found._backend.kv_index_translator.req_to_token is table.slots
     assert runner.translator.req_to_token is runner.table, "prefill goes on with SGLang's"
     assert not table.slots.any(), "what it was shown with is gone"
+
+
+def test_what_is_attended_to_as_a_whole_is_planned_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang sizes FlashInfer's list of slots by lengths on the host: a kernel fills it."""
+    found, runner, table = resident(monkeypatch, FlashInfer)
+    rows, lengths = torch.tensor([2, 1, 3]), torch.tensor([7, 8, 5])
+    batch = SimpleNamespace(
+        batch_size=3, seq_lens_cpu=lengths, forward_mode=ForwardMode.DECODE, out_cache_loc=None,
+        positions=None,
+    )  # fmt: skip
+    for whole, count in ((None, 6 + 6 + 5), (torch.tensor([False, True, False]), 6 + 8 + 5)):
+        table.load(rows, lengths, runner.table, 6)
+        if whole is not None:
+            table.attend_whole(whole, rows, lengths, runner.table)
+        found.plan(batch, in_capture=False, in_graph=False, kind=DecodeKind.SELECTING)
+        wrapper = found._backend.forward_metadata.decode_wrappers[0]
+        assert len(wrapper._paged_kv_indices_buf) == count
 
 
 def test_a_backend_that_does_not_heed_our_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
