@@ -20,6 +20,13 @@ from .shared_probes import SharedProbes
 _NO_BODY = 1 << 16
 """Bodies of administration routes are small."""
 
+_HANDED_ON = frozenset(
+    (b"accept", b"connection", b"content-length", b"content-type", b"host", b"origin",
+     b"traceparent", b"tracestate", b"transfer-encoding", b"user-agent")
+)  # fmt: skip
+"""No key, which SGLang's logs must not get at, and no field by another way: SGLang takes a
+request's rank, id, priority and labels of metrics from headers too."""
+
 
 class Edge:
     """Refuses what SGLang must not see; hands on the rest.
@@ -84,10 +91,9 @@ class Edge:
         if route.opens_in_evaluation and self._limits.is_evaluation:
             needed = Role.USER
         self._keys.require(needed, headers.get(b"authorization"))
-        # SGLang's logs must not get at it.
         scope = {
             **scope,
-            "headers": [item for item in scope["headers"] if item[0].lower() != b"authorization"],
+            "headers": [item for item in scope["headers"] if item[0].lower() in _HANDED_ON],
         }
         if route.check is not None:
             await self._serve_checked(scope, receive, send, headers, route.check)
