@@ -20,6 +20,9 @@ _MOST_DISCARDED = 64 << 20
 """Rest of a long body that is still taken from the connection. To close it with bytes unread would
 reset it, and a client that is still sending would never see the answer."""
 
+_MOST_CONTAINERS = 1 << 16
+"""Lists and mappings of one body. Each is checked on the event loop: millions fit into a body."""
+
 
 async def read_body(
     receive: Receive, headers: Mapping[bytes, bytes], *, max_bytes: int, timeout_s: float
@@ -120,6 +123,7 @@ def parse_json_object(body: bytes, *, max_depth: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RequestRefusedError(400, "the body must be a JSON object")
     level: list[Any] = [found]
+    count = 0
     for _ in range(max_depth):
         level = [
             item
@@ -129,6 +133,11 @@ def parse_json_object(body: bytes, *, max_depth: int) -> dict[str, Any]:
         ]
         if not level:
             return found
+        count += len(level)
+        if count > _MOST_CONTAINERS:
+            raise RequestRefusedError(
+                400, f"the JSON has more than {_MOST_CONTAINERS} lists and mappings"
+            )
     raise too_deep
 
 

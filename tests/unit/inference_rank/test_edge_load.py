@@ -168,8 +168,9 @@ class Serving:
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.threads = error, []  # type: ignore[var-annotated]
 
-    def _validate_request(self, _request: Any) -> None:
-        return None
+    def _validate_request(self, request: Any) -> str | None:
+        self.threads.append(threading.current_thread())
+        return "refused" if request == "bad" else None
 
     def _convert_to_internal_request(self, request: str, _raw: Any) -> str:
         self.threads.append(threading.current_thread())
@@ -179,13 +180,19 @@ class Serving:
 
     async def handle(self, request: str, raw: Any) -> str:
         try:
-            return self._convert_to_internal_request(request, raw)
+            return self._validate_request(request) or self._convert_to_internal_request(
+                request, raw
+            )
         except ValueError as error:
             return str(error)
 
 
-def test_chat_templates_are_applied_in_the_thread() -> None:
-    for serving, said in ((Serving(), "HI"), (Serving(ValueError("wrong")), "wrong")):
-        found = asyncio.run(tokenizing.handle_request(Serving.handle, serving, "hi", None))
+def test_requests_are_checked_and_converted_in_the_thread_once() -> None:
+    for serving, request, said, calls in (
+        (Serving(), "hi", "HI", 2),
+        (Serving(), "bad", "refused", 1),
+        (Serving(ValueError("wrong")), "hi", "wrong", 2),
+    ):
+        found = asyncio.run(tokenizing.handle_request(Serving.handle, serving, request, None))
         assert found == said
-        assert [thread.name for thread in serving.threads] == ["tandemkv-tokenizer_0"]
+        assert [thread.name for thread in serving.threads] == ["tandemkv-tokenizer_0"] * calls
