@@ -102,6 +102,27 @@ def test_more_than_may_wait_is_refused() -> None:
     asyncio.run(work())
 
 
+def test_a_client_that_does_not_read_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandemkv.inference_rank.edge.middleware.TAKE_TIMEOUT_S", 0.05)
+    world = make_world()
+
+    async def body() -> Any:
+        return {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}
+
+    async def never(_message: Any) -> None:
+        await asyncio.Event().wait()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": COMPLETIONS,
+        "headers": [(b"content-type", b"application/json")],
+    }
+    asyncio.run(asyncio.wait_for(world.edge(scope, body, never), 10))
+    assert len(world.behind.seen) == 1
+    assert world.edge.admission.taken == 0
+
+
 def test_nothing_is_admitted_while_paused() -> None:
     manager = SimpleNamespace(is_pause=True)
     world = make_world(closed=lambda: pause_reason(manager))
