@@ -242,8 +242,9 @@ def check_native(body: dict[str, Any], limits: Limits) -> int:
     check_fields(sampling, table, limits, prefix="sampling_params.")
     _check_grammar(sampling, limits)
     num_prompts = _num_prompts(body[given[0]])
-    if num_prompts > 1 and "rid" in body:
-        raise wrong("rid", body["rid"], "one prompt beside it")
+    if "rid" in body and (num_prompts > 1 or sampling.get("n", 1) > 1):
+        # SGLang aborts such ids when a stream has ended, also if it was refused for another's id.
+        raise wrong("rid", body["rid"], "one prompt beside it, and n=1,")
     _check_listed(body, sampling, limits)
     return _completions(num_prompts, sampling.get("n", 1), limits)
 

@@ -104,6 +104,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "at most 512 for the 256 tokens",
     ),
     (NATIVE, {"text": "x", "rid": "HEALTH_CHECK_1"}, "rid="),
+    (
+        NATIVE,
+        {"text": "x", "rid": "a", "sampling_params": {"n": 2}},
+        "one prompt beside it, and n=1",
+    ),
     (NATIVE, {"text": "x", "image_data": "/etc/passwd"}, "image_data"),
     (NATIVE, {"text": "x", "input_embeds": [[1.0]]}, "input_embeds"),
     ("/tokenize", {"prompt": "x" * 5000}, "prompt has 5000 bytes"),
