@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message, Receive, Scope, Send
 
 from .refusal import RequestRefusedError
 
 _MOST_DISCARDED = 64 << 20
 """Rest of a long body that is still taken from the connection. To close it with bytes unread would
 reset it, and a client that is still sending would never see the answer."""
+
+_MOST_CONTAINERS = 1 << 16
+"""Lists and mappings of one body. Each is checked on the event loop: millions fit into a body."""
 
 
 async def read_body(
@@ -120,6 +123,7 @@ def parse_json_object(body: bytes, *, max_depth: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RequestRefusedError(400, "the body must be a JSON object")
     level: list[Any] = [found]
+    count = 0
     for _ in range(max_depth):
         level = [
             item
@@ -129,6 +133,11 @@ def parse_json_object(body: bytes, *, max_depth: int) -> dict[str, Any]:
         ]
         if not level:
             return found
+        count += len(level)
+        if count > _MOST_CONTAINERS:
+            raise RequestRefusedError(
+                400, f"the JSON has more than {_MOST_CONTAINERS} lists and mappings"
+            )
     raise too_deep
 
 
@@ -151,3 +160,20 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_again
+
+
+class PromptSend:
+    """A `send` that gives up a client that does not read: it would keep its place for ever."""
+
+    def __init__(self, send: Send, timeout_s: float) -> None:
+        self._send, self._timeout_s = send, timeout_s
+        self.has_stalled = False
+
+    async def __call__(self, message: Message) -> None:
+        """Send, or raise as if the client had left."""
+        try:
+            async with asyncio.timeout(0.0 if self.has_stalled else self._timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            self.has_stalled = True
+            raise OSError("the client does not read its answer") from None

@@ -19,6 +19,9 @@ AROUND: dict[str, Callable[..., Any]] = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.convert_logprob_style": (
         logprobs.convert_logprob_style
     ),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.detokenize_logprob_tokens": (
+        logprobs.detokenize_logprob_tokens
+    ),
     f"{_OPENAI}.serving_base.OpenAIServingBase.handle_request": tokenizing.handle_request,
     f"{_OPENAI}.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": (
         tokenizing.handle_tokenize

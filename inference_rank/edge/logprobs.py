@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities of a request that SGLang's scheduler ended before its first token.
+"""Log probabilities: of a request that was ended early, and the text of many tokens.
 
-It sends none, although the request asks for some; what streams the answer counts them all the same,
-does not find their number, and answers 500 in place of the reason.
+When SGLang's scheduler ends a request before its first token it sends none, although the request
+asks for some; what streams the answer counts them all the same, does not find their number, and
+answers 500 in place of the reason.
+
+SGLang decodes the token of each log probability anew, on the event loop of the HTTP process:
+seconds for a prompt's, in which no stream moves.
 """
 
 from __future__ import annotations
@@ -29,3 +33,23 @@ def convert_logprob_style(
         manager.add_logprob_to_meta_info(*given, **more)
     else:
         original(manager, *given, recv_obj, recv_obj_index, **more)
+
+
+_texts: dict[int, str] = {}
+"""Of each token so far; the model has no more than its vocabulary."""
+
+
+def detokenize_logprob_tokens(
+    original: Callable[..., Any],
+    manager: Any,
+    values: list[float],
+    ids: list[int],
+    decode_to_text: bool,
+) -> Any:
+    """Decode each token once (AROUND hook of TokenizerManager's)."""
+    if not decode_to_text:
+        return original(manager, values, ids, decode_to_text)
+    new = list(set(ids).difference(_texts))
+    if new:
+        _texts.update(zip(new, manager.tokenizer.batch_decode([[i] for i in new]), strict=True))
+    return list(zip(values, ids, map(_texts.__getitem__, ids), strict=False))

@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .admission import Admission
-from .body import parse_json_object, read_body, replay, with_body
+from .body import PromptSend, parse_json_object, read_body, replay, with_body
 from .keys import Keys, Role
 from .limits import Limits
 from .refusal import RequestRefusedError, shown
@@ -19,6 +19,16 @@ from .shared_probes import SharedProbes
 
 _NO_BODY = 1 << 16
 """Bodies of administration routes are small."""
+
+TAKE_TIMEOUT_S = 60.0
+"""Longest wait for a client to take a part of its answer, beyond what the connection buffers."""
+
+_HANDED_ON = frozenset(
+    (b"accept", b"connection", b"content-length", b"content-type", b"host", b"origin",
+     b"traceparent", b"tracestate", b"transfer-encoding", b"user-agent")
+)  # fmt: skip
+"""No key, which SGLang's logs must not get at, and no field by another way: SGLang takes a
+request's rank, id, priority and labels of metrics from headers too."""
 
 
 class Edge:
@@ -84,10 +94,9 @@ class Edge:
         if route.opens_in_evaluation and self._limits.is_evaluation:
             needed = Role.USER
         self._keys.require(needed, headers.get(b"authorization"))
-        # SGLang's logs must not get at it.
         scope = {
             **scope,
-            "headers": [item for item in scope["headers"] if item[0].lower() != b"authorization"],
+            "headers": [item for item in scope["headers"] if item[0].lower() in _HANDED_ON],
         }
         if route.check is not None:
             await self._serve_checked(scope, receive, send, headers, route.check)
@@ -116,7 +125,12 @@ class Edge:
             place.grow(check(found, self._limits))
             written = msgspec.json.encode(found)
             del found
-            await self._app(with_body(scope, written), replay(written, receive), send)
+            answer = PromptSend(send, TAKE_TIMEOUT_S)
+            try:
+                await self._app(with_body(scope, written), replay(written, receive), answer)
+            except Exception:
+                if not answer.has_stalled:
+                    raise  # else uvicorn closes the connection, for the answer is incomplete
 
     async def _serve_plain(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], route: Route

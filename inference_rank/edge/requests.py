@@ -14,7 +14,6 @@ from .limits import Limits
 from .refusal import RequestRefusedError, shown
 from .sampling import (
     EVALUATION_SAMPLING,
-    GRAMMAR,
     NATIVE_SAMPLING,
     SAMPLING,
     SEED,
@@ -23,6 +22,7 @@ from .sampling import (
     most_completions,
     most_logprobs,
 )
+from .schemas import response_format, tools
 from .values import (
     Check,
     boolean,
@@ -34,6 +34,7 @@ from .values import (
     one_or_list,
     only,
     string,
+    text_bytes,
     token_ids,
     wrong,
 )
@@ -88,7 +89,7 @@ _OPENAI: dict[str, Check] = {
     "seed": SEED,
     "stream": boolean,
     "stream_options": _STREAM_OPTIONS,
-    "response_format": mapping(GRAMMAR),
+    "response_format": response_format,
     "cache_salt": _SHORT,
     "lora_path": lora_path,
     "return_token_ids": boolean,
@@ -113,7 +114,9 @@ _TOOL_CALL: dict[str, Check] = {
     "type": only("function"),
     "function": mapping(_prompt_bytes, _FUNCTION),
 }
-_MOST_MESSAGES, _MOST_TOOLS = 4096, 256
+_MOST_MESSAGES, _MOST_CALLS = 4096, 256
+_DEFAULT_NEW_TOKENS = 128  # SGLang's
+_MOST_LISTED = 1 << 17
 
 
 def _content(name: str, value: Any, limits: Limits) -> None:
@@ -129,7 +132,7 @@ _MESSAGE: dict[str, Check] = {
     "name": _SHORT,
     "tool_call_id": _SHORT,
     "reasoning_content": string(_prompt_bytes),
-    "tool_calls": list_of(mapping(_prompt_bytes, _TOOL_CALL), _MOST_TOOLS),
+    "tool_calls": list_of(mapping(_prompt_bytes, _TOOL_CALL), _MOST_CALLS),
 }
 
 
@@ -138,8 +141,8 @@ def _template_options(name: str, value: Any, limits: Limits) -> None:
     mapping(4096)(name, value, limits)
     for key, item in value.items():
         is_renderers = key in (
-            "messages", "conversation", "chat_template", "tools", "documents", "tokenize",
-            "add_generation_prompt", "continue_final_message", "padding", "truncation",
+            "messages", "conversation", "conversations", "chat_template", "tools", "documents",
+            "tokenize", "add_generation_prompt", "continue_final_message", "padding", "truncation",
             "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
             "tokenizer_kwargs", "processor_kwargs", "reasoning_effort",
         )  # fmt: skip
@@ -149,7 +152,7 @@ def _template_options(name: str, value: Any, limits: Limits) -> None:
 
 _CHAT_PROMPT: dict[str, Check] = {
     "messages": list_of(mapping(_prompt_bytes, _MESSAGE), _MOST_MESSAGES, least=1),
-    "tools": list_of(mapping(GRAMMAR), _MOST_TOOLS),
+    "tools": tools,
     "tool_choice": lambda name, value, limits: (
         mapping(1024) if isinstance(value, dict) else only("none", "auto", "required")
     )(name, value, limits),
@@ -239,9 +242,36 @@ def check_native(body: dict[str, Any], limits: Limits) -> int:
     check_fields(sampling, table, limits, prefix="sampling_params.")
     _check_grammar(sampling, limits)
     num_prompts = _num_prompts(body[given[0]])
-    if num_prompts > 1 and "rid" in body:
-        raise wrong("rid", body["rid"], "one prompt beside it")
+    if "rid" in body and (num_prompts > 1 or sampling.get("n", 1) > 1):
+        # SGLang aborts such ids when a stream has ended, also if it was refused for another's id.
+        raise wrong("rid", body["rid"], "one prompt beside it, and n=1,")
+    _check_listed(body, sampling, limits)
     return _completions(num_prompts, sampling.get("n", 1), limits)
+
+
+def _check_listed(body: dict[str, Any], sampling: dict[str, Any], limits: Limits) -> None:
+    """Bound the log probabilities of many chosen tokens: the HTTP process writes out each."""
+    num_ids = len(body.get("token_ids_logprob", ()))
+    if num_ids <= most_logprobs(limits):
+        return
+    positions = sampling.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
+    start = body.get("logprob_start_len", -1)
+    if start >= 0:
+        positions += max(_most_prompt_tokens(body) - start, 0)
+    if num_ids * positions > _MOST_LISTED:
+        raise wrong(
+            "token_ids_logprob",
+            body["token_ids_logprob"],
+            f"at most {max(_MOST_LISTED // positions, most_logprobs(limits))} for the "
+            f"{positions} tokens that this request may list (--max-logprobs)",
+        )
+
+
+def _most_prompt_tokens(body: dict[str, Any]) -> int:
+    """Return what the longest prompt can have at most: a token is a byte or more."""
+    prompt = body["text"] if "text" in body else body["input_ids"]
+    parts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
+    return max(text_bytes(part) if isinstance(part, str) else len(part) for part in parts) + 1
 
 
 def check_tokenize(body: dict[str, Any], limits: Limits) -> int:

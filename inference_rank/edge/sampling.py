@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from .limits import Limits
+from .schemas import GRAMMAR, json_schema, regex
 from .values import (
-    Bound,
     Check,
     boolean,
     integer,
@@ -53,12 +53,6 @@ def _most_stop_bytes(limits: Limits) -> int:
     return limits.settings.max_stop_bytes
 
 
-def _most_grammar_bytes(limits: Limits) -> int:
-    return limits.settings.max_grammar_bytes
-
-
-GRAMMAR: Bound = _most_grammar_bytes
-
 # An empty stop string would end every answer before it begins.
 _STOP = one_or_list(string(_most_stop_bytes, least=1), _most_stops)
 
@@ -77,8 +71,8 @@ SAMPLING: dict[str, Check] = {
     "ignore_eos": boolean,
     "no_stop_trim": boolean,
     "skip_special_tokens": boolean,
-    "json_schema": string(GRAMMAR),
-    "regex": string(GRAMMAR),
+    "json_schema": json_schema,
+    "regex": regex,
     "ebnf": string(GRAMMAR),
 }
 """Under these names in every route. ``stop_regex`` is not there: SGLang matches it, backtracking,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="tandemkv-tokenizer")
@@ -35,39 +36,59 @@ async def handle_tokenize(
 async def handle_request(
     original: Callable[..., Any], serving: Any, request: Any, raw_request: Any
 ) -> Any:
-    """Apply chat templates, which tokenise, in the thread (AROUND hook)."""
+    """Check tools, and apply chat templates, which tokenise, in the thread (AROUND hook)."""
 
-    def convert() -> Callable[[], Any]:
-        try:
-            found = serving._convert_to_internal_request(request, raw_request)
-        except Exception as error:
-            return _raising(error)
-        return lambda: found
+    def validate() -> str | None:
+        found: str | None = serving._validate_request(request)
+        return found
 
-    if serving._validate_request(request):
-        return await original(serving, request, raw_request)  # which says what is wrong
-    return await original(_Converted(serving, await _run(convert)), request, raw_request)
+    def convert() -> Any:
+        return serving._convert_to_internal_request(request, raw_request)
+
+    def prepare() -> tuple[Outcome, Outcome]:
+        fault = _outcome(validate)
+        is_right = fault.error is None and not fault.value
+        return fault, _outcome(convert) if is_right else fault
+
+    return await original(_Prepared(serving, *await _run(prepare)), request, raw_request)
 
 
-class _Converted:
-    """SGLang's serving object, with one call already made."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call returned or raised."""
 
-    def __init__(self, serving: Any, outcome: Callable[[], Any]) -> None:
+    value: Any = None
+    error: Exception | None = None
+
+    def again(self) -> Any:
+        """Return or raise it."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class _Prepared:
+    """SGLang's serving object, with two calls already made."""
+
+    def __init__(self, serving: Any, fault: Outcome, converted: Outcome) -> None:
         self._serving = serving
-        self._outcome = outcome
+        self._fault, self._converted = fault, converted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._serving, name)
 
+    def _validate_request(self, _request: Any) -> Any:
+        return self._fault.again()
+
     def _convert_to_internal_request(self, _request: Any, _raw_request: Any) -> Any:
-        return self._outcome()
+        return self._converted.again()
 
 
-def _raising(error: Exception) -> Callable[[], Any]:
-    def outcome() -> Any:
-        raise error
-
-    return outcome
+def _outcome(function: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(function())
+    except Exception as error:
+        return Outcome(error=error)
 
 
 async def _run(function: Callable[[], Any]) -> Any:

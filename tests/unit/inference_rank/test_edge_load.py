@@ -102,6 +102,27 @@ def test_more_than_may_wait_is_refused() -> None:
     asyncio.run(work())
 
 
+def test_a_client_that_does_not_read_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandemkv.inference_rank.edge.middleware.TAKE_TIMEOUT_S", 0.05)
+    world = make_world()
+
+    async def body() -> Any:
+        return {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}
+
+    async def never(_message: Any) -> None:
+        await asyncio.Event().wait()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": COMPLETIONS,
+        "headers": [(b"content-type", b"application/json")],
+    }
+    asyncio.run(asyncio.wait_for(world.edge(scope, body, never), 10))
+    assert len(world.behind.seen) == 1
+    assert world.edge.admission.taken == 0
+
+
 def test_nothing_is_admitted_while_paused() -> None:
     manager = SimpleNamespace(is_pause=True)
     world = make_world(closed=lambda: pause_reason(manager))
@@ -168,8 +189,9 @@ class Serving:
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.threads = error, []  # type: ignore[var-annotated]
 
-    def _validate_request(self, _request: Any) -> None:
-        return None
+    def _validate_request(self, request: Any) -> str | None:
+        self.threads.append(threading.current_thread())
+        return "refused" if request == "bad" else None
 
     def _convert_to_internal_request(self, request: str, _raw: Any) -> str:
         self.threads.append(threading.current_thread())
@@ -179,13 +201,19 @@ class Serving:
 
     async def handle(self, request: str, raw: Any) -> str:
         try:
-            return self._convert_to_internal_request(request, raw)
+            return self._validate_request(request) or self._convert_to_internal_request(
+                request, raw
+            )
         except ValueError as error:
             return str(error)
 
 
-def test_chat_templates_are_applied_in_the_thread() -> None:
-    for serving, said in ((Serving(), "HI"), (Serving(ValueError("wrong")), "wrong")):
-        found = asyncio.run(tokenizing.handle_request(Serving.handle, serving, "hi", None))
+def test_requests_are_checked_and_converted_in_the_thread_once() -> None:
+    for serving, request, said, calls in (
+        (Serving(), "hi", "HI", 2),
+        (Serving(), "bad", "refused", 1),
+        (Serving(ValueError("wrong")), "hi", "wrong", 2),
+    ):
+        found = asyncio.run(tokenizing.handle_request(Serving.handle, serving, request, None))
         assert found == said
-        assert [thread.name for thread in serving.threads] == ["tandemkv-tokenizer_0"]
+        assert [thread.name for thread in serving.threads] == ["tandemkv-tokenizer_0"] * calls

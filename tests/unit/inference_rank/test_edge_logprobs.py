@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from tandemkv.inference_rank.edge.logprobs import convert_logprob_style
+from tandemkv.inference_rank.edge.logprobs import convert_logprob_style, detokenize_logprob_tokens
 
 
 def state(**lists: list[Any]) -> Any:
@@ -50,3 +50,20 @@ def test_others_are_as_sglang_makes_them() -> None:
     meta_info = convert(recv_obj, state())
     assert meta_info["output_token_logprobs"] == [(-0.5, 7)]
     assert meta_info["output_token_logprobs_length"] == 1
+
+
+def test_a_token_is_decoded_once() -> None:
+    asked: list[list[list[int]]] = []
+
+    def batch_decode(ids: list[list[int]]) -> list[str]:
+        asked.append(ids)
+        return [f"<{token}>" for (token,) in ids]
+
+    manager = SimpleNamespace(tokenizer=SimpleNamespace(batch_decode=batch_decode))
+    original = TokenizerManager.detokenize_logprob_tokens
+    ids = [10**6, 10**6, 10**6 + 1]
+    for _ in range(2):
+        found = detokenize_logprob_tokens(original, manager, [-1.0, -2.0, -3.0], ids, True)
+        assert found == original(manager, [-1.0, -2.0, -3.0], ids, True)  # type: ignore[arg-type]
+    assert [len(part) for part in asked] == [2, 3, 3]
+    assert detokenize_logprob_tokens(original, manager, [-1.0], [5], False) == [(-1.0, 5, None)]

@@ -89,7 +89,26 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (NATIVE, {"text": "x", "sampling_params": [{}]}, "one mapping"),
     (NATIVE, {"text": "x", "sampling_params": {"custom_params": {}}}, "custom_params: this server"),
     (NATIVE, {"text": "x", "token_ids_logprob": [1000]}, r"token_ids_logprob[0]=1000"),
+    (
+        NATIVE,
+        {"text": "x" * 150, "token_ids_logprob": [1] * 1000, "logprob_start_len": 0},
+        "token_ids_logprob=a list of 1000: at most 469 for the 279 tokens",
+    ),
+    (
+        NATIVE,
+        {
+            "input_ids": [1],
+            "token_ids_logprob": [1] * 600,
+            "sampling_params": {"max_new_tokens": 256},
+        },
+        "at most 512 for the 256 tokens",
+    ),
     (NATIVE, {"text": "x", "rid": "HEALTH_CHECK_1"}, "rid="),
+    (
+        NATIVE,
+        {"text": "x", "rid": "a", "sampling_params": {"n": 2}},
+        "one prompt beside it, and n=1",
+    ),
     (NATIVE, {"text": "x", "image_data": "/etc/passwd"}, "image_data"),
     (NATIVE, {"text": "x", "input_embeds": [[1.0]]}, "input_embeds"),
     ("/tokenize", {"prompt": "x" * 5000}, "prompt has 5000 bytes"),
@@ -124,6 +143,10 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ),
     (NATIVE, {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 0}, "rid": "to-abort"}),
     (NATIVE, {"text": "x", "return_logprob": True, "logprob_start_len": -1, "lora_path": None}),
+    (NATIVE, {"text": "x" * 900, "token_ids_logprob": [1] * 1024}),
+    (NATIVE, {"text": "x" * 900, "token_ids_logprob": [1] * 20, "logprob_start_len": 0}),
+    (COMPLETIONS, {"prompt": "x", "json_schema": '{"pattern": "(a)", "maxLength": 9}'}),
+    (COMPLETIONS, {"prompt": "x", "json_schema": "$$ANY$$"}),
     ("/v1/tokenize", {"model": "default", "prompt": "x"}),
     ("/v1/detokenize", {"tokens": []}),
 ]  # fmt: skip

@@ -102,6 +102,16 @@ def test_keys(locked: World, path: str, headers: dict[str, str], code: int) -> N
         assert b"authorization" not in dict(seen["headers"])
 
 
+def test_fields_do_not_come_in_headers() -> None:
+    """SGLang takes some of a request's fields from headers, and does not check all."""
+    world = make_world()
+    taken = {"x-data-parallel-rank": "0", "x-override-rid": "a", "x-smg-routing-key": "a"}
+    assert world.post(COMPLETIONS, BODY, **taken).status_code == 200
+    names = {name for name, _ in world.behind.seen[0]["headers"]}
+    assert b"content-type" in names
+    assert not names & {name.encode() for name in taken}
+
+
 def test_probes_need_no_key(locked: World) -> None:
     for path in ("/tandemkv/ready", "/tandemkv/status", "/health", "/metrics"):
         assert locked.get(path).status_code == 200

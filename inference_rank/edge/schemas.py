@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON schemas, expressions and tools: what is costly or deadly to read, whatever its length.
+
+xgrammar compiles in SGLang's scheduler and calls itself for each level: a pattern of 30,000
+parentheses overflows its stack, and a schema of some hundred levels takes minutes. SGLang checks
+tools in Python, each of their values, and the members of a list that it cannot sort in pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .body import parse_json_object
+from .limits import Limits
+from .refusal import RequestRefusedError
+from .values import Bound, list_of, mapping, string, wrong
+
+
+def _most_grammar_bytes(limits: Limits) -> int:
+    return limits.settings.max_grammar_bytes
+
+
+GRAMMAR: Bound = _most_grammar_bytes
+MOST_GROUPS = 512
+"""Opening parentheses of one regular expression: no fewer than its levels, escaped or not."""
+MOST_TOOL_VALUES, _MOST_IN_PAIRS, _MOST_TOOLS = 8192, 256, 256
+_ANY_JSON = "$$ANY$$"  # SGLang's own word
+
+_text, _mapping = string(GRAMMAR), mapping(GRAMMAR)
+_mappings = list_of(_mapping, _MOST_TOOLS)
+
+
+def regex(name: str, value: Any, limits: Limits) -> None:
+    """Check a regular expression."""
+    _text(name, value, limits)
+    _check_groups(name, value)
+
+
+def json_schema(name: str, value: Any, limits: Limits) -> None:
+    """Check a JSON schema that comes as text, which the bound on a request's depth has not seen."""
+    _text(name, value, limits)
+    if value == _ANY_JSON:
+        return
+    try:
+        found = parse_json_object(value.encode(), max_depth=limits.settings.max_json_depth)
+    except RequestRefusedError as refusal:
+        raise RequestRefusedError(
+            400, f"{name}: {refusal.message}", param=name, code="invalid_value"
+        ) from None
+    _check_patterns(name, found)
+
+
+def response_format(name: str, value: Any, limits: Limits) -> None:
+    """Check what an answer must be like."""
+    _mapping(name, value, limits)
+    _check_patterns(name, value)
+
+
+def tools(name: str, value: Any, limits: Limits) -> None:
+    """Check what a model may call."""
+    _mappings(name, value, limits)
+    _check_patterns(name, value)
+    count = 0
+    for item in _values(value):
+        count += 1
+        if isinstance(item, list) and len(item) > _MOST_IN_PAIRS and not _is_sortable(item):
+            raise wrong(
+                name, item, f"strings or numbers alone in a list of more than {_MOST_IN_PAIRS}"
+            )
+    if count > MOST_TOOL_VALUES:
+        raise RequestRefusedError(
+            400,
+            f"{name} have {count} JSON values; at most {MOST_TOOL_VALUES} are allowed",
+            param=name,
+            code="invalid_value",
+        )
+
+
+def _check_patterns(name: str, value: Any) -> None:
+    for item in _values(value):
+        if isinstance(item, dict):
+            for key, below in item.items():
+                _check_groups(name, key)  # of patternProperties
+                if key == "pattern" and isinstance(below, str):
+                    _check_groups(f"{name} pattern", below)
+
+
+def _check_groups(name: str, text: str) -> None:
+    if text.count("(") > MOST_GROUPS:
+        raise wrong(name, text, f"a regular expression with at most {MOST_GROUPS} parentheses")
+
+
+def _is_sortable(items: list[Any]) -> bool:
+    types = set(map(type, items))
+    return types == {str} or types <= {int, float}
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Yield `value` and all that is in it."""
+    left = [value]
+    while left:
+        item = left.pop()
+        yield item
+        if isinstance(item, dict):
+            left.extend(item.values())
+        elif isinstance(item, list):
+            left.extend(item)
