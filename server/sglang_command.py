@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from tandemkv.cache_rank.policies.composition import is_captured
-from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.one_device import is_apart_on_one_device
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
@@ -80,7 +78,7 @@ def sglang_argv(
         "--disable-hybrid-swa-memory",
     ]  # fmt: skip
     argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
-    if device != "cpu" and not is_captured(find_policy(selection.policy)):
+    if device != "cpu" and not captures_steps(selection.policy):
         argv.append("--disable-cuda-graph")
     argv += _overlap_flags(settings, device)
     if settings.tensor_parallel > 1:
@@ -90,6 +88,15 @@ def sglang_argv(
     if settings.max_context is not None:
         argv += ["--context-length", str(settings.max_context)]
     return (*argv, *settings.sglang_args)
+
+
+def captures_steps(policy: str) -> bool:
+    """Return whether a GPU captures the decode steps of a policy, by its name."""
+    # Imported here: a process that holds memory alone does without torch.
+    from tandemkv.cache_rank.policies.composition import is_captured
+    from tandemkv.cache_rank.policies.registry import find_policy
+
+    return is_captured(find_policy(policy))
 
 
 def _overlap_flags(settings: ServeSettings, device: str) -> tuple[str, ...]:

@@ -13,8 +13,6 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from tandemkv.cache_rank.policies.composition import is_captured
-from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
@@ -22,6 +20,7 @@ from tandemkv.server.options import OPERATION, RANK_FLAGS, SELECTION, SWITCH, wi
 from tandemkv.server.pages import on_device
 from tandemkv.server.settings import EMBEDDED_MODEL
 from tandemkv.server.settings_sources import Sourced, load_settings
+from tandemkv.server.sglang_command import captures_steps
 
 from .choose import choose_placement
 from .constants import Constants, constants_here, measure_here
@@ -132,7 +131,7 @@ def plan(
     gpu_bytes = _bytes_here() if gpu_memory is None else int(gpu_memory * GIB)
     cost, note = _constants(measure)
     policy = settings.selection.policy
-    can_be_apart = is_captured(find_policy(policy))
+    can_be_apart = captures_steps(policy)
     placements = possible_placements(shape, gpus)
     choice = choose_placement(
         shape,
