@@ -59,7 +59,7 @@ def _room(device: torch.device) -> torch.Tensor:
     """Return bytes for messages, and leave the present stream memory to make other tensors in."""
     if device.type != "cuda":
         return torch.empty(0, dtype=torch.uint8, device=device)
-    sizes = (_ROOM_BYTES, *(_SMALL_BYTES,) * _NUM_SMALL)
+    sizes = (_ROOM_BYTES, _ROOM_BYTES, *(_SMALL_BYTES,) * _NUM_SMALL)
     kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]  # and freed
     del kept
     return torch.empty(_ROOM_BYTES, dtype=torch.uint8, device=device)
