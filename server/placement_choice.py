@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tandemkv.cache_rank.policies.composition import check_placement, check_shards, is_captured
+from tandemkv.cache_rank.policies.composition import check_placement, check_shards
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.engine import check_dense
 from tandemkv.cache_rank.protocol.engine_program import check_windows
@@ -34,6 +34,7 @@ from .plan.placement import PlacementKind, possible_placements
 from .plan.shape import ModelShape, shape_of_model
 from .plan.workload import Workload
 from .settings import ServeSettings
+from .sglang_command import captures_steps
 from .shared_gpus import are_peers
 
 if TYPE_CHECKING:
@@ -343,7 +344,7 @@ def _choose(
     reason = ""
     if settings.tensor_parallel > 1:
         reason = f"--tp {settings.tensor_parallel} splits the cache as well"
-    elif not is_captured(find_policy(settings.selection.policy)):
+    elif not captures_steps(settings.selection.policy):
         reason = f"decode steps of policy {settings.selection.policy} are not captured"
     if reason:
         return settings.model_copy(update={"cache_ranks": 0}), reason

@@ -131,24 +131,17 @@ def plan(
     gpu_bytes = _bytes_here() if gpu_memory is None else int(gpu_memory * GIB)
     cost, note = _constants(measure)
     policy = settings.selection.policy
-    can_be_apart = captures_steps(policy)
-    placements = possible_placements(shape, gpus)
+    is_captured = captures_steps(policy)
+    available = None if is_captured else _in_process(shape, gpus)
     choice = choose_placement(
-        shape,
-        load,
-        num_gpus=gpus,
-        gpu_bytes=gpu_bytes,
-        cost=cost,
-        available=None
-        if can_be_apart
-        else {p.name for p in placements if p.kind is PlacementKind.IN_PROCESS},
+        shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes, cost=cost, available=available
     )
     if as_json:
         found = plan_json(choice, shape, load, num_gpus=gpus, gpu_bytes=gpu_bytes)
         typer.echo(json.dumps(found, indent=2))
     else:
         lines = [note] if note else []
-        if not can_be_apart:
+        if not is_captured:
             lines.append(f"decode steps of policy {policy} are not captured: they take longer")
         if shape.max_context and context > shape.max_context:
             lines.append(_TOO_LONG.format(context=context, limit=shape.max_context))
@@ -158,6 +151,12 @@ def plan(
         _print(plan_view(choice, shape, load, gpu_bytes), lines)
     if choice.chosen is None:
         raise typer.Exit(1)
+
+
+def _in_process(shape: ModelShape, gpus: int) -> set[str]:
+    """Return the placements whose cache rank is SGLang's own process, by name."""
+    placements = possible_placements(shape, gpus)
+    return {each.name for each in placements if each.kind is PlacementKind.IN_PROCESS}
 
 
 def _bytes_here() -> int:
