@@ -64,6 +64,8 @@ class LaunchPlan:
     `sglang_pulse` is asked while serving, from a thread; `rules` says what follows.
     `sglang` is None if another process starts it; then its fields are not used, and that process
     speaks for the launch, which is over once `is_over` returns true.
+    `sglang_waits` tells whether it is started once the cache ranks answer, else while they load: it
+    gives up half a minute after it has loaded, and another host may come later.
     `make_holder` makes what holds memory for the ranks while the launch lives.
     `exit_timeout_s` is for a rank to end once its requests are through, before it is killed.
     `before_sglang` is called before each start of SGLang.
@@ -75,6 +77,7 @@ class LaunchPlan:
     cache_ranks: tuple[CacheRankLaunch, ...] = ()
     meanwhile: str = "requests get 503, the server stays up"
     sglang: ChildSpec | None
+    sglang_waits: bool = False
     server_state: Callable[[], ServerState] = lambda: ServerState(False, False, "no server here")
     sglang_pulse: Callable[[], Pulse] = lambda: Pulse(is_ready=False, stalled_s=0.0)
     banner: str = ""
@@ -182,8 +185,10 @@ class Launcher:
         own = [rank for rank in self._cache_ranks if rank is not None]
         for rank in own:
             rank.start(self._watchdog)
-        if own and self._sglang is not None:
-            self._sglang.start(self._watchdog)  # it loads meanwhile
+        are_ours = bool(own) and len(own) == len(self._cache_ranks)
+        loads_meanwhile = are_ours and not self._plan.sglang_waits
+        if loads_meanwhile and self._sglang is not None:
+            self._sglang.start(self._watchdog)
         if own:
             with self._progress.stage("cache rank" if len(own) == 1 else "cache ranks"):
                 self._await_cache_ranks(deadline)
@@ -194,7 +199,7 @@ class Launcher:
                 standby.start(self._watchdog)
         if self._sglang is None:
             return
-        if not own:
+        if not loads_meanwhile:
             self._sglang.start(self._watchdog)
         with self._progress.stage("SGLang loading"):
             self._await(self._loading_detail, deadline, self._sglang.child)

@@ -181,6 +181,7 @@ def make_plan(
         ),
         meanwhile=MEANWHILE,
         sglang=_sglang_spec(launch, run_dir),
+        sglang_waits=launch.placement.has_far_host,
         server_state=lambda: server_state(url, instance=run_dir.instance),
         banner=banner(settings, url, run_dir.path),
         rules=restart_rules(settings, device),

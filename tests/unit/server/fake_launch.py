@@ -71,6 +71,7 @@ def main() -> None:
     plan = LaunchPlan(
         cache_ranks=tuple(cache_rank(name) for name in names),
         sglang=spec("sglang", root, sglang_mode),
+        sglang_waits=Path(directory, "waits").exists(),
         server_state=state,
         banner="READY",
         sglang_pulse=lambda: pulse("sglang"),
