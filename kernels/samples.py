@@ -14,6 +14,8 @@ other, give their place to the multiples of 2 s from there on. So one sample mov
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from tandemkv.kernels.check import (
@@ -33,14 +35,54 @@ from tandemkv.kernels.dispatch import resolve
 from tandemkv.kernels.reference.samples import sample_offsets
 
 __all__ = [
+    "SampleScratch",
     "attend_samples",
     "check_num_samples",
     "load_sample_moves",
     "load_sample_slots",
+    "make_sample_scratch",
     "sample_offsets",
 ]
 
 MOST_SAMPLES = 1024
+SPLIT_SAMPLES = 64
+"""Samples that one program of a GPU attends to. One after the other they take 4 us each 128."""
+
+
+class SampleScratch(NamedTuple):
+    """What `attend_samples` works in on a GPU, from `make_sample_scratch`.
+
+    Attributes
+    ----------
+    parts : torch.Tensor
+        ``[num_reqs, num_qo_heads, num_splits, head_dim + 2]``, float32: of each split the sum, the
+        largest logit and the softmax's denominator.
+    arrived : torch.Tensor
+        ``[num_reqs, num_kv_heads]``, int32: splits that are done, 0 between calls.
+    """
+
+    parts: torch.Tensor
+    arrived: torch.Tensor
+
+
+def make_sample_scratch(
+    num_reqs: int, num_qo_heads: int, num_kv_heads: int, num_samples: int, head_dim: int,
+    device: torch.device | str,
+) -> SampleScratch:  # fmt: skip
+    """Allocate what `attend_samples` works in on a GPU, to be shared by calls of one stream.
+
+    Parameters
+    ----------
+    num_reqs, num_qo_heads, num_kv_heads, num_samples, head_dim : int
+        The largest of the calls that use it.
+    device : torch.device or str
+        Theirs.
+    """
+    splits = -(-num_samples // SPLIT_SAMPLES)
+    return SampleScratch(
+        torch.empty((num_reqs, num_qo_heads, splits, head_dim + 2), device=device),
+        torch.zeros((num_reqs, num_kv_heads), dtype=torch.int32, device=device),
+    )
 
 
 def check_num_samples(num_samples: int) -> None:
@@ -149,6 +191,7 @@ def attend_samples(
     *,
     scale: float,
     lse_unit: float = 1.0,
+    scratch: SampleScratch | None = None,
 ) -> None:
     """Attend to weighted samples, and merge that into attention over other tokens, in place.
 
@@ -179,6 +222,8 @@ def attend_samples(
         Factor of the logits, usually ``head_dim ** -0.5``.
     lse_unit : float
         What `lse` is to be multiplied with to be a natural logarithm: ``ln 2`` for FlashInfer's.
+    scratch : SampleScratch, optional
+        From `make_sample_scratch`. Required on a GPU, not looked at otherwise.
     """
     dims = Dims()
     dims.check("q", q, "num_reqs num_qo_heads head_dim", FLOATS)
@@ -195,5 +240,5 @@ def attend_samples(
         fail("out.stride()", out.stride(), "contiguous")
     resolve("samples", "attend_samples", q.device)(
         q, k_pool, v_pool, slots, rows, log_weight, active, out, lse, scale=scale,
-        lse_unit=lse_unit,
+        lse_unit=lse_unit, scratch=scratch,
     )  # fmt: skip

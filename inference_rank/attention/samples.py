@@ -11,7 +11,12 @@ from typing import Any
 import torch
 
 from tandemkv.kernels.append import SampleMoves
-from tandemkv.kernels.samples import attend_samples, load_sample_moves, load_sample_slots
+from tandemkv.kernels.samples import (
+    attend_samples,
+    load_sample_moves,
+    load_sample_slots,
+    make_sample_scratch,
+)
 
 from .sample_set import SampleSet
 
@@ -35,12 +40,19 @@ class StepSamples(ABC):
     ----------
     slots : torch.Tensor
         ``[max_batch, num_samples]`` integers: where the samples of a step's requests are.
+    query : tuple of int
+        Heads and dimension of a request's query, ``(Hq, D)``.
     """
 
-    def __init__(self, log_weight: torch.Tensor, slots: torch.Tensor) -> None:
+    def __init__(
+        self, log_weight: torch.Tensor, slots: torch.Tensor, query: tuple[int, int]
+    ) -> None:
         self.log_weight, self.num_samples, self._slots = log_weight, slots.shape[1], slots
         self._rows = torch.zeros(len(slots), dtype=torch.int64, device=slots.device)
         self._is_sparse = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
+        self._scratch = make_sample_scratch(
+            len(slots), query[0], log_weight.shape[2], self.num_samples, query[1], slots.device
+        )
 
     @abstractmethod
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +78,7 @@ class StepSamples(ABC):
         size, (k, v) = len(q), self._stored(layer)
         attend_samples(
             q, k, v, self._slots[:size], self._rows[:size], self.log_weight[layer],
-            self._is_sparse[:size], out, lse, scale=scale, lse_unit=lse_unit,
+            self._is_sparse[:size], out, lse, scale=scale, lse_unit=lse_unit, scratch=self._scratch,
         )  # fmt: skip
 
 
@@ -75,12 +87,11 @@ class PoolSamples(StepSamples):
 
     def __init__(
         self, pool: Any, log_weight: torch.Tensor, *, num_sink: int, num_recent: int,
-        max_batch: int,
+        max_batch: int, query: tuple[int, int],
     ) -> None:  # fmt: skip
         shape = (max_batch, log_weight.shape[-1])
-        super().__init__(
-            log_weight, torch.zeros(shape, dtype=torch.int32, device=log_weight.device)
-        )
+        slots = torch.zeros(shape, dtype=torch.int32, device=log_weight.device)
+        super().__init__(log_weight, slots, query)
         self._pool, self._num_sink, self._num_recent = pool, num_sink, num_recent
 
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,11 +114,11 @@ class OwnSamples(StepSamples):
 
     def __init__(
         self, samples: SampleSet, *, num_sink: int, num_resident: int, num_recent: int,
-        num_dense: int, max_batch: int,
+        num_dense: int, max_batch: int, query: tuple[int, int],
     ) -> None:  # fmt: skip
         self._set, device = samples, samples.k.device
         self._slots_of = samples.slots(torch.arange(samples.k.shape[1], device=device))
-        super().__init__(samples.log_weight, self._slots_of[:1].repeat(max_batch, 1))
+        super().__init__(samples.log_weight, self._slots_of[:1].repeat(max_batch, 1), query)
         self._sizes = {
             "num_samples": samples.num_samples,
             "num_sink": num_sink,

@@ -243,6 +243,7 @@ def make_home(
     width, num_slots = selection.num_resident, token_slots(pool)
     sizes: dict[str, Any] = {"num_recent": selection.num_recent_tokens, "max_batch": rows1 - 1}
     sample_sizes = {**sizes, "num_sink": selection.num_sink_tokens}
+    sample_sizes["query"] = (model.num_qo_heads, model.head_dim)
     num_dense = dense_steps(selection).num_dense
     sizes |= {"num_resident": width, "num_dense": num_dense, "device": device}
     longest = model.max_context if selection.declared.has_slow_steps else 0

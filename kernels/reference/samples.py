@@ -126,8 +126,10 @@ def attend_samples(
     *,
     scale: float,
     lse_unit: float,
+    scratch: object = None,
 ) -> None:
     """Attend and merge; see `tandemkv.kernels.samples.attend_samples`."""
+    del scratch
     num_heads = k_pool.shape[1]
     for req in active.nonzero()[:, 0].tolist():
         weight = log_weight[int(rows[req])]

@@ -5,10 +5,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tandemkv.kernels.check import fail
+from tandemkv.kernels.samples import SPLIT_SAMPLES, SampleScratch
 from tandemkv.kernels.triton_ops.slot_rules import latest_slot
 
 _MIN_DOT = 16  # the smallest extent that tensor cores multiply
-_BLOCK_N, _WARPS = 128, 8  # with four warps registers are spilled
 
 
 @triton.jit
@@ -72,55 +73,85 @@ def _moves_kernel(
 
 @triton.jit
 def _attend_kernel(
-    q, k_pool, v_pool, slots, rows, log_weight, active, out, lse, scale, lse_unit, head_dim,
+    q, k_pool, v_pool, slots, rows, log_weight, active, out, lse, parts, arrived,
+    scale, lse_unit, head_dim,
     q_stride_b, q_stride_h, q_stride_d, k_stride_s, k_stride_h, k_stride_d,
     v_stride_s, v_stride_h, v_stride_d, slots_stride_b, slots_stride_n, rows_stride,
     weight_stride_r, weight_stride_h, weight_stride_n, active_stride, lse_stride_b, lse_stride_h,
     GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    NUM_SAMPLES: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_SAMPLES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    req, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    req, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if tl.load(active + req * active_stride) == 0:
         return
     member, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     q_head = head * GROUP + member
-    in_query = (member < GROUP)[:, None] & (dim < head_dim)[None, :]
+    is_member, in_dim = member < GROUP, dim < head_dim
+    in_query = is_member[:, None] & in_dim[None, :]
     query = tl.load(
         q + req * q_stride_b + q_head[:, None] * q_stride_h + dim[None, :] * q_stride_d,
         mask=in_query, other=0.0,
     )  # fmt: skip
     row = tl.load(rows + req * rows_stride).to(tl.int64)
-    weights = log_weight + row * weight_stride_r + head * weight_stride_h
-    keys, values = k_pool + head * k_stride_h, v_pool + head * v_stride_h
+    sample = split * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight = tl.load(
+        log_weight + row * weight_stride_r + head * weight_stride_h + sample * weight_stride_n,
+        mask=sample < NUM_SAMPLES, other=float("-inf"),
+    )  # fmt: skip
+    slot = tl.load(
+        slots + req * slots_stride_b + sample * slots_stride_n, mask=sample < NUM_SAMPLES, other=0
+    ).to(tl.int64)[:, None]  # fmt: skip
+    is_counted = weight > float("-inf")
+    mask = is_counted[:, None] & in_dim[None, :]
+    k = tl.load(
+        k_pool + head * k_stride_h + slot * k_stride_s + dim[None, :] * k_stride_d,
+        mask=mask, other=0.0,
+    )  # fmt: skip
+    v = tl.load(
+        v_pool + head * v_stride_h + slot * v_stride_s + dim[None, :] * v_stride_d,
+        mask=mask, other=0.0,
+    ).to(query.dtype)  # fmt: skip
+    logits = tl.dot(query, tl.trans(k).to(query.dtype), input_precision=PRECISION) * scale
+    logits = tl.where(is_counted[None, :], logits + weight[None, :], float("-inf"))
+    peak = tl.max(logits, 1)
+    probs = tl.exp(logits - tl.where(peak == float("-inf"), 0.0, peak)[:, None])
+    total = tl.sum(probs, 1)
+    acc = tl.dot(probs.to(query.dtype), v, input_precision=PRECISION)
+
+    # The program that comes last adds the parts up, in their order whoever that is.
+    place = (req * tl.num_programs(1) + head) * SPLITS
+    width = head_dim + 2
+    part = parts + ((place + split) * GROUP + member) * width
+    tl.store(part[:, None] + dim[None, :], acc, mask=in_query)
+    tl.store(part + head_dim, peak, mask=is_member)
+    tl.store(part + head_dim + 1, total, mask=is_member)
+    tl.debug_barrier()
+    counter = arrived + req * tl.num_programs(1) + head
+    if tl.atomic_add(counter, 1, sem="acq_rel") < SPLITS - 1:
+        return
+    tl.store(counter, 0)
+    tl.debug_barrier()
     # The softmax starts with what was attended to before.
-    rest = tl.load(
-        lse + req * lse_stride_b + q_head * lse_stride_h, mask=member < GROUP, other=float("-inf")
+    largest = tl.load(
+        lse + req * lse_stride_b + q_head * lse_stride_h, mask=is_member, other=float("-inf")
     ) * lse_unit  # fmt: skip
     to = out + (req * tl.num_programs(1) * GROUP + q_head)[:, None] * head_dim + dim[None, :]
-    acc = tl.load(to, mask=in_query & (rest > float("-inf"))[:, None], other=0.0).to(tl.float32)
-    largest, total = rest, tl.where(rest > float("-inf"), 1.0, 0.0)
-    for start in range(0, NUM_SAMPLES, BLOCK_N):
-        sample = start + tl.arange(0, BLOCK_N)
-        weight = tl.load(
-            weights + sample * weight_stride_n, mask=sample < NUM_SAMPLES, other=float("-inf")
+    is_begun = largest > float("-inf")
+    acc = tl.load(to, mask=in_query & is_begun[:, None], other=0.0).to(tl.float32)
+    total = tl.where(is_begun, 1.0, 0.0)
+    for index in tl.static_range(SPLITS):
+        part = parts + ((place + index) * GROUP + member) * width
+        found = tl.load(
+            part[:, None] + dim[None, :], mask=in_query, other=0.0, cache_modifier=".cg"
         )
-        is_counted = weight > float("-inf")
-        slot = tl.load(
-            slots + req * slots_stride_b + sample * slots_stride_n, mask=is_counted, other=0
-        ).to(tl.int64)[:, None]  # fmt: skip
-        mask = is_counted[:, None] & (dim < head_dim)[None, :]
-        k = tl.load(keys + slot * k_stride_s + dim[None, :] * k_stride_d, mask=mask, other=0.0)
-        v = tl.load(values + slot * v_stride_s + dim[None, :] * v_stride_d, mask=mask, other=0.0)
-        v = v.to(query.dtype)
-        logits = tl.dot(query, tl.trans(k).to(query.dtype), input_precision=PRECISION) * scale
-        logits = tl.where(is_counted[None, :], logits + weight[None, :], float("-inf"))
-        peak = tl.maximum(largest, tl.max(logits, 1))
-        shift = tl.where(peak == float("-inf"), 0.0, peak)
-        decay = tl.exp(largest - shift)
-        probs = tl.exp(logits - shift[:, None])
-        total = total * decay + tl.sum(probs, 1)
-        acc = acc * decay[:, None] + tl.dot(probs.to(query.dtype), v, input_precision=PRECISION)
-        largest = peak
+        peak = tl.load(part + head_dim, mask=is_member, other=float("-inf"), cache_modifier=".cg")
+        summed = tl.load(part + head_dim + 1, mask=is_member, other=0.0, cache_modifier=".cg")
+        above = tl.maximum(largest, peak)
+        shift = tl.where(above == float("-inf"), 0.0, above)
+        decay, share = tl.exp(largest - shift), tl.exp(peak - shift)
+        total = total * decay + summed * share
+        acc = acc * decay[:, None] + found * share[:, None]
+        largest = above
     norm = tl.where(total > 0, total, 1.0)
     tl.store(to, (acc / norm[:, None]).to(out.dtype.element_ty), mask=in_query)
 
@@ -179,21 +210,27 @@ def attend_samples(
     *,
     scale: float,
     lse_unit: float,
+    scratch: SampleScratch | None,
 ) -> None:
     """Attend and merge; see `tandemkv.kernels.samples.attend_samples`."""
     num_reqs, num_qo_heads, head_dim = q.shape
     num_kv_heads, num_samples = log_weight.shape[1:]
     if not out.numel():
         return
+    if scratch is None:
+        fail("scratch", None, "given on a GPU; make it once with make_sample_scratch")
     group, is_full = num_qo_heads // num_kv_heads, q.dtype == torch.float32
-    block_n = max(_MIN_DOT, triton.next_power_of_2(num_samples))
-    _attend_kernel[(num_reqs, num_kv_heads)](
+    splits = -(-num_samples // SPLIT_SAMPLES)
+    wanted = num_reqs * num_qo_heads * splits * (head_dim + 2)
+    if scratch.parts.numel() < wanted or scratch.arrived.numel() < num_reqs * num_kv_heads:
+        fail("scratch", scratch.parts.shape, "made for at least the sizes of the call")
+    _attend_kernel[(num_reqs, num_kv_heads, splits)](
         q, k_pool, v_pool, slots, rows, log_weight, active.view(torch.uint8), out, lse,
-        scale, lse_unit, head_dim,
+        scratch.parts, scratch.arrived, scale, lse_unit, head_dim,
         *q.stride(), *k_pool.stride(), *v_pool.stride(), *slots.stride(), rows.stride(0),
         *log_weight.stride(), active.stride(0), *lse.stride(),
         GROUP=group, BLOCK_G=max(_MIN_DOT, triton.next_power_of_2(group)),
-        BLOCK_N=min(_BLOCK_N // 2 if is_full else _BLOCK_N, block_n),
-        BLOCK_D=max(_MIN_DOT, triton.next_power_of_2(head_dim)), NUM_SAMPLES=num_samples,
-        PRECISION="ieee" if is_full else "tf32", num_warps=_WARPS,
+        BLOCK_N=SPLIT_SAMPLES, BLOCK_D=max(_MIN_DOT, triton.next_power_of_2(head_dim)),
+        NUM_SAMPLES=num_samples, SPLITS=splits, PRECISION="ieee" if is_full else "tf32",
+        num_warps=4,
     )  # fmt: skip

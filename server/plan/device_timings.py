@@ -21,7 +21,7 @@ from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.query import QueryWeights, predict_query
-from tandemkv.kernels.samples import attend_samples
+from tandemkv.kernels.samples import attend_samples, make_sample_scratch
 from tandemkv.kernels.score import make_score_scratch, score_keys
 from tandemkv.kernels.select import make_select_scratch, score_topk
 from tandemkv.kernels.stopwatch import median_us
@@ -229,11 +229,14 @@ class DeviceTimings:
         active = torch.ones(sizes.batch, dtype=torch.bool, device=device)
         out, lse = torch.zeros_like(query), torch.zeros(query.shape[:2], device=device)
         scale = sizes.head_dim**-0.5
+        scratch = make_sample_scratch(
+            sizes.batch, sizes.qo_heads, sizes.kv_heads, count, sizes.head_dim, device
+        )
         return self._timed(
             pools.nbytes,
             lambda: attend_samples(
                 query, pools[0], pools[1], slots, rows, weights, active, out, lse,
-                scale=scale, lse_unit=1.0,
+                scale=scale, lse_unit=1.0, scratch=scratch,
             ),
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from tolerances import EXACT, TOLERANCES
 
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
-from tandemkv.kernels.samples import attend_samples
+from tandemkv.kernels.samples import attend_samples, make_sample_scratch
 from tandemkv.kernels.step_flags import send_rows
 
 
@@ -94,7 +94,8 @@ def samples(draw: Draw) -> Iterator[Compared]:
     alone, lse = (torch.stack(part) for part in zip(*parts, strict=True))
     out = alone.to(query) if num_others else torch.full_like(q, math.nan)
     before = out.clone()
-    options = {"scale": scale, "lse_unit": unit}
+    scratch = make_sample_scratch(num_reqs, q.shape[1], heads, num_samples, dim, q.device)
+    options = {"scale": scale, "lse_unit": unit, "scratch": scratch}
     slots_given = slots.to(draw.dtype("slots", INTS))
     attend_samples(q, k, v, slots_given, rows, weight, active, out, (lse / unit).float(), **options)
     chosen = k.float()[slots], v.float()[slots]

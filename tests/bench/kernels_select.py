@@ -21,7 +21,7 @@ from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.reference.mirror import mirror_diff as mirror_reference
 from tandemkv.kernels.reference.samples import attend_samples as samples_reference
-from tandemkv.kernels.samples import attend_samples
+from tandemkv.kernels.samples import attend_samples, make_sample_scratch
 from tandemkv.kernels.topk import make_topk_scratch, topk_positions
 
 DEVICE = "cuda"
@@ -191,10 +191,14 @@ def bench_samples(sizes: Sizes, num_samples: int) -> Iterator[dict[str, object]]
     active = torch.ones(sizes.num_reqs, dtype=torch.bool, device=DEVICE)
     before = torch.randn(q.shape, device=DEVICE).bfloat16()
     out, want = before.clone(), before.clone()
-    scale = sizes.dim**-0.5
+    scale, heads = sizes.dim**-0.5, (query_heads, sizes.heads)
+    scratch = make_sample_scratch(sizes.num_reqs, *heads, num_samples, sizes.dim, DEVICE)
 
     def call(layer: int) -> None:
-        attend_samples(q, *pools[layer], slots, rows, weight[layer], active, out, lse, scale=scale)
+        attend_samples(
+            q, *pools[layer], slots, rows, weight[layer], active, out, lse, scale=scale,
+            scratch=scratch,
+        )  # fmt: skip
 
     call(0)
     samples_reference(
@@ -240,7 +244,7 @@ def bench_rows(sizes: Sizes) -> Iterator[dict[str, object]]:
 def figures(sizes: Sizes, lengths: list[int], *, only_samples: bool) -> Iterator[dict[str, object]]:
     for num_samples in (0, 128, 256, 512):
         yield from bench_mirror(sizes, 65536, 128, num_samples)
-    for num_samples in (128, 256, 512):
+    for num_samples in (128, 256, 512, 1024):
         yield from bench_samples(sizes, num_samples)
     if only_samples:
         return

@@ -21,7 +21,12 @@ from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
 from tandemkv.kernels.query import QueryWeights, predict_query
 from tandemkv.kernels.query_window import push_and_predict
-from tandemkv.kernels.samples import attend_samples, load_sample_moves, load_sample_slots
+from tandemkv.kernels.samples import (
+    attend_samples,
+    load_sample_moves,
+    load_sample_slots,
+    make_sample_scratch,
+)
 from tandemkv.kernels.score import score_keys, score_window
 from tandemkv.kernels.select import score_topk
 from tandemkv.kernels.step_flags import StepWait
@@ -192,6 +197,7 @@ def _samples(device: torch.device, *, samples: int, dtype: torch.dtype = BF16) -
         new(query, dtype=dtype), pool, pool, slots, rows, new(BATCH + 1, KV_HEADS, samples),
         new(BATCH, dtype=torch.bool), new(query, dtype=dtype), new(BATCH, QO_HEADS),
         scale=DIM**-0.5, lse_unit=1.0,
+        scratch=make_sample_scratch(BATCH, QO_HEADS, KV_HEADS, samples, DIM, device),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 from tolerances import TOLERANCES, assert_close
 
 from tandemkv.kernels.reference import append, attention, exchange, quantize, samples, score
+from tandemkv.kernels.samples import make_sample_scratch
 from tandemkv.kernels.triton_ops import append as triton_append
 from tandemkv.kernels.triton_ops import attention as triton_attention
 from tandemkv.kernels.triton_ops import exchange as triton_exchange
@@ -53,7 +54,8 @@ def test_attend_samples() -> None:
     weight, lse = torch.randn(3, HEADS, 32, device=DEVICE), torch.randn(q.shape[:2], device=DEVICE)
     active = torch.tensor([True, True], device=DEVICE)
     want, got = q.clone(), q.clone()
-    sizes = {"scale": SCALE, "lse_unit": 1.0}
+    scratch = make_sample_scratch(2, q.shape[1], HEADS, 32, q.shape[2], DEVICE)
+    sizes = {"scale": SCALE, "lse_unit": 1.0, "scratch": scratch}
     samples.attend_samples(q, k.float(), v.float(), slots, rows, weight, active, want, lse, **sizes)
     triton_samples.attend_samples(q, k, v, slots, rows, weight, active, got, lse, **sizes)
     assert_close(got, want.double(), TOLERANCES[QUERY])

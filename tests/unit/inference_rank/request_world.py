@@ -197,13 +197,18 @@ class World:
     def make_home(self) -> ResidentHome:
         selection, pool, width = self.selection, self.pool, self.num_resident
         sizes: dict[str, Any] = {"num_recent": RECENT, "max_batch": ROWS1 - 1}
-        whole = {"num_dense": self.dense.num_dense}
+        whole, query = {"num_dense": self.dense.num_dense}, (QUERY_HEADS, DIM)
         tables = {**sizes, **whole, "num_resident": width, "device": CPU}
         if self.own:
             resident, samples = ResidentSet(MODEL, selection, ROWS1 - 1, CPU), None
             if resident.samples is not None:
                 samples = OwnSamples(
-                    resident.samples, num_sink=SINK, num_resident=width, **whole, **sizes
+                    resident.samples,
+                    num_sink=SINK,
+                    num_resident=width,
+                    query=query,
+                    **whole,
+                    **sizes,
                 )
             return OwnSet(pool, RingTable(**tables), resident, samples)
         shape = (ROWS1, width, HEADS, DIM)
@@ -214,7 +219,7 @@ class World:
         in_pool = None
         if selection.num_samples:
             weights = make_log_weights(MODEL, selection, ROWS1 - 1, zeros_on(CPU))
-            in_pool = PoolSamples(pool, weights, num_sink=SINK, **sizes)
+            in_pool = PoolSamples(pool, weights, num_sink=SINK, query=query, **sizes)
         return PoolTail(pool, AttendTable(**tables, first_slot=NUM_SLOTS), sets, in_pool)
 
     # -- what SGLang does ----------------------------------------------------------------

@@ -56,12 +56,11 @@ class Pool:
 def make_home(pool: Pool, *, own: bool) -> ResidentHome:
     sizes, dense = {"num_recent": RECENT, "max_batch": 3}, {"num_dense": NUM_DENSE}
     tables = {**sizes, **dense, "num_resident": NUM_RESIDENT, "device": CPU}
+    kept = {**sizes, "num_sink": SINK, "query": (MODEL.num_qo_heads, DIM)}
     if own:
         resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
         assert resident.samples is not None
-        samples = OwnSamples(
-            resident.samples, num_sink=SINK, num_resident=NUM_RESIDENT, **dense, **sizes
-        )
+        samples = OwnSamples(resident.samples, num_resident=NUM_RESIDENT, **dense, **kept)
         return OwnSet(pool, RingTable(**tables), resident, samples)
     tail = [x[NUM_SLOTS:].view(ROWS1, NUM_RESIDENT, HEADS, DIM) for x in (pool.k, pool.v)]
     weights = make_log_weights(MODEL, SELECTION, ROWS1 - 1, zeros_on(CPU))
@@ -69,7 +68,7 @@ def make_home(pool: Pool, *, own: bool) -> ResidentHome:
         pool,
         AttendTable(**tables, first_slot=NUM_SLOTS),
         [(tail[0], tail[1])],
-        PoolSamples(pool, weights, num_sink=SINK, **sizes),
+        PoolSamples(pool, weights, **kept),
     )
 
 
