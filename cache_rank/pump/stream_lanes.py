@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One direction of an epoch between two GPUs: a stream in which all of a step is queued at once.
+"""One direction of an epoch between two GPUs: a stream in which a step is queued ahead of time.
 
-The host queues and never waits: flags are waited for and raised by kernels, as captured graphs do
-it (`tandemkv.kernels.step_flags`), and messages travel by NCCL. A wait has an end. When it is
-reached nothing is raised any more, here and at the other end, whose messages then lack the number
-of their step; but they go on, so that no transfer is left waiting for its other half.
+The host queues, as far ahead as `QueueDepth` lets it: flags are waited for and raised by kernels,
+as captured graphs do it (`tandemkv.kernels.step_flags`), and messages travel by NCCL. A wait has an
+end. When it is reached nothing is raised any more, here and at the other end, whose messages then
+lack the number of their step; but they go on, so that no transfer is left waiting for its other
+half.
 
 CUDA may load a kernel, and give memory, only when all that runs has ended. Where a lane waits, that
 may be for what the other lane cannot send before. So kernels are loaded before there are lanes
@@ -14,7 +15,9 @@ lane has memory from the start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -32,6 +35,7 @@ from .records import PIECE_BYTES, Record
 from .side import Side
 
 _AT_ONCE_S = 1e-6
+_MOST_PARTS, _POLL_S = 64, 20e-6
 _MOST_WORDS = 256
 """Of a flag, for which kernels are loaded at start."""
 _ROOM_BYTES, _SMALL_BYTES, _NUM_SMALL = 2 * PIECE_BYTES, 512 << 10, 32
@@ -65,6 +69,13 @@ def _room(device: torch.device) -> torch.Tensor:
     return torch.empty(_ROOM_BYTES, dtype=torch.uint8, device=device)
 
 
+class _Done:
+    """The event of a CPU, which has no queue."""
+
+    def query(self) -> bool:
+        return True
+
+
 class Wire(Protocol):
     """Carries messages in one direction, in order, as work of the current stream."""
 
@@ -73,6 +84,53 @@ class Wire(Protocol):
 
     def receive(self, out: torch.Tensor) -> None:
         """Receive ``out [n]`` uint8, of exactly the bytes that are sent."""
+
+
+class Event(Protocol):
+    """What `torch.cuda.Event` has."""
+
+    def query(self) -> bool:
+        """Whether all that was queued before it is done."""
+
+
+class QueueDepth:
+    """How much of a stream's work is queued and not done.
+
+    A stream takes about a thousand kernels. A thread that queues more waits in CUDA, and meanwhile
+    no other thread of the process can queue anything, not even what the stream waits for.
+
+    Parameters
+    ----------
+    record : Callable
+        Return an event of what the stream has now.
+    is_over : Callable
+        Whether to wait no longer.
+    most : int
+        Parts of messages.
+    """
+
+    def __init__(
+        self, record: Callable[[], Event], is_over: Callable[[], bool], most: int = _MOST_PARTS
+    ) -> None:
+        self._record, self._is_over, self._most = record, is_over, most
+        self._queued: deque[tuple[int, Event]] = deque()
+        self._total = 0
+
+    def make_room(self, num_parts: int) -> bool:
+        """Wait until so many more fit, or nothing else is queued; False: it is over."""
+        while self._queued and self._total + num_parts > self._most:
+            if self._queued[0][1].query():
+                self._total -= self._queued.popleft()[0]
+            elif self._is_over():
+                return False
+            else:
+                time.sleep(_POLL_S)
+        return True
+
+    def note(self, num_parts: int) -> None:
+        """Note that so many were queued."""
+        self._queued.append((num_parts, self._record()))
+        self._total += num_parts
 
 
 class StreamLane:
@@ -107,6 +165,7 @@ class StreamLane:
         self._words: dict[Flag, torch.Tensor] = {}
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
+        self._depth = QueueDepth(self._record, side.is_over)
         contents.rehearse()
         side.settle()  # these, and what `contents` has made: the stream waits for no other
 
@@ -122,6 +181,22 @@ class StreamLane:
             return
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             yield
+
+    def _record(self) -> Event:
+        if self._stream is None:
+            return _Done()
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    @contextmanager
+    def _queued(self, message: Message) -> Iterator[bool]:
+        """Queue what the body does behind as little as `QueueDepth` allows; False: it is over."""
+        num_parts = 1 + len(message.parts)
+        has_room = self._depth.make_room(num_parts)
+        yield has_room
+        if has_room:
+            self._depth.note(num_parts)
 
     def _begin(self, entry: StepEntry) -> None:
         self._step.fill_(entry.step)
@@ -178,7 +253,9 @@ class StreamSendLane(StreamLane):
 
     def send(self, message: Message) -> None:
         """See `SendLane.send`: it is queued."""
-        with self._on(self._stream):
+        with self._on(self._stream), self._queued(message) as has_room:
+            if not has_room:
+                return
             for flag in message.waits:
                 self._wait(self._words_of(flag), self._timeout_s)
             body = self._body(message)
@@ -194,16 +271,22 @@ class StreamReceiveLane(StreamLane):
     is_queued = is_done = True
 
     def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> None:
-        """See `ReceiveLane.begin`: all of `messages` are queued."""
+        """See `ReceiveLane.begin`: all of `messages` are queued, unless the epoch ends before."""
         with self._on(self._stream):
             self._begin(entry)
             for message in messages:
-                body = self._body(message)
-                self._wire.receive(body.whole)
-                self._wait(body.stamp, _AT_ONCE_S)
-                self._contents.scatter(body)
-                for flag in message.raises:
-                    self._raise(self._words_of(flag))
+                with self._queued(message) as has_room:
+                    if not has_room:
+                        return
+                    self._receive(message)
+
+    def _receive(self, message: Message) -> None:
+        body = self._body(message)
+        self._wire.receive(body.whole)
+        self._wait(body.stamp, _AT_ONCE_S)
+        self._contents.scatter(body)
+        for flag in message.raises:
+            self._raise(self._words_of(flag))
 
     def take(self, record: Record) -> None:
         """See `ReceiveLane.take`: nothing of a step is a record."""

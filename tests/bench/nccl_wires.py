@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -67,6 +68,9 @@ class End:
         self.meet()
         for wire in (self.out, self.back):
             wire.abort("the measurement is over")
+        for thread in threading.enumerate():  # one that is not done when Python ends, ends it badly
+            if thread.name == "nccl abort":
+                thread.join(WAIT_S)
 
     def meet(self) -> None:
         """Wait for the other end, with nothing queued."""

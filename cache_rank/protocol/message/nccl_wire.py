@@ -43,9 +43,9 @@ _dist: Any = torch.distributed
 _FOREVER = timedelta(days=365)
 _TICK_S = 0.005
 _SEPARATOR, _ID_BYTES = b"=", 128
-MOST_CTAS = 8
-"""Programs of a transfer: each holds room of the GPU for as long as the transfer waits. Two move 35
-GB/s between two H100s (16 MiB), and the rows of a step are hundreds of megabytes."""
+MOST_CTAS = 16
+"""Programs of a transfer: each holds room of the GPU for as long as the transfer waits. Between two
+H200s 2, 8, 16 and 32 move messages of 16 MiB at 35, 131, 246 and 286 GB/s (docs/benchmarks)."""
 _LONGEST_POST_S = 1.0
 """An operation is queued in microseconds; one that takes longer is where only `abort` ends it."""
 _LEFT_TO_US = {

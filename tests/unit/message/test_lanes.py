@@ -32,7 +32,7 @@ from tandemkv.cache_rank.pump.near import NearReceiver
 from tandemkv.cache_rank.pump.plan import Flag, FlagKind, Message, PartKind
 from tandemkv.cache_rank.pump.records import PIECE_BYTES, Op, Outbox, Record, read_records
 from tandemkv.cache_rank.pump.side import Side
-from tandemkv.cache_rank.pump.stream_lanes import StreamReceiveLane, StreamSendLane
+from tandemkv.cache_rank.pump.stream_lanes import QueueDepth, StreamReceiveLane, StreamSendLane
 
 _MODEL = ModelSpec(
     architecture="Any", num_layers=6, num_qo_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16,
@@ -413,3 +413,30 @@ def test_the_end_of_a_step_without_messages_is_told_to_a_gpu_as_well(
     receiver._apply(Record(Op.RAISE, end.side.at.FINISHED, 7, nothing))
     assert end.flags.finished.tolist() == [7]
     assert end.side.flags.value(end.side.at.FINISHED) == 7
+
+
+def test_no_more_is_queued_than_a_stream_takes() -> None:
+    """Also where a message is larger than all that may be; and once it is over nobody waits."""
+    done: set[int] = set()
+    asked: list[int] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = len(asked)
+            asked.append(0)
+
+        def query(self) -> bool:
+            asked[self.number] += 1
+            if asked[self.number] > 2:  # the GPU gets there
+                done.add(self.number)
+            return self.number in done
+
+    is_over = False
+    depth = QueueDepth(Event, lambda: is_over, most=5)
+    for number, num_parts in enumerate((2, 2, 9, 1, 3)):
+        assert depth.make_room(num_parts)
+        depth.note(num_parts)
+        # Of what was queued before, that much is done that the rest is five parts, or nothing.
+        assert len(done) == (0, 0, 2, 3, 3)[number]
+    is_over = True
+    assert not depth.make_room(4)
