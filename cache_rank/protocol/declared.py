@@ -12,7 +12,7 @@ from pydantic import Field
 from .frozen_model import FrozenModel
 from .messages import RefreshRule, Timing
 
-DEFAULT_SAMPLES = 256
+DEFAULT_SAMPLES = 1024
 """Tokens that stand for the rest, for policies that gain by them (docs/quality.md)."""
 
 

@@ -29,7 +29,7 @@ DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
 DEFAULT_POLICY = "look_ahead"
 """`DeclaredPolicy` is its declaration, where nobody enters another."""
 
-SAMPLE_STEP = 128
+SAMPLE_STEP, DEFAULT_BUDGET = 128, 896
 """The default has a multiple of it; fewer are too few for a flat layer (docs/decisions/0018)."""
 
 LEAST_FETCH_CAP = 64
@@ -52,6 +52,8 @@ OptionValues = Annotated[
 
 def default_samples(wanted: int, budget_tokens: int) -> int:
     """Return how many samples there are of those `wanted` beside K = `budget_tokens`."""
+    if budget_tokens >= DEFAULT_BUDGET:
+        return wanted
     return min(wanted, budget_tokens // SAMPLE_STEP * SAMPLE_STEP)
 
 
@@ -70,7 +72,7 @@ class SelectionSettings(FrozenModel):
         description="The policy's own options, those that differ from their defaults.",
     )
     budget_tokens: int = Field(
-        default=1664, ge=0, le=65536, description="K: tokens selected per KV head."
+        default=DEFAULT_BUDGET, ge=0, le=65536, description="K: tokens selected per KV head."
     )
     resident_factor: float = Field(
         default=1.0,
@@ -87,13 +89,14 @@ class SelectionSettings(FrozenModel):
         ge=0,
         le=1024,
         description="Evenly spaced tokens attended to besides, which count for all that is not "
-        "resident; even. Default 256 for look_ahead and oracle, 128 or none if K is less; else 0.",
+        "resident; even. Default 1024 for look_ahead and oracle, below K 896 at most K in steps of "
+        "128; else 0.",
     )
     fetch_cap: int | None = Field(
         default=None,
         ge=1,
         le=65536,
-        description="Rows fetched per head and step at most; default K/4, but at least 64, "
+        description="Rows fetched per head and step at most; default K/2, but at least 64, "
         "or K if that is less; sfi and sync_kv K.",
     )
     index_dtype: Literal["native", "int8", "int4"] = Field(
@@ -248,7 +251,7 @@ class SelectionSettings(FrozenModel):
             return self.fetch_cap
         if self.declared.has_slow_steps:
             return max(1, self.budget_tokens)  # it selects seldom, and then all of it
-        return max(1, self.budget_tokens // 4, min(self.budget_tokens, LEAST_FETCH_CAP))
+        return max(1, self.budget_tokens // 2, min(self.budget_tokens, LEAST_FETCH_CAP))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

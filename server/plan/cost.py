@@ -51,9 +51,9 @@ class CostConstants:
     - `gather_us`: mirror_diff 22 us and exchange_rows 4 us, every head fetching its cap.
     - `sample_weights_us`: what the mirror takes longer for weights of samples
       (docs/benchmarks/mirror.json).
-    - `samples_fixed_us`, `samples_bandwidth`: attention over 128, 256 and 512 samples, 4.6, 9.0 and
-      15.8 us at batch 8 (docs/benchmarks/samples.json), and what a layer takes longer for them in a
-      step: 8.3 to 9.4 us at batch 8, 9.0 to 10.0 at batch 1.
+    - `samples_fixed_us`, `samples_bandwidth`: attention over 128, 512 and 1024 samples, 4.8, 10.8
+      and 18.5 us at batch 8 (docs/benchmarks/samples.json), and what a layer takes longer for 128
+      in a step: 8.3 to 9.4 us at batch 8, 9.0 to 10.0 at batch 1.
     - `scan_overlap`, `in_process_overlap`: shares of what a scan reads, and of the rest of a
       selection, that hide behind the model when both use one GPU. Reading needs the memory
       bandwidth that the weights need; the rest is a few programs, and latency. Of it 0.19 to 0.22
@@ -79,8 +79,8 @@ class CostConstants:
     selection_fixed_us: float = 10.0
     gather_us: float = 26.0
     sample_weights_us: float = 1.8
-    samples_fixed_us: float = 6.0
-    samples_bandwidth: float = 1.15e12
+    samples_fixed_us: float = 7.0
+    samples_bandwidth: float = 2.14e12
     scan_overlap: float = 0.0
     in_process_overlap: float = 0.78
     origin: str = "one H200"

@@ -34,7 +34,7 @@ from tandemkv.kernels.step_tables import CandidateTables, load_attended, load_ca
 from tandemkv.kernels.topk import topk_positions
 
 BATCH, QO_HEADS, KV_HEADS, DIM, HIDDEN, CONTEXT = 8, 32, 8, 128, 4096, 65536
-K, RESIDENT, RECENT, SINK, CAP, SAMPLES, LAYERS = 1664, 1668, 128, 4, 416, 256, 36
+K, RESIDENT, RECENT, SINK, CAP, SAMPLES, LAYERS = 896, 900, 128, 4, 448, 1024, 36
 BF16, FP16, FP32, I32, I64 = (
     torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64,
 )  # fmt: skip

@@ -12,8 +12,9 @@ from tandemkv.cache_rank.policies.registry import resolve_selection
 @pytest.mark.parametrize(
     ("given", "samples"),
     [
-        ({}, 256),
-        ({"policy": "oracle"}, 256),
+        ({}, 1024),
+        ({"policy": "oracle"}, 1024),
+        ({"budget_tokens": 895}, 768),
         ({"budget_tokens": 256}, 256),
         ({"budget_tokens": 255}, 128),
         ({"policy": "async_spade"}, 0),
@@ -53,9 +54,8 @@ def test_what_is_refused_says_what_to_do(given: dict[str, object], message: str)
 @pytest.mark.parametrize(
     ("given", "rows"),
     [
-        ({"budget_tokens": 2048}, 512),
-        ({"budget_tokens": 1024}, 256),
-        ({"budget_tokens": 158}, 64),  # a quarter would be 39
+        ({"budget_tokens": 2048}, 1024),
+        ({"budget_tokens": 126, "sample_tokens": 0}, 64),  # half would be 63
         ({"budget_tokens": 70, "sample_tokens": 0}, 64),
         ({"budget_tokens": 20, "num_recent_tokens": 8, "sample_tokens": 0}, 20),
         ({"budget_tokens": 158, "policy": "sfi"}, 158),

@@ -122,7 +122,7 @@ def test_as_served_is_what_serve_makes_of_the_same_command(prepared: Prepare) ->
         progress=lambda _: None,
     )
     assert served.resolved == named(by_serve) == found.choice
-    defaults = (1664, 1.0, 416, 256, "native", [])
+    defaults = (896, 1.0, 448, 1024, "native", [])
     names = ("budget_tokens", "resident_factor", "fetch_cap", "sample_tokens", "index_dtype")
     assert tuple(served.resolved[name] for name in (*names, "exact_layers")) == defaults
     started = found.settings_of(served)
@@ -174,8 +174,8 @@ def test_other_campaigns_name_what_differs_from_serve(prepared: Prepare) -> None
     found = prepared("cpu")
     (sparse,) = (c for c in found.configurations if not c.is_dense)
     changed = differences(sparse.resolved, found.choice)
-    assert changed["budget_tokens"] == (140, 1664)
-    assert changed["sample_tokens"] == (0, 256)
+    assert changed["budget_tokens"] == (140, 896)
+    assert changed["sample_tokens"] == (0, 1024)
     assert changed["exact_layers"] == ([0, 1], [])
     assert "index_dtype" not in changed
 

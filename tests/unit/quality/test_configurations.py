@@ -34,7 +34,7 @@ def test_dense_comes_first_then_every_policy_at_every_budget() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "samples"),
-    [("look_ahead", 256), ("oracle", 256), ("async_spade", 0), ("last_query", 0)],
+    [("look_ahead", 512), ("oracle", 512), ("async_spade", 0), ("last_query", 0)],
 )
 def test_attended_tokens_are_the_budget_and_what_the_settings_say(
     policy: str, samples: int

@@ -9,6 +9,7 @@ import pytest
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.evaluation.bench.configurations import from_grid
 from tandemkv.server.evaluation.grid import read_grid
 from tandemkv.server.evaluation.setting_name import (
@@ -16,6 +17,7 @@ from tandemkv.server.evaluation.setting_name import (
     is_setting_name,
     setting_name,
 )
+from tandemkv.server.pages import on_device
 
 
 def grid_of(tmp_path: Path, text: str, device: str = "cpu") -> dict[str, dict[str, object]]:
@@ -29,11 +31,11 @@ def test_entries_are_products_and_equal_settings_come_once(tmp_path: Path) -> No
         tmp_path,
         "points:\n"
         "  - {budget_tokens: [512, 1024], resident_factor: [1, 2], fetch_cap: [K/16, K]}\n"
-        "  - {budget_tokens: 1024, fetch_cap: 64, sample_tokens: [0, 256],"
+        "  - {budget_tokens: 1024, fetch_cap: 64, sample_tokens: [0, 1024],"
         " exact_layers: [none, '0,1']}\n",
     )
-    assert len(found) == 8 + 3  # K 1024, c 1, a cap of K/16 and 256 samples are in both
-    assert found["k512-c1-cap32-s256-native-xnone"]["fetch_cap"] == 32
+    assert len(found) == 8 + 3  # K 1024, c 1, a cap of K/16 and 1024 samples are in both
+    assert found["k512-c1-cap32-s512-native-xnone"]["fetch_cap"] == 32
     assert found["k1024-c1-cap64-s0-native-x0.1"]["exact_layers"] == [0, 1]
     assert list(found) == sorted(set(found), key=list(found).index)
 
@@ -41,11 +43,11 @@ def test_entries_are_products_and_equal_settings_come_once(tmp_path: Path) -> No
 def test_a_gpu_has_an_int4_index_unless_told_otherwise(tmp_path: Path) -> None:
     text = "points: [{budget_tokens: 512, index_dtype: [native, int4]}, {budget_tokens: 512}]"
     assert list(grid_of(tmp_path, text, "cuda")) == [
-        "k512-c1-cap128-s256-native-xnone",
-        "k512-c1-cap128-s256-int4-xnone",
+        "k512-c1-cap256-s512-native-xnone",
+        "k512-c1-cap256-s512-int4-xnone",
     ]
     assert list(grid_of(tmp_path, "points: [{budget_tokens: 512}]")) == [
-        "k512-c1-cap128-s256-native-xnone"
+        "k512-c1-cap256-s512-native-xnone"
     ]
 
 
@@ -76,11 +78,11 @@ def test_errors_name_the_file_and_the_entry(tmp_path: Path, text: str, message: 
 @pytest.mark.parametrize(
     ("values", "name", "described"),
     [
-        ({}, "k1664-c1-cap416-s256-native-xnone", "K 1664, c 1, cap 416, 256 samples, native"),
+        ({}, "k896-c1-cap448-s1024-native-xnone", "K 896, c 1, cap 448, 1024 samples, native"),
         (
             {"policy": "async_spade", "budget_tokens": 256, "resident_factor": 1.5},
-            "async_spade-k256-c1.5-cap64-s0-native-x0.1",
-            "async_spade, K 256, c 1.5, cap 64, no samples, native, layers 0, 1 exact",
+            "async_spade-k256-c1.5-cap128-s0-native-x0.1",
+            "async_spade, K 256, c 1.5, cap 128, no samples, native, layers 0, 1 exact",
         ),
     ],
 )
@@ -101,7 +103,7 @@ def test_bench_times_exactly_the_settings_that_the_grid_names(tmp_path: Path) ->
     path = tmp_path / "grid.yaml"
     path.write_text("points: [{budget_tokens: 512, fetch_cap: K/16}]\nstreaming: [2180]")
     found = from_grid(path)
-    assert list(found) == ["grid-k512-c1-cap32-s256-int4-xnone", "grid-streaming-2180"]
+    assert list(found) == ["grid-k512-c1-cap32-s512-int4-xnone", "grid-streaming-2180"]
     for name, configuration in found.items():
         settings = configuration.serve_settings(
             model_dir=tmp_path, capacity_tokens=1 << 20, batch=8
@@ -110,13 +112,13 @@ def test_bench_times_exactly_the_settings_that_the_grid_names(tmp_path: Path) ->
         assert settings.cache_ranks == 0
         assert settings.selection.dense_tokens == 0
         assert settings.stress_selection == ("streaming" not in name)
-    sparse = found["grid-k512-c1-cap32-s256-int4-xnone"].settings
+    sparse = found["grid-k512-c1-cap32-s512-int4-xnone"].settings
     assert sparse["selection.num_recent_tokens"] == 128
 
 
 def test_the_example_is_a_grid() -> None:
     example = Path(__file__).resolve().parents[3] / "docs/quality/grid.yaml"
     found = read_grid(example, "cuda")
-    assert 15 <= len(found) <= 30
-    assert "streaming-2180" in found
-    assert "k1024-c1-cap256-s256-native-xnone" in found
+    assert 10 <= len(found) <= 30
+    assert "streaming-2052" in found
+    assert setting_name(on_device(SelectionSettings(), "cuda")) in found

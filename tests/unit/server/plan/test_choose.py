@@ -44,7 +44,7 @@ IN_PROCESS = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
 
 
 def test_selection_settings_become_a_workload() -> None:
-    assert (LOAD.num_resident, LOAD.num_recent_tokens, LOAD.fetch_cap_tokens) == (1668, 64, 416)
+    assert (LOAD.num_resident, LOAD.num_recent_tokens, LOAD.fetch_cap_tokens) == (900, 64, 448)
     assert LOAD.exact_layers == ()
     assert LOAD.selects
     streaming = resolve_selection({"policy": "streaming"})
@@ -74,7 +74,7 @@ def test_takes_what_the_version_offers() -> None:
 
 
 def test_says_when_stock_is_no_slower() -> None:
-    load = replace(LOAD, context_tokens=1024)
+    load = replace(LOAD, context_tokens=900)
     choice = choose_placement(QWEN, load, num_gpus=1, gpu_bytes=H200_BYTES)
     assert "tandemkv gains nothing" in choice.reason
     assert "whole context is resident" in choice.reason
