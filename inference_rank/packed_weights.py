@@ -16,24 +16,17 @@ from .stored_tensors import StoredTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Names of a packed matrix's parts, and which way they lie.
-
-    Attributes
-    ----------
-    codes, scales, zeros, groups : str
-        Ends of the tensors' names. Without `zeros` zero points are in the middle of the range.
-    rows_first : bool
-        Whether the first dimension is that of the matrix's rows; else that of its columns.
-    rows_in_word : bool
-        Whether a word of `codes` has several rows, and not several columns.
-    """
+    """Names of a packed matrix's parts, and which way they lie."""
 
     codes: str = "qweight"
     scales: str = "scales"
     zeros: str = "qzeros"
     groups: str = "g_idx"
+    """Ends of the tensors' names. Without `zeros` zero points are in the middle of the range."""
     rows_first: bool = False
+    """Whether the first dimension is that of the matrix's rows; else that of its columns."""
     rows_in_word: bool = False
+    """Whether a word of `codes` has several rows, and not several columns."""
 
     def shape(self, columns: int, rows: int) -> tuple[int, int]:
         """Return the shape of a part that has so many of both."""

@@ -18,24 +18,13 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """What a header says of a tensor.
-
-    Attributes
-    ----------
-    name : str
-        In the file.
-    path : Path
-        Of the file.
-    shape : tuple of int
-        All of it.
-    dtype : str
-        As safetensors writes it, ``BF16`` for example.
-    """
+    """What a header says of a tensor."""
 
     name: str
     path: Path
     shape: tuple[int, ...]
     dtype: str
+    """As safetensors writes it, ``BF16`` for example."""
 
     def check(self, *shapes: tuple[int, ...]) -> None:
         """Require one of `shapes`.

@@ -12,20 +12,15 @@ from tandemkv.kernels.step_flags import StepWait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleMoves:
-    """Tokens of resident sets that become samples; see `tandemkv.kernels.samples`.
-
-    Attributes
-    ----------
-    k, v : torch.Tensor
-        ``[num_rows, num_samples, num_kv_heads, head_dim]``. Written.
-    samples, sources : torch.Tensor
-        ``[num_reqs]``, int64. Sample that each request's token becomes, -1 for none, and its slot.
-    """
+    """Tokens of resident sets that become samples; see `tandemkv.kernels.samples`."""
 
     k: torch.Tensor
     v: torch.Tensor
+    """``[num_rows, num_samples, num_kv_heads, head_dim]``. Written."""
     samples: torch.Tensor
     sources: torch.Tensor
+    """``[num_reqs]``, int64. Sample that each request's token becomes, -1 for none, and its
+    slot."""
 
     def check(self, dims: Dims, k_dtype: torch.dtype, v_dtype: torch.dtype) -> None:
         """Compare with the other arguments of `append_tokens`, or raise `ValueError`."""

@@ -22,20 +22,14 @@ from tandemkv.kernels.samples import check_num_samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWeights:
-    """Weights of samples that a copy of rows carries along; see `tandemkv.kernels.samples`.
-
-    Attributes
-    ----------
-    source, target : torch.Tensor
-        ``[num_rows, num_kv_heads, num_samples]``, float32, dense in the last dimension; apart.
-        The target is written, and may be another GPU's memory.
-    active : torch.Tensor
-        ``[num_reqs]``, bool. Only rows of these requests are copied.
-    """
+    """Weights of samples that a copy of rows carries along; see `tandemkv.kernels.samples`."""
 
     source: torch.Tensor
     target: torch.Tensor
+    """``[num_rows, num_kv_heads, num_samples]``, float32, dense in the last dimension; apart. The
+    target is written, and may be another GPU's memory."""
     active: torch.Tensor
+    """``[num_reqs]``, bool. Only rows of these requests are copied."""
 
     def check(self, dims: Dims) -> None:
         """Compare with the other arguments of `exchange_rows`, or raise `ValueError`."""

@@ -29,18 +29,13 @@ _WORD_BITS = 32
 
 
 class MirrorScratch(NamedTuple):
-    """What `mirror_diff` works in on a GPU, from `make_mirror_scratch`.
-
-    Attributes
-    ----------
-    bits : torch.Tensor
-        ``[num_reqs, num_kv_heads, 2 * num_words]``, int32: a bit for each position.
-    places : torch.Tensor, optional
-        ``[num_reqs, num_kv_heads, num_words * 32]``, int32. Only needed without `selected_scores`.
-    """
+    """What `mirror_diff` works in on a GPU, from `make_mirror_scratch`."""
 
     bits: torch.Tensor
+    """``[num_reqs, num_kv_heads, 2 * num_words]``, int32: a bit for each position."""
     places: torch.Tensor | None
+    """``[num_reqs, num_kv_heads, num_words * 32]``, int32. Only needed without
+    `selected_scores`."""
 
 
 def make_mirror_scratch(

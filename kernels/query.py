@@ -20,44 +20,31 @@ _ROWS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryWeights:
-    """What a decoder layer makes its query with.
-
-    Attributes
-    ----------
-    head_dim : int
-        Elements of a head, even.
-    weight : torch.Tensor
-        ``[num_qo_heads * head_dim, hidden_size]``, of the dtype of the hidden states, or int8 with
-        `weight_scale`.
-    weight_scale : torch.Tensor, optional
-        ``[num_qo_heads * head_dim]``, float32: ``weight * weight_scale[:, None]`` is the matrix.
-        There if and only if `weight` is int8 (`quantize_query_weight`).
-    bias : torch.Tensor, optional
-        ``[num_qo_heads * head_dim]``, float.
-    norm : torch.Tensor, optional
-        ``[hidden_size]``, float: of the RMS norm before attention. None if attention reads the
-        residual stream as it is.
-    norm_eps : float
-        Of that norm, ``>= 0``.
-    query_norm : torch.Tensor, optional
-        ``[head_dim]``, float: of an RMS norm over each head; or ``[num_qo_heads * head_dim]``: of
-        one over all heads together.
-    query_norm_eps : float
-        Of that norm, ``>= 0``.
-    rotates_neighbours : bool
-        Whether RoPE turns elements ``2 i`` and ``2 i + 1`` of a head together, and not ``i`` and
-        ``i + rotary_dim / 2`` (NeoX style).
-    """
+    """What a decoder layer makes its query with."""
 
     head_dim: int
+    """Elements of a head, even."""
     weight: torch.Tensor
+    """``[num_qo_heads * head_dim, hidden_size]``, of the dtype of the hidden states, or int8 with
+    `weight_scale`."""
     weight_scale: torch.Tensor | None = None
+    """``[num_qo_heads * head_dim]``, float32: ``weight * weight_scale[:, None]`` is the matrix.
+    There if and only if `weight` is int8 (`quantize_query_weight`)."""
     bias: torch.Tensor | None = None
+    """``[num_qo_heads * head_dim]``, float."""
     norm: torch.Tensor | None = None
+    """``[hidden_size]``, float: of the RMS norm before attention. None if attention reads the
+    residual stream as it is."""
     norm_eps: float = 0.0
+    """Of that norm, ``>= 0``."""
     query_norm: torch.Tensor | None = None
+    """``[head_dim]``, float: of an RMS norm over each head; or ``[num_qo_heads * head_dim]``: of
+    one over all heads together."""
     query_norm_eps: float = 0.0
+    """Of that norm, ``>= 0``."""
     rotates_neighbours: bool = False
+    """Whether RoPE turns elements ``2 i`` and ``2 i + 1`` of a head together, and not ``i`` and
+    ``i + rotary_dim / 2`` (NeoX style)."""
 
 
 def predict_query(

@@ -44,27 +44,19 @@ MAX_SPLITS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreScratch:
-    """Buffers of `score_keys` on a GPU, reused over layers and replays of a graph.
-
-    Attributes
-    ----------
-    logits : torch.Tensor
-        ``[num_reqs, num_kv_heads, padded_width, padded_group]``, float16:
-        logits in base 2, relative to their tile's maximum; or, for the choice among int4 keys,
-        codes of a byte of their exponentials (`tandemkv.kernels.select`).
-    tile_max : torch.Tensor
-        ``[num_reqs, num_kv_heads, padded_width // MIN_TILE, padded_group]``, float32.
-    zero_dot : torch.Tensor
-        As `tile_max`: the query times each page's zero (int4 keys).
-    split_lse : torch.Tensor
-        ``[num_reqs, num_kv_heads, num_splits, padded_group]``, float32: log2 of
-        the sum of exponentials over the part of one program.
-    """
+    """Buffers of `score_keys` on a GPU, reused over layers and replays of a graph."""
 
     logits: torch.Tensor
+    """``[num_reqs, num_kv_heads, padded_width, padded_group]``, float16: logits in base 2, relative
+    to their tile's maximum; or, for the choice among int4 keys, codes of a byte of their
+    exponentials (`tandemkv.kernels.select`)."""
     tile_max: torch.Tensor
+    """``[num_reqs, num_kv_heads, padded_width // MIN_TILE, padded_group]``, float32."""
     zero_dot: torch.Tensor
+    """As `tile_max`: the query times each page's zero (int4 keys)."""
     split_lse: torch.Tensor
+    """``[num_reqs, num_kv_heads, num_splits, padded_group]``, float32: log2 of the sum of
+    exponentials over the part of one program."""
 
 
 def padded_group(group: int) -> int:

@@ -18,21 +18,14 @@ from tandemkv.kernels.topk import make_topk_scratch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectScratch:
-    """Buffers of `score_topk` on a GPU, reused over layers and replays of a graph.
-
-    Attributes
-    ----------
-    score : ScoreScratch
-        What stands between the pass over the keys and the choice.
-    lists : torch.Tensor
-        ``[num_reqs * num_kv_heads, size]``, int32: see `make_topk_scratch`.
-    head_lse : torch.Tensor
-        ``[num_reqs, num_kv_heads, padded_group]``, float32: log2 of each query head's sum.
-    """
+    """Buffers of `score_topk` on a GPU, reused over layers and replays of a graph."""
 
     score: ScoreScratch
+    """What stands between the pass over the keys and the choice."""
     lists: torch.Tensor
+    """``[num_reqs * num_kv_heads, size]``, int32: see `make_topk_scratch`."""
     head_lse: torch.Tensor
+    """``[num_reqs, num_kv_heads, padded_group]``, float32: log2 of each query head's sum."""
 
 
 def make_select_scratch(

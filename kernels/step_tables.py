@@ -11,32 +11,23 @@ from tandemkv.kernels.dispatch import resolve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateTables:
-    """What `load_candidates` fills; checked once, because every step passes it.
-
-    Attributes
-    ----------
-    rows, positions : torch.Tensor
-        ``[max_batch]``, int64. Row of each request, and position of its newest token.
-    lengths, lo, hi, num_target : torch.Tensor
-        ``[max_batch]``, int32. Tokens, candidates ``[lo, hi)``, resident slots to be filled.
-    active : torch.Tensor
-        ``[max_batch]``, bool. Whether a selection is made for the request.
-    pages : torch.Tensor
-        ``[max_batch, max_pages]``, int32.
-    step, selections : torch.Tensor
-        ``[]``, int32 and int64. Steps loaded, and selections that they ask for.
-    """
+    """What `load_candidates` fills; checked once, because every step passes it."""
 
     rows: torch.Tensor
     positions: torch.Tensor
+    """``[max_batch]``, int64. Row of each request, and position of its newest token."""
     lengths: torch.Tensor
     lo: torch.Tensor
     hi: torch.Tensor
     num_target: torch.Tensor
+    """``[max_batch]``, int32. Tokens, candidates ``[lo, hi)``, resident slots to be filled."""
     active: torch.Tensor
+    """``[max_batch]``, bool. Whether a selection is made for the request."""
     pages: torch.Tensor
+    """``[max_batch, max_pages]``, int32."""
     step: torch.Tensor
     selections: torch.Tensor
+    """``[]``, int32 and int64. Steps loaded, and selections that they ask for."""
 
     def __post_init__(self) -> None:
         dims = Dims()

@@ -38,18 +38,12 @@ _KEEP_LOGS_FILE = "keep-logs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLaunch:
-    """A launch of several processes of one host: one has SGLang, each other one a cache rank.
-
-    Parameters
-    ----------
-    run_dir : Path
-        Where all look, unless the settings name a run directory.
-    launch_id : str
-        By which a cache rank's process knows settings of this launch from those of an earlier.
-    """
+    """A launch of several processes of one host: one has SGLang, each other one a cache rank."""
 
     run_dir: Path
+    """Where all look, unless the settings name a run directory."""
     launch_id: str
+    """By which a cache rank's process knows settings of this launch from those of an earlier."""
 
     @property
     def mark(self) -> str:

@@ -17,32 +17,22 @@ from tandemkv.kernels.to_device import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Positions ``[lo, hi)`` of S requests, as of the step that uses the selection.
-
-    Attributes
-    ----------
-    owners : tuple of Owner
-        The requests; none where they are known on a GPU only.
-    rows : torch.Tensor
-        ``[S]`` int64: their rows.
-    positions, use_positions : torch.Tensor
-        ``[S]`` int64: position of the step's query, and of the query that the selection is for.
-    lo, hi : torch.Tensor
-        ``[S]`` int64.
-    slots : torch.Tensor
-        ``[S, width]`` int32, slots of the store by position; `width` is the largest `hi`.
-    pages : torch.Tensor, optional
-        ``[S, max_pages]`` int32, pages of `page_size` slots that hold them; `slots` by default.
-    """
+    """Positions ``[lo, hi)`` of S requests, as of the step that uses the selection."""
 
     owners: tuple[Owner, ...]
+    """The requests; none where they are known on a GPU only."""
     rows: torch.Tensor
+    """``[S]`` int64: their rows."""
     positions: torch.Tensor
     use_positions: torch.Tensor
+    """``[S]`` int64: position of the step's query, and of the query that the selection is for."""
     lo: torch.Tensor
     hi: torch.Tensor
+    """``[S]`` int64."""
     slots: torch.Tensor
+    """``[S, width]`` int32, slots of the store by position; `width` is the largest `hi`."""
     pages: torch.Tensor | None = None
+    """``[S, max_pages]`` int32, pages of `page_size` slots that hold them; `slots` by default."""
     page_size: int = 1
 
     def subset(self, places: Sequence[int]) -> Candidates:

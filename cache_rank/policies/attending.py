@@ -22,35 +22,24 @@ from .base import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttendInput:
-    """One decode step in one layer, for S requests.
-
-    Attributes
-    ----------
-    layer : int
-        The layer.
-    owners : Sequence[Owner]
-        The requests.
-    query : torch.Tensor
-        ``[S, num_qo_heads, head_dim]``: the true query, after RoPE.
-    lengths : torch.Tensor
-        ``[S]`` int64: tokens of each request; the newest, ``length - 1``, is not stored yet.
-    lo, hi : torch.Tensor
-        ``[S]`` int64: the positions ``[lo, hi)`` are attended to here, the others (sink and
-        recent) on the inference rank. None if ``hi <= lo``.
-    stored : StoredKV
-        Slots of the positions ``[0, max(lengths))``.
-    budget : int
-        K, positions per KV head.
-    """
+    """One decode step in one layer, for S requests."""
 
     layer: int
+    """The layer."""
     owners: Sequence[Owner]
+    """The requests."""
     query: torch.Tensor
+    """``[S, num_qo_heads, head_dim]``: the true query, after RoPE."""
     lengths: torch.Tensor
+    """``[S]`` int64: tokens of each request; the newest, ``length - 1``, is not stored yet."""
     lo: torch.Tensor
     hi: torch.Tensor
+    """``[S]`` int64: the positions ``[lo, hi)`` are attended to here, the others (sink and recent)
+    on the inference rank. None if ``hi <= lo``."""
     stored: StoredKV
+    """Slots of the positions ``[0, max(lengths))``."""
     budget: int
+    """K, positions per KV head."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,52 +39,37 @@ where a position is no candidate."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyCapabilities:
-    """What a policy declares about itself.
-
-    Attributes
-    ----------
-    timing : Timing
-        When a selection is made, and with what.
-    all_exact : bool
-        Every layer takes the exact step, nothing is selected.
-    wants_query_window : bool
-        `Policy.observe` is called with the queries of every step, not only of those in which a
-        selection is made (next-step policies only).
-    refresh : RefreshRule
-        Which steps of a sparse row are slow (`Timing.EXACT_STEP` only).
-    devices : tuple of str
-        Where it can run.
-    default_samples : int
-        Samples that are attended to besides, if nothing else is asked for and K is not less.
-    prediction : {"ridge", "mean"}, optional
-        A `windowed.WindowedPolicy` whose `predict` is one of the kernel
-        `tandemkv.kernels.query_window.push_and_predict`, which then takes the place of its methods.
-    index : {"keys", "page_bounds"}
-        What its `select` reads: keys, or their bounds by page as well (`SelectionInput.pages`).
-    calibration : {"kascade", "sync_kv"}, optional
-        What of a calibration it is built with: `PolicyContext.share` or `PolicyContext.clusters`.
-    graph_safe : bool
-        A promise of a policy whose own methods are called in decode steps (`composition`): they
-        launch the same work in each step, of one shape whatever the lengths, do not wait for the
-        device, and keep what they remember in tensors by row. A GPU captures a step of theirs once
-        and replays it; steps of others it does not capture (`composition.is_captured`).
-    per_head : bool
-        A promise: what is selected, or attended to, for a KV head depends on nothing of other KV
-        heads. Several cache ranks have a part of the heads each, and other policies are refused
-        there.
-    """
+    """What a policy declares about itself."""
 
     timing: Timing
+    """When a selection is made, and with what."""
     all_exact: bool = False
+    """Every layer takes the exact step, nothing is selected."""
     wants_query_window: bool = False
+    """`Policy.observe` is called with the queries of every step, not only of those in which a
+    selection is made (next-step policies only)."""
     refresh: RefreshRule = RefreshRule.NEVER
+    """Which steps of a sparse row are slow (`Timing.EXACT_STEP` only)."""
     devices: tuple[str, ...] = ("cpu", "cuda")
+    """Where it can run."""
     default_samples: int = 0
+    """Samples that are attended to besides, if nothing else is asked for and K is not less."""
     prediction: Literal["ridge", "mean"] | None = None
+    """A `windowed.WindowedPolicy` whose `predict` is one of the kernel
+    `tandemkv.kernels.query_window.push_and_predict`, which then takes the place of its methods."""
     index: Literal["keys", "page_bounds"] = "keys"
+    """What its `select` reads: keys, or their bounds by page as well (`SelectionInput.pages`)."""
     calibration: Literal["kascade", "sync_kv"] | None = None
+    """What of a calibration it is built with: `PolicyContext.share` or `PolicyContext.clusters`."""
     graph_safe: bool = False
+    """A promise of a policy whose own methods are called in decode steps (`composition`): they
+    launch the same work in each step, of one shape whatever the lengths, do not wait for the
+    device, and keep what they remember in tensors by row. A GPU captures a step of theirs once and
+    replays it; steps of others it does not capture (`composition.is_captured`)."""
     per_head: bool = False
+    """A promise: what is selected, or attended to, for a KV head depends on nothing of other KV
+    heads. Several cache ranks have a part of the heads each, and other policies are refused
+    there."""
 
     @property
     def attends(self) -> bool:
@@ -121,22 +106,15 @@ class PolicyCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The rotary embedding of a model, as a rotation of the two halves of a head.
-
-    Attributes
-    ----------
-    inv_freq : torch.Tensor
-        ``[head_dim / 2]``, float32; 0 where nothing is turned.
-    scaling : float
-        Factor of what is turned.
-    order : torch.Tensor, optional
-        ``[head_dim]``, int64: where the elements of a head lie before they are put in the order in
-        which its halves are turned. None if they are in that order.
-    """
+    """The rotary embedding of a model, as a rotation of the two halves of a head."""
 
     inv_freq: torch.Tensor
+    """``[head_dim / 2]``, float32; 0 where nothing is turned."""
     scaling: float = 1.0
+    """Factor of what is turned."""
     order: torch.Tensor | None = None
+    """``[head_dim]``, int64: where the elements of a head lie before they are put in the order in
+    which its halves are turned. None if they are in that order."""
 
     def to_halves(self, queries: torch.Tensor) -> torch.Tensor:
         """Return ``[..., head_dim]`` in the order in which halves are turned."""
@@ -151,34 +129,22 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """Which layer's selection each layer uses, and which of its heads.
-
-    Attributes
-    ----------
-    sources : tuple of int
-        For each layer the one that selects, itself for an anchor.
-    head_maps : tuple of tuple of int
-        ``[num_layers][num_kv_heads]``: the head of the source that each head follows.
-    """
+    """Which layer's selection each layer uses, and which of its heads."""
 
     sources: tuple[int, ...]
+    """For each layer the one that selects, itself for an anchor."""
     head_maps: tuple[tuple[int, ...], ...]
+    """``[num_layers][num_kv_heads]``: the head of the source that each head follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadClusters:
-    """Clusters of the KV heads of each layer.
-
-    Attributes
-    ----------
-    clusters : tuple of tuple of int
-        ``[num_layers][num_kv_heads]``: the cluster of each head.
-    representatives : tuple of tuple of int
-        ``[num_layers][num_clusters]``: the representative head of each cluster.
-    """
+    """Clusters of the KV heads of each layer."""
 
     clusters: tuple[tuple[int, ...], ...]
+    """``[num_layers][num_kv_heads]``: the cluster of each head."""
     representatives: tuple[tuple[int, ...], ...]
+    """``[num_layers][num_clusters]``: the representative head of each cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,99 +183,66 @@ class StoredKV:
 
 @dataclass(frozen=True, slots=True)
 class PageBounds:
-    """Bounds of the keys of S requests in one layer, by pages of positions.
-
-    Attributes
-    ----------
-    low, high : torch.Tensor
-        ``[S, num_pages, num_kv_heads, head_dim]``: the least and the largest of each key component
-        among the candidates in a page. Undefined for pages without any.
-    page_tokens : int
-        Page p has the positions from ``p * page_tokens`` on.
-    """
+    """Bounds of the keys of S requests in one layer, by pages of positions."""
 
     low: torch.Tensor
     high: torch.Tensor
+    """``[S, num_pages, num_kv_heads, head_dim]``: the least and the largest of each key component
+    among the candidates in a page. Undefined for pages without any."""
     page_tokens: int
+    """Page p has the positions from ``p * page_tokens`` on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionInput:
-    """One selection in one layer, for S requests.
-
-    Attributes
-    ----------
-    layer : int
-        The layer that will use it.
-    owners : Sequence[Owner]
-        The requests; none on a GPU that captures steps, where `rows` says who they are.
-    rows : torch.Tensor
-        ``[S]`` int64: row of each request. Where steps are captured rows whose candidates end where
-        they begin are among them (padding, dense requests).
-    query : torch.Tensor
-        ``[S, num_qo_heads, head_dim]``, after RoPE: the predicted query of the layer
-        (`Timing.SAME_STEP_HIDDEN`), else its true query. If only some KV heads are slow
-        (`PolicyTraits.slow_heads`), of their groups only, and `score` is about them.
-    positions, use_positions : torch.Tensor
-        ``[S]`` int64: position of `query`, and of the query that the selection is for.
-    score : Scorer
-        Scores of the candidates; sink and recent tokens are none.
-    budget : int
-        K, positions per KV head.
-    lo, hi : torch.Tensor
-        ``[S]`` int64: the candidates are the positions ``[lo, hi)``.
-    stored : StoredKV
-        What `score` reads, for policies with an index of their own.
-    pages : PageBounds, optional
-        With `PolicyCapabilities.index` ``page_bounds``.
-    """
+    """One selection in one layer, for S requests."""
 
     layer: int
+    """The layer that will use it."""
     owners: Sequence[Owner]
+    """The requests; none on a GPU that captures steps, where `rows` says who they are."""
     rows: torch.Tensor
+    """``[S]`` int64: row of each request. Where steps are captured rows whose candidates end where
+    they begin are among them (padding, dense requests)."""
     query: torch.Tensor
+    """``[S, num_qo_heads, head_dim]``, after RoPE: the predicted query of the layer
+    (`Timing.SAME_STEP_HIDDEN`), else its true query. If only some KV heads are slow
+    (`PolicyTraits.slow_heads`), of their groups only, and `score` is about them."""
     positions: torch.Tensor
     use_positions: torch.Tensor
+    """``[S]`` int64: position of `query`, and of the query that the selection is for."""
     score: Scorer
+    """Scores of the candidates; sink and recent tokens are none."""
     budget: int
+    """K, positions per KV head."""
     lo: torch.Tensor
     hi: torch.Tensor
+    """``[S]`` int64: the candidates are the positions ``[lo, hi)``."""
     stored: StoredKV
+    """What `score` reads, for policies with an index of their own."""
     pages: PageBounds | None = None
+    """With `PolicyCapabilities.index` ``page_bounds``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedInput:
-    """The end of a prompt in one layer, for which the resident set is to be filled.
-
-    Attributes
-    ----------
-    layer : int
-        The layer.
-    owner : Owner
-        The request.
-    queries, positions : torch.Tensor
-        ``[W, num_qo_heads, head_dim]`` and ``[W]`` int64: the last prompt queries.
-    score : Callable
-        ``score(queries, positions)``: ``[num_kv_heads, width]`` float32, see
-        `tandemkv.kernels.score.score_window`; ``-inf`` on the sink.
-    lo, hi : int
-        The candidates are the positions ``[lo, hi)``; ``width`` is `hi`.
-    stored : StoredKV
-        What `score` reads, with ``slots`` ``[1, length]``.
-    budget : int
-        K; more may be resident.
-    """
+    """The end of a prompt in one layer, for which the resident set is to be filled."""
 
     layer: int
     owner: Owner
     queries: torch.Tensor
     positions: torch.Tensor
+    """``[W, num_qo_heads, head_dim]`` and ``[W]`` int64: the last prompt queries."""
     score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """``score(queries, positions)``: ``[num_kv_heads, width]`` float32, see
+    `tandemkv.kernels.score.score_window`; ``-inf`` on the sink."""
     lo: int
     hi: int
+    """The candidates are the positions ``[lo, hi)``; ``width`` is `hi`."""
     stored: StoredKV
+    """What `score` reads, with ``slots`` ``[1, length]``."""
     budget: int
+    """K; more may be resident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,17 +273,13 @@ class Policy(ABC):
     ----------
     context : PolicyContext
         Model and settings; a user's own class is built with the same argument.
-
-    Attributes
-    ----------
-    options : PolicyOptions
-        An `options_model` of what the settings say. A class with a model of its own narrows it.
     """
 
     capabilities: ClassVar[PolicyCapabilities]
     options_model: ClassVar[type[PolicyOptions]] = PolicyOptions
     """Model of the options that this policy alone reads; none by default."""
     options: PolicyOptions
+    """An `options_model` of what the settings say. A class with a model of its own narrows it."""
     pools_positions: ClassVar[bool] = False
     """Whether it ranks tokens by `pooled` scores; else ``pool_before`` and ``pool_after`` are
     refused. A class with a `select` of its own says so itself."""

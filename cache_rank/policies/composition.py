@@ -22,25 +22,17 @@ _PREDICTING = ("observe_prompt", "release")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """Which of a policy's own methods the engine calls, besides `seed_scores` and `release`.
-
-    Attributes
-    ----------
-    selects : bool
-        In decode `select`, and `observe` if it wants to; else kernels rank all candidates.
-    observes_prompt : bool
-        `observe_prompt`.
-    attends : bool
-        In decode `attend`.
-    forgets : bool
-        What it remembers of a request is lost with the process: it does not make its rows
-        (`Policy.make_rows`).
-    """
+    """Which of a policy's own methods the engine calls, besides `seed_scores` and `release`."""
 
     selects: bool
+    """In decode `select`, and `observe` if it wants to; else kernels rank all candidates."""
     observes_prompt: bool
+    """`observe_prompt`."""
     attends: bool
+    """In decode `attend`."""
     forgets: bool
+    """What it remembers of a request is lost with the process: it does not make its rows
+    (`Policy.make_rows`)."""
 
     @classmethod
     def of(cls, policy: type[Policy]) -> Self:

@@ -19,85 +19,57 @@ SEE_DOCS = "see docs/models.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Names of the fields of ``config.json`` that describe a mixture of experts.
-
-    Attributes
-    ----------
-    count, per_token, size : str
-        Experts of a layer, those that a token goes through, and their inner width.
-    shared_size : str
-        Inner width of the experts that every token goes through; empty if there are none.
-    shared_count : str
-        How many of `shared_size` there are; empty for one.
-    dense_layers : str
-        First layers that have an MLP of `intermediate_size` instead; empty if there are none.
-    """
+    """Names of the fields of ``config.json`` that describe a mixture of experts."""
 
     count: str
     per_token: str = "num_experts_per_tok"
     size: str = "moe_intermediate_size"
+    """Experts of a layer, those that a token goes through, and their inner width."""
     shared_size: str = ""
+    """Inner width of the experts that every token goes through; empty if there are none."""
     shared_count: str = ""
+    """How many of `shared_size` there are; empty for one."""
     dense_layers: str = ""
+    """First layers that have an MLP of `intermediate_size` instead; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How the decoder layers of one architecture make their queries.
-
-    Attributes
-    ----------
-    name : str
-        In ``architectures`` of ``config.json``, and of SGLang's class.
-    models : str
-        Well-known models of it, for the documentation.
-    attention_norm : str or None
-        Module of a decoder layer that normalises the residual stream before attention. None if
-        attention reads the stream as it is.
-    other_norms : tuple of str
-        The layer's other norms of `hidden_size`.
-    query_norm : {"none", "head", "layer"}
-        An RMS norm of the query: of each head, or of all heads of the layer together. A model may
-        switch it off in its configuration.
-    rotates : {"halves", "neighbours"}
-        Which elements of a head RoPE turns together: ``i`` and ``i + r / 2`` (NeoX style), or
-        ``2 i`` and ``2 i + 1``. `r` elements of a head are turned, the rest is left as it is.
-    scale_field : str
-        Field of ``config.json`` that is the softmax scale; empty for ``1 / sqrt(head_dim)``.
-    window_counts : bool
-        Whether a `sliding_window` is one without `use_sliding_window`.
-    full_every : int
-        Every so many layers one attends to the whole context, where ``layer_types`` does not say
-        which. The others attend to a sliding window and are SGLang's. 0: all are alike.
-    has_sinks : bool
-        Whether each query head has a learned logit that takes a share of its softmax.
-    scales_rope : bool
-        Whether the layers' ``rotary_emb`` has the scaling of RoPE that attention uses.
-    ties_embeddings : bool
-        Whether input and output embedding are one where ``tie_word_embeddings`` is missing.
-    fused_qkv, fused_gate_up : bool
-        Whether the checkpoint has one tensor for q, k and v, or for gate and up.
-    mlp_matrices : int
-        Matrices of an MLP: gate, up and down, or two.
-    experts : Experts, optional
-        Of a mixture-of-experts model.
-    """
+    """How the decoder layers of one architecture make their queries."""
 
     name: str
+    """In ``architectures`` of ``config.json``, and of SGLang's class."""
     models: str
+    """Well-known models of it, for the documentation."""
     attention_norm: str | None = "input_layernorm"
+    """Module of a decoder layer that normalises the residual stream before attention. None if
+    attention reads the stream as it is."""
     other_norms: tuple[str, ...] = ("post_attention_layernorm",)
+    """The layer's other norms of `hidden_size`."""
     query_norm: Literal["none", "head", "layer"] = "none"
+    """An RMS norm of the query: of each head, or of all heads of the layer together. A model may
+    switch it off in its configuration."""
     rotates: Literal["halves", "neighbours"] = "halves"
+    """Which elements of a head RoPE turns together: ``i`` and ``i + r / 2`` (NeoX style), or
+    ``2 i`` and ``2 i + 1``. `r` elements of a head are turned, the rest is left as it is."""
     scale_field: str = ""
+    """Field of ``config.json`` that is the softmax scale; empty for ``1 / sqrt(head_dim)``."""
     window_counts: bool = False
+    """Whether a `sliding_window` is one without `use_sliding_window`."""
     full_every: int = 0
+    """Every so many layers one attends to the whole context, where ``layer_types`` does not say
+    which. The others attend to a sliding window and are SGLang's. 0: all are alike."""
     has_sinks: bool = False
+    """Whether each query head has a learned logit that takes a share of its softmax."""
     scales_rope: bool = True
+    """Whether the layers' ``rotary_emb`` has the scaling of RoPE that attention uses."""
     ties_embeddings: bool = False
+    """Whether input and output embedding are one where ``tie_word_embeddings`` is missing."""
     fused_qkv: bool = False
     fused_gate_up: bool = False
+    """Whether the checkpoint has one tensor for q, k and v, or for gate and up."""
     mlp_matrices: int = 3
+    """Matrices of an MLP: gate, up and down, or two."""
     experts: Experts | None = None
 
 

@@ -44,17 +44,12 @@ class DenseLengths:
     Between the two nothing that is selected is used yet: the fetch cap bounds how fast a
     resident set can follow, so it starts `WARM_UP_STEPS` early. No request begins with a cold
     set: longer prompts are seeded by their last queries.
-
-    Attributes
-    ----------
-    num_dense : int
-        Longest request that is attended to as a whole.
-    num_cold : int
-        Longest request that is not selected for.
     """
 
     num_dense: int
+    """Longest request that is attended to as a whole."""
     num_cold: int
+    """Longest request that is not selected for."""
 
     @classmethod
     def of(cls, selection: SelectionSettings, num_resident: int) -> Self:
@@ -89,36 +84,26 @@ def check_dense(selection: SelectionSettings, placement: Placement) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePools:
-    """The K/V that the cache rank selects from, and the resident sets that it writes.
-
-    Attributes
-    ----------
-    k, v : Sequence[torch.Tensor]
-        Per layer ``[num_slots, H, D]``, on the cache rank's device; the padding page is slot
-        0's, `num_slots` a multiple of `page_size`.
-    resident : Sequence[tuple[torch.Tensor, torch.Tensor]]
-        Per layer K and V ``[rows, slots, H, D]``, the first R slots of each row being the
-        cache rank's (row 0 is padding). They may lie in another GPU's memory.
-    page_size : int
-        Tokens that lie in consecutive slots.
-    log_weight : torch.Tensor, optional
-        ``[L, rows, H, num_samples]`` float32: with how much weight samples count
-        (`tandemkv.kernels.samples`). It may lie in another GPU's memory.
-    is_far : bool
-        Whether `resident` and `log_weight` do, or are to be used as if they did. Then the cache
-        rank takes its GPU for its own: it chains its kernels
-        (`tandemkv.kernels.streams.let_chain`), and scans keep behind the choice before them.
-    allocate : Allocate, optional
-        Makes what the engine remembers of each row, so that it outlives its process.
-    """
+    """The K/V that the cache rank selects from, and the resident sets that it writes."""
 
     k: Sequence[torch.Tensor]
     v: Sequence[torch.Tensor]
+    """Per layer ``[num_slots, H, D]``, on the cache rank's device; the padding page is slot 0's,
+    `num_slots` a multiple of `page_size`."""
     resident: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """Per layer K and V ``[rows, slots, H, D]``, the first R slots of each row being the cache
+    rank's (row 0 is padding). They may lie in another GPU's memory."""
     page_size: int
+    """Tokens that lie in consecutive slots."""
     log_weight: torch.Tensor | None = None
+    """``[L, rows, H, num_samples]`` float32: with how much weight samples count
+    (`tandemkv.kernels.samples`). It may lie in another GPU's memory."""
     is_far: bool = False
+    """Whether `resident` and `log_weight` do, or are to be used as if they did. Then the cache rank
+    takes its GPU for its own: it chains its kernels (`tandemkv.kernels.streams.let_chain`), and
+    scans keep behind the choice before them."""
     allocate: Allocate | None = None
+    """Makes what the engine remembers of each row, so that it outlives its process."""
 
     @property
     def num_slots(self) -> int:
@@ -159,14 +144,10 @@ class Engine(Protocol):
 
     What is called between `begin_decode` and the end of the step launches work of fixed shape
     and never waits for the device, so that it can be captured in a CUDA graph.
-
-    Attributes
-    ----------
-    program : EngineProgram
-        Which layers select, for whom and when.
     """
 
     program: EngineProgram
+    """Which layers select, for whom and when."""
 
     @property
     def nbytes(self) -> int:

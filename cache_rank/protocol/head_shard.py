@@ -10,16 +10,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """One of `count` equal parts of heads, in their order; by default all heads.
-
-    Attributes
-    ----------
-    index, count : int
-        ``0 <= index < count``.
-    """
+    """One of `count` equal parts of heads, in their order; by default all heads."""
 
     index: int = 0
     count: int = 1
+    """``0 <= index < count``."""
 
     @classmethod
     def of_rank(cls, rank: int, count: int) -> HeadShard:

@@ -49,18 +49,13 @@ class Homes:
     """Where mapped tensors lie, as one process sees it.
 
     Each tensor names its home, and that is all that tells one GPU, two GPUs and a host apart.
-
-    Attributes
-    ----------
-    inference, engine : torch.device
-        Of the forward pass, and of the engine; on a CPU all memory is the host's.
-    here : torch.device
-        Whose kernels use them in this process.
     """
 
     inference: torch.device
     engine: torch.device
+    """Of the forward pass, and of the engine; on a CPU all memory is the host's."""
     here: torch.device
+    """Whose kernels use them in this process."""
 
     @classmethod
     def on_host(cls) -> Self:

@@ -50,28 +50,19 @@ SEED_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSizes:
-    """Sizes that both ranks must agree on.
-
-    Attributes
-    ----------
-    num_slots : int
-        Slots of tokens, the padding page included.
-    num_rows : int
-        Rows of the request table; row 0 is padding.
-    page_size : int
-        Tokens that lie in consecutive slots.
-    is_apart : bool
-        Whether resident sets, latest tokens and samples of each row lie apart from the pool, beside
-        the model (`Placement.has_far_pool`).
-    shard : HeadShard
-        Of the pool's KV heads, those that the model of this region has.
-    """
+    """Sizes that both ranks must agree on."""
 
     num_slots: int
+    """Slots of tokens, the padding page included."""
     num_rows: int
+    """Rows of the request table; row 0 is padding."""
     page_size: int
+    """Tokens that lie in consecutive slots."""
     is_apart: bool = False
+    """Whether resident sets, latest tokens and samples of each row lie apart from the pool, beside
+    the model (`Placement.has_far_pool`)."""
     shard: HeadShard = field(default_factory=HeadShard)
+    """Of the pool's KV heads, those that the model of this region has."""
 
     @property
     def max_batch(self) -> int:

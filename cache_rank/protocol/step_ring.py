@@ -47,28 +47,19 @@ class EntryKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """One request of an entry.
-
-    Attributes
-    ----------
-    row : int
-        Of the request table; 0 is padding.
-    generation : int
-        Counts the tenants of the row.
-    length, prefix_len : int
-        Tokens after the step, and before it. To be taken up: tokens that there are, twice.
-    window : int
-        Prompt queries that seed the row's resident set; 0: it is not seeded in this step.
-    flags : int
-        `SLOW` of a decode step, `RESIDENT` of a row to be taken up, or 0.
-    """
+    """One request of an entry."""
 
     row: int
+    """Of the request table; 0 is padding."""
     generation: int
+    """Counts the tenants of the row."""
     length: int = 0
     prefix_len: int = 0
+    """Tokens after the step, and before it. To be taken up: tokens that there are, twice."""
     window: int = 0
+    """Prompt queries that seed the row's resident set; 0: it is not seeded in this step."""
     flags: int = 0
+    """`SLOW` of a decode step, `RESIDENT` of a row to be taken up, or 0."""
 
 
 _FIELDS = tuple(StepRow.__dataclass_fields__)
@@ -77,30 +68,19 @@ ROW_WORDS = len(_FIELDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEntry:
-    """An announcement.
-
-    Attributes
-    ----------
-    kind : EntryKind
-        What it is about.
-    step : int
-        Number that its flags are raised to; grows by one with each entry.
-    variant : int
-        Of a decode: what it does beside the forward pass.
-    num_cold : int
-        Of a decode: longest request that is not selected for.
-    rows : tuple of StepRow
-        The requests, in the order of the batch.
-    announced_ns : int
-        When it was written, by the host's monotonic clock; 0 before that.
-    """
+    """An announcement."""
 
     kind: EntryKind
     step: int
+    """Number that its flags are raised to; grows by one with each entry."""
     variant: int = 0
+    """Of a decode: what it does beside the forward pass."""
     num_cold: int = 0
+    """Of a decode: longest request that is not selected for."""
     rows: tuple[StepRow, ...] = ()
+    """The requests, in the order of the batch."""
     announced_ns: int = field(default=0, compare=False)
+    """When it was written, by the host's monotonic clock; 0 before that."""
 
 
 _KINDS = frozenset(EntryKind)

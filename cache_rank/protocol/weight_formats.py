@@ -38,34 +38,23 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """The format of the quantised matrices of a checkpoint.
-
-    Attributes
-    ----------
-    method : str
-        As ``quant_method`` names it.
-    packing : {"fp8", "awq", "gptq", "compressed", "unknown"}
-        How a matrix is laid out; ``compressed`` is the packing of compressed-tensors. Matrices
-        that a checkpoint leaves as they are have none.
-    bits : float
-        Of one element with its part of the scales; 0 if it is not known.
-    block : (int, int), optional
-        Rows and columns that share a scale, in block-wise fp8.
-    zero_offset : int
-        What GPTQ's kernels add to a stored zero point: 1, and 0 in its second version.
-    is_symmetric : bool
-        Whether the zero points of packed integers are all in the middle of the range.
-    reason : str
-        Why ``W_q`` cannot be read, if it cannot; else empty.
-    """
+    """The format of the quantised matrices of a checkpoint."""
 
     method: str
+    """As ``quant_method`` names it."""
     packing: Literal["fp8", "awq", "gptq", "compressed", "unknown"] = "unknown"
+    """How a matrix is laid out; ``compressed`` is the packing of compressed-tensors. Matrices that
+    a checkpoint leaves as they are have none."""
     bits: float = 0.0
+    """Of one element with its part of the scales; 0 if it is not known."""
     block: tuple[int, int] | None = None
+    """Rows and columns that share a scale, in block-wise fp8."""
     zero_offset: int = 0
+    """What GPTQ's kernels add to a stored zero point: 1, and 0 in its second version."""
     is_symmetric: bool = False
+    """Whether the zero points of packed integers are all in the middle of the range."""
     reason: str = ""
+    """Why ``W_q`` cannot be read, if it cannot; else empty."""
 
 
 def read_weight_format(model_dir: Path, config: Mapping[str, Any]) -> WeightFormat | None:

@@ -10,53 +10,34 @@ from .settings import EdgeSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """LoRA adapters that SGLang has loaded.
-
-    Attributes
-    ----------
-    names : frozenset of str
-        Of those that it was started with; no route loads others.
-    unserved : str
-        Why no request may name one, and what to do; empty if it may.
-    """
+    """LoRA adapters that SGLang has loaded."""
 
     names: frozenset[str]
+    """Of those that it was started with; no route loads others."""
     unserved: str = ""
+    """Why no request may name one, and what to do; empty if it may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the checks of a request compare with.
-
-    Attributes
-    ----------
-    settings : EdgeSettings
-        As configured.
-    vocab_size : int
-        Token ids are below it. A larger one ends SGLang's scheduler.
-    context_tokens : int
-        Longest request, prompt and answer.
-    max_running_requests : int
-        Completions that SGLang decodes together.
-    model_names : frozenset of str
-        Names that a request may give as its model.
-    has_grammars : bool
-        Whether SGLang has a grammar backend. Without one it ends such a request in the scheduler,
-        and answers 500 to a stream with logprobs.
-    is_evaluation : bool
-        Whether forced tokens and emptying the prefix cache are open to all.
-    adapters : Adapters, optional
-        Of a server with LoRA; else None.
-    """
+    """What the checks of a request compare with."""
 
     settings: EdgeSettings
     vocab_size: int
+    """Token ids are below it. A larger one ends SGLang's scheduler."""
     context_tokens: int
+    """Longest request, prompt and answer."""
     max_running_requests: int
+    """Completions that SGLang decodes together."""
     model_names: frozenset[str]
+    """Names that a request may give as its model."""
     has_grammars: bool = True
+    """Whether SGLang has a grammar backend. Without one it ends such a request in the scheduler,
+    and answers 500 to a stream with logprobs."""
     is_evaluation: bool = False
+    """Whether forced tokens and emptying the prefix cache are open to all."""
     adapters: Adapters | None = None
+    """Of a server with LoRA; else None."""
 
     @property
     def prompt_bytes(self) -> int:

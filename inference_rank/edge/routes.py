@@ -19,27 +19,16 @@ from .requests import (
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How the edge treats a route.
-
-    Attributes
-    ----------
-    methods : tuple of str
-        HTTP methods.
-    role : Role
-        Who may call it.
-    check : callable, optional
-        Of its JSON body; such a route counts as load.
-    is_probe : bool
-        Whether callers at one time share one answer.
-    opens_in_evaluation : bool
-        Whether ``--evaluation`` opens it to users.
-    """
+    """How the edge treats a route."""
 
     methods: tuple[str, ...]
     role: Role
     check: RequestCheck | None = None
+    """Of its JSON body; such a route counts as load."""
     is_probe: bool = False
+    """Whether callers at one time share one answer."""
     opens_in_evaluation: bool = False
+    """Whether ``--evaluation`` opens it to users."""
 
 
 def _probe() -> Route:

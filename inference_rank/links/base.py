@@ -20,56 +20,38 @@ class StepLostError(CacheRankLostError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendRow:
-    """One request of a prefill step.
-
-    Attributes
-    ----------
-    row : int
-        Of the request table.
-    prefix_len, length : int
-        Tokens before the step, and after it.
-    table : torch.Tensor
-        ``[length]`` int32, the slot of each position.
-    window : tuple of (int, int), optional
-        Where the prompt's last queries are in the step's tokens, if its resident set is to be
-        filled now.
-    """
+    """One request of a prefill step."""
 
     row: int
+    """Of the request table."""
     prefix_len: int
     length: int
+    """Tokens before the step, and after it."""
     table: torch.Tensor
+    """``[length]`` int32, the slot of each position."""
     window: tuple[int, int] | None = None
+    """Where the prompt's last queries are in the step's tokens, if its resident set is to be filled
+    now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRows:
-    """The requests of a decode step.
-
-    Attributes
-    ----------
-    rows, lengths : torch.Tensor
-        ``[B]`` integers on the device of the forward pass; lengths after the step.
-    lengths_on_host : torch.Tensor
-        The same on the host.
-    req_to_token : torch.Tensor
-        ``[rows, max_context]`` int32, the slot of each position.
-    num_cold : int
-        Longest request that is not selected for.
-    slow : torch.Tensor, optional
-        ``[B]`` bool on the host, with `EngineProgram.slow_steps`: who attends to everything in this
-        step, and is selected for.
-    is_rehearsal : bool
-        Whether the step is run to be captured, and its requests are none.
-    """
+    """The requests of a decode step."""
 
     rows: torch.Tensor
     lengths: torch.Tensor
+    """``[B]`` integers on the device of the forward pass; lengths after the step."""
     lengths_on_host: torch.Tensor
+    """The same on the host."""
     req_to_token: torch.Tensor
+    """``[rows, max_context]`` int32, the slot of each position."""
     num_cold: int
+    """Longest request that is not selected for."""
     slow: torch.Tensor | None = None
+    """``[B]`` bool on the host, with `EngineProgram.slow_steps`: who attends to everything in this
+    step, and is selected for."""
     is_rehearsal: bool = False
+    """Whether the step is run to be captured, and its requests are none."""
 
 
 class Link(Protocol):

@@ -16,28 +16,18 @@ from tandemkv.inference_rank.query_checkpoint import WITHOUT_PREDICTION, QueryCh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryPlace:
-    """Where a rank predicts, and what of the model it has.
-
-    Attributes
-    ----------
-    num_heads, head_dim : int
-        Query heads of this rank, and their size.
-    device : torch.device
-        Where to predict.
-    is_int8 : bool
-        Whether to keep W_q in int8, where the whole prediction is one operation.
-    dtype : torch.dtype
-        Of hidden states, and so of a W_q that the model has in a quantised form only.
-    checkpoint : QueryCheckpoint, optional
-        Where such a W_q is read from. None where the model was not loaded from its safetensors.
-    """
+    """Where a rank predicts, and what of the model it has."""
 
     num_heads: int
     head_dim: int
+    """Query heads of this rank, and their size."""
     device: torch.device
     is_int8: bool
+    """Whether to keep W_q in int8, where the whole prediction is one operation."""
     dtype: torch.dtype = torch.float32
+    """Of hidden states, and so of a W_q that the model has in a quantised form only."""
     checkpoint: QueryCheckpoint | None = None
+    """Where such a W_q is read from. None where the model was not loaded from its safetensors."""
 
     @property
     def width(self) -> int:

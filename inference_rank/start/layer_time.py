@@ -20,22 +20,15 @@ _NUM_REPLAYS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """One layer of the model without selection, in us.
-
-    Attributes
-    ----------
-    weights_us : float or None
-        Everything but attention; None if it could not be measured.
-    attention_us : float
-        To as many tokens as a request with a resident set attends to.
-    of_graph : bool
-        Whether `weights_us` is of a captured decode step, launches and collectives included,
-        and not of the layer's matrices and norms alone, which is a lower bound.
-    """
+    """One layer of the model without selection, in us."""
 
     weights_us: float | None
+    """Everything but attention; None if it could not be measured."""
     attention_us: float
+    """To as many tokens as a request with a resident set attends to."""
     of_graph: bool = False
+    """Whether `weights_us` is of a captured decode step, launches and collectives included, and not
+    of the layer's matrices and norms alone, which is a lower bound."""
 
     @property
     def us(self) -> float | None:

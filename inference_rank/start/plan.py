@@ -20,36 +20,23 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPlan:
-    """How the server selects, and why. Times are in us per layer.
-
-    Attributes
-    ----------
-    placement : str
-        Where selection runs.
-    selection : SelectionTime or None
-        None if nothing is selected, or if it could not be measured; `note` says which.
-    layer : LayerTime or None
-        None where nothing is selected.
-    refresh_every : int
-        Steps from one that selects to the next.
-    dense_tokens : int
-        Requests up to this length are attended to as a whole.
-    dense_batch_tokens : int
-        So are all of a step of no more tokens in all; 0: not for that reason.
-    exposed_us : float or None
-        What a layer's selection adds to its step, averaged over the steps of a refresh.
-    note : str
-        What the table does not say.
-    """
+    """How the server selects, and why. Times are in us per layer."""
 
     placement: str
     selection: SelectionTime | None
+    """None if nothing is selected, or if it could not be measured; `note` says which."""
     layer: LayerTime | None
+    """None where nothing is selected."""
     refresh_every: int
+    """Steps from one that selects to the next."""
     dense_tokens: int
+    """Requests up to this length are attended to as a whole."""
     dense_batch_tokens: int = 0
+    """So are all of a step of no more tokens in all; 0: not for that reason."""
     exposed_us: float | None = None
+    """What a layer's selection adds to its step, averaged over the steps of a refresh."""
     note: str = ""
+    """What the table does not say."""
 
     @property
     def is_hidden(self) -> bool | None:

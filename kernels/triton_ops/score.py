@@ -115,20 +115,14 @@ def score_keys(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scanned:
-    """How a scan's results lie in the scratch.
-
-    Attributes
-    ----------
-    block_n, num_splits : int
-        Tokens of a tile, and programs per head.
-    logits : torch.Tensor
-        The scratch's logits, or uint8 where codes of what they stand for (`encode_share`) are
-        there instead; those of a head begin at the same element.
-    """
+    """How a scan's results lie in the scratch."""
 
     block_n: int
     num_splits: int
+    """Tokens of a tile, and programs per head."""
     logits: torch.Tensor
+    """The scratch's logits, or uint8 where codes of what they stand for (`encode_share`) are there
+    instead; those of a head begin at the same element."""
 
     @property
     def is_coded(self) -> bool:

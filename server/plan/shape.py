@@ -21,23 +21,16 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """The mixture of experts in the MLP of a layer.
-
-    Attributes
-    ----------
-    count, per_token : int
-        Experts of a layer, and those that a token goes through.
-    size, shared_size : int
-        Inner width of one of them, and of all that every token goes through together.
-    num_dense_layers : int
-        First layers of the model, which have an MLP of the model's `intermediate_size` instead.
-    """
+    """The mixture of experts in the MLP of a layer."""
 
     count: int
     per_token: int
+    """Experts of a layer, and those that a token goes through."""
     size: int
     shared_size: int = 0
+    """Inner width of one of them, and of all that every token goes through together."""
     num_dense_layers: int = 0
+    """First layers of the model, which have an MLP of the model's `intermediate_size` instead."""
 
     def read_by(self, batch: int) -> float:
         """Return how many experts of a layer a step of `batch` tokens reads, as if by chance."""

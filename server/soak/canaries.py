@@ -26,22 +26,14 @@ class SoakError(TandemKVError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solo:
-    """What a canary is answered alone.
-
-    Attributes
-    ----------
-    text : str
-        The part that has to be repeated.
-    num_tokens : int
-        Its length.
-    is_dense : bool
-        Whether the request attends to everything. What a sparse one selects may change with
-        near-equal scores, so that its answers are counted and not judged.
-    """
+    """What a canary is answered alone."""
 
     text: str
+    """The part that has to be repeated."""
     num_tokens: int
     is_dense: bool
+    """Whether the request attends to everything. What a sparse one selects may change with
+    near-equal scores, so that its answers are counted and not judged."""
 
 
 def record_solo(

@@ -19,38 +19,25 @@ _MAX_TEXT = 4096
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """How a request ended.
-
-    Attributes
-    ----------
-    request : Request
-        What was sent.
-    started, ended : float
-        Seconds since the epoch.
-    status : int
-        Of HTTP, or of the error event that ended a stream; 0 if there was no answer.
-    ending : str
-        ``complete``; ``hung up`` by us; ``error event`` in a stream; ``cut``: the connection ended
-        before the answer did; ``unreachable``: nobody listened; ``timeout``.
-    retry_after : bool
-        Whether the answer says when to come again.
-    text : str
-        What was generated, or the error.
-    first_s : float, optional
-        Seconds to the first event of a stream.
-    gaps_s : list of float
-        Seconds between its events.
-    """
+    """How a request ended."""
 
     request: Request
     started: float
     ended: float = 0.0
+    """Seconds since the epoch."""
     status: int = 0
+    """Of HTTP, or of the error event that ended a stream; 0 if there was no answer."""
     ending: Ending = "cut"
+    """``complete``; ``hung up`` by us; ``error event`` in a stream; ``cut``: the connection ended
+    before the answer did; ``unreachable``: nobody listened; ``timeout``."""
     retry_after: bool = False
+    """Whether the answer says when to come again."""
     text: str = ""
+    """What was generated, or the error."""
     first_s: float | None = None
+    """Seconds to the first event of a stream."""
     gaps_s: list[float] = field(default_factory=list)
+    """Seconds between its events."""
     body: Any = None
 
 

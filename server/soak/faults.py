@@ -58,26 +58,18 @@ def points_text(seed: int, actions: tuple[Action, ...]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """What was done to the server, and until when it may be seen.
-
-    Attributes
-    ----------
-    action, target : str
-        What, and to which process or at which point.
-    began, ended : float
-        Seconds since the epoch; until the server was ready again.
-    seconds : float
-        Length of a pause.
-    recovery_s : float, optional
-        From `began` until ready; of a stop, from when the launcher ended the process.
-    """
+    """What was done to the server, and until when it may be seen."""
 
     action: Action
     target: str
+    """What, and to which process or at which point."""
     began: float
     ended: float = 0.0
+    """Seconds since the epoch; until the server was ready again."""
     seconds: float = 0.0
+    """Length of a pause."""
     recovery_s: float | None = None
+    """From `began` until ready; of a stop, from when the launcher ended the process."""
 
     @property
     def ends_http(self) -> bool:

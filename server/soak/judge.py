@@ -52,18 +52,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What is required.
-
-    Attributes
-    ----------
-    ready_within_s : float
-        Longest time from a crash to ready again.
-    expect_no_loss : bool
-        Whether requests must survive what happens to the cache rank alone.
-    """
+    """What is required."""
 
     ready_within_s: float = 60.0
+    """Longest time from a crash to ready again."""
     expect_no_loss: bool = False
+    """Whether requests must survive what happens to the cache rank alone."""
 
 
 def judge(found: Findings, target: Target, rules: Rules) -> Verdict:

@@ -27,36 +27,22 @@ _OBJECTS = ("a small boat", "the long letter", "two red lamps", "the road", "a g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request.
-
-    Attributes
-    ----------
-    kind : str
-        Row of the report that counts it.
-    path : str
-        Route.
-    body : Mapping
-        JSON body.
-    raw : bytes, optional
-        Sent in place of `body`.
-    code : str
-        What its prompt holds and no other prompt does; empty if it holds none.
-    hang_up_after : int, optional
-        Close the connection after so many events of the stream.
-    refusals : frozenset of int
-        Statuses that it has to be refused with; empty: it has to be answered.
-    canary : int, optional
-        Number of the prompt whose solo answer it has to repeat.
-    """
+    """One request."""
 
     kind: Kind
+    """Row of the report that counts it."""
     path: str
     body: Mapping[str, Any] = field(default_factory=dict)
     raw: bytes | None = None
+    """Sent in place of `body`."""
     code: str = ""
+    """What its prompt holds and no other prompt does; empty if it holds none."""
     hang_up_after: int | None = None
+    """Close the connection after so many events of the stream."""
     refusals: frozenset[int] = frozenset()
+    """Statuses that it has to be refused with; empty: it has to be answered."""
     canary: int | None = None
+    """Number of the prompt whose solo answer it has to repeat."""
 
 
 def prose(rng: random.Random, sentences: int) -> str:

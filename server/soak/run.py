@@ -33,30 +33,19 @@ _METRICS = re.compile(r"^sglang:(num_used_tokens)\{[^}]*\} (\S+)$", re.MULTILINE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakSettings:
-    """What is done.
-
-    Attributes
-    ----------
-    duration_s : float
-        Of the load; start and end of a server come on top.
-    seed : int
-        Decides requests and faults.
-    concurrency : int
-        Requests at once.
-    actions : tuple of str
-        Faults; see `faults.ACTIONS`.
-    calm_s : float
-        Mean time between two faults.
-    longest_tokens : int
-        About how long the longest prompts are.
-    """
+    """What is done."""
 
     duration_s: float
+    """Of the load; start and end of a server come on top."""
     seed: int
+    """Decides requests and faults."""
     concurrency: int
     actions: tuple[Action, ...]
+    """Faults; see `faults.ACTIONS`."""
     calm_s: float
+    """Mean time between two faults."""
     longest_tokens: int = _LONGEST_TOKENS
+    """About how long the longest prompts are."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,28 +17,19 @@ _LEAST = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slope:
-    """A straight line through a series, in units of the series.
-
-    Attributes
-    ----------
-    samples : int
-        Length of the series.
-    median : float
-        Of the series.
-    per_hour : float
-        Growth.
-    low, high : float
-        95 % interval of `per_hour`.
-    change : float
-        Growth over the whole series, as a share of the median.
-    """
+    """A straight line through a series, in units of the series."""
 
     samples: int
+    """Length of the series."""
     median: float
+    """Of the series."""
     per_hour: float
+    """Growth."""
     low: float
     high: float
+    """95 % interval of `per_hour`."""
     change: float
+    """Growth over the whole series, as a share of the median."""
 
     @property
     def least_change(self) -> float:

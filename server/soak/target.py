@@ -31,21 +31,14 @@ _END_TIMEOUT_S = 90.0
 
 @dataclass(slots=True, kw_only=True)
 class Target:
-    """A server, and what is known of it.
-
-    Attributes
-    ----------
-    left : list of str or None
-        Once it was ended: what it left behind. None if it was not ours to end.
-    exit_status : str or None
-        How it ended.
-    """
+    """A server, and what is known of it."""
 
     url: str
     client: Client
     processes: ServerProcesses | None
     is_ours: bool
     left: list[str] | None = None
+    """Once it was ended: what it left behind. None if it was not ours to end."""
     exit_status: str | None = None
     segments: set[str] = field(default_factory=set)
 

@@ -28,19 +28,13 @@ def max_of_group(weights: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class TextAttention:
-    """Attention of one text of T tokens.
-
-    Attributes
-    ----------
-    weights : list of torch.Tensor
-        Per layer ``[H, T, T]`` float32, query by key.
-    importance : list of float
-        Per layer ``1 - cos(x, y)``, mean over tokens: x the residual stream before attention,
-        y after attention is added to it.
-    """
+    """Attention of one text of T tokens."""
 
     weights: list[torch.Tensor] = field(default_factory=list)
+    """Per layer ``[H, T, T]`` float32, query by key."""
     importance: list[float] = field(default_factory=list)
+    """Per layer ``1 - cos(x, y)``, mean over tokens: x the residual stream before attention, y
+    after attention is added to it."""
 
 
 class AttentionRecorder:

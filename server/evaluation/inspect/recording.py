@@ -21,31 +21,22 @@ class Recording:
     """One request, step by step.
 
     Sets of tokens are bitmaps in base64, position p in bit ``p % 8`` of byte ``p // 8``.
-
-    Attributes
-    ----------
-    lengths : list of int
-        Tokens of the request in each recorded step, ascending.
-    layers : list of int
-        The layers in which the policy selects.
-    num_heads : int
-        KV heads.
-    attended : list
-        ``[step][layer][head]``: what was attended to, the recent tokens included.
-    selected : list
-        ``[step][layer][head]``: what the policy chose in that step, None where it chose nothing.
-    mass, oracle_mass : list
-        ``[step][layer][head]``: share of the true softmax mass that was attended to, and the
-        most that as many tokens can have.
     """
 
     lengths: list[int]
+    """Tokens of the request in each recorded step, ascending."""
     layers: list[int]
+    """The layers in which the policy selects."""
     num_heads: int
+    """KV heads."""
     attended: list[list[list[str]]]
+    """``[step][layer][head]``: what was attended to, the recent tokens included."""
     selected: list[list[list[str] | None]]
+    """``[step][layer][head]``: what the policy chose in that step, None where it chose nothing."""
     mass: list[list[list[float]]]
     oracle_mass: list[list[list[float]]]
+    """``[step][layer][head]``: share of the true softmax mass that was attended to, and the most
+    that as many tokens can have."""
 
 
 def read_recording(attention_file: Path, selection_file: Path) -> Recording:

@@ -29,50 +29,33 @@ Setting = str | int | float | bool | list[int] | dict[str, Scalar | list[Scalar]
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One server, or one setting of another system.
-
-    Attributes
-    ----------
-    system, policy : str
-        ``sglang`` ``dense`` is stock SGLang.
-    budget : str
-        As given on the command line, ``all`` where everything is attended to.
-    attended_tokens : int or None
-        Tokens attended to per KV head and layer, in layers that are not exact; None for all.
-    remote_tokens : int
-        Those of them, at most, that the cache rank attends to; the inference rank does not see
-        them.
-    exact_layers : list of int
-        Layers that attend to everything.
-    num_layers : int
-        Layers of the model.
-    windowed_layers : list of int
-        Those that attend to a sliding window, as stock SGLang does. They do not count.
-    selection : dict
-        Settings of the group ``selection``.
-    sees_question : str
-        Whether what is attended to was chosen knowing the question.
-    variant : str
-        Settings that tell this configuration from others of its policy and budget.
-    is_open : bool
-        Whether `serve` decides what is not in `selection`.
-    resolved : dict
-        Every setting that matters to a result, by name, after `serve` decided it.
-    """
+    """One server, or one setting of another system."""
 
     system: System
     policy: str
+    """``sglang`` ``dense`` is stock SGLang."""
     budget: str
+    """As given on the command line, ``all`` where everything is attended to."""
     attended_tokens: int | None
+    """Tokens attended to per KV head and layer, in layers that are not exact; None for all."""
     num_layers: int
     remote_tokens: int = 0
+    """Those of them, at most, that the cache rank attends to; the inference rank does not see
+    them."""
     exact_layers: list[int] = []
+    """Layers that attend to everything."""
     windowed_layers: list[int] = []
+    """Those that attend to a sliding window, as stock SGLang does. They do not count."""
     selection: dict[str, Setting] = {}
+    """Settings of the group ``selection``."""
     sees_question: str = ""
+    """Whether what is attended to was chosen knowing the question."""
     variant: str = ""
+    """Settings that tell this configuration from others of its policy and budget."""
     is_open: bool = False
+    """Whether `serve` decides what is not in `selection`."""
     resolved: dict[str, Setting] = {}
+    """Every setting that matters to a result, by name, after `serve` decided it."""
 
     @property
     def slug(self) -> str:

@@ -20,21 +20,13 @@ from .tasks.base import Task, TaskInputs
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Samples by task, and what the report says of them.
-
-    Attributes
-    ----------
-    samples : mapping
-        All samples of each task.
-    tasks : dict
-        Of each task: title, definition, source, measure, number, digest and lengths.
-    corpus : dict
-        ``corpus`` and ``corpus_absent``: texts with hashes, built-in texts that are missing.
-    """
+    """Samples by task, and what the report says of them."""
 
     samples: Mapping[str, Sequence[Sample]]
     tasks: dict[str, dict[str, Any]]
+    """Of each task: title, definition, source, measure, number, digest and lengths."""
     corpus: dict[str, Any]
+    """``corpus`` and ``corpus_absent``: texts with hashes, built-in texts that are missing."""
 
     @classmethod
     def make(

@@ -21,30 +21,21 @@ MEASURED = "measured_at_start"
 
 
 class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What came back for one sample; which fields are set depends on its mode.
-
-    Attributes
-    ----------
-    text, score : str, float
-        ``generate``.
-    nll : list of float
-        ``force``: negative log-likelihood of every forced token but the first, in nats.
-    tokens : list of int
-        ``continue``, dense only: what it wrote.
-    agrees : list of bool
-        ``continue``: whether each token of dense's, but the first, would have been chosen.
-    best : list of int
-        ``force``, where a sample asks for it: the likeliest token in the place of every forced
-        one but the first.
-    """
+    """What came back for one sample; which fields are set depends on its mode."""
 
     name: str
     text: str | None = None
     score: float | None = None
+    """``generate``."""
     nll: list[float] | None = None
+    """``force``: negative log-likelihood of every forced token but the first, in nats."""
     tokens: list[int] | None = None
+    """``continue``, dense only: what it wrote."""
     agrees: list[bool] | None = None
+    """``continue``: whether each token of dense's, but the first, would have been chosen."""
     best: list[int] | None = None
+    """``force``, where a sample asks for it: the likeliest token in the place of every forced one
+    but the first."""
 
 
 class Probes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -57,33 +48,24 @@ class Probes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TaskResult(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One task under one configuration.
-
-    Attributes
-    ----------
-    samples_digest : str
-        Of the samples; a report holds only results on the same ones.
-    digest : str
-        Of the samples and of all settings: what a result is taken for when resuming.
-    attended_share : float or None
-        Measured share of the context that decode attended to, in layers that are not exact. A
-        step that attends to everything for a part of the heads counts as if it did for all.
-    fetched_rows_per_step : float or None
-        Rows (a key and a value of one KV head in one layer) that selection sent to the inference
-        rank, per request and decode step.
-    decode_steps, request_steps : float or None
-        Decode steps of the server, and of each request summed up.
-    """
+    """One task under one configuration."""
 
     task: str
     samples_digest: str
+    """Of the samples; a report holds only results on the same ones."""
     digest: str
+    """Of the samples and of all settings: what a result is taken for when resuming."""
     answers: list[Answer]
     seconds: float
     attended_share: float | None = None
+    """Measured share of the context that decode attended to, in layers that are not exact. A step
+    that attends to everything for a part of the heads counts as if it did for all."""
     fetched_rows_per_step: float | None = None
+    """Rows (a key and a value of one KV head in one layer) that selection sent to the inference
+    rank, per request and decode step."""
     decode_steps: float | None = None
     request_steps: float | None = None
+    """Decode steps of the server, and of each request summed up."""
     probes: Probes | None = None
     counters: dict[str, float] = {}
 

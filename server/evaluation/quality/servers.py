@@ -50,21 +50,13 @@ class StoppedError(MeasurementError):
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that answers.
-
-    Attributes
-    ----------
-    url : str
-        Its address.
-    is_stock : bool
-        Whether it is SGLang without the plugin.
-    probe_file : Path or None
-        Where attention probes are written, if they are.
-    """
+    """A server that answers."""
 
     url: str
     is_stock: bool
+    """Whether it is SGLang without the plugin."""
     probe_file: Path | None = None
+    """Where attention probes are written, if they are."""
 
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request to SGLang's native endpoint.

@@ -32,34 +32,24 @@ Runs = Sequence[tuple[Configuration, Mapping[str, TaskResult]]]
 
 
 class Score(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One task under one configuration.
-
-    Attributes
-    ----------
-    value, low, high : float
-        The figure and its 95 % interval: a mean score, a perplexity, a share of tokens that
-        agree, or a recovered share of attention.
-    change, change_low, change_high : float or None
-        Against dense, paired by sample: a difference of scores, or per cent of perplexity.
-    attended_share : float or None
-        Share of the context attended to in decode, over all layers.
-    details : dict
-        Further figures of the measure.
-    items : list of float
-        A figure a sample, in their order: its score, the mean negative log-likelihood of its
-        tokens, or the share of tokens that agree.
-    """
+    """One task under one configuration."""
 
     value: float
     low: float
     high: float
+    """The figure and its 95 % interval: a mean score, a perplexity, a share of tokens that agree,
+    or a recovered share of attention."""
     samples: int
     change: float | None = None
     change_low: float | None = None
     change_high: float | None = None
+    """Against dense, paired by sample: a difference of scores, or per cent of perplexity."""
     attended_share: float | None = None
+    """Share of the context attended to in decode, over all layers."""
     details: dict[str, float] = {}
     items: list[float] = []
+    """A figure a sample, in their order: its score, the mean negative log-likelihood of its tokens,
+    or the share of tokens that agree."""
 
 
 class Row(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -26,32 +26,22 @@ _GUESSES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskInputs:
-    """What samples are made from.
-
-    Attributes
-    ----------
-    context_tokens : int
-        Length that a prompt comes close to, and never exceeds.
-    num_samples : int
-        Samples of the task, or as many as there are texts or lines if these are fewer.
-    num_forced_tokens : int
-        Tokens that go through decode where a text is forced or continued.
-    num_long_tokens : int
-        The same, for tasks of long generation.
-    seed : int
-        Equal seeds give equal samples.
-    max_new_tokens : int or None
-        Overrides what a task decodes for its answer.
-    """
+    """What samples are made from."""
 
     prompts: PromptBuilder
     corpus: Corpus
     context_tokens: int
+    """Length that a prompt comes close to, and never exceeds."""
     num_samples: int
+    """Samples of the task, or as many as there are texts or lines if these are fewer."""
     num_forced_tokens: int = 128
+    """Tokens that go through decode where a text is forced or continued."""
     num_long_tokens: int = 8000
+    """The same, for tasks of long generation."""
     seed: int = 0
+    """Equal seeds give equal samples."""
     max_new_tokens: int | None = None
+    """Overrides what a task decodes for its answer."""
 
     def generator(self, task: str, index: int) -> random.Random:
         """Return the random state of one sample; independent of how many there are."""
@@ -63,26 +53,18 @@ class TaskInputs:
 
 
 class Task(ABC):
-    """A task.
-
-    Attributes
-    ----------
-    name : str
-        Key on the command line.
-    title, definition, source : str
-        For the report: what it is, in one sentence, and after whom.
-    measure : str
-        How answers are summarised.
-    context_tokens : int or None
-        Length of its prompts, None for that of the inputs.
-    """
+    """A task."""
 
     name: str
+    """Key on the command line."""
     title: str
     definition: str
     source: str
+    """For the report: what it is, in one sentence, and after whom."""
     measure: ClassVar[Measure] = "score"
+    """How answers are summarised."""
     context_tokens: ClassVar[int | None] = None
+    """Length of its prompts, None for that of the inputs."""
 
     def num_forced(self, forced: int, long: int) -> int:
         """Tokens forced a text, of what the user gave for tasks of either kind."""

@@ -52,18 +52,12 @@ class Facts(NamedTuple):
 
 
 class SharedContextTask(Task):
-    """Facts in real text, or in lines alone; `QUESTIONS` questions share a context.
-
-    Attributes
-    ----------
-    opening : str
-        Stands before the context.
-    in_text : bool
-        Whether the lines are spread over real text. Else they are the context, as many as fit.
-    """
+    """Facts in real text, or in lines alone; `QUESTIONS` questions share a context."""
 
     opening: str
+    """Stands before the context."""
     in_text: bool = True
+    """Whether the lines are spread over real text. Else they are the context, as many as fit."""
     source = "after RULER, arXiv:2404.06654; contexts are shared by questions"
     num_new_tokens = 16
 
