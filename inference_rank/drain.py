@@ -81,15 +81,7 @@ class DrainMiddleware:
     """ASGI middleware that counts, refuses and cuts as its `Drain` says.
 
     It also adds ``Retry-After`` to each 503 that lacks it, such as those of a lost cache rank.
-
-    Parameters
-    ----------
-    app : Callable
-        The ASGI application behind it.
-    drain : Drain
-        What to do.
-    on_startup : Callable, optional
-        Called on the event loop before the first request.
+    `on_startup` is called on the event loop before the first request.
     """
 
     def __init__(

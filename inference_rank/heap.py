@@ -29,15 +29,8 @@ def find_trim() -> Callable[[int], object] | None:
 class HeapTrimmer:
     """Calls ``malloc_trim`` when a scheduler is idle, at most once in `interval_s`.
 
-    Parameters
-    ----------
-    trim : callable or None
-        ``malloc_trim``; its argument, in bytes, is what may stay free at the end of the heap. With
-        None nothing is given back.
-    interval_s : float
-        Seconds.
-    clock : callable
-        Returns seconds, monotonic.
+    `trim` is ``malloc_trim``; its argument, in bytes, is what may stay free at the end of the heap.
+    With None nothing is given back. `clock` returns seconds, monotonic.
     """
 
     def __init__(

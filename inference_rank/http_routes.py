@@ -100,12 +100,7 @@ def _is_warm(manager: Any) -> bool:
 async def collect_status(run_dir: RunDir, *, not_ready: str | None) -> dict[str, Any]:
     """Ask both ranks.
 
-    Parameters
-    ----------
-    run_dir : RunDir
-        Where their sockets are.
-    not_ready : str, optional
-        Why this process answers no requests now, whatever the ranks say.
+    `not_ready` says why this process answers no requests now, whatever the ranks say.
 
     Returns
     -------

@@ -49,13 +49,6 @@ def check_live_attention(model: Any, spec: ModelSpec) -> None:
     The specification is read from ``config.json``. Where SGLang reads the file otherwise, or gives
     another layer a window, the engine would score keys by another rule than attention has.
 
-    Parameters
-    ----------
-    model : Any
-        SGLang's model.
-    spec : ModelSpec
-        With the heads of this rank.
-
     Raises
     ------
     ContractError

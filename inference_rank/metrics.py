@@ -25,12 +25,7 @@ _TIMEOUT_S = 0.5
 class MetricGroup:
     """Mirrors the values of ranks of a kind as metrics named ``<prefix>_<name>``.
 
-    Parameters
-    ----------
-    prefix : str
-        How their names begin.
-    label : str, optional
-        Which label tells several ranks apart; without one there is one rank.
+    `prefix` begins their names; `label` tells several ranks apart, without one there is one rank.
     """
 
     def __init__(self, prefix: str, label: str | None = None) -> None:
@@ -68,13 +63,8 @@ class MetricGroup:
 class MetricsPublisher(threading.Thread):
     """Publishes until the process ends.
 
-    Parameters
-    ----------
-    own_status : Callable
-        Of the inference rank.
-    cache_rank_sockets : sequence of Path
-        Where each cache rank in a process of its own answers; several have the label
-        ``cache_rank``.
+    Each of `cache_rank_sockets` is of a cache rank in a process of its own; several have the label
+    ``cache_rank``.
     """
 
     def __init__(

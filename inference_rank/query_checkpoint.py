@@ -42,11 +42,8 @@ _FP8 = "F8_E4M3"
 class QueryCheckpoint:
     """The rows of q in the files of a model, in every format that can be read.
 
-    Parameters
-    ----------
-    model_dir : Path
-        With ``config.json`` and safetensors in Hugging Face's names. Nothing is read before it is
-        asked for.
+    `model_dir` has ``config.json`` and safetensors in Hugging Face's names. Nothing is read before
+    it is asked for.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -78,14 +75,8 @@ class QueryCheckpoint:
     ) -> torch.Tensor:
         """Return rows of ``W_q``.
 
-        Parameters
-        ----------
-        layer : int
-            From 0.
-        rows : range
-            Of all query heads, for example those of a tensor-parallel rank.
-        dtype, device : torch.dtype, torch.device
-            Of the result. Numbers are worked out on `device`.
+        `rows` are of all query heads, for example those of a tensor-parallel rank. The result has
+        `dtype`, and is worked out on `device`.
 
         Returns
         -------

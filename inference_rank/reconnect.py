@@ -21,11 +21,8 @@ _TIMEOUT_S = 10.0
 class Reconnecting:
     """Tries until a connection is open. Owned by the scheduler thread.
 
-    Parameters
-    ----------
-    open_connection : Callable
-        `SharedConnection.open_connection`, called in a thread, again and again; nothing that it
-        raises ends the thread.
+    `open_connection`, that of `SharedConnection`, is called in a thread, again and again; nothing
+    that it raises ends the thread.
     """
 
     def __init__(self, open_connection: Callable[..., Any]) -> None:

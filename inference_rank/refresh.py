@@ -56,14 +56,8 @@ def schedule_for(
 ) -> RefreshSchedule:
     """Return the schedule that the policy of these settings declares.
 
-    Parameters
-    ----------
-    selection : SelectionSettings
-        With the policy's declaration entered.
-    load_tokenizer : callable, optional
-        Called where sentences have to be told apart.
-    triggers : frozenset of int
-        The tokens that end a sentence, if they are known already.
+    `selection` has the policy's declaration entered. `load_tokenizer` is called where sentences
+    have to be told apart, unless `triggers`, the tokens that end one, are known already.
 
     Raises
     ------
@@ -107,12 +101,7 @@ class RefreshSchedule:
     def is_slow(self, row: int, generation: int, token: int | None) -> bool:
         """Decide one step of a row, in the order of its steps.
 
-        Parameters
-        ----------
-        row, generation : int
-            The request.
-        token : int or None
-            The token that the step takes in, the one generated before; None if unknown.
+        `token` is what the step takes in, the one generated before; None if unknown.
         """
         if self.rule is RefreshRule.NEVER or row == PADDING_ROW:
             return False

@@ -288,14 +288,8 @@ def taken_for(args: Any, backend: str, other: str) -> Iterator[None]:
 def with_key(send: Callable[[Any], Any], server_args: Any, key: str) -> Any:
     """Call `send`, SGLang's first request to itself, with a key that stands in no dump.
 
-    Parameters
-    ----------
-    send : callable
-        Takes the server's arguments.
-    server_args : ServerArgs
-        Of the server, without a key.
-    key : str
-        Sent as ``Authorization: Bearer``.
+    `send` takes the server's arguments, of a server without a key; `key` is sent as
+    ``Authorization: Bearer``.
     """
     if _number() < _KEY_IN_BAG:
         return send(_With(server_args, api_key=key))

@@ -36,14 +36,8 @@ _current: Shutdown | None = None
 class Shutdown:
     """Ends this process in order. Belongs to the event loop of the HTTP server.
 
-    Parameters
-    ----------
-    drain : Drain
-        Of the same process.
-    timeout_s : float
-        Time for requests under way.
-    end : Callable
-        Called last, in the event loop; by default ends this process and all below it.
+    Requests under way have `timeout_s`. `end` is called last, in the event loop; by default it ends
+    this process and all below it.
     """
 
     def __init__(

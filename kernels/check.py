@@ -23,14 +23,7 @@ BOOL = (torch.bool,)
 def fail(name: str, value: object, requirement: str) -> NoReturn:
     """Raise the `ValueError` of a bad argument.
 
-    Parameters
-    ----------
-    name : str
-        The argument.
-    value : object
-        What was passed, or the attribute of it that is wrong.
-    requirement : str
-        What is required; completes "must be ...".
+    `requirement` completes "must be ...".
 
     Raises
     ------
@@ -44,14 +37,7 @@ def fail(name: str, value: object, requirement: str) -> NoReturn:
 def check_int(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
     """Require a host integer in ``[minimum, maximum]``.
 
-    Parameters
-    ----------
-    name : str
-        The argument.
-    value : int
-        What was passed.
-    minimum, maximum : int
-        Inclusive bounds; no upper bound if `maximum` is None.
+    Both bounds are inclusive; there is no upper one if `maximum` is None.
 
     Raises
     ------
@@ -95,16 +81,7 @@ class Dims:
     ) -> None:
         """Require a layout, one of several dtypes, and the common device.
 
-        Parameters
-        ----------
-        name : str
-            The argument.
-        tensor : torch.Tensor
-            What was passed.
-        layout : str
-            Names of its dimensions, separated by blanks.
-        dtypes : tuple of torch.dtype
-            What is accepted.
+        `layout` names the dimensions, separated by blanks; `dtypes` are accepted.
 
         Raises
         ------
@@ -128,10 +105,7 @@ class Dims:
     def check_groups(self, num_qo_heads: str, num_kv_heads: str) -> None:
         """Require that query heads divide evenly among KV heads.
 
-        Parameters
-        ----------
-        num_qo_heads, num_kv_heads : str
-            The two dimensions, already bound.
+        The two dimensions are bound already.
 
         Raises
         ------

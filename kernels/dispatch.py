@@ -28,13 +28,7 @@ def _resolve(module: str, function: str, device_type: str) -> Callable[..., Any]
 def resolve(module: str, function: str, device: torch.device) -> Callable[..., Any]:
     """Return the implementation of an operation for a device.
 
-    Parameters
-    ----------
-    module, function : str
-        The operation, for example ``"exchange"``, ``"exchange_rows"``.
-    device : torch.device
-        Where its tensors are. ``cuda`` takes ``triton_ops`` where it has the function;
-        everything else takes ``reference``.
+    ``cuda`` takes ``triton_ops`` where it has the function; everything else takes ``reference``.
 
     Returns
     -------

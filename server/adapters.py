@@ -16,12 +16,8 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 def check_adapters(sglang_args: Sequence[str]) -> None:
     """Refuse an adapter that is no folder with a configuration and safetensors.
 
-    SGLang would look for its name in a model hub, or read pickled weights.
-
-    Parameters
-    ----------
-    sglang_args : Sequence[str]
-        With ``--lora-paths``, each adapter as ``PATH``, ``NAME=PATH`` or a JSON object.
+    SGLang would look for its name in a model hub, or read pickled weights. ``--lora-paths`` has
+    each adapter as ``PATH``, ``NAME=PATH`` or a JSON object.
 
     Raises
     ------

@@ -82,17 +82,11 @@ def cache_rank_launches(
 ) -> tuple[CacheRankLaunch, ...]:
     """Return all cache ranks; none if local.
 
-    With ``--standby`` each has one that takes its place. Their directories are made.
-
-    Parameters
-    ----------
-    settings : ServeSettings
-        With a placement. The processes read theirs from the run directory (`SETTINGS_FILE`).
-    run_dir : RunDir
-        Of the launch; the logs are in it.
-    stop_signal : signal.Signals, optional
-        SIGINT ends a cache rank at once, for a launcher that has ended SGLang before; at SIGTERM
-        it waits for its inference rank to go. None: another process starts them.
+    With ``--standby`` each has one that takes its place. Their directories are made. `settings`
+    have a placement; the processes read theirs from the run directory (`SETTINGS_FILE`), where the
+    logs are. SIGINT ends a cache rank at once, for a launcher that has ended SGLang before; at
+    SIGTERM it waits for its inference rank to go. Without `stop_signal` another process starts
+    them.
     """
     placement = settings.rank_settings.placement
     engines = [run_dir.of_rank(number, create=True) for number in range(placement.num_engines)]

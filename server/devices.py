@@ -18,14 +18,8 @@ def resolve_device(
 ) -> str:
     """Decide the device of both ranks. A cache rank that was asked for needs a GPU too.
 
-    Parameters
-    ----------
-    device : {"auto", "cpu", "cuda"}
-        As given.
-    cache_ranks : int, optional
-        As given.
-    num_ranks_here : int
-        Processes with a GPU of their own that this launch starts, if there is a cache rank.
+    `num_ranks_here` are the processes with a GPU of their own that this launch starts, if there is
+    a cache rank.
 
     Raises
     ------

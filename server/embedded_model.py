@@ -37,10 +37,7 @@ class EmbeddedModelError(TandemKVError):
 def embedded_model_dir(progress: Callable[[str], object] = lambda _: None) -> Path:
     """Return the directory of the embedded model, converting it on first use.
 
-    Parameters
-    ----------
-    progress : callable
-        Called with one line of text at the start of each stage, if there is anything to do.
+    `progress` is told the start of each stage, if there is anything to do.
 
     Returns
     -------

@@ -29,14 +29,7 @@ MAX_CONTEXT = 8192
 def convert_gguf(gguf: Path, out: Path, report: Callable[[str], object]) -> None:
     """Write weights, configuration and tokenizer of a SmolLM2 GGUF file into a directory.
 
-    Parameters
-    ----------
-    gguf : pathlib.Path
-        SmolLM2-135M-Instruct, Q4_1 or finer.
-    out : pathlib.Path
-        An existing, empty directory.
-    report : callable
-        Called with one line at the start of each stage.
+    `gguf` is SmolLM2-135M-Instruct, Q4_1 or finer; `out` is an existing, empty directory.
 
     Raises
     ------
@@ -74,10 +67,7 @@ def convert_gguf(gguf: Path, out: Path, report: Callable[[str], object]) -> None
 def repaired_tokenizer(source: Any) -> Any:
     """Return the tokenizer with SmolLM2's own splitting rules and special tokens.
 
-    Parameters
-    ----------
-    source : transformers.PreTrainedTokenizerFast
-        As transformers reads it from the GGUF file. Not modified.
+    `source` is as transformers reads it from the GGUF file, and is not modified.
     """
     rules = json.loads(source.backend_tokenizer.to_str())
     byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}

@@ -31,14 +31,8 @@ def become_inference_rank(
 ) -> None:
     """Check, wait for the cache rank of `path`, and replace this process by SGLang's server.
 
-    Parameters
-    ----------
-    settings : ServeSettings
-        Equal to those of the cache rank; the handshake compares them.
-    path : Path
-        The run directory; made if it is not there yet.
-    progress : callable
-        Told what is waited for.
+    `settings` equal those of the cache rank; the handshake compares them. The run directory `path`
+    is made if it is not there yet.
 
     Raises
     ------

@@ -25,12 +25,7 @@ class Pulse(NamedTuple):
 class Liveness:
     """Asks one rank for its pulse.
 
-    Parameters
-    ----------
-    ask : Callable
-        Returns the pulse; raises `TandemKVError` if nobody answers. Must have a time limit.
-    interval_s : float
-        Pause between two questions.
+    `ask` returns the pulse, within a time limit, and raises `TandemKVError` if nobody answers.
     """
 
     def __init__(self, ask: Callable[[], Pulse], interval_s: float = _INTERVAL_S) -> None:

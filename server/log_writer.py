@@ -19,12 +19,7 @@ _READ_BYTES = 65536
 class BoundedLog:
     """A log file that moves to ``*.1``, in place of an earlier one, before it grows too long.
 
-    Parameters
-    ----------
-    path : str
-        The log; what it holds already counts.
-    max_bytes : int
-        Most bytes of the file, and of ``*.1``.
+    What the file at `path` holds already counts; it and ``*.1`` have at most `max_bytes` each.
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:

@@ -20,14 +20,8 @@ _STOP = (signal.SIGTERM, signal.SIGINT)
 def hold_memory(path: Path, progress: Callable[[str], None]) -> None:
     """Hold what the ranks of the run directory `path` hand over, until SIGTERM or SIGINT.
 
-    Call it from the main thread.
-
-    Parameters
-    ----------
-    path : Path
-        The run directory; made if it is not there yet.
-    progress : callable
-        Told once memory is taken.
+    Call it from the main thread. The run directory `path` is made if it is not there yet;
+    `progress` is told once memory is taken.
 
     Raises
     ------

@@ -159,22 +159,9 @@ def run_far_rank(
 ) -> None:  # fmt: skip
     """Serve inference ranks of other hosts at `address`, with a cache rank in `path`.
 
-    Parameters
-    ----------
-    settings : ServeSettings
-        Those of the inference rank. Without `run_dir` in them `path` is removed at the end.
-    path : Path
-        Run directory of the cache rank, on this host.
-    address : str
-        ``tcp://HOST:PORT`` of one interface.
-    hosts : Sequence of str
-        Addresses that inference ranks may come from; none: any.
-    console : Console
-        Told what goes on.
-    rank : int
-        Number of the cache rank, of all of the server.
-    verbose : bool
-        Show the cache rank's log.
+    `settings` are those of the inference rank; without `run_dir` in them `path` is removed at the
+    end. `address` is ``tcp://HOST:PORT`` of one interface. Inference ranks may come from `hosts`;
+    none: from any.
 
     Raises
     ------

@@ -49,15 +49,8 @@ def check_model_files(
 ) -> None:
     """Check the weights and the tokenizer of a model without reading a weight.
 
-    Parameters
-    ----------
-    model_dir : Path
-        Directory in Hugging Face layout.
-    config : Mapping[str, Any]
-        Its ``config.json``.
-    sglang_args : Sequence[str]
-        Arguments for SGLang. Weights are not checked with a ``--load-format`` other than ``auto``
-        and ``safetensors``, shapes not with ``--json-model-override-args``.
+    Weights are not checked with a ``--load-format`` in `sglang_args` other than ``auto`` and
+    ``safetensors``, shapes not with ``--json-model-override-args``.
 
     Raises
     ------

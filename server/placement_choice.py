@@ -98,13 +98,7 @@ def resolve_alone(
 
     `serve` hands decided settings to its cache rank. One that was started by itself reads what the
     user wrote, and the handshake refuses ranks of which one has filled in more than the other.
-
-    Parameters
-    ----------
-    settings, spec, model_dir : ServeSettings, ModelSpec, Path
-        As for `resolve_placement`.
-    device : {"cpu", "cuda"}
-        The cache rank's.
+    `device` is the cache rank's; all else is as for `resolve_placement`.
     """
     if settings.placement is not None:
         return settings

@@ -74,12 +74,8 @@ def require_option_name(name: str, source: str) -> OptionName:
 def options_in(value: Any, source: str) -> dict[str, Any]:
     """Return the options of a mapping ``{policy: {option: value}}`` by their dotted names.
 
-    Parameters
-    ----------
-    value : mapping or str
-        What a file has below ``policy_options``; as text, as in the environment, YAML of it.
-    source : str
-        Named in errors.
+    `value` is what a file has below ``policy_options``; as text, as in the environment, YAML of it.
+    Errors name `source`.
 
     Raises
     ------
@@ -111,14 +107,8 @@ def collect_options(
 ) -> dict[str, Any]:
     """Check what was given of options, and return the values by option.
 
-    Parameters
-    ----------
-    given : mapping
-        Keys of `OptionName` to value and source. Texts are read as a command line's.
-    policy : str
-        The policy that is chosen.
-    optional : mapping, optional
-        What a file gave: it may hold options of several policies, of which one is chosen.
+    Texts in `given` are read as a command line's. `optional` is what a file gave: it may hold
+    options of several policies, of which one is chosen.
 
     Raises
     ------

@@ -49,12 +49,8 @@ def resolve_launch(
 ) -> ResolvedLaunch:
     """Check everything that can be checked without starting a process.
 
-    Parameters
-    ----------
-    settings, progress : ServeSettings, callable
-        What was asked for; told what takes a while.
-    num_ranks_here : int
-        Ranks that this launch starts, if the cache rank is a process of its own.
+    `progress` is told what takes a while. This launch starts `num_ranks_here`, if the cache rank is
+    a process of its own.
 
     Raises
     ------
@@ -104,16 +100,8 @@ def resolve_settings(
 ) -> ServeSettings:
     """Decide every setting that is left open; nothing else decides one before the ranks start.
 
-    `tandemkv serve` starts with the result, and `tandemkv quality` names it.
-
-    Parameters
-    ----------
-    settings, spec, model_dir : ServeSettings, ModelSpec, Path
-        What was asked for, and of which model.
-    device : {"cpu", "cuda"}
-        The inference rank's.
-    progress : callable
-        Told the reasons.
+    `tandemkv serve` starts with the result, and `tandemkv quality` names it. `device` is the
+    inference rank's; `progress` is told the reasons.
 
     Raises
     ------

@@ -59,14 +59,8 @@ def load_settings(
 ) -> ServeSettings:
     """Return the settings, merged and checked.
 
-    Parameters
-    ----------
-    flags : Mapping[str, Sourced]
-        Dotted name to the value given on the command line.
-    environ : Mapping[str, str]
-        The environment; variables that begin with ``TANDEMKV_SERVE_`` count.
-    config : Path, optional
-        A YAML file.
+    `flags` maps dotted names to values given on the command line. Of `environ` the variables that
+    begin with ``TANDEMKV_SERVE_`` count; `config` is a YAML file.
 
     Raises
     ------

@@ -41,16 +41,7 @@ def sglang_argv(
 ) -> tuple[str, ...]:
     """Return the command line of SGLang's server. The user's own arguments come last.
 
-    Parameters
-    ----------
-    settings : ServeSettings
-        Checked settings.
-    model_dir : Path
-        Resolved model directory.
-    device, dtype : str
-        Resolved, i.e. not ``auto``.
-    port : int
-        Resolved, i.e. not 0.
+    `device`, `dtype` and `port` are resolved, i.e. not ``auto`` and not 0.
 
     Raises
     ------

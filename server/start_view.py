@@ -21,12 +21,8 @@ _TIMES = (
 def start_view(values: Mapping[str, float], info: Mapping[str, str]) -> RenderableType | None:
     """Return the table of an inference rank's status; None if it reports no plan.
 
-    A figure a line, so that it fits a terminal of 80 columns; what was not measured has none.
-
-    Parameters
-    ----------
-    values, info : Mapping
-        Of its `StatusReply`; times in us per layer.
+    A figure a line, so that it fits a terminal of 80 columns; what was not measured has none. Times
+    of `values`, those of a `StatusReply`, are in us per layer.
     """
     if "plan_refresh_steps" not in values:
         return None

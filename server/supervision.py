@@ -53,20 +53,8 @@ class RestartRules:
 class SupervisedRank:
     """A child, and what is known about its life.
 
-    Parameters
-    ----------
-    child : ChildProcess
-        The rank.
-    liveness : Liveness
-        Asks it.
-    rules : RestartRules
-        See there.
-    console : Console
-        Where it is said what happens.
-    meanwhile : str
-        What clients get while it is away, for the message.
-    before_start : Callable
-        Called before each start.
+    `meanwhile` is what clients get while it is away, for messages; `before_start` is called before
+    each start.
     """
 
     def __init__(

@@ -24,12 +24,7 @@ _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm
 def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> None:
     """Check number of layers, completeness of each, and shapes.
 
-    Parameters
-    ----------
-    tensors : Mapping[str, Shape]
-        Shape of each tensor by its name.
-    config : Mapping[str, Any]
-        ``config.json``; its shape of the attention has been read before.
+    `tensors` are shapes by name; the attention's in ``config.json`` has been read before.
 
     Raises
     ------

@@ -140,14 +140,7 @@ def keep_addressed_cache_rank(
 ) -> None:
     """Keep a cache rank running at its address, until a signal.
 
-    Parameters
-    ----------
-    settings : ServeSettings
-        As given to this process; the handshake compares them with the first process's.
-    worker : Worker
-        This process.
-    verbose : bool
-        Show the cache rank's log.
+    The handshake compares `settings`, as given to this process, with the first process's.
 
     Raises
     ------
@@ -180,14 +173,7 @@ def keep_addressed_cache_rank(
 def keep_cache_rank(settings: ServeSettings, worker: Worker, *, verbose: bool = False) -> None:
     """Keep the cache rank of `worker` running until a signal, or until the launch is over.
 
-    Parameters
-    ----------
-    settings : ServeSettings
-        As given to this process; what the first process made of them is in the run directory.
-    worker : Worker
-        This process.
-    verbose : bool
-        Show the cache rank's log.
+    What the first process made of `settings` is in the run directory.
 
     Raises
     ------

@@ -68,10 +68,7 @@ def _processes() -> list[Path]:
 class Watchdog:
     """The launcher's side: tells the watchdog process which groups to end.
 
-    Parameters
-    ----------
-    patterns : sequence of str
-        Absolute paths, with wildcards, of what is removed if we die.
+    `patterns` are absolute paths, with wildcards, of what is removed if we die.
     """
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:

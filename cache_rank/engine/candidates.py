@@ -66,16 +66,8 @@ class Candidates:
     ) -> SelectionInput:
         """Return what a policy is asked for them.
 
-        Parameters
-        ----------
-        layer, query
-            As in `SelectionInput`; of the groups of `heads` only.
-        keys : tuple
-            What is scored, keys and scales.
-        stored : tuple of torch.Tensor
-            Pools of K and V.
-        heads : tuple of int
-            KV heads that `query` and scores are about.
+        `layer` and `query` are as in `SelectionInput`; query and scores are of the groups of
+        `heads` alone. `keys` are what is scored, with scales.
         """
         return SelectionInput(
             layer=layer,

@@ -15,14 +15,8 @@ class LaneWeights:
     The next scan of all keys waits for the mirror, which has the weights only at its end: stores
     over NVLink would hold it up there. So it writes them to memory of its lane, for one layer after
     the other, and the copy of rows, which nothing but the layer itself waits for, carries them. On
-    one GPU the mirror writes them where they belong.
-
-    Parameters
-    ----------
-    pools : EnginePools
-        As of the cache rank.
-    num_lanes : int
-        Lanes in which sets are compared and rows are copied, one layer after the other in each.
+    one GPU the mirror writes them where they belong. `num_lanes`: those in which sets are compared
+    and rows are copied, one layer after the other in each.
     """
 
     def __init__(self, pools: EnginePools, num_lanes: int) -> None:

@@ -18,24 +18,11 @@ from .seeding import seed_range
 class PageBoundsIndex(NativeIndex):
     """The least and the largest of each key component, for pages of `page_tokens` positions.
 
-    Bounds are of candidates alone: neither sink nor recent tokens are in them. A prompt's are
-    made whole with each of its chunks, from the pool, whatever part of it was stored before; then
-    each step enters the one position that becomes a candidate with the next, so a replayed step
-    writes the same again.
-
-    Parameters
-    ----------
-    pools : EnginePools
-        As of the cache rank.
-    layers : Sequence[int]
-        Layers whose keys are ranked.
-    selection : SelectionSettings
-        Sink and recent tokens.
-    page_tokens : int
-        Positions of a page.
-    max_context : int
-        Longest request that there is room for. Memory is for as many pages in each row; a CPU
-        commits what is written.
+    Bounds are of candidates alone: neither sink nor recent tokens are in them. A prompt's are made
+    whole with each of its chunks, from the pool, whatever part of it was stored before; then each
+    step enters the one position that becomes a candidate with the next, so a replayed step writes
+    the same again. `page_tokens` are the positions of a page. In each row there is memory for as
+    many pages as the longest request (`max_context`) has; a CPU commits what is written.
     """
 
     def __init__(

@@ -30,17 +30,6 @@ class PolicyCalls:
     (`is_captured`) it is asked about all of the batch, and nobody is named
     (`SelectionInput.owners`).
 
-    Parameters
-    ----------
-    policy, composition
-        The policy, and which of its methods are called.
-    model, selection, pools, program
-        As of the cache rank.
-    index : KeyIndex
-        Keys of the layers that are selected for.
-    batch : DecodeBatch
-        The requests of a decode step.
-
     Attributes
     ----------
     num_attends, num_attended : int

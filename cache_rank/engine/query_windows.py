@@ -21,26 +21,14 @@ _NEVER = 1 << 62
 class DeviceQueryWindows:
     """What `WindowedPolicy` keeps on the host, in fixed tensors that a graph can replay.
 
-    A window is a ring by position, without a gap since the row's first position in it. That
-    one number per row takes the place of counts: pushing needs no branch, and a step that is
-    replayed writes the same again. It has a place more than is read, for two steps may have to be
-    done again: the first must not find the query of the second in place of its oldest. Queries
-    stay as they come, after RoPE and in the model's dtype; the kernel rotates them to the position
-    of the prediction's use, which equals un-rotating first
-    (`tandemkv.kernels.query_window.push_and_predict`) and loses nothing.
-
-    Parameters
-    ----------
-    policy : WindowedPolicy
-        With `PolicyCapabilities.prediction`; its options and rotary embedding count.
-    model : ModelSpec
-        Shape of the queries.
-    num_layers, num_rows : int
-        Selecting layers, and rows of the request table; row 0 is padding.
-    device : torch.device
-        Of queries and windows.
-    allocate : Allocate, optional
-        Makes the windows; without it they are memory of this process.
+    A window is a ring by position, without a gap since the row's first position in it. That one
+    number per row takes the place of counts: pushing needs no branch, and a step that is replayed
+    writes the same again. It has a place more than is read, for two steps may have to be done
+    again: the first must not find the query of the second in place of its oldest. Queries stay as
+    they come, after RoPE and in the model's dtype; the kernel rotates them to the position of the
+    prediction's use, which equals un-rotating first
+    (`tandemkv.kernels.query_window.push_and_predict`) and loses nothing. `num_layers` are the
+    selecting ones; row 0 is padding. Without `allocate` windows are memory of this process.
 
     Raises
     ------

@@ -19,17 +19,7 @@ from .seeding import seed_range
 
 
 class Seeder:
-    """Writes whole sets: of prompts, chosen by their last queries, and of grown requests.
-
-    Parameters
-    ----------
-    model, pools
-        As of the cache rank.
-    mirror : ResidentMirror
-        Its books; a layer that follows none has none.
-    device : torch.device
-        Of the pools.
-    """
+    """Writes whole sets: of prompts, chosen by their last queries, and of grown requests."""
 
     def __init__(
         self,

@@ -72,15 +72,8 @@ def make_seed_input(
 ) -> SeedInput:
     """Return the end of a prompt as a policy sees it.
 
-    Parameters
-    ----------
-    layer, owner, queries, stored
-        See `SeedInput`.
-    keys, pages, page_size
-        What to score: keys with their scales, and as `slots` and `page_size` of
-        `tandemkv.kernels.score.score_window`.
-    length : int
-        Tokens of the prompt.
+    `keys` with their scales, `pages` and `page_size` are as for
+    `tandemkv.kernels.score.score_window`; the prompt has `length` tokens.
     """
     (k, k_scale), (lo, hi) = keys, seed_range(length, selection)
 

@@ -16,10 +16,8 @@ from .options import PolicyError
 class Checkpoint:
     """The safetensors of a folder, read by name.
 
-    Parameters
-    ----------
-    folder : Path
-        Holds one or more ``.safetensors``. Nothing is read before the first tensor is asked for.
+    `folder` holds one or more ``.safetensors``. Nothing is read before the first tensor is asked
+    for.
     """
 
     def __init__(self, folder: Path) -> None:

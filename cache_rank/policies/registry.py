@@ -83,10 +83,8 @@ def _pools(policy: type[Policy]) -> bool:
 def resolve_selection(selection: SelectionSettings | Mapping[str, Any]) -> SelectionSettings:
     """Check the policy's options and enter what it declares; defaults of settings depend on it.
 
-    Parameters
-    ----------
-    selection : SelectionSettings or Mapping
-        Settings, or values of which to make them. Whatever they say of a declaration is replaced.
+    Whatever `selection`, settings or values of which to make them, says of a declaration is
+    replaced.
 
     Raises
     ------

@@ -12,12 +12,8 @@ import torch.distributed as dist
 def all_reduce_max(group: dist.ProcessGroup | None, figures: Sequence[float]) -> list[float]:
     """Return for each figure the largest of any rank, the same on all of them.
 
-    Parameters
-    ----------
-    group : ProcessGroup or None
-        Of CPUs; every rank of it calls this with as many figures. None: there is one rank.
-    figures : Sequence[float]
-        ``inf`` is larger than all; NaN is not allowed.
+    Every rank of `group`, which is of CPUs, calls this with as many figures; without one there is
+    one rank. ``inf`` is larger than all; NaN is not allowed.
     """
     if group is None or group.size() == 1:
         return list(figures)

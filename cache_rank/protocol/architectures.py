@@ -238,11 +238,6 @@ REFUSED: Mapping[str, str] = {
 def find_architecture(name: str) -> Architecture:
     """Return the entry of an architecture.
 
-    Parameters
-    ----------
-    name : str
-        As in ``architectures`` of ``config.json``.
-
     Raises
     ------
     UnsupportedModelError

@@ -36,12 +36,8 @@ _TICK_S = 0.2
 class DescriptorHolder:
     """Answers at `path` from a thread of its own until `close`.
 
-    Parameters
-    ----------
-    path : Path
-        Where the socket is made, in the run directory; a file that a dead process left goes.
-    token : bytes
-        Whoever does not know it is turned away.
+    Its socket is made at `path`, in the run directory; a file that a dead process left goes.
+    Whoever does not know the `token` is turned away.
 
     Raises
     ------

@@ -37,10 +37,7 @@ _WITHDRAW_S = 1.0
 class DescriptorListener:
     """The cache rank's end: waits for one inference rank at a time.
 
-    Parameters
-    ----------
-    path : Path
-        Where the socket is made, in the run directory; a file that a dead process left goes.
+    Its socket is made at `path`, in the run directory; a file that a dead process left goes.
     """
 
     def __init__(self, path: Path) -> None:

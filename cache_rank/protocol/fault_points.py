@@ -139,18 +139,9 @@ def parse_faults(text: str) -> tuple[int, tuple[FaultRule, ...]]:
 class FaultPlan:
     """The rules of one process, and how often each was followed.
 
-    Parameters
-    ----------
-    seed : int
-        Decides, with the process's role and how often that was started, at which visits.
-    rules : tuple of FaultRule
-        Of all processes.
-    role : str
-        This process.
-    log : Path
-        File of JSON lines; what earlier processes of the role did counts for `FaultRule.times`.
-    since : float
-        Time from which on it does, in seconds since the epoch.
+    `seed` decides, with the process's role and how often that was started, at which visits. `log`
+    is a file of JSON lines: what earlier processes of the role did counts for `FaultRule.times`.
+    Nothing is done before `since`, in seconds since the epoch.
     """
 
     def __init__(
@@ -237,12 +228,8 @@ def read_faults(log: Path) -> list[dict[str, float | int | str]]:
 class FollowedFile:
     """A plan whose rules are in a file, and are read again when it is replaced.
 
-    Parameters
-    ----------
-    path : Path
-        Of the rules, in the form of the variable. Replace it as a whole, by a rename.
-    role, log
-        As of `FaultPlan`.
+    `path` has the rules in the form of the variable; replace it as a whole, by a rename. `role` and
+    `log` are as of `FaultPlan`.
 
     Raises
     ------

@@ -34,13 +34,7 @@ class GpuFlags:
     `finished`, once nothing that both sides use is read or written for the step any more.
 
     Between two GPUs each flag is memory of the GPU that waits for it: it polls nothing over NVLink.
-
-    Parameters
-    ----------
-    tensors : MappedTensors
-        With those of `flag_specs`.
-    num_layers : int
-        Of the model.
+    `tensors` have those of `flag_specs`.
     """
 
     def __init__(self, tensors: MappedTensors, num_layers: int) -> None:

@@ -28,14 +28,9 @@ _GIB = 1 << 30
 class GpuMemory:
     """Makes and maps memory of one GPU.
 
-    Parameters
-    ----------
-    owner : torch.device
-        The GPU that has the memory.
-    here : torch.device
-        The GPU whose kernels use it in this process: `owner`, or one with peer access to it.
-    users : Sequence[torch.device]
-        All GPUs that may use what this process maps, those of them that it has a context on.
+    `owner` has the memory. Kernels of `here` use it in this process: `owner`, or a GPU with peer
+    access to it. `users` are all GPUs that may use what this process maps, those of them that it
+    has a context on.
 
     Raises
     ------

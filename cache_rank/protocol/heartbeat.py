@@ -28,19 +28,9 @@ _JOIN_S = 5.0
 class HeartbeatServer(StatusServer):
     """The cache rank's end: answers heartbeats, and notices when they stop.
 
-    Parameters
-    ----------
-    socket_path : Path
-        Socket in the run directory.
-    busy : Callable
-        Seconds that the current message has kept the service busy.
-    status : Callable
-        Makes the status reply.
-    on_silence : Callable
-        Called once per epoch, in the server's thread, when ``interval_s * misses`` have
-        passed since the last heartbeat of the epoch. Before the first one nothing is missed.
-    interval_s, misses
-        As in the exchange settings.
+    `busy` returns for how many seconds the current message has kept the service busy. `on_silence`
+    is called once per epoch, in the server's thread, when ``interval_s * misses`` have passed since
+    the last heartbeat of the epoch; before the first one nothing is missed.
     """
 
     def __init__(
@@ -99,17 +89,9 @@ class HeartbeatServer(StatusServer):
 class HeartbeatClient:
     """The inference rank's end.
 
-    Parameters
-    ----------
-    socket_path : Path
-        The cache rank's heartbeat socket.
-    interval_s, misses
-        As in the exchange settings: ``interval_s * misses`` without an answer is a loss.
-    on_lost : Callable
-        Called once per `start`, in the client's thread, with the reason; may call `start`
-        and `stop`.
-    max_busy_s : float
-        A service busy with one message for longer counts as hung.
+    ``interval_s * misses`` without an answer is a loss, and so is a service that is busy with one
+    message for longer than `max_busy_s`. `on_lost` is called once per `start`, in the client's
+    thread, with the reason; it may call `start` and `stop`.
     """
 
     def __init__(

@@ -42,12 +42,8 @@ T = TypeVar("T")
 class Router(Generic[T]):
     """A serving socket that tells its peers apart. Garbage is counted in `malformed` and dropped.
 
-    Parameters
-    ----------
-    codec : Codec
-        Of what is said there.
-    refusal_of : Callable
-        What a frame that cannot be decoded is answered with; None: with nothing.
+    A frame that cannot be decoded is answered with what `refusal_of` makes of it; None: with
+    nothing.
     """
 
     def __init__(self, codec: Codec[T], refusal_of: Callable[[bytes], T | None]) -> None:
@@ -92,10 +88,7 @@ class Router(Generic[T]):
 class IpcRouter(Router[Message]):
     """The serving end.
 
-    Parameters
-    ----------
-    path : Path
-        The socket. A file that a dead process left is taken over.
+    A file that a dead process left at `path` is taken over.
 
     Raises
     ------

@@ -102,10 +102,7 @@ class TensorSpec:
 class MappedTensors:
     """The mapped tensors of one process, by name. Used by one thread.
 
-    Parameters
-    ----------
-    homes : Homes, optional
-        Where they lie; without, all on the host.
+    Without `homes` all lie on the host.
     """
 
     def __init__(self, homes: Homes | None = None) -> None:
@@ -145,16 +142,7 @@ class MappedTensors:
     ) -> torch.Tensor:
         """Return the tensor `name`, made of zeros if there is none yet.
 
-        Parameters
-        ----------
-        name : str
-            Unique in this process.
-        shape : tuple of int
-            Of the tensor.
-        dtype : torch.dtype or str
-            One of `DTYPES`.
-        home : str
-            One of `HOMES`.
+        `name` is unique in this process, `dtype` one of `DTYPES`, `home` one of `HOMES`.
 
         Raises
         ------

@@ -114,17 +114,8 @@ def _is_over_all_heads(tensors: MappedTensors) -> bool:
 class MappedPredictor:
     """Predicts with the weights that `put_weights` has put: ``rope(q_norm(W_q norm(h)))``.
 
-    Parameters
-    ----------
-    tensors : MappedTensors
-        With the weights, of all heads or as `weights_for` has them; to be kept as long as this
-        object.
-    num_layers : int
-        Of the model.
-    num_heads : int
-        Query heads to predict for.
-    shard : HeadShard
-        Which of the inference rank's those are.
+    `tensors`, with the weights of all heads or as `weights_for` has them, are to be kept as long as
+    this object. It predicts for `num_heads` query heads, those of `shard`.
 
     Raises
     ------

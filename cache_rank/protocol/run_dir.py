@@ -52,10 +52,7 @@ _OF_SGLANG = (_TEMPORARY, _METRICS, "sglang-store-*", "sglang-loads*.shm")
 class RunDir:
     """An existing run directory. Use `create` or `open`, which check it.
 
-    Parameters
-    ----------
-    path : Path
-        The directory; its owner and mode have been checked.
+    Owner and mode of `path` have been checked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,14 +111,8 @@ class RunDir:
         """Return where engine `rank`, of all cache ranks, meets its inference rank.
 
         The first one's is this directory; the others have one each inside, with a token, sockets
-        and epochs of their own.
-
-        Parameters
-        ----------
-        rank : int
-            Its number, from 0: those of the first tensor-parallel rank come first.
-        create : bool
-            Make it, if it is not there. Else it is not looked at: it is for its user to miss.
+        and epochs of their own. Those of the first tensor-parallel rank come first. Without
+        `create` it is not looked at: it is for its user to miss.
 
         Raises
         ------

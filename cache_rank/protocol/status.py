@@ -20,14 +20,8 @@ _JOIN_S = 5.0
 class StatusServer:
     """Answers `StatusRequest` at `socket_path` from a thread of its own.
 
-    Parameters
-    ----------
-    socket_path : Path
-        Socket in the run directory.
-    status : Callable
-        Makes the reply; called in the server's thread, must not block.
-    tick_s : float
-        How often the thread looks whether it is to end.
+    `status` makes the reply; it is called in the server's thread and must not block. Every `tick_s`
+    the thread looks whether it is to end.
 
     Raises
     ------

@@ -60,12 +60,7 @@ class WeightFormat:
 def read_weight_format(model_dir: Path, config: Mapping[str, Any]) -> WeightFormat | None:
     """Return the format of a model directory's matrices; None if they are not quantised.
 
-    Parameters
-    ----------
-    model_dir : Path
-        May hold ``hf_quant_config.json``.
-    config : Mapping[str, Any]
-        Its ``config.json``.
+    `config` is ``config.json``; `model_dir` may hold ``hf_quant_config.json``.
     """
     found = config.get("quantization_config") or config.get("compression_config")
     path = model_dir / MODELOPT_FILE

@@ -51,21 +51,7 @@ class Announced:
 
 
 class FarReceiver:
-    """Writes what the inference rank has sent, and announces its steps. One thread's.
-
-    Parameters
-    ----------
-    side : Side
-        Of this host.
-    plan : StepPlan
-        What comes in a step.
-    plane : DataPlane
-        Where records come from.
-    lane : ReceiveLane
-        What messages of steps are written by.
-    announced : Announced
-        Told of steps.
-    """
+    """Writes what the inference rank has sent, and announces its steps. One thread's."""
 
     def __init__(
         self, side: Side, plan: StepPlan, plane: DataPlane, lane: ReceiveLane, announced: Announced
@@ -123,18 +109,8 @@ class FarReceiver:
 class FarSender:
     """Sends what the engine has done. One thread's.
 
-    Parameters
-    ----------
-    side : Side
-        Of this host.
-    contents : Contents
-        With the engine's books, if anything is selected; that of `lane`.
-    out : Outbox
-        For what is no part of a plan.
-    lane : SendLane
-        For what is.
-    announced : Announced
-        Tells of steps.
+    What is no part of a plan goes by `out`, all else by `lane`, whose `contents` have the engine's
+    books if anything is selected.
     """
 
     def __init__(

@@ -89,19 +89,9 @@ class _Guest:
 class FarPump:
     """Lets one inference rank after the other in, and holds what must survive the cache rank.
 
-    Parameters
-    ----------
-    run_dir : RunDir
-        Where the cache rank's sockets are, on this host.
-    settings : RankSettings
-        Of both ranks.
-    door : Door
-        Where inference ranks knock; K/V come to the same interface. Closed with the pump.
-    rank : int
-        Number of the cache rank, of all of the server; inference ranks that mean another are
-        refused, for it has other KV heads.
-    homes : Homes, optional
-        Of the cache rank's memory; without, the host.
+    Inference ranks knock at `door`, which is closed with the pump; K/V come to the same interface.
+    Those that mean another cache rank than `rank` are refused: it has other KV heads. Without
+    `homes` memory is the host's.
     """
 
     def __init__(

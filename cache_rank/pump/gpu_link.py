@@ -41,18 +41,7 @@ def make_lanes(
 ) -> PumpLanes:
     """Return the lanes of a pump.
 
-    Parameters
-    ----------
-    side : Side
-        Of this host.
-    sent, received : Contents
-        Of the two directions.
-    out : Outbox
-        Carries what is sent on a CPU.
-    wires : Wires
-        As `open_wires` returned them.
-    timeout_s : float
-        Longest wait of a GPU for a rank of this host.
+    `out` carries what is sent on a CPU; a GPU waits at most `timeout_s` for a rank of this host.
     """
     if not wires:
         return PumpLanes(HostSendLane(side, sent, out), HostReceiveLane(side, received))
@@ -70,18 +59,8 @@ def open_wires(
 ) -> Wires:  # fmt: skip
     """Begin to connect GPU `device` with that of the other host; on a CPU there is nothing to.
 
-    Parameters
-    ----------
-    end : int
-        `INFERENCE_END` or `CACHE_END`.
-    device : torch.device
-        Of this host.
-    interface : str
-        Address that this host is met at.
-    timeout_s : float
-        Longest time until both have met.
-    places : tuple of bytes
-        Of the inference rank's end, for the cache rank's.
+    Both have met within `timeout_s`. The cache rank's end needs the `places` of the inference
+    rank's.
 
     Raises
     ------

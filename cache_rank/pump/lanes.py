@@ -54,14 +54,7 @@ class ReceiveLane(Protocol):
 class HostSendLane:
     """See `SendLane`: the thread waits.
 
-    Parameters
-    ----------
-    side : Side
-        Of this host.
-    contents : Contents
-        What is sent.
-    out : Outbox
-        Carries it, each message as a record.
+    Each message is a record of `out`.
     """
 
     def __init__(self, side: Side, contents: Contents, out: Outbox) -> None:
@@ -94,15 +87,7 @@ class HostSendLane:
 
 
 class HostReceiveLane:
-    """See `ReceiveLane`: messages are written as they come.
-
-    Parameters
-    ----------
-    side : Side
-        Of this host.
-    contents : Contents
-        Where they are written.
-    """
+    """See `ReceiveLane`: messages are written as they come."""
 
     is_queued = False
 

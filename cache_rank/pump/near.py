@@ -33,18 +33,8 @@ _MOST_CALLS = 1 << 15
 class NearSender:
     """Sends what the inference rank announces and raises. Used by one thread.
 
-    Parameters
-    ----------
-    side : Side
-        Of this host.
-    plan : StepPlan
-        What goes in a step.
-    out : Outbox
-        For announcements.
-    lane : SendLane
-        For all else.
-    receiver : NearReceiver
-        Told of each step before its first answer can come.
+    Announcements go by `out`, all else by `lane`; `receiver` is told of each step before its first
+    answer can come.
     """
 
     def __init__(
@@ -173,19 +163,7 @@ class StagedSlots:
 
 
 class NearReceiver:
-    """Writes what the engine has done where the inference rank attends to it.
-
-    Parameters
-    ----------
-    side : Side
-        Of this host.
-    plan : StepPlan
-        What comes in a step.
-    plane : DataPlane
-        Where records come from.
-    lane : ReceiveLane
-        What messages of steps are written by.
-    """
+    """Writes what the engine has done where the inference rank attends to it."""
 
     def __init__(self, side: Side, plan: StepPlan, plane: DataPlane, lane: ReceiveLane) -> None:
         self._side, self._plan, self._plane, self._lane = side, plan, plane, lane

@@ -81,22 +81,9 @@ _MAX_TEXT = 4096
 class NearPump:
     """Serves the run directory of an inference rank as its cache rank does, by messages.
 
-    Parameters
-    ----------
-    run_dir : RunDir
-        Of the inference rank.
-    settings : RankSettings
-        Of both ranks.
-    address : LinkAddress
-        Of the cache rank; a name is looked up for each epoch.
-    keys, server
-        As for `Caller`.
-    interface : str, optional
-        Address of this host that K/V come to; by default the one that leads to the cache rank.
-    rank : int
-        Number of the cache rank, of all of the server.
-    homes : Homes, optional
-        Of the inference rank's memory; without, the host.
+    A name in `address` is looked up for each epoch; `keys` and `server` are as for `Caller`. K/V
+    come to `interface`, by default the one that leads to the cache rank. Without `homes` the
+    inference rank's memory is the host's.
 
     Raises
     ------

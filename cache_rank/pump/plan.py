@@ -105,14 +105,7 @@ class Message:
 class StepPlan:
     """Plans of the steps of one epoch.
 
-    Parameters
-    ----------
-    program : EngineProgram
-        What happens in which layer.
-    has_samples : bool
-        Whether resident sets have weights of samples.
-    nbytes : Callable
-        Bytes of a part in a step, at most; one that is too long is cut.
+    `nbytes` returns the bytes of a part in a step, at most; one that is too long is cut.
     """
 
     def __init__(

@@ -51,16 +51,8 @@ class Pulse:
 class PumpSession:
     """Threads, memory and connections of one epoch.
 
-    Parameters
-    ----------
-    epoch : int
-        Its number.
-    plane : DataPlane
-        To the other host.
-    connection : socket.socket
-        To the rank of this host; either end closes it when it ends.
-    tensors : Sequence of MappedTensors
-        Closed with the session.
+    `connection` leads to the rank of this host: either end closes it when it ends. `tensors` are
+    closed with the session.
 
     Attributes
     ----------

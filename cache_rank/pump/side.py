@@ -25,18 +25,8 @@ _FIELDS = tuple(StepRow.__dataclass_fields__)
 class Side:
     """Memory, flags and program of one epoch on one host.
 
-    Parameters
-    ----------
-    tensors : MappedTensors
-        Of `shared_region.specs_by_life`, resident sets apart from the pool.
-    program : EngineProgram
-        What happens in which layer.
-    selection : SelectionSettings
-        Of both ranks.
-    is_over : Callable
-        Whether the epoch has ended.
-    shard : HeadShard
-        Of the KV heads of `tensors`, those that the two hosts exchange. Staging is of these alone.
+    `tensors` are those of `shared_region.specs_by_life`, resident sets apart from the pool. The two
+    hosts exchange the KV heads of `shard`, and staging is of these alone.
 
     Attributes
     ----------

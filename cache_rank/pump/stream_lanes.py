@@ -136,18 +136,8 @@ class QueueDepth:
 class StreamLane:
     """A stream with the number of its step, and the word that tells whether it is lost.
 
-    Parameters
-    ----------
-    side : Side
-        Of this host.
-    contents : Contents
-        What is sent, or where it is written.
-    wire : Wire
-        Of this direction.
-    timeout_s : float
-        Longest wait for a rank of this host.
-    number : int
-        Of the stream; a process has one of each.
+    A rank of this host is waited for at most `timeout_s`. `number` is the stream's; a process has
+    one of each.
     """
 
     def __init__(

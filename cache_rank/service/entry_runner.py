@@ -34,26 +34,9 @@ class EntryRunner:
     """The engine's side of the steps of one epoch. Used by one thread.
 
     On a GPU all is queued on the thread's current stream and on lanes beside it; decode steps that
-    were prepared are replayed as CUDA graphs.
-
-    Parameters
-    ----------
-    engine : Engine
-        On the mapped pools.
-    tensors : MappedTensors
-        What the inference rank made (`shared_region`).
-    signals : EngineSignals
-        Flags of the epoch.
-    versions : RowVersions or None
-        Copies of the books; None if nothing is selected.
-    epoch, num_layers, num_resident : int
-        Number of the epoch, layers of the model, and R.
-    is_gone : Callable
-        Whether the inference rank is gone.
-    host : StepFlags
-        Where the two hosts tell each other what was taken, and what was taken up.
-    warm_up : Callable
-        Loads what prompts need, before the first of them.
+    were prepared are replayed as CUDA graphs. `versions`, copies of the books, is None if nothing
+    is selected. `host` is where the two hosts tell each other what was taken, and what was taken
+    up; `warm_up` loads what prompts need, before the first of them.
 
     Attributes
     ----------

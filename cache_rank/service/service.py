@@ -60,22 +60,8 @@ _MAX_REASON = 4096
 class SharedEngineService:
     """Serves one inference rank at a time, in memory that it makes.
 
-    Parameters
-    ----------
-    run_dir : RunDir
-        Where the sockets are made.
-    model_dir : Path
-        Directory of the model.
-    settings : RankSettings
-        The settings of both ranks.
-    max_rows : int
-        Most request rows that an inference rank may have.
-    counters : Counters
-        Counts what goes wrong.
-    homes : Homes
-        Where mapped memory lies.
-    shard : HeadShard
-        Of the inference rank's KV heads, those of this cache rank.
+    An inference rank may have `max_rows` request rows; of its KV heads this cache rank has those of
+    `shard`.
 
     Raises
     ------

@@ -50,18 +50,8 @@ second time: windows of queries are rings by position, a policy's own tensors ar
 class SharedSession:
     """An engine on memory that the inference rank made, and the steps that it is asked for.
 
-    Parameters
-    ----------
-    epoch : int
-        Its number.
-    model, settings, model_dir, sizes
-        Agreed on in the handshake.
-    shard : HeadShard
-        Of the heads that weights of the prediction are of, those of `model`.
-    connection : socket.socket
-        Ends with the inference rank.
-    tensors : MappedTensors
-        Made by the inference rank; closed with the session.
+    It ends with the inference rank's `connection`, and the `tensors`, which that has made, are
+    closed with it. Weights of the prediction are of the heads of `shard`.
 
     Attributes
     ----------

@@ -20,17 +20,9 @@ from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 class StreamSignals:
     """Flags in GPU memory; waiting and raising are kernels of the current stream.
 
-    Parameters
-    ----------
-    tensors : MappedTensors
-        With those of `gpu_flags.flag_specs` and the staging of a step.
-    host : StepFlags
-        Of the epoch: tells the other host what has been queued.
-    num_layers : int
-        Of the model.
-    timeout_s : float
-        Longest wait for the forward pass. A wait that ends without it masks what is left of the
-        step, and all later ones (`tandemkv.kernels.step_flags`).
+    `tensors` have those of `gpu_flags.flag_specs` and the staging of a step; `host` tells the other
+    host what has been queued. A wait that ends after `timeout_s` without the forward pass masks
+    what is left of the step, and all later ones (`tandemkv.kernels.step_flags`).
     """
 
     def __init__(
@@ -129,15 +121,7 @@ class StreamSignals:
 
 
 class Lanes:
-    """Streams in which work of two layers goes on beside each other; on a CPU it runs in place.
-
-    Parameters
-    ----------
-    device : torch.device
-        Of the engine.
-    num_lanes : int
-        Streams.
-    """
+    """Streams in which work of two layers goes on beside each other; on a CPU it runs in place."""
 
     def __init__(self, device: torch.device, num_lanes: int) -> None:
         lanes = (shared_stream(device, LANE_PRIORITY, n) for n in range(num_lanes))
@@ -168,13 +152,7 @@ class Lanes:
 
 
 class StepGraphs:
-    """CUDA graphs of decode steps, by what is captured; none on a CPU.
-
-    Parameters
-    ----------
-    device : torch.device
-        Of the engine.
-    """
+    """CUDA graphs of decode steps, by what is captured; none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

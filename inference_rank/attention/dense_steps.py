@@ -13,16 +13,11 @@ class DenseSteps:
 
     What selecting costs hardly depends on how many tokens there are, and what attending costs is
     their number, of all requests of a step together. So a step of few tokens attends to all of
-    them, however long one request is. Nothing is selected meanwhile, and resident sets fall
-    behind; when the load grows, they are made ready for `WARM_UP_STEPS` while their requests, and
-    shorter ones, are attended to as a whole still, for the fetch cap bounds how fast they follow.
-
-    Parameters
-    ----------
-    base : DenseLengths
-        What holds for steps of more tokens.
-    batch_tokens : int
-        Steps of up to so many tokens in all attend to everything; 0: none for that reason.
+    them, however long one request is. Nothing is selected meanwhile, and resident sets fall behind;
+    when the load grows, they are made ready for `WARM_UP_STEPS` while their requests, and shorter
+    ones, are attended to as a whole still, for the fetch cap bounds how fast they follow. Steps of
+    up to `batch_tokens` tokens in all attend to everything (0: none for that reason); `base` holds
+    for others.
     """
 
     def __init__(self, base: DenseLengths, batch_tokens: int) -> None:

@@ -25,6 +25,8 @@ from .sinks import join_sinks
 class AttendTable:
     """Which slots each request of a decode step attends to.
 
+    `longest` is the longest request that `attend_whole` is asked for.
+
     Attributes
     ----------
     slots : torch.Tensor
@@ -36,11 +38,6 @@ class AttendTable:
     num_dense : int
     whole : torch.Tensor or None
         As of the step that was loaded last; ``[B]`` bool on a CPU, if `attend_whole` was called.
-
-    Parameters
-    ----------
-    longest : int
-        Longest request that `attend_whole` is asked for.
     """
 
     def __init__(

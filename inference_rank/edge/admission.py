@@ -15,12 +15,8 @@ QUEUE_RETRY_S, CLOSED_RETRY_S = 1, 5
 class Admission:
     """A bounded number of places.
 
-    Parameters
-    ----------
-    capacity : int
-        Completions that run or wait, together.
-    closed : callable
-        Why nothing is admitted now, or None: e.g. generation is paused.
+    `capacity` completions run or wait, together. `closed` returns why nothing is admitted now, e.g.
+    that generation is paused, or None.
     """
 
     def __init__(self, capacity: int, closed: Callable[[], str | None]) -> None:

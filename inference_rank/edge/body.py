@@ -29,16 +29,8 @@ async def read_body(
 ) -> bytes:
     """Return the body of a request.
 
-    Parameters
-    ----------
-    receive : Receive
-        Of ASGI. What is beyond `max_bytes` is not kept.
-    headers : Mapping[bytes, bytes]
-        Lower-case names.
-    max_bytes : int
-        Longest body.
-    timeout_s : float
-        Longest time until it is complete.
+    `headers` have lower-case names. The body is complete after `timeout_s`; what is beyond
+    `max_bytes` is not kept.
 
     Raises
     ------

@@ -27,16 +27,8 @@ def install(
 ) -> Callable[[Any], Any]:
     """Wrap `app`, outside of all middleware that SGLang has added or will.
 
-    Parameters
-    ----------
-    app : FastAPI
-        Not yet started.
-    server_args : ServerArgs
-        Of the server.
-    manager : TokenizerManager
-        Knows the model.
-    execute_warmup_func : callable
-        Takes the server's arguments and sends SGLang's first request, over HTTP.
+    `app` is not yet started. `execute_warmup_func` takes the server's arguments and sends SGLang's
+    first request, over HTTP.
 
     Returns
     -------

@@ -32,12 +32,8 @@ class Role(IntEnum):
 def read_key(path: Path, setting: str) -> str:
     """Return the key in a file that nobody else can read.
 
-    Parameters
-    ----------
-    path : Path
-        One line: the key, at least 16 printable characters without blanks.
-    setting : str
-        The flag that named the file, for errors. They never show what is in the file.
+    `path` has one line: the key, at least 16 printable characters without blanks. Errors name
+    `setting`, the flag that named the file, and never show what is in it.
 
     Raises
     ------

@@ -34,18 +34,9 @@ request's rank, id, priority and labels of metrics from headers too."""
 class Edge:
     """Refuses what SGLang must not see; hands on the rest.
 
-    Parameters
-    ----------
-    app : ASGIApp
-        SGLang's application, with all of its own middleware.
-    limits : Limits
-        Bounds of this server.
-    keys : Keys
-        Who is who.
-    closed : callable
-        Why no completions are admitted now, or None.
-    count_refusal : callable
-        Told the status of each request that is refused.
+    `app` is SGLang's application, with all of its own middleware. `closed` returns why no
+    completions are admitted now, or None; `count_refusal` is told the status of each request that
+    is refused.
     """
 
     def __init__(

@@ -21,18 +21,8 @@ _TYPES = {
 class RequestRefusedError(Exception):
     """A request that does not reach SGLang.
 
-    Parameters
-    ----------
-    status : int
-        HTTP status, 4xx or 503.
-    message : str
-        ``name=value``, what is required, what to do.
-    param : str, optional
-        The field at fault.
-    code : str, optional
-        A word for programs, e.g. ``model_not_found``.
-    headers : Mapping[str, str], optional
-        E.g. ``retry-after``.
+    `message` says ``name=value``, what is required, and what to do; `param` is the field at fault,
+    and `code` a word for programs, e.g. ``model_not_found``.
     """
 
     def __init__(

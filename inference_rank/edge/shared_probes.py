@@ -16,10 +16,7 @@ from starlette.types import ASGIApp, Message, Scope
 class SharedProbes:
     """Asks the application once for all who wait.
 
-    Parameters
-    ----------
-    app : ASGIApp
-        What answers. It sees neither the query nor the headers of a caller.
+    `app` sees neither the query nor the headers of a caller.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -88,16 +88,8 @@ class OpenedEpoch:
 class SharedConnection:
     """Memory, flags and announcements of one inference rank, and whether its cache rank lives.
 
-    Parameters
-    ----------
-    run_dir : RunDir
-        Where the cache rank's sockets are.
-    settings, model, sizes
-        Of this rank.
-    kept : MappedTensors
-        K/V and tables (`shared_region.specs_by_life`); they stay when an epoch ends.
-    counters : Counters
-        Counts waits, epochs and losses.
+    `kept` are K/V and tables (`shared_region.specs_by_life`), which stay when an epoch ends;
+    `counters` count waits, epochs and losses.
 
     Attributes
     ----------

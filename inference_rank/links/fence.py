@@ -21,11 +21,7 @@ class Fence:
     """The other end of a connection, to be ended if it does not end by itself.
 
     A process that was stopped, or hangs, still has the memory mapped, and may go on at any time.
-
-    Parameters
-    ----------
-    connection : socket.socket
-        A Unix socket; the other end is open as long as the process uses the memory.
+    `connection` is a Unix socket, open at the other end as long as the process uses the memory.
 
     Attributes
     ----------

@@ -21,21 +21,7 @@ from .base import DecodeRows, ExtendRow
 
 
 class LocalLink:
-    """See `Link`; the engine's work is queued as the forward pass is, layer by layer.
-
-    Parameters
-    ----------
-    runner : Any
-        SGLang's model runner.
-    engine : Engine
-        Keeps the resident sets.
-    model : ModelSpec
-        Heads of this rank.
-    max_batch : int
-        Requests of a step at most.
-    device : torch.device
-        Of the forward pass and of the engine.
-    """
+    """See `Link`; the engine's work is queued as the forward pass is, layer by layer."""
 
     def __init__(
         self,

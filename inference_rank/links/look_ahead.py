@@ -18,22 +18,14 @@ from .side_stream import SideStream
 class LookAhead:
     """Lets the cache rank select for a layer where the forward pass enters an earlier one.
 
+    `is_selecting` returns whether the current step selects; ``fetch(*layers, size=...)`` brings to
+    layers what was chosen, inside a fork.
+
     Attributes
     ----------
     is_pending : bool
         Whether late layers are being selected for, so that the step is to be joined after its
         logits.
-
-    Parameters
-    ----------
-    model : Any
-        SGLang's model.
-    rank, side, streams
-        The cache rank, the lanes beside the forward pass, and what the rank reads.
-    is_selecting : callable
-        Whether the current step is one that selects.
-    fetch : callable
-        ``fetch(*layers, size=...)``: brings to layers what was chosen, inside a fork.
 
     Raises
     ------

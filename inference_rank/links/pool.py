@@ -28,16 +28,7 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
     On one device the resident sets lie behind the tokens. SGLang's allocator does not know them: it
     goes by the pool's `size`. On two GPUs K/V are memory of the engine's, which SGLang's kernels
     write and read over NVLink. SGLang's request table is replaced by a mapped one, as the engine
-    reads it.
-
-    Parameters
-    ----------
-    base : type
-        SGLang's class.
-    configurator : Any
-        SGLang's ``KVCacheConfigurator``.
-    req_to_token_pool : Any
-        SGLang's request table, still empty.
+    reads it. `req_to_token_pool`, SGLang's request table, is still empty.
     """
 
     class SharedKVPool(base):
@@ -94,14 +85,8 @@ def rank_run_dir(shard: HeadShard | None = None) -> RunDir:
 def rank_model_spec(config: Any, kv_dtype: torch.dtype, table: torch.Tensor) -> ModelSpec:
     """Return the shape of SGLang's model, with the heads of this tensor-parallel rank.
 
-    Parameters
-    ----------
-    config : ModelConfig
-        SGLang's.
-    kv_dtype : torch.dtype
-        Of K and V, where they are kept.
-    table : torch.Tensor
-        The request table, as wide as the longest request.
+    `kv_dtype` is that of K and V where they are kept; `table`, the request table, is as wide as the
+    longest request.
 
     Raises
     ------

@@ -49,16 +49,7 @@ class QueryLayer:
     ) -> QueryLayer:
         """Take what is needed of a decoder layer.
 
-        Parameters
-        ----------
-        name, index : str, int
-            Of the layer: for errors, and in the checkpoint.
-        layer : Any
-            SGLang's decoder layer.
-        entry : Architecture
-            Of its model.
-        place : QueryPlace
-            Where to predict.
+        `name` is for errors, `index` the layer's in the checkpoint.
 
         Raises
         ------

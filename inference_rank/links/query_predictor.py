@@ -33,25 +33,11 @@ class LiveQueryPredictor:
 
     With `is_int8`, where a query is made in one operation, ``W_q`` is a copy with a scale per row,
     made by `load` and not refreshed: reading it is most of the operation's time, and what is
-    predicted only chooses tokens.
-
-    Parameters
-    ----------
-    model : Any
-        SGLang's model, whose class has the name of an `Architecture`; the ``self_attn`` of its
-        decoder layers must have ``qkv_proj``, ``rotary_emb`` and, where there is one, ``q_norm``.
-    num_qo_heads, head_dim : int
-        Of this rank.
-    device : torch.device
-        Where to predict.
-    is_int8 : bool
-        Whether to keep a copy of W_q in int8, where the whole prediction is one operation.
-    dtype : torch.dtype
-        Of the hidden states, and so of a dequantised W_q.
-    checkpoint : QueryCheckpoint, optional
-        Files that a quantised W_q is read from; None if the model was not loaded from any.
-    skipped : Collection[int]
-        Layers that attend to a sliding window, and that nothing is predicted for.
+    predicted only chooses tokens. `model`'s class has the name of an `Architecture`; the
+    ``self_attn`` of its decoder layers must have ``qkv_proj``, ``rotary_emb`` and, where there is
+    one, ``q_norm``. Heads are this rank's. A quantised W_q is read from `checkpoint`, if the model
+    was loaded from files, and dequantised to `dtype`, that of the hidden states. `skipped` layers
+    attend to a sliding window, and nothing is predicted for them.
     """
 
     def __init__(

@@ -42,16 +42,8 @@ def read_projection(
 
     An unquantised module's are views of its tensors. What is quantised is read from the checkpoint
     and dequantised here, once. Where SGLang has loaded no files (``--load-format dummy``), the
-    module's float8 blocks are dequantised, the one layout that its kernels leave as it was.
-
-    Parameters
-    ----------
-    name, layer : str, int
-        Of the layer: for errors, and in the checkpoint.
-    attention : Any
-        Its ``self_attn``.
-    place : QueryPlace
-        Where to predict.
+    module's float8 blocks are dequantised, the one layout that its kernels leave as it was. `name`
+    and `layer` are for errors, and in the checkpoint; `attention` is the layer's ``self_attn``.
 
     Returns
     -------

@@ -57,10 +57,7 @@ class OpenedEpochs:
 class ShardedConnection:
     """Connections to several cache ranks; see `SharedConnection`, whose part it takes.
 
-    Parameters
-    ----------
-    parts : Sequence[SharedConnection]
-        One to each cache rank, in the order of their KV heads. All count the same steps.
+    `parts` are in the order of their KV heads, and all count the same steps.
     """
 
     def __init__(self, parts: Sequence[SharedConnection]) -> None:

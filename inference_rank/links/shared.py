@@ -37,18 +37,9 @@ _DECODE_KINDS = tuple(DecodeKind)
 class SharedLink:
     """See `Link`.
 
-    Parameters
-    ----------
-    connection : SharedConnection or ShardedConnection
-        To the engine's process, or to several; an epoch is open.
-    signals : LinkSignals
-        Flags and staging, on a CPU or a GPU.
-    generation_of : Callable
-        Identity of the present tenant of a row.
-    rows_on_host : Callable
-        Rows of the pass that is being made, if they are known without waiting for the device.
-    pool : Any
-        SGLang's pool, where the engine attends to exact layers.
+    `connection` has an open epoch. `generation_of` returns the identity of the present tenant of a
+    row, `rows_on_host` the rows of the pass that is being made, if they are known without waiting
+    for the device. `pool` is SGLang's, where the engine attends to exact layers.
 
     Attributes
     ----------

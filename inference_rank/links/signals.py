@@ -195,17 +195,9 @@ class HostSignals:
 class StreamSignals:
     """Flags in GPU memory: waiting and raising are kernels of the current stream.
 
-    Parameters
-    ----------
-    connection : SharedConnection
-        To the engine's process.
-    num_layers : int
-        Of the model.
-    timeout_s : float
-        Longest wait for the engine. A wait that ends without it masks all that follows
-        (`tandemkv.kernels.step_flags`), and the step is lost.
-    sends_beside : bool
-        Whether the engine is on another GPU, or to be taken for so.
+    A wait that ends after `timeout_s` without the engine masks all that follows
+    (`tandemkv.kernels.step_flags`), and the step is lost. `sends_beside`: the engine is on another
+    GPU, or to be taken for so.
     """
 
     is_captured = True

@@ -17,11 +17,8 @@ from tandemkv.cache_rank.protocol.all_reduce import all_reduce_max
 class Agreement:
     """Makes one answer of those of all ranks. Every rank asks the same in the same order.
 
-    Parameters
-    ----------
-    group : Any, optional
-        torch's process group, of CPUs. Without one, or alone in it, a rank agrees with itself, and
-        nothing is sent.
+    Without `group`, torch's process group of CPUs, or alone in it, a rank agrees with itself, and
+    nothing is sent.
     """
 
     def __init__(self, group: Any = None) -> None:

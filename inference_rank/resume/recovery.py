@@ -56,23 +56,10 @@ class State(Enum):
 class Recovery:
     """The state of one scheduler. Used by its thread; `is_down` and `pause_s` by any.
 
-    Parameters
-    ----------
-    connection : SharedConnection or ShardedConnection
-        To the engine's process.
-    passes, penalties
-        What the passes under way have changed.
-    generation_of : Callable
-        Identity of the present tenant of a row.
-    num_cold : int
-        Longest request that has no resident set.
-    refill : Callable
-        Brings what only the inference rank keeps of rows, pairs of a row and its tokens, to what it
-        was before the lost passes.
-    timeout_s : float
-        Longest pause.
-    agreement : Agreement, optional
-        With the other tensor-parallel ranks.
+    `passes` and `penalties` are what the passes under way have changed. `num_cold` is the longest
+    request that has no resident set. `refill` brings what only the inference rank keeps of rows,
+    pairs of a row and its tokens, to what it was before the lost passes. A pause lasts `timeout_s`
+    at most.
     """
 
     def __init__(

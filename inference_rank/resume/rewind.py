@@ -46,14 +46,8 @@ def rewind(scheduler: Any, lost: Sequence[Any], penalties: PenaltyLog) -> Rewoun
     """Undo the passes of the `lost` batches.
 
     Requests whose prompt was in one of them wait at the head of the queue again; those that decode
-    are in a new running batch, in their order.
-
-    Parameters
-    ----------
-    scheduler : Any
-        SGLang's, between two turns.
-    lost : sequence
-        Every batch that was launched and whose results were not used.
+    are in a new running batch, in their order. `scheduler` is between two turns; `lost` is every
+    batch that was launched and whose results were not used.
     """
     prompts = {id(req) for batch in lost for req in _prompts_of(batch)}
     requests = live_requests(scheduler, lost)

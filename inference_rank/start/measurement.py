@@ -37,18 +37,7 @@ Agree = Callable[[list[float]], list[float]]
 class StartMeasurement:
     """The figures that a `StartPlan` is made of, taken as they can be had.
 
-    Parameters
-    ----------
-    settings : RankSettings
-        What was asked for.
-    model : ModelSpec
-        Heads of this rank.
-    rank : Engine
-        Says what is selected.
-    device : torch.device
-        Of the model and of the selection.
-    agree : Agree
-        Over the tensor-parallel ranks.
+    `rank` says what is selected; `agree` is over the tensor-parallel ranks.
     """
 
     def __init__(
@@ -137,11 +126,8 @@ class StartMeasurement:
     def after_capture(self, graphs: Any) -> None:
         """Time a captured decode step without selection, and make the plan anew.
 
-        Parameters
-        ----------
-        graphs : Any
-            SGLang's ``DecodeCudaGraphRunner``. Its buffers are those of the capture: the replays
-            write to the padding slot and the padding row.
+        `graphs` is SGLang's ``DecodeCudaGraphRunner``, with the buffers of the capture: the replays
+        write to the padding slot and the padding row.
         """
         from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (
             FullCudaGraphBackend,

@@ -94,21 +94,9 @@ def make_plan(
 ) -> StartPlan:
     """Say what a selection adds to a step.
 
-    Parameters
-    ----------
-    selection : SelectionSettings
-        What was asked for.
-    measured, layer : SelectionTime, LayerTime, optional
-        What was measured.
-    is_cuda : bool
-        Whether selection runs on a GPU.
-    dense_tokens : int
-        Requests up to this length are attended to as a whole.
-    scanned : float
-        Share of the selecting layers that are scanned. Others take what one of them chose: they
-        are counted with the transfer alone.
-    reason : str
-        Why nothing was measured, if so.
+    Requests of up to `dense_tokens` are attended to as a whole. `scanned` is the share of the
+    selecting layers that are scanned: others take what one of them chose, and are counted with the
+    transfer alone. `reason`: why nothing was measured, if so.
     """
     exposed: float | None = None
     if measured is not None and layer is not None and layer.us is not None:

@@ -47,14 +47,8 @@ def read_grid(
 ) -> dict[str, dict[str, Any]]:
     """Return settings of the group ``selection`` by name (`setting_name`), each once.
 
-    Parameters
-    ----------
-    path : Path
-        A YAML file.
-    device : {"cpu", "cuda"}
-        Of the model; it decides what is open.
-    base : mapping, optional
-        Settings of the group that hold where an entry does not name them.
+    `device`, the model's, decides what is open. Settings of `base` hold where an entry does not
+    name them.
 
     Raises
     ------

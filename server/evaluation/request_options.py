@@ -24,10 +24,7 @@ def option(text: str = "", *names: str, **limits: Any) -> Any:
 def takes(request: type[R]) -> Callable[[Callable[[R], None]], Callable[..., None]]:
     """Make a typer command of a function that takes a request.
 
-    Parameters
-    ----------
-    request : type
-        A dataclass; each field is annotated with ``Annotated[..., option(...)]``.
+    Each field of the dataclass `request` is annotated with ``Annotated[..., option(...)]``.
 
     Returns
     -------

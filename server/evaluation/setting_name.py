@@ -18,12 +18,8 @@ def setting_name(selection: SelectionSettings) -> str:
     """Return the name, e.g. ``k1024-c2-cap64-s128-int4-xnone``.
 
     K, c, fetch cap, sample tokens, index and exact layers; a policy other than the default comes
-    first. A policy that keeps the sink alone is named by its tokens: ``streaming-2176``.
-
-    Parameters
-    ----------
-    selection : SelectionSettings
-        Of which nothing is left open (`resolve_settings`).
+    first. A policy that keeps the sink alone is named by its tokens: ``streaming-2176``. Nothing of
+    `selection` is left open (`resolve_settings`).
     """
     if selection.declared.keeps_sink_only:
         return f"{selection.policy}-{selection.row_tokens}"

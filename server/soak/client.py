@@ -44,14 +44,7 @@ class Outcome:
 class Client:
     """Talks to one server; any thread may use it.
 
-    Parameters
-    ----------
-    url : str
-        Address of the server.
-    api_key, admin_key : str, optional
-        For its routes.
-    timeout_s : float
-        Longest silence of the server within an answer.
+    `timeout_s` is the longest silence of the server within an answer.
     """
 
     def __init__(

@@ -102,18 +102,8 @@ class Fault:
 class Chaos:
     """Does one fault after the other, with calm in between, from a thread of its own.
 
-    Parameters
-    ----------
-    seed, actions
-        Decide what happens.
-    processes : ServerProcesses
-        Whom it happens to.
-    is_ready : Callable
-        Whether the server says that it is ready.
-    calm_s : float
-        Mean time between ready again and the next fault.
-    give_up_s : float
-        Longest wait for ready again.
+    `calm_s` is the mean time between ready again and the next fault, `give_up_s` the longest wait
+    for ready again.
 
     Attributes
     ----------

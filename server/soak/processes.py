@@ -68,12 +68,8 @@ class Held:
 class ServerProcesses:
     """The processes below the launcher of a server.
 
-    Parameters
-    ----------
-    root : int
-        Process id of the launcher; of SGLang's server, if nobody launched it.
-    run_dir : Path, optional
-        Whose files are counted.
+    `root` is the process id of the launcher, or of SGLang's server if nobody launched it. Files of
+    `run_dir` are counted.
     """
 
     def __init__(self, root: int, run_dir: Path | None) -> None:

@@ -61,14 +61,7 @@ def code_of(seed: int, number: int) -> str:
 class Load:
     """Draws requests; request `number` of a seed is always the same.
 
-    Parameters
-    ----------
-    seed : int
-        See above.
-    canaries : int
-        How many canary prompts there are.
-    longest_tokens : int
-        About how long the longest prompts are.
+    There are `canaries` canary prompts; the longest prompts have about `longest_tokens`.
     """
 
     def __init__(self, seed: int, *, canaries: int, longest_tokens: int) -> None:

@@ -56,17 +56,10 @@ def slope_of(
 ) -> Slope | None:
     """Fit a line by least squares; its interval is of a bootstrap over blocks of time.
 
-    Neighbours in time are alike, so single values would make the interval too narrow.
-
-    Parameters
-    ----------
-    times, values : sequence of float
-        The series, in the order of time; seconds.
-    beside : sequence of float, optional
-        Something else that the values may depend on, such as what else the machine computes: the
-        growth is that which this does not explain.
-    seed : int
-        Of the bootstrap.
+    Neighbours in time are alike, so single values would make the interval too narrow. The series is
+    in the order of time, in seconds. `beside` is something else that the values may depend on, such
+    as what else the machine computes: the growth is that which this does not explain. `seed` is the
+    bootstrap's.
 
     Returns
     -------

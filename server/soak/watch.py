@@ -45,12 +45,7 @@ class MemorySample(NamedTuple):
 class Watch:
     """Looks at the server twice a second, from a thread of its own.
 
-    Parameters
-    ----------
-    url : str
-        Where it answers.
-    processes : ServerProcesses, optional
-        None if it is not on this host.
+    `processes` is None if the server is not on this host.
 
     Attributes
     ----------

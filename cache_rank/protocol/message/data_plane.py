@@ -51,16 +51,8 @@ _KIND_BYTES = 8
 class MeetingPoint:
     """One end that waits to be met: it listens, and knows how the other end finds it.
 
-    Parameters
-    ----------
-    interface : str
-        IP address of the interface that it listens on.
-    end : int
-        `INFERENCE_END` or `CACHE_END`.
-    timeout_s : float
-        Longest time until both ends have met.
-    transfer_timeout_s : float
-        Longest time that one message may take to be sent.
+    It listens on one `interface`, an IP address. Both ends have met within `timeout_s`; one message
+    is sent within `transfer_timeout_s`.
 
     Raises
     ------

@@ -61,16 +61,8 @@ class _AllowList:
 class Door(Router[Letter]):
     """The cache rank's end. Used by one thread.
 
-    Parameters
-    ----------
-    address : LinkAddress
-        Where it listens; nowhere else.
-    keys : KeyPair
-        Its own.
-    allowed : Mapping
-        Public keys of who may connect, with names for them.
-    hosts : Collection of str
-        IP addresses that they may come from; none: from any.
+    It listens at `address` and nowhere else. `allowed` has the public keys of who may connect, with
+    names for them, and `hosts` the IP addresses that they may come from; none: from any.
 
     Raises
     ------
@@ -124,14 +116,7 @@ class Door(Router[Letter]):
 class Caller:
     """The inference rank's end, for one epoch. Used by one thread.
 
-    Parameters
-    ----------
-    address : LinkAddress
-        Of the cache rank.
-    keys : KeyPair
-        Our own.
-    server : bytes
-        The cache rank's public key.
+    `keys` are our own, `server` is the cache rank's public key.
     """
 
     def __init__(self, address: LinkAddress, keys: KeyPair, server: bytes) -> None:

@@ -64,18 +64,8 @@ _UNUSED = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 class NcclWire:
     """One direction between two processes with a GPU each. One thread may use it.
 
-    Parameters
-    ----------
-    end : int
-        `INFERENCE_END` or `CACHE_END`.
-    device : torch.device
-        Of this end.
-    sends : bool
-        Whether this end sends; the other one receives.
-    timeout_s : float
-        Longest time until both have met.
-    most_ctas : int
-        Programs of a transfer, at most.
+    One end `sends`, the other receives; both have met within `timeout_s`. A transfer is at most
+    `most_ctas` programs of the GPU.
 
     Attributes
     ----------

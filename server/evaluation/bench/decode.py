@@ -61,17 +61,8 @@ def run_decode(
 ) -> DecodeResult:
     """Run every configuration at every point; a run that fails does not end the others.
 
-    Parameters
-    ----------
-    run : DecodeRun
-        What to measure.
-    progress : callable
-        Told what is running.
-    headline : str, optional
-        The configuration whose ratios get the short names, default the first that is no
-        reference.
-    keep : callable
-        Given the result so far after each configuration, so that an interrupted run has a report.
+    The ratios of `headline`, by default the first that is no reference, get the short names. `keep`
+    is given the result so far after each configuration, so that an interrupted run has a report.
 
     Raises
     ------

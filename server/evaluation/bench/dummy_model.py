@@ -12,14 +12,8 @@ from tandemkv.server.plan.shape import ModelShape
 def write_model_config(shape: ModelShape, model_dir: Path, *, max_context: int) -> None:
     """Write a model directory of `shape` that dummy weights can be loaded for.
 
-    Parameters
-    ----------
-    shape : ModelShape
-        The sizes. Quantised matrices are FP8 in blocks of 128.
-    model_dir : Path
-        Made if needed; gets ``config.json`` only.
-    max_context : int
-        Longest request, output included; rounded up to a power of two.
+    `model_dir` gets ``config.json`` only; quantised matrices are FP8 in blocks of 128.
+    `max_context` has the output included, and is rounded up to a power of two.
     """
     is_qwen, experts = shape.name.startswith("qwen3"), shape.experts
     name = ("Qwen3" if is_qwen else "Llama") + ("Moe" if experts else "")

@@ -40,16 +40,7 @@ class TextAttention:
 class AttentionRecorder:
     """A model on CPU with eager attention, whose layers are read by hooks, one at a time.
 
-    Parameters
-    ----------
-    model_dir : Path
-        Hugging Face layout.
-    model : ModelSpec
-        Its shape.
-    dtype : str
-        Torch name of the dtype to compute in.
-    pool : Callable
-        How the heads of a group are pooled.
+    `dtype` is torch's name of the one to compute in.
     """
 
     def __init__(self, model_dir: Path, model: ModelSpec, *, dtype: str, pool: Pool) -> None:

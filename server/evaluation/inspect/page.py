@@ -17,16 +17,8 @@ def make_page(
 ) -> str:
     """Return the HTML page. It loads nothing and runs from a file.
 
-    Parameters
-    ----------
-    recording : Recording
-        The request.
-    tokens : Sequence[str]
-        Text of every token, those of the prompt first.
-    prompt_tokens : int
-        How many those are.
-    facts : Mapping[str, str]
-        Shown under the title: model, policy and the like.
+    `tokens` has the text of every token, the `prompt_tokens` of the prompt first; `facts` are shown
+    under the title.
 
     Raises
     ------

@@ -47,10 +47,7 @@ class Comparison(NamedTuple):
 def compare(one_path: Path, other_path: Path) -> list[Comparison]:
     """Compare the rows of one name in two reports, or the only row of each.
 
-    Parameters
-    ----------
-    one_path, other_path : Path
-        Reports, or folders that hold them.
+    Either path is a report, or a folder that holds one.
 
     Raises
     ------

@@ -127,22 +127,9 @@ def plan(
 ) -> list[Configuration]:
     """Return dense and every policy at every budget; a policy without budgets comes once.
 
-    Parameters
-    ----------
-    policies : sequence of str
-        Names in the registry, or ``module:Class``; with settings of the group ``selection``, and
-        options of the policy, for this one alone after a plus sign each:
-        ``look_ahead+fetch_cap=64+distance=2``.
-    budgets : sequence of Budget
-        Tokens attended to.
-    num_layers : int
-        Of the model.
-    device : str
-        ``cpu`` or ``cuda``, of the model.
-    base : mapping
-        Settings of the group ``selection`` that the user gave.
-    with_dense : bool
-        Whether stock SGLang is measured too.
+    `policies` are names in the registry, or ``module:Class``; settings of the group ``selection``
+    and options of the policy, for this one alone, follow after a plus sign each:
+    ``look_ahead+fetch_cap=64+distance=2``. `base` are settings of that group that the user gave.
 
     Raises
     ------

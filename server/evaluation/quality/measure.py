@@ -37,16 +37,9 @@ def measure(
 ) -> TaskResult:
     """Return the answers to all samples, and what the counters say.
 
-    Parameters
-    ----------
-    server : RunningServer
-        Nobody else may be using it.
-    continuations : mapping
-        Dense's continuations by sample name, for the mode ``continue`` of other servers.
-    on_answer : callable
-        Called with the sample after each answer, from any thread.
-    asked : sequence of Sample, optional
-        Those that are asked; default all.
+    Nobody else may be using `server`. `continuations` are dense's by sample name, for the mode
+    ``continue`` of other servers. `on_answer` is called after each answer, from any thread. By
+    default all samples are `asked`.
 
     Raises
     ------

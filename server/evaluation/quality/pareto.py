@@ -61,15 +61,10 @@ class Pareto(NamedTuple):
 def pareto(quality: Path, decode: Path, tasks: Sequence[str] | None = None) -> list[Pareto]:
     """Join a report of quality and one of speed by their settings.
 
-    A loss is per cent of perplexity against dense, or points of a score below it. Dense is the
-    end without loss.
-
-    Parameters
-    ----------
-    quality, decode : Path
-        ``report.json`` of ``tandemkv quality`` and a report of ``tandemkv bench decode``.
-    tasks : sequence of str, optional
-        Names in the report, with ``@8k`` where it has several contexts; default all.
+    A loss is per cent of perplexity against dense, or points of a score below it. Dense is the end
+    without loss. `quality` is a ``report.json`` of ``tandemkv quality``, `decode` a report of
+    ``tandemkv bench decode``. `tasks` are names in the former, with ``@8k`` where it has several
+    contexts; default all.
 
     Raises
     ------

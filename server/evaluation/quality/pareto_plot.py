@@ -34,12 +34,7 @@ class _Look(NamedTuple):
 def draw_pareto(found: Sequence[Pareto], stem: Path) -> list[Path]:
     """Draw as `stem`.svg and .png: rows are tasks, columns batches of contexts.
 
-    Parameters
-    ----------
-    found : sequence of Pareto
-        From `pareto`; not empty.
-    stem : Path
-        Path without suffix.
+    `found` is not empty; `stem` is a path without suffix.
 
     Raises
     ------

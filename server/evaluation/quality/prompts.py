@@ -68,14 +68,8 @@ class Prompts:
     def kept(cls, folder: Path, tasks: Sequence[str], model: str) -> Self:
         """Read them from a folder with ``campaign.json`` and ``samples/``.
 
-        Parameters
-        ----------
-        folder : Path
-            The ``--out`` of an earlier campaign.
-        tasks : sequence of str
-            Their names.
-        model : str
-            Name of the model that is measured: the prompts must be tokens of the same.
+        `folder` is the ``--out`` of an earlier campaign, whose prompts must be tokens of the
+        `model` that is measured.
 
         Raises
         ------

@@ -21,12 +21,7 @@ def by_quarter(
 ) -> dict[str, float]:
     """Return figures of each quarter of the forced tokens.
 
-    Parameters
-    ----------
-    answers : sequence of Answer
-        Each with `nll`.
-    pairs : sequence of tuple
-        Answers with dense's to the same sample; may be empty.
+    Each of `answers` has `nll`; `pairs`, with dense's answers to the same samples, may be empty.
 
     Returns
     -------

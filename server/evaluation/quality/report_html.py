@@ -35,12 +35,7 @@ p.note, header p { color: #555; max-width: 60rem }
 def page(described: Mapping[str, Any], summary: Summary, plots: Sequence[str]) -> str:
     """Return the page.
 
-    Parameters
-    ----------
-    described, summary : mapping, Summary
-        How results came about, and the figures.
-    plots : sequence of str
-        SVG elements, put in as they are.
+    `plots` are SVG elements, put in as they are.
     """
     title = html.escape(f"Quality: {described['model']}")
     head = "".join(f"<p>{html.escape(line)}</p>" for line in headline(described, summary) if line)

@@ -31,12 +31,7 @@ def tables(described: Mapping[str, Any], summary: Summary) -> list[Table]:
 def markdown(described: Mapping[str, Any], summary: Summary, plots: Sequence[str]) -> str:
     """Return the report as Markdown.
 
-    Parameters
-    ----------
-    described, summary : mapping, Summary
-        How results came about, and the figures.
-    plots : sequence of str
-        Paths of pictures, relative to the report.
+    `plots` are paths of pictures, relative to the report.
     """
     parts = [f"# Quality: {described['model']}", "", *headline(described, summary), ""]
     for table in tables(described, summary):

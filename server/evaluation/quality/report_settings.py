@@ -28,12 +28,7 @@ _UNLIKE_ANYWAY = ("budget_tokens", "max_running_requests", "capacity_tokens", "a
 def settings_table(described: Mapping[str, Any], rows: Sequence[Row]) -> Table:
     """Return the table; its first row is what `serve` would choose on this machine.
 
-    Parameters
-    ----------
-    described : mapping
-        With ``served``: settings by name, or ``refused`` and the reason.
-    rows : sequence of Row
-        Of the report.
+    ``described["served"]`` are settings by name, or ``refused`` and the reason.
     """
     served = described.get("served") or {}
     body = []

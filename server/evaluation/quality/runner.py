@@ -50,14 +50,7 @@ _Continuations = dict[str, dict[str, list[int]]]
 def run(campaign: Campaign, console: Console, *, jobs: int) -> None:
     """Measure what is not measured yet.
 
-    Parameters
-    ----------
-    campaign : Campaign
-        What to run.
-    console : Console
-        For the progress bar and a line a result.
-    jobs : int
-        Servers at once. Each uses two or three processes of one thread on cpu.
+    `jobs` servers run at once; each uses two or three processes of one thread on cpu.
 
     Raises
     ------

@@ -39,12 +39,7 @@ def resolver(spec: ModelSpec, model_dir: Path, device: str) -> Resolve:
 def served_settings(given: Mapping[str, Sourced], config: Path | None) -> ServeSettings:
     """Return what ``tandemkv serve`` would load: flags, its environment variables, its file.
 
-    Parameters
-    ----------
-    given : mapping
-        Model, device, dtype, and what ``--set`` was given, by dotted name.
-    config : Path or None
-        The YAML file.
+    `given` are model, device, dtype, and what ``--set`` was given, by dotted name.
 
     Raises
     ------
@@ -123,10 +118,7 @@ def _open_configuration(
 def named(settings: ServeSettings) -> dict[str, Setting]:
     """Return every setting that matters to a result, as `serve` would start with it.
 
-    Parameters
-    ----------
-    settings : ServeSettings
-        Of which nothing is open.
+    Nothing of `settings` is open.
     """
     selection, placement = settings.selection, settings.rank_settings.placement
     return {

@@ -90,13 +90,7 @@ class Summary(NamedTuple):
 def summarise(described: Mapping[str, Any], runs: Runs) -> Summary:
     """Return the figures of every configuration.
 
-    Parameters
-    ----------
-    described : mapping
-        What `campaign.describe` returned: tasks, with their measure and the digest of their
-        samples, and the shape of the model.
-    runs : sequence
-        What `results.read_runs` returned.
+    `described` is what `campaign.describe` returned, `runs` what `results.read_runs` did.
 
     Raises
     ------

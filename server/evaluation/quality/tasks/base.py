@@ -123,17 +123,10 @@ def fitting(
 ) -> tuple[Prompt, int]:
     """Return the longest prompt of at most `limit` tokens, and the number that made it.
 
-    Parameters
-    ----------
-    build : callable
-        Makes a prompt with n pieces of padding; longer with n, n = 0 being the shortest.
-    limit : int
-        Tokens.
-    what : str
-        Named in the error.
-    sizes : sequence of int
-        Lengths of the pieces in characters, or in any other unit; they begin anew when they run
-        out. The nearer they are to being proportional to tokens, the fewer prompts are made.
+    `build` makes a prompt with n pieces of padding; longer with n, n = 0 being the shortest.
+    `sizes` are lengths of the pieces in characters, or in any other unit, and begin anew when they
+    run out: the nearer they are to being proportional to tokens, the fewer prompts are made. The
+    error names `what`.
 
     Raises
     ------

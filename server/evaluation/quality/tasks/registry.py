@@ -40,13 +40,8 @@ _AT_CONTEXT = re.compile(r"(.+)@(\d+[km]?)", re.IGNORECASE)
 class QuestionApart(Task):
     """A task whose question is not prefilled with the context.
 
-    Parameters
-    ----------
-    task : Task
-        The task.
-    suffix : str
-        `LATE_SUFFIX`: the question is decoded after the context. `TURN_SUFFIX`: it comes in a
-        second request, that of a later turn; the context was served before, alone.
+    With `LATE_SUFFIX` the question is decoded after the context. With `TURN_SUFFIX` it comes in a
+    second request, that of a later turn; the context was served before, alone.
     """
 
     def __init__(self, task: Task, suffix: str) -> None:
@@ -113,13 +108,9 @@ _LAST: collections.deque[tuple[Task, TaskInputs, list[Sample]]] = collections.de
 def find_tasks(names: Sequence[str], contexts: Sequence[int] = ()) -> list[Task]:
     """Return the tasks of these names.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Keys of `TASKS`, or ``file:PATH``; with ``+late`` appended the question comes late, with
-        ``+turn`` in a later request; with ``@8k`` the prompts have that length.
-    contexts : sequence of int
-        Of several, every task without one of its own comes at each.
+    `names` are keys of `TASKS`, or ``file:PATH``; with ``+late`` appended the question comes late,
+    with ``+turn`` in a later request; with ``@8k`` the prompts have that length. Of several
+    `contexts` every task without one of its own comes at each.
 
     Raises
     ------
