@@ -9,9 +9,10 @@ waits for.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
 from .errors import SettingsError
-from .messages import PolicyTraits, Timing
+from .messages import PolicyTraits, Timing, Welcome
 from .model_spec import ModelSpec
 from .placement import Placement
 from .settings import RankSettings
@@ -86,6 +87,15 @@ class EngineProgram:
         If a late layer has not attended where the last layer with targets begins, or a
         sliding-window layer's K/V are on another GPU.
     """
+
+    @classmethod
+    def told(cls, model: ModelSpec, settings: RankSettings, welcome: Welcome) -> Self:
+        """Return the program of an epoch, by what the cache rank tells of its policy."""
+        return cls(
+            model, settings, timing=Timing(welcome.timing), traits=welcome.traits,
+            all_exact=welcome.all_exact, keeps_queries=welcome.keeps_queries,
+            index_interval=welcome.index_interval,
+        )  # fmt: skip
 
     def __init__(
         self,

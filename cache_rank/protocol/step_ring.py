@@ -9,9 +9,10 @@ is larger lies in mapped tensors that the entry's step number orders.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Self
 
 import torch
 
@@ -82,6 +83,34 @@ class StepEntry:
     announced_ns: int = field(default=0, compare=False)
     """When it was written, by the host's monotonic clock; 0 before that."""
 
+    def words(self) -> list[int]:
+        """Return the announcement as numbers, written now."""
+        words = [int(self.kind), self.step, self.variant, self.num_cold, len(self.rows)]
+        words.append(time.monotonic_ns())
+        for row in self.rows:
+            words += (row.row, row.generation, row.length, row.prefix_len, row.window, row.flags)
+        return words
+
+    @classmethod
+    def of(cls, words: Sequence[int]) -> Self:
+        """Return the announcement that `words` begin with; `ProtocolError` if there is none."""
+        if len(words) < _HEADER:
+            raise ProtocolError(f"an announcement of {len(words)} numbers")
+        kind, step, variant, num_cold, count, announced_ns = words[:_HEADER]
+        end = _HEADER + count * ROW_WORDS
+        if not _HEADER <= end <= len(words) or kind not in _KINDS or min(step, variant) < 0:
+            raise ProtocolError(f"announcement of step {step}: kind={kind}, {count} requests")
+        rows = tuple(
+            StepRow(**dict(zip(_FIELDS, words[i : i + ROW_WORDS], strict=True)))
+            for i in range(_HEADER, end, ROW_WORDS)
+        )
+        if not all(map(_is_sound, rows)):
+            raise ProtocolError(f"announcement of step {step}: a request is out of bounds")
+        return cls(
+            kind=EntryKind(kind), step=step, variant=variant, num_cold=num_cold, rows=rows,
+            announced_ns=announced_ns,
+        )  # fmt: skip
+
 
 _KINDS = frozenset(EntryKind)
 _ALL_FLAGS = SLOW | RESIDENT
@@ -138,11 +167,8 @@ class StepRing:
             self._consumed, oldest, timeout_s=timeout_s, is_over=is_over
         ):
             raise CacheRankLostError("the cache rank does not read its announcements")
-        record = [int(entry.kind), entry.step, entry.variant, entry.num_cold, len(entry.rows)]
-        record.append(time.monotonic_ns())
-        for row in entry.rows:
-            record += (row.row, row.generation, row.length, row.prefix_len, row.window, row.flags)
-        self._words[number % NUM_ENTRIES, : len(record)] = record
+        words = entry.words()
+        self._words[number % NUM_ENTRIES, : len(words)] = words
         self._num = number
         if not reach("ring.write"):
             self._flags.raise_to(self._announced, number)
@@ -158,21 +184,8 @@ class StepRing:
         number = self._num + 1
         if not self._flags.wait(self._announced, number, timeout_s=timeout_s, is_over=is_over):
             return None
-        record = self._words[number % NUM_ENTRIES].tolist()
-        kind, step, variant, num_cold, count, announced_ns = record[:_HEADER]
-        if not 0 <= count <= self._max_rows or kind not in _KINDS or min(step, variant) < 0:
-            raise ProtocolError(f"announcement {number}: kind={kind}, {count} requests")
-        words = record[_HEADER : _HEADER + count * ROW_WORDS]
-        rows = tuple(
-            StepRow(**dict(zip(_FIELDS, words[i : i + ROW_WORDS], strict=True)))
-            for i in range(0, len(words), ROW_WORDS)
-        )
-        if not all(map(_is_sound, rows)):
-            raise ProtocolError(f"announcement {number}: a request is out of bounds")
+        entry = StepEntry.of(self._words[number % NUM_ENTRIES].tolist())
         self._num = number
         reach("ring.read")
         self._flags.raise_to(self._consumed, number)
-        return StepEntry(
-            kind=EntryKind(kind), step=step, variant=variant, num_cold=num_cold, rows=rows,
-            announced_ns=announced_ns,
-        )  # fmt: skip
+        return entry

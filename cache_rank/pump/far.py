@@ -22,7 +22,7 @@ from .contents import Contents
 from .lanes import ReceiveLane, SendLane
 from .plan import FlagKind, StepPlan
 from .records import Op, Outbox, Record, read_records
-from .side import Side, entry_of
+from .side import Side
 
 _POLL_S, _LONGEST_WAIT_S = 0.2, 3600.0
 
@@ -84,7 +84,7 @@ class FarReceiver:
         elif op is Op.WANT:
             self._wanted = side.slots_of(record)
         elif op is Op.ENTRY:
-            self._begin(entry_of(record))
+            self._begin(StepEntry.of(record.view(torch.int64, -1).tolist()))
         elif op is Op.END:
             self._announced.end(a)
         else:

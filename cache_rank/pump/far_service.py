@@ -14,8 +14,9 @@ import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.control import ControlClient
-from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage
+from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage, has_hung_up
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, withdraw_tensors
+from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
     HandshakeRefusedError,
     ProtocolError,
@@ -63,7 +64,6 @@ from tandemkv.cache_rank.protocol.shared_region import STAMPS, RegionSizes, spec
 from .contents import Contents
 from .far import Announced, FarReceiver, FarSender
 from .gpu_link import Wires, break_wires, make_lanes, open_wires
-from .near_service import has_hung_up, program_of
 from .records import Op, Outbox, read_records
 from .session import Pulse, PumpSession
 from .side import Side
@@ -241,7 +241,7 @@ class FarPump:
         session = PumpSession(epoch, plane, connection, (ours,))
         view = MappedTensors(self._homes)
         view.borrow(self._kept, ours)
-        program = program_of(guest.hello, settings, guest.welcome)
+        program = EngineProgram.told(guest.hello.model, settings, guest.welcome)
         side = Side(view, program, settings.selection, session.is_over)
         announced, out = Announced(), Outbox(plane)
         received, sent = Contents(side), Contents(side, books.get("resident_positions"))

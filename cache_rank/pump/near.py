@@ -23,7 +23,7 @@ from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRin
 from .lanes import ReceiveLane, SendLane
 from .plan import StepPlan
 from .records import Op, Outbox, Record, read_records
-from .side import Side, words_of
+from .side import Side
 
 _POLL_S = 0.2
 _MOST_CALLS = 1 << 15
@@ -65,7 +65,7 @@ class NearSender:
             for row in entry.rows:
                 out.put(Op.TABLE, row.row, content=side.table[row.row, : row.length])
         out.put(Op.RAISE, side.at.CONFIRMED, side.flags.value(side.at.CONFIRMED))
-        out.put(Op.ENTRY, content=words_of(entry))
+        out.put(Op.ENTRY, content=torch.tensor(entry.words()))
         self._receiver.expect(entry)
         out.flush()
         lane.begin(entry)

@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import logging
 import os
-import select
 import socket
 import threading
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.control import ControlServer
-from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage
+from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage, has_hung_up
 from tandemkv.cache_rank.protocol.descriptor_socket import DescriptorListener, send_tensors
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
@@ -56,7 +55,6 @@ from tandemkv.cache_rank.protocol.messages import (
     Refused,
     StatusReply,
     StatusRequest,
-    Timing,
     Welcome,
 )
 from tandemkv.cache_rank.protocol.predictor_weights import weights_for
@@ -253,7 +251,7 @@ class NearPump:
                 raise CacheRankLostError(f"the inference rank is gone: {error}") from error
             raise
         session = PumpSession(welcome.epoch, plane, connection, (tensors, made))
-        program = program_of(hello, self._settings, welcome)
+        program = EngineProgram.told(hello.model, self._settings, welcome)
         selection = self._settings.selection
         side = Side(tensors, program, selection, session.is_over, self._shard)
         sent, received, out = Contents(side), Contents(side), Outbox(plane)
@@ -337,19 +335,6 @@ class NearPump:
             caller.close()
 
 
-def program_of(hello: Hello, settings: RankSettings, welcome: Welcome) -> EngineProgram:
-    """Return what both ranks do in which layer."""
-    return EngineProgram(
-        hello.model,
-        settings,
-        timing=Timing(welcome.timing),
-        traits=welcome.traits,
-        all_exact=welcome.all_exact,
-        keeps_queries=welcome.keeps_queries,
-        index_interval=welcome.index_interval,
-    )
-
-
 def local_address(address: LinkAddress) -> str:
     """Return the address of this host that leads to `address`; sends nothing."""
     family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
@@ -359,10 +344,3 @@ def local_address(address: LinkAddress) -> str:
         except OSError as error:
             raise CacheRankLostError(f"{address} cannot be reached: {error.strerror}") from error
         return str(probe.getsockname()[0])
-
-
-def has_hung_up(connection: socket.socket) -> bool:
-    """Whether the other end of a connection is closed."""
-    poll = select.poll()
-    poll.register(connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-    return bool(poll.poll(0))

@@ -14,12 +14,10 @@ from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import StepFlags
-from tandemkv.cache_rank.protocol.step_ring import ROW_WORDS, EntryKind, StepEntry, StepRow
 
 from .records import PIECE_BYTES, Op, Outbox, Record
 
 _LONGEST_WAIT_S = 3600.0
-_FIELDS = tuple(StepRow.__dataclass_fields__)
 
 
 class Side:
@@ -131,25 +129,3 @@ def _check_range(name: str, values: torch.Tensor, end: int) -> None:
         return
     if not 0 <= int(values.min()) <= int(values.max()) < end:
         raise ProtocolError(f"a {name} is not below {end}")
-
-
-def words_of(entry: StepEntry) -> torch.Tensor:
-    """Return an announcement as int64 numbers."""
-    words = [int(entry.kind), entry.step, entry.variant, entry.num_cold, len(entry.rows)]
-    for row in entry.rows:
-        words += (row.row, row.generation, row.length, row.prefix_len, row.window, row.flags)
-    return torch.tensor(words)
-
-
-def entry_of(record: Record) -> StepEntry:
-    """Return the announcement in a record; raises `ProtocolError` if there is none."""
-    words = record.view(torch.int64, -1).tolist()
-    if len(words) < 5 or len(words) != 5 + ROW_WORDS * words[4]:
-        raise ProtocolError(f"an announcement of {len(words)} words")
-    rows = tuple(
-        StepRow(**dict(zip(_FIELDS, words[i : i + ROW_WORDS], strict=True)))
-        for i in range(5, len(words), ROW_WORDS)
-    )
-    return StepEntry(
-        kind=EntryKind(words[0]), step=words[1], variant=words[2], num_cold=words[3], rows=rows
-    )

@@ -31,7 +31,7 @@ from tandemkv.cache_rank.protocol.handshake import make_hello, open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.held_tensors import let_hold, take_held
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.messages import Goodbye, Timing, Welcome
+from tandemkv.cache_rank.protocol.messages import Goodbye, Welcome
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -145,6 +145,11 @@ class SharedConnection:
             max_busy_s=exchange.transfer_timeout_s,
         )
 
+    @property
+    def parts(self) -> tuple[SharedConnection, ...]:
+        """Connections to single cache ranks: this one; see `ShardedConnection`."""
+        return (self,)
+
     # -- epochs --------------------------------------------------------------------------
 
     def connect(self, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
@@ -253,15 +258,7 @@ class SharedConnection:
         self._ring = StepRing(
             opened.ours["ring"], self._flags, announced=at.ANNOUNCED, consumed=at.CONSUMED
         )
-        self.program = EngineProgram(
-            self._model,
-            self._settings,
-            timing=Timing(welcome.timing),
-            traits=welcome.traits,
-            all_exact=welcome.all_exact,
-            keeps_queries=welcome.keeps_queries,
-            index_interval=welcome.index_interval,
-        )
+        self.program = EngineProgram.told(self._model, self._settings, welcome)
         self.epoch = welcome.epoch
         self._counters.epochs_total += 1
         with self._lock:

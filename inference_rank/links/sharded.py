@@ -21,13 +21,10 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec, shard_of
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
-from tandemkv.cache_rank.protocol.step_ring import StepEntry, StepRow
+from tandemkv.cache_rank.protocol.step_ring import StepRow
 from tandemkv.inference_rank.counters import Counters
-from tandemkv.kernels.step_flags import StepWait
 
-from .base import DecodeRows
 from .connection import HANDSHAKE_TIMEOUT_S, OpenedEpoch, SharedConnection
-from .signals import HostSignals, LinkSignals
 
 _LEFT = "another cache rank of the same requests was lost"
 
@@ -212,103 +209,6 @@ class ShardedConnection:
             part.confirm(step)
 
 
-class ShardedSignals:
-    """Flags and staging of several cache ranks on the host; see `LinkSignals`.
-
-    Parameters
-    ----------
-    parts : Sequence[LinkSignals]
-        Of each cache rank, in the order of their KV heads.
-    """
-
-    is_captured = sends_beside = False
-
-    def __init__(self, parts: Sequence[LinkSignals]) -> None:
-        self._parts, self._shards = tuple(parts), parts_of(len(parts))
-
-    def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
-        """See `LinkSignals.begin`: nobody hears of a step unless all have done the one before."""
-        if not self.await_finished(entry.step - 1):
-            return False
-        # One that is lost by now answers no wait, and the others have heard of the step.
-        heard = [part.begin(entry, step) for part in self._parts]
-        return any(heard)
-
-    def await_finished(self, step: int) -> bool:
-        """See `LinkSignals.await_finished`."""
-        return all(part.await_finished(step) for part in self._parts)
-
-    def mask(self) -> None:
-        """See `LinkSignals.mask`."""
-        for part in self._parts:
-            part.mask()
-
-    def forget_lost(self) -> None:
-        """See `LinkSignals.forget_lost`."""
-        for part in self._parts:
-            part.forget_lost()
-
-    def put_stream(
-        self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> None:
-        """See `LinkSignals.put_stream`: each predicts the queries of its heads from all of it."""
-        for part in self._parts:
-            part.put_stream(layer, hidden_states, residual)
-
-    def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
-        """See `LinkSignals.put_stream_beside`."""
-        self.put_stream(layer, stream, None)
-
-    def join_sent(self) -> None:
-        """See `LinkSignals.join_sent`: nothing is beside the forward pass."""
-
-    def put_query(self, layer: int, query: torch.Tensor) -> None:
-        """See `LinkSignals.put_query`: to each the query heads of its KV heads."""
-        for part, shard in zip(self._parts, self._shards, strict=True):
-            part.put_query(layer, shard.of(query, 1))
-
-    def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
-        """See `LinkSignals.put_windows`."""
-        for part, shard in zip(self._parts, self._shards, strict=True):
-            part.put_windows(layer, [shard.of(window, 1) for window in windows])
-
-    def raise_input(self, layer: int) -> None:
-        """See `LinkSignals.raise_input`."""
-        for part in self._parts:
-            part.raise_input(layer)
-
-    def raise_end(self) -> None:
-        """See `LinkSignals.raise_end`."""
-        for part in self._parts:
-            part.raise_end()
-
-    def await_ready(self, layer: int) -> bool:
-        """See `LinkSignals.await_ready`: attention needs all heads."""
-        return all(part.await_ready(layer) for part in self._parts)
-
-    def ready_wait(self, layer: int) -> StepWait | None:
-        """See `LinkSignals.ready_wait`: the host waits."""
-        del layer
-        return None
-
-    def await_output(self, layer: int, size: int) -> bool:
-        """See `LinkSignals.await_output`."""
-        return all(part.await_output(layer, size) for part in self._parts)
-
-    def end(self) -> bool:
-        """See `LinkSignals.end`."""
-        return all(part.end() for part in self._parts)
-
-    def is_done(self, step: int) -> bool:
-        """See `LinkSignals.is_done`."""
-        return all(part.is_done(step) for part in self._parts)
-
-    def give_up(self) -> None:
-        """See `LinkSignals.give_up`."""
-        for part in self._parts:
-            part.give_up()
-
-
 def make_connection(
     *,
     run_dirs: Sequence[RunDir],
@@ -334,15 +234,3 @@ def make_connection(
         for run_dir, shard in zip(run_dirs, parts_of(len(run_dirs)), strict=True)
     ]
     return parts[0] if len(parts) == 1 else ShardedConnection(parts)
-
-
-def host_signals(
-    connection: SharedConnection | ShardedConnection,
-    num_layers: int,
-    *,
-    sends_beside: bool = False,
-) -> LinkSignals:
-    """Return flags and staging on the host, of all cache ranks of `connection`."""
-    if isinstance(connection, ShardedConnection):
-        return ShardedSignals([HostSignals(part, num_layers) for part in connection.parts])
-    return HostSignals(connection, num_layers, sends_beside=sends_beside)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags
@@ -94,50 +95,55 @@ class LinkSignals(Protocol):
 class HostSignals:
     """Flags in host memory: what is written is seen at once, in order.
 
+    Of several cache ranks, in the order of their KV heads, each gets the queries of its heads, and
+    a wait ends when all have answered. One that is lost is handed nothing, and answers no wait.
     With `sends_beside` the calls of a link between two GPUs are taken, for tests without any.
     """
 
     is_captured = False
 
     def __init__(
-        self, connection: SharedConnection, num_layers: int, *, sends_beside: bool = False
+        self,
+        connections: Sequence[SharedConnection],
+        num_layers: int,
+        *,
+        sends_beside: bool = False,
     ) -> None:
-        self._connection, self._at = connection, FlagIndex(num_layers)
-        self.sends_beside = sends_beside
+        self._all, self._at = tuple(connections), FlagIndex(num_layers)
+        self._shards, self.sends_beside = parts_of(len(connections)), sends_beside
 
     def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
-        """See `LinkSignals.begin`: the engine has ended all that earlier steps asked for."""
+        """See `LinkSignals.begin`: nobody hears of a step unless all have ended the one before."""
         del step
-        connection = self._connection
-        if connection.lost_reason is not None:
+        if not self.await_finished(entry.step - 1):
             return False
-        if not connection.wait(self._at.FINISHED, entry.step - 1):
-            return False
-        connection.announce(entry)
-        return True
+        # One that is lost by now answers no wait, and the others have heard of the step.
+        heard = [connection for connection, _ in self._connected()]
+        for connection in heard:
+            connection.announce(entry)
+        return bool(heard)
 
     def await_finished(self, step: int) -> bool:
         """See `LinkSignals.await_finished`."""
-        return self._connection.wait(self._at.FINISHED, step)
+        return self._wait(self._at.FINISHED, step)
 
     def mask(self) -> None:
         """See `LinkSignals.mask`: nothing is rehearsed on a CPU."""
 
     def forget_lost(self) -> None:
-        """See `LinkSignals.forget_lost`: the connection alone knows."""
+        """See `LinkSignals.forget_lost`: the connections alone know."""
 
     def put_stream(
         self, layer: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
-        """See `LinkSignals.put_stream`."""
-        if self._connection.lost_reason is not None:
-            return
-        out = self._connection.tensors["streams"][layer, : len(hidden_states)]
-        if residual is None:
-            out.copy_(hidden_states)
-        else:
-            torch.add(hidden_states, residual, out=out)
-        self._connection.raise_to(self._at.input(layer))
+        """See `LinkSignals.put_stream`: each predicts the queries of its heads from all of it."""
+        for connection, _ in self._connected():
+            out = connection.tensors["streams"][layer, : len(hidden_states)]
+            if residual is None:
+                out.copy_(hidden_states)
+            else:
+                torch.add(hidden_states, residual, out=out)
+        self.raise_input(layer)
 
     def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
         """See `LinkSignals.put_stream_beside`: one thing is done after the other."""
@@ -148,26 +154,27 @@ class HostSignals:
 
     def put_query(self, layer: int, query: torch.Tensor) -> None:
         """See `LinkSignals.put_query`."""
-        if self._connection.lost_reason is None:
-            self._connection.tensors["queries"][layer, : len(query)].copy_(query)
-            self._connection.raise_to(self._at.query(layer))
+        for connection, shard in self._connected():
+            connection.tensors["queries"][layer, : len(query)].copy_(shard.of(query, 1))
+        self._raise(self._at.query(layer))
 
     def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
         """See `LinkSignals.put_windows`."""
-        if self._connection.lost_reason is None:
-            _put_windows(seed_buffer(self._connection.tensors, layer), windows)
+        for connection, shard in self._connected():
+            own = [shard.of(window, 1) for window in windows]
+            _put_windows(seed_buffer(connection.tensors, layer), own)
 
     def raise_input(self, layer: int) -> None:
         """See `LinkSignals.raise_input`."""
-        self._connection.raise_to(self._at.input(layer))
+        self._raise(self._at.input(layer))
 
     def raise_end(self) -> None:
         """See `LinkSignals.raise_end`."""
-        self._connection.raise_to(self._at.input(self._at.end))
+        self.raise_input(self._at.end)
 
     def await_ready(self, layer: int) -> bool:
-        """See `LinkSignals.await_ready`."""
-        return self._connection.wait(self._at.ready(layer))
+        """See `LinkSignals.await_ready`: attention needs all heads."""
+        return self._wait(self._at.ready(layer))
 
     def ready_wait(self, layer: int) -> StepWait | None:
         """See `LinkSignals.ready_wait`: the host waits."""
@@ -181,15 +188,28 @@ class HostSignals:
 
     def end(self) -> bool:
         """See `LinkSignals.end`."""
-        return self._connection.wait(self._at.LOADED)
+        return self._wait(self._at.LOADED)
 
     def is_done(self, step: int) -> bool:
         """See `LinkSignals.is_done`: waits until the engine has kept what it needs to go on."""
-        return self._connection.await_finish(step)
+        return all(connection.await_finish(step) for connection in self._all)
 
     def give_up(self) -> None:
         """See `LinkSignals.give_up`."""
-        self._connection.give_up()
+        for connection in self._all:
+            connection.give_up()
+
+    def _connected(self) -> Iterator[tuple[SharedConnection, HeadShard]]:
+        for connection, shard in zip(self._all, self._shards, strict=True):
+            if connection.lost_reason is None:
+                yield connection, shard
+
+    def _raise(self, flag: int) -> None:
+        for connection in self._all:
+            connection.raise_to(flag)
+
+    def _wait(self, flag: int, step: int | None = None) -> bool:
+        return all(connection.wait(flag, step) for connection in self._all)
 
 
 class StreamSignals:

@@ -19,9 +19,9 @@ from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.connection import SharedConnection, limit_s
 from tandemkv.inference_rank.links.pool import rank_run_dir
-from tandemkv.inference_rank.links.sharded import ShardedConnection, host_signals, make_connection
+from tandemkv.inference_rank.links.sharded import ShardedConnection, make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
-from tandemkv.inference_rank.links.signals import LinkSignals, StreamSignals
+from tandemkv.inference_rank.links.signals import HostSignals, LinkSignals, StreamSignals
 from tandemkv.inference_rank.occupancy import Occupancy
 from tandemkv.inference_rank.resume.agreement import tensor_parallel
 from tandemkv.inference_rank.resume.passes import PassLog
@@ -170,7 +170,8 @@ def _link(
         limit = limit_s(settings.exchange)
         signals = StreamSignals(connection, num_layers, timeout_s=limit, sends_beside=is_far)
     else:
-        signals = host_signals(connection, num_layers, sends_beside=is_far)
+        parts = connection.parts
+        signals = HostSignals(parts, num_layers, sends_beside=is_far and len(parts) == 1)
     return SharedLink(
         connection,
         signals,

@@ -27,8 +27,9 @@ from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, StepLostError
 from tandemkv.inference_rank.links.kept_tensors import make_kept_tensors
-from tandemkv.inference_rank.links.sharded import host_signals, make_connection
+from tandemkv.inference_rank.links.sharded import make_connection
 from tandemkv.inference_rank.links.shared import SharedLink
+from tandemkv.inference_rank.links.signals import HostSignals
 
 ROWS, LENGTHS, STEPS = [1, 2, 3], [90, 120, 75], 40
 CONTEXT = 256
@@ -118,7 +119,7 @@ class Forward:
         self.connection.connect(timeout_s=120)
         self.link = SharedLink(
             self.connection,
-            host_signals(self.connection, self.model.num_layers),
+            HostSignals(self.connection.parts, self.model.num_layers),
             generation_of=lambda row: 10 + row,
             rows_on_host=lambda: None,
         )

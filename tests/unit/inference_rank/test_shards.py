@@ -11,54 +11,73 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
+from tandemkv.cache_rank.protocol.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
-from tandemkv.inference_rank.links.sharded import (
-    OpenedEpochs,
-    ShardedConnection,
-    ShardedSignals,
-)
+from tandemkv.inference_rank.links.sharded import OpenedEpochs, ShardedConnection
+from tandemkv.inference_rank.links.signals import HostSignals
 
 ENTRY = StepEntry(kind=EntryKind.DECODE, step=7, variant=0, num_cold=0, rows=())
 
 
-class Part:
-    """Signals of one cache rank; `answers` is whether it is there."""
+class Rank:
+    """The connection to one of three cache ranks; `answers` is whether it is there."""
 
     def __init__(self) -> None:
-        self.answers, self.calls = True, list[str]()
-        self.got: list[Any] = []
+        self.answers = True
+        self.lost_reason: str | None = None
+        self.calls: list[tuple[str, Any]] = []
+        self.tensors = {
+            "streams": torch.zeros(5, 2, 7),
+            "queries": torch.zeros(5, 2, 2, 4),
+            "seed_queries": torch.zeros(2, 9, 2, 4),
+        }
 
-    def __getattr__(self, name: str) -> Callable[..., bool]:
-        def called(*arguments: Any) -> bool:
-            self.calls.append(name)
-            self.got += arguments
-            return self.answers
+    def wait(self, flag: int, step: int | None = None) -> bool:
+        self.calls.append(("wait", step))
+        return self.answers
 
-        return called
+    def await_finish(self, step: int) -> bool:
+        return self.answers
+
+    def announce(self, entry: StepEntry) -> None:
+        self.calls.append(("announce", entry))
+
+    def raise_to(self, flag: int) -> None:
+        self.calls.append(("raise", flag))
 
 
 @pytest.fixture
-def parts() -> list[Part]:
-    return [Part(), Part(), Part()]
+def ranks() -> list[Rank]:
+    return [Rank(), Rank(), Rank()]
 
 
-def test_each_gets_the_queries_of_its_heads_and_all_the_stream(parts: list[Part]) -> None:
-    signals = ShardedSignals(parts)
-    query = torch.arange(2 * 6 * 4).view(2, 6, 4)
+def signals_of(ranks: list[Rank]) -> HostSignals:
+    return HostSignals(ranks, 5)  # type: ignore[arg-type]
+
+
+def test_each_gets_the_queries_of_its_heads_and_all_the_stream(ranks: list[Rank]) -> None:
+    signals, at = signals_of(ranks), FlagIndex(5)
+    query, stream = torch.randn(2, 6, 4), torch.randn(2, 7)
     signals.put_query(3, query)
     signals.put_windows(3, [query, query[:1]])
-    signals.put_stream(3, query, None)
-    for number, part in enumerate(parts):
+    signals.put_stream(3, stream, stream)
+    for number, rank in enumerate(ranks):
         own = query[:, 2 * number : 2 * number + 2]
-        _, first, _, windows, _, stream, _ = part.got
-        assert torch.equal(first, own)
-        assert all(torch.equal(x, y) for x, y in zip(windows, (own, own[:1]), strict=True))
-        assert stream is query
+        assert torch.equal(rank.tensors["queries"][3], own)
+        assert torch.equal(rank.tensors["seed_queries"][1, :3], torch.cat((own, own[:1])))
+        assert torch.equal(rank.tensors["streams"][3], 2 * stream)
+        assert rank.calls == [("raise", at.query(3)), ("raise", at.input(3))]
+
+
+def test_nothing_is_put_for_one_that_is_lost(ranks: list[Rank]) -> None:
+    ranks[1].lost_reason = "its process ended"
+    signals_of(ranks).put_query(3, torch.ones(2, 6, 4))
+    assert [bool(rank.tensors["queries"].any()) for rank in ranks] == [True, False, True]
 
 
 @pytest.mark.parametrize("away", [0, 1, 2])
-def test_all_have_to_answer(parts: list[Part], away: int) -> None:
-    signals = ShardedSignals(parts)
+def test_all_have_to_answer(ranks: list[Rank], away: int) -> None:
+    signals = signals_of(ranks)
     waits: Sequence[Callable[[], bool]] = (
         lambda: signals.await_ready(0),
         lambda: signals.await_output(0, 1),
@@ -67,27 +86,30 @@ def test_all_have_to_answer(parts: list[Part], away: int) -> None:
         signals.end,
     )
     assert all(wait() for wait in waits)
-    parts[away].answers = False
+    ranks[away].answers = False
     assert not any(wait() for wait in waits)
 
 
-def test_nobody_hears_of_a_step_if_one_has_not_ended_the_one_before(parts: list[Part]) -> None:
-    signals = ShardedSignals(parts)
+def test_nobody_hears_of_a_step_if_one_has_not_ended_the_one_before(ranks: list[Rank]) -> None:
+    signals = signals_of(ranks)
     assert signals.begin(ENTRY, None)
-    assert [part.calls for part in parts] == [["await_finished", "begin"]] * 3
-    assert [part.got[0] for part in parts] == [6] * 3
-    parts[1].answers = False
+    assert [rank.calls for rank in ranks] == [[("wait", 6), ("announce", ENTRY)]] * 3
+    ranks[1].answers = False
     assert not signals.begin(ENTRY, None)
-    assert not any("begin" in part.calls[2:] for part in parts)
+    assert not any(call[0] == "announce" for rank in ranks for call in rank.calls[2:])
 
 
 def test_one_that_is_lost_in_between_leaves_a_step_that_others_have_heard_of(
-    parts: list[Part],
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signals = ShardedSignals(parts)
-    parts[1].begin = lambda *_: False  # type: ignore[method-assign]
-    assert signals.begin(ENTRY, None), "its number is used up"
-    assert "begin" in parts[2].calls
+    def wait(flag: int, step: int | None = None) -> bool:
+        ranks[1].lost_reason = "its process ended"
+        return True
+
+    monkeypatch.setattr(ranks[1], "wait", wait)
+    assert signals_of(ranks).begin(ENTRY, None), "its number is used up"
+    assert ("announce", ENTRY) in ranks[2].calls
+    assert not ranks[1].calls
 
 
 class Connection:
