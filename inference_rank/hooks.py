@@ -71,10 +71,7 @@ def register_backend(name: str) -> None:
 def scheduler_hooks(backend: str) -> list[Hook]:
     """Hooks of the process that runs the model.
 
-    Raises
-    ------
-    SettingsError
-        If no settings were handed over.
+    Raises `SettingsError` if no settings were handed over.
     """
     settings = runtime_module.settings_from_environment()
     elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]

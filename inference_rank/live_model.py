@@ -15,10 +15,7 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 def architecture_of(model: Any) -> Architecture:
     """Return the entry of an SGLang model, whose class has the architecture's name.
 
-    Raises
-    ------
-    ContractError
-        If there is none.
+    Raises `ContractError` if there is none.
     """
     try:
         return find_architecture(type(model).__name__)
@@ -29,10 +26,7 @@ def architecture_of(model: Any) -> Architecture:
 def layers_of(model: Any) -> Sequence[Any]:
     """Return the decoder layers of an SGLang model.
 
-    Raises
-    ------
-    ContractError
-        If the model has no ``model.layers``.
+    Raises `ContractError` if the model has no ``model.layers``.
     """
     layers: Sequence[Any] | None = getattr(getattr(model, "model", None), "layers", None)
     if layers is None:
@@ -47,12 +41,8 @@ def check_live_attention(model: Any, spec: ModelSpec) -> None:
     """Compare each layer's attention, as SGLang has built it, with what `spec` says of it.
 
     The specification is read from ``config.json``. Where SGLang reads the file otherwise, or gives
-    another layer a window, the engine would score keys by another rule than attention has.
-
-    Raises
-    ------
-    ContractError
-        Naming the layer and the difference.
+    another layer a window, the engine would score keys by another rule than attention has. Raises
+    `ContractError`, naming the layer and the difference.
     """
     for index, layer in enumerate(layers_of(model)):
         attention = getattr(getattr(layer, "self_attn", None), "attn", None)

@@ -22,11 +22,8 @@ BACKEND_NAME = "tandemkv"
 def register() -> None:
     """Register backend and hooks. Dormant unless a run directory was handed over.
 
-    Raises
-    ------
-    SystemExit
-        If our backend is asked for without one, or without valid settings. (SGLang would swallow
-        any other exception, and then say that the backend does not exist.)
+    Raises `SystemExit` if our backend is asked for without one, or without valid settings. (SGLang
+    would swallow any other exception, and then say that the backend does not exist.)
     """
     if RUN_DIR_VARIABLE not in os.environ:
         if BACKEND_NAME in sys.argv:

@@ -63,12 +63,8 @@ def check_server_args(
     """Refuse options of SGLang that read or write the KV pool behind our back.
 
     So is a tensor-parallel size that there are no cache ranks for. Drafts of n-grams are verified
-    where all layers are exact and the engine is in this process.
-
-    Raises
-    ------
-    SettingsError
-        Names the option.
+    where all layers are exact and the engine is in this process. Raises `SettingsError`, which
+    names the option.
     """
     drafts = getattr(args, "speculative_algorithm", None)
     is_verified = drafts == "NGRAM" and all_exact and placement.link == "local"

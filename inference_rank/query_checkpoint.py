@@ -62,10 +62,8 @@ class QueryCheckpoint:
     def check(self) -> None:
         """Refuse what `weight` would, from headers alone.
 
-        Raises
-        ------
-        UnsupportedModelError
-            Naming the format or the tensor, with the reason and what to do.
+        Raises `UnsupportedModelError`, naming the format or the tensor, with the reason and what to
+        do.
         """
         for layer in range(self._spec.num_layers):
             self._check_layer(self._parts(layer))

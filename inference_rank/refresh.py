@@ -26,13 +26,9 @@ class Vocabulary(Protocol):
 def trigger_token_ids(tokenizer: Vocabulary, endings: str, policy: str) -> frozenset[int]:
     """Return the ids of the tokens whose text ends in one of the characters `endings`.
 
-    What follows in the same token counts: a newline with the indent of the next line does not
-    end in a newline. Special tokens count by their text as well.
-
-    Raises
-    ------
-    SettingsError
-        If no token of the vocabulary does: the trigger could never fire.
+    What follows in the same token counts: a newline with the indent of the next line does not end
+    in a newline. Special tokens count by their text as well. Raises `SettingsError` if no token of
+    the vocabulary does: the trigger could never fire.
     """
     wanted = tuple(endings)
     found = frozenset(
@@ -57,12 +53,8 @@ def schedule_for(
     """Return the schedule that the policy of these settings declares.
 
     `selection` has the policy's declaration entered. `load_tokenizer` is called where sentences
-    have to be told apart, unless `triggers`, the tokens that end one, are known already.
-
-    Raises
-    ------
-    SettingsError
-        If no token of the vocabulary ends a sentence, or there is no tokenizer.
+    have to be told apart, unless `triggers`, the tokens that end one, are known already. Raises
+    `SettingsError` if no token of the vocabulary ends a sentence, or there is no tokenizer.
     """
     declared = selection.declared
     rule = declared.refresh

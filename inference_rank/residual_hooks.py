@@ -24,12 +24,9 @@ def install_residual_hooks(model: Any, on_layer_input: LayerInput) -> None:
     sum, or `hidden_states` alone in the first layer, where `residual` is None, and in models that
     do not normalise it before attention. Layers that normalise it and take no `residual` get a part
     of it, and the rest is in SGLang's forward batch (0.5.21 on): there it is read behind the norm.
-
-    Raises
-    ------
-    ContractError
-        If the model has no ``model.layers``, or a layer takes no ``hidden_states`` or lacks the
-        norm that its architecture has. In a pass, if a norm is not called as a module.
+    Raises `ContractError` if the model has no ``model.layers``, or a layer takes no
+    ``hidden_states`` or lacks the norm that its architecture has. In a pass, if a norm is not
+    called as a module.
     """
 
     def hook_for(layer: int, names: tuple[str, ...]) -> Callable[..., None]:
@@ -94,12 +91,8 @@ def install_norm_hooks(model: Any, on_normed: LayerNormed) -> None:
     It gets the residual stream ``[B, hidden]`` that was normalised, in memory that nothing writes
     to until the layer has attended: SGLang's norms add their two inputs in place. A norm that is
     fused with the all-reduce before it is not called as a module, and no hook with it. Where
-    attention reads the stream as it is, the hook is on the attention, before it.
-
-    Raises
-    ------
-    ContractError
-        If a layer lacks the norm that its architecture has.
+    attention reads the stream as it is, the hook is on the attention, before it. Raises
+    `ContractError` if a layer lacks the norm that its architecture has.
     """
     name = architecture_of(model).attention_norm
     for index, module in enumerate(layers_of(model)):
@@ -143,10 +136,7 @@ def _lacks(module: Any, name: str) -> ContractError:
 def install_logits_hook(model: Any, on_logits: Callable[[], None]) -> None:
     """Call `on_logits` whenever an SGLang model has queued its logits, the last of a forward pass.
 
-    Raises
-    ------
-    ContractError
-        If the model has no ``logits_processor``.
+    Raises `ContractError` if the model has no ``logits_processor``.
     """
     processor = getattr(model, "logits_processor", None)
     if processor is None:

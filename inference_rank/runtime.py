@@ -97,10 +97,7 @@ def set_current(runtime: Any) -> None:
 def settings_from_environment() -> RankSettings:
     """Return the settings that the launcher handed over.
 
-    Raises
-    ------
-    SettingsError
-        If the variable is missing or does not validate; the field is named.
+    Raises `SettingsError` if the variable is missing or does not validate; the field is named.
     """
     text = os.environ.get(SETTINGS_VARIABLE)
     if not text:
@@ -117,10 +114,7 @@ def settings_from_environment() -> RankSettings:
 def run_dir_from_environment() -> RunDir:
     """Return the private directory that both ranks share.
 
-    Raises
-    ------
-    SettingsError
-        If the variable is missing.
+    Raises `SettingsError` if the variable is missing.
     """
     path = os.environ.get(RUN_DIR_VARIABLE)
     if not path:

@@ -185,10 +185,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
 def check_contract() -> None:
     """Check SGLang's version and every symbol that the plugin uses.
 
-    Raises
-    ------
-    ContractError
-        Names the version, or all that it lacks.
+    Raises `ContractError`, which names the version, or all that it lacks.
     """
     version = sglang_versions.installed()
     number = sglang_versions.check_version(version)
@@ -217,10 +214,7 @@ def _lacking(symbol: str, parameters: Sequence[str]) -> str | None:
 def check_hooks_applied(targets: Sequence[str]) -> None:
     """Prove that SGLang applied every hook of ours in this process.
 
-    Raises
-    ------
-    ContractError
-        Names the targets that are not hooked.
+    Raises `ContractError`, which names the targets that are not hooked.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -87,10 +87,7 @@ _SYMBOLS: tuple[tuple[int, int, str, tuple[str, ...]], ...] = (
 def check_version(version: str | None) -> int:
     """Return the last number of a version that is taken; a post-release counts as its release.
 
-    Raises
-    ------
-    ContractError
-        If `version` is not taken, or None: SGLang is not installed.
+    Raises `ContractError` if `version` is not taken, or None: SGLang is not installed.
     """
     advice = f"install sglang=={OLDEST} (docs/versions.md says what was run on which version)"
     if version is None:
@@ -213,10 +210,7 @@ def end_of_reads() -> Any:
 def read_slots_from(backend: Any, slots: Any) -> None:
     """Let one of SGLang's FlashInfer backends read ``slots [rows, width]``, not the request table.
 
-    Raises
-    ------
-    ContractError
-        If SGLang's slots are not where its request table says.
+    Raises `ContractError` if SGLang's slots are not where its request table says.
     """
     backend.indices_updater_decode.req_to_token = slots
     if _number() < _TRANSLATOR:

@@ -111,10 +111,7 @@ class Shutdown:
 def create() -> Shutdown:
     """Return the one of this process, made from the environment.
 
-    Raises
-    ------
-    SettingsError
-        If the time to drain is no number.
+    Raises `SettingsError` if the time to drain is no number.
     """
     global _current
     text = os.environ.get(DRAIN_TIMEOUT_VARIABLE, str(DEFAULT_DRAIN_TIMEOUT_S))

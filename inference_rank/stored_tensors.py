@@ -29,10 +29,7 @@ class StoredTensor:
     def check(self, *shapes: tuple[int, ...]) -> None:
         """Require one of `shapes`.
 
-        Raises
-        ------
-        UnsupportedModelError
-            Naming the file, the tensor and both shapes.
+        Raises `UnsupportedModelError`, naming the file, the tensor and both shapes.
         """
         if self.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
@@ -44,10 +41,7 @@ class StoredTensor:
     def read(self, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         """Return the tensor as it is stored, on the CPU; or some rows, or some columns.
 
-        Raises
-        ------
-        UnsupportedModelError
-            If the file cannot be read.
+        Raises `UnsupportedModelError` if the file cannot be read.
         """
         try:
             with safe_open(self.path, framework="pt") as file:
@@ -66,10 +60,7 @@ class StoredTensor:
 def read_headers(model_dir: Path, part: str) -> dict[str, StoredTensor]:
     """Return the tensors of a model whose names have `part` in them; no weight is read.
 
-    Raises
-    ------
-    UnsupportedModelError
-        If a file cannot be read.
+    Raises `UnsupportedModelError` if a file cannot be read.
     """
     found: dict[str, StoredTensor] = {}
     for path in _files(model_dir):

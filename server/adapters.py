@@ -17,12 +17,8 @@ def check_adapters(sglang_args: Sequence[str]) -> None:
     """Refuse an adapter that is no folder with a configuration and safetensors.
 
     SGLang would look for its name in a model hub, or read pickled weights. ``--lora-paths`` has
-    each adapter as ``PATH``, ``NAME=PATH`` or a JSON object.
-
-    Raises
-    ------
-    SettingsError
-        Naming the adapter and what to do.
+    each adapter as ``PATH``, ``NAME=PATH`` or a JSON object. Raises `SettingsError`, naming the
+    adapter and what to do.
     """
     for text in _values(sglang_args):
         folder = Path(_path_of(text)).expanduser()

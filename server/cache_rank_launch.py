@@ -159,10 +159,7 @@ def cache_rank_detail(*run_dirs: RunDir) -> str | None:
 def cache_rank_pulse(run_dirs: Sequence[RunDir], pid: int) -> Pulse:
     """Ask the cache rank of `run_dirs` whether its work moves; `pid` may be waiting to be it.
 
-    Raises
-    ------
-    CacheRankError
-        If it is `pid`, and does not answer.
+    Raises `CacheRankError` if it is `pid`, and does not answer.
     """
     if server_pid(run_dirs[0].heartbeat_socket) not in (None, pid):
         return Pulse(is_ready=True, stalled_s=0.0)  # it waits: nothing is asked of it

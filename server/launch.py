@@ -154,10 +154,7 @@ class Launcher:
     def run(self) -> None:
         """Start, serve until a signal asks to stop or the launch is over, shut down.
 
-        Raises
-        ------
-        LaunchError
-            If a rank did not become ready, or ended too often.
+        Raises `LaunchError` if a rank did not become ready, or ended too often.
         """
         with StopSignals() as self._signals:
             self._watchdog = Watchdog(self._plan.watched)

@@ -50,12 +50,8 @@ def check_model_files(
     """Check the weights and the tokenizer of a model without reading a weight.
 
     Weights are not checked with a ``--load-format`` in `sglang_args` other than ``auto`` and
-    ``safetensors``, shapes not with ``--json-model-override-args``.
-
-    Raises
-    ------
-    ModelFilesError
-        Naming the file, what is wrong with it, and what to do.
+    ``safetensors``, shapes not with ``--json-model-override-args``. Raises `ModelFilesError`,
+    naming the file, what is wrong with it, and what to do.
     """
     if value_of(sglang_args, "--load-format") in _CHECKED_FORMATS:
         tensors = _read_headers(model_dir)
@@ -76,10 +72,7 @@ def check_model_files(
 def check_tokenizer(directory: Path) -> None:
     """Check that a tokenizer is there, and that its ``tokenizer.json``, if any, can be loaded.
 
-    Raises
-    ------
-    ModelFilesError
-        Naming the file.
+    Raises `ModelFilesError`, naming the file.
     """
     config = _check_json(directory / "tokenizer_config.json")
     present = [name for name in _TOKENIZER_FILES if (directory / name).is_file()]

@@ -51,22 +51,17 @@ def resolve_placement(
 ) -> ServeSettings:
     """Decide the placement and what follows from it, with the reason told to `progress`.
 
-    `placement`: the one value that says where the cache rank works, and why.
-    `cache_ranks`, `transport` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what
-    `tandemkv plan` predicts to be fastest for `max_running_requests` requests that share the cache.
-    `dense_tokens`, `dense_batch_tokens`, in-process on a GPU: the context of each request, and the
-    tokens of a whole step, from which selecting is predicted to pay. Predictions have the constants
-    of this machine's profile, or those of one H200 (`constants_here`).
-    `anchors`: those of a calibration that maps every head to itself, which tensor-parallel ranks
-    can use as well.
-    `index_dtype`: int4 where a GPU scans pages, a quarter of the bytes of bf16 keys; what is
-    attended to is never quantised. `num_recent_tokens`: with it as many as a page has.
-    `late_layers`: 1 where another GPU selects, for nothing hides a first selection there.
-
-    Raises
-    ------
-    SettingsError
-        If nothing fits these GPUs, with the numbers.
+    `placement`: the one value that says where the cache rank works, and why. `cache_ranks`,
+    `transport` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what `tandemkv plan`
+    predicts to be fastest for `max_running_requests` requests that share the cache. `dense_tokens`,
+    `dense_batch_tokens`, in-process on a GPU: the context of each request, and the tokens of a
+    whole step, from which selecting is predicted to pay. Predictions have the constants of this
+    machine's profile, or those of one H200 (`constants_here`). `anchors`: those of a calibration
+    that maps every head to itself, which tensor-parallel ranks can use as well. `index_dtype`: int4
+    where a GPU scans pages, a quarter of the bytes of bf16 keys; what is attended to is never
+    quantised. `num_recent_tokens`: with it as many as a page has. `late_layers`: 1 where another
+    GPU selects, for nothing hides a first selection there. Raises `SettingsError` if nothing fits
+    these GPUs, with the numbers.
     """
     settings = _with_index(_with_anchors(settings, spec), device)
     if device == "cpu":
@@ -207,10 +202,7 @@ def _check_without_gpus(settings: ServeSettings) -> None:
 def find_share(selection: SelectionSettings, spec: ModelSpec) -> LayerShare | None:
     """Return which layers share selections, and how; None if none do.
 
-    Raises
-    ------
-    CalibrationError
-        If that takes a calibration, and there is none that fits.
+    Raises `CalibrationError` if that takes a calibration, and there is none that fits.
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
 

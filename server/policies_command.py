@@ -39,10 +39,7 @@ def _names() -> list[str]:
 def _described(name: str) -> dict[str, Any]:
     """Return what is known of a policy, as JSON has it.
 
-    Raises
-    ------
-    SettingsError
-        If there is no such policy.
+    Raises `SettingsError` if there is no such policy.
     """
     from tandemkv.cache_rank.policies.options import describe_options
     from tandemkv.cache_rank.policies.registry import find_policy

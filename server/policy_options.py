@@ -52,10 +52,7 @@ def split_option(name: str) -> OptionName | None:
 def require_option_name(name: str, source: str) -> OptionName:
     """Return the option that a key below ``policy_options`` names.
 
-    Raises
-    ------
-    SettingsError
-        If there is no such policy; with the one that may be meant.
+    Raises `SettingsError` if there is no such policy; with the one that may be meant.
     """
     found = split_option(name)
     if found is not None:
@@ -75,12 +72,7 @@ def options_in(value: Any, source: str) -> dict[str, Any]:
     """Return the options of a mapping ``{policy: {option: value}}`` by their dotted names.
 
     `value` is what a file has below ``policy_options``; as text, as in the environment, YAML of it.
-    Errors name `source`.
-
-    Raises
-    ------
-    SettingsError
-        If it is something else, or a policy is unknown.
+    Errors name `source`. Raises `SettingsError` if it is something else, or a policy is unknown.
     """
     required = f"{GROUP} (from {source}): a mapping is required: {{policy: {{option: value}}}}"
     if isinstance(value, str):
@@ -108,12 +100,8 @@ def collect_options(
     """Check what was given of options, and return the values by option.
 
     Texts in `given` are read as a command line's. `optional` is what a file gave: it may hold
-    options of several policies, of which one is chosen.
-
-    Raises
-    ------
-    SettingsError
-        Naming option, policy, source and what is allowed; or if it is another policy's.
+    options of several policies, of which one is chosen. Raises `SettingsError`, naming option,
+    policy, source and what is allowed; or if it is another policy's.
     """
     from tandemkv.cache_rank.policies.options import PolicyError, parse_option, read_options
 
@@ -142,10 +130,7 @@ def collect_options(
 def options_model(policy: str) -> type[PolicyOptions]:
     """Return the model of a policy's options.
 
-    Raises
-    ------
-    PolicyError
-        If there is no such policy.
+    Raises `PolicyError` if there is no such policy.
     """
     from tandemkv.cache_rank.policies.registry import find_policy
 

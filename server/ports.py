@@ -18,14 +18,10 @@ _MAX_DRAWS = 64
 def choose_port(host: str, port: int) -> int:
     """Return `port` if it can be bound on `host`, or a free one if `port` is 0.
 
-    The port is free when this returns; another process may still take it before SGLang does,
-    then SGLang fails to start and its log says so. A free one is drawn from below those that the
-    system gives to outgoing connections, which would take it in the minute that SGLang needs.
-
-    Raises
-    ------
-    SettingsError
-        If the port is taken or the address is not one of this machine's.
+    The port is free when this returns; another process may still take it before SGLang does, then
+    SGLang fails to start and its log says so. A free one is drawn from below those that the system
+    gives to outgoing connections, which would take it in the minute that SGLang needs. Raises
+    `SettingsError` if the port is taken or the address is not one of this machine's.
     """
     if port:
         error = _bind_error(host, port)

@@ -101,12 +101,8 @@ def resolve_settings(
     """Decide every setting that is left open; nothing else decides one before the ranks start.
 
     `tandemkv serve` starts with the result, and `tandemkv quality` names it. `device` is the
-    inference rank's; `progress` is told the reasons.
-
-    Raises
-    ------
-    SettingsError
-        If the settings contradict each other, or nothing fits this machine.
+    inference rank's; `progress` is told the reasons. Raises `SettingsError` if the settings
+    contradict each other, or nothing fits this machine.
     """
     check_runs_on(settings.selection, device)
     return resolve_placement(settings, spec, model_dir, device=device, progress=progress)
@@ -117,12 +113,8 @@ def resolve_cache_rank(
 ) -> tuple[ServeSettings, Path]:
     """Return the settings, and the model, of a cache rank on `device` that is started by itself.
 
-    Nothing that both ranks compare is left open: see `resolve_alone`.
-
-    Raises
-    ------
-    SettingsError, UnsupportedModelError
-        If the model cannot be used.
+    Nothing that both ranks compare is left open: see `resolve_alone`. Raises `SettingsError` or
+    `UnsupportedModelError` if the model cannot be used.
     """
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)
@@ -133,10 +125,7 @@ def resolve_cache_rank(
 def resolve_model(model: str, progress: Callable[[str], None]) -> Path:
     """Return the directory of `model`; the embedded one is unpacked on first use.
 
-    Raises
-    ------
-    SettingsError
-        If there is no such directory.
+    Raises `SettingsError` if there is no such directory.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -165,10 +154,7 @@ def resolve_dtype(dtype: str, device: str, model_dir: Path) -> str:
 def check_policy(policy: str) -> None:
     """Refuse a policy that the registry does not know.
 
-    Raises
-    ------
-    SettingsError
-        Listing the policies that exist.
+    Raises `SettingsError`, listing the policies that exist.
     """
     from tandemkv.cache_rank.policies.registry import find_policy
 
@@ -178,10 +164,7 @@ def check_policy(policy: str) -> None:
 def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
     """Refuse a policy whose calibration or pooling does not fit.
 
-    Raises
-    ------
-    SettingsError
-        Saying what would do.
+    Raises `SettingsError`, saying what would do.
     """
     from tandemkv.cache_rank.calibration.resolve import resolve_calibration
     from tandemkv.cache_rank.policies.registry import check_pooling, find_policy
@@ -211,10 +194,7 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
 def check_runs_on(selection: SelectionSettings, device: str) -> None:
     """Refuse a policy that cannot run in an engine on `device`, ``cpu`` or ``cuda``.
 
-    Raises
-    ------
-    SettingsError
-        Saying why, and what to do.
+    Raises `SettingsError`, saying why, and what to do.
     """
     from tandemkv.cache_rank.policies.composition import check_device
     from tandemkv.cache_rank.policies.registry import find_policy
@@ -225,10 +205,7 @@ def check_runs_on(selection: SelectionSettings, device: str) -> None:
 def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:
     """Refuse settings that the model contradicts.
 
-    Raises
-    ------
-    SettingsError
-        If a layer does not exist or the context is longer than the model's.
+    Raises `SettingsError` if a layer does not exist or the context is longer than the model's.
     """
     beyond = [layer for layer in settings.selection.exact_layer_ids if layer >= spec.num_layers]
     if beyond:
@@ -257,10 +234,7 @@ def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, obje
 def check_memory(settings: ServeSettings, spec: ModelSpec, model_dir: Path, *, device: str) -> None:
     """Refuse a capacity that this machine's memory cannot hold; see `estimate_memory`.
 
-    Raises
-    ------
-    SettingsError
-        With the numbers, and the capacity that would fit.
+    Raises `SettingsError`, with the numbers, and the capacity that would fit.
     """
     needed = estimate_memory(settings, spec, model_dir, device=device)
     available = available_bytes()

@@ -70,10 +70,7 @@ def _text_in(body: bytes, key: str) -> str:
 def fetch_status(url: str, timeout_s: float = 10.0) -> dict[str, Any]:
     """Return the status of the server at `url`.
 
-    Raises
-    ------
-    StatusUnavailableError
-        If nothing answers there, or not in the expected form.
+    Raises `StatusUnavailableError` if nothing answers there, or not in the expected form.
     """
     address = f"{url.rstrip('/')}/tandemkv/status"
     try:

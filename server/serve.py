@@ -91,10 +91,7 @@ def serve(
 def prepare_run_dir(launch: ResolvedLaunch, split: SplitLaunch | None = None) -> RunDir:
     """Make the run directory; refuse one in which another rank is alive.
 
-    Raises
-    ------
-    SettingsError
-        If it cannot be used.
+    Raises `SettingsError` if it cannot be used.
     """
     run_dir = RunDir.create(launch.settings.run_dir or (split.run_dir if split else None))
     if cache_rank_detail(run_dir) is None:
@@ -115,10 +112,7 @@ def prepare_run_dir(launch: ResolvedLaunch, split: SplitLaunch | None = None) ->
 def refuse_live_server(run_dir: RunDir) -> None:
     """Refuse a run directory whose inference rank is alive.
 
-    Raises
-    ------
-    SettingsError
-        If it answers.
+    Raises `SettingsError` if it answers.
     """
     if status_detail(run_dir.inference_socket) is None:
         raise SettingsError(
@@ -245,10 +239,8 @@ def start_report(run_dir: RunDir) -> RenderableType | None:
 def sglang_pulse(run_dir: RunDir, url: str) -> Pulse:
     """Ask SGLang's HTTP process whether it is ready, and its scheduler whether its work moves.
 
-    Raises
-    ------
-    StatusUnavailableError, CacheRankError
-        If the HTTP process, or the scheduler's, does not answer.
+    Raises `StatusUnavailableError` or `CacheRankError` if the HTTP process, or the scheduler's,
+    does not answer.
     """
     state = server_state(url, _HTTP_TIMEOUT_S, instance=run_dir.instance)
     if not state.reachable:

@@ -60,12 +60,8 @@ def load_settings(
     """Return the settings, merged and checked.
 
     `flags` maps dotted names to values given on the command line. Of `environ` the variables that
-    begin with ``TANDEMKV_SERVE_`` count; `config` is a YAML file.
-
-    Raises
-    ------
-    SettingsError
-        If a key is unknown or a value is wrong; the message names the key and its source.
+    begin with ``TANDEMKV_SERVE_`` count; `config` is a YAML file. Raises `SettingsError` if a key
+    is unknown or a value is wrong; the message names the key and its source.
     """
     in_file = _from_yaml(config) if config is not None else {}
     merged = in_file | _from_environment(environ) | dict(flags)
@@ -157,10 +153,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
 def read_assignments(texts: Sequence[str]) -> dict[str, Sourced]:
     """Return what ``--set`` was given: ``policy.option=value``, or a setting's dotted name.
 
-    Raises
-    ------
-    SettingsError
-        If a text is none of both; with the name that may be meant.
+    Raises `SettingsError` if a text is none of both; with the name that may be meant.
     """
     found: dict[str, Sourced] = {}
     for text in texts:
@@ -178,10 +171,7 @@ def read_assignments(texts: Sequence[str]) -> dict[str, Sourced]:
 def require_known(key: str, source: str) -> None:
     """Refuse what is no setting.
 
-    Raises
-    ------
-    SettingsError
-        With the setting that may be meant.
+    Raises `SettingsError`, with the setting that may be meant.
     """
     known = setting_fields()
     if key in known:

@@ -94,10 +94,7 @@ _ON_CPU = {"--page-size": ("1", "SGLang pages larger than 1 need a GPU")}
 def check_sglang_args(args: Sequence[str], *, device: str) -> None:
     """Refuse arguments that contradict tandemkv.
 
-    Raises
-    ------
-    SettingsError
-        Naming the argument and what to do.
+    Raises `SettingsError`, naming the argument and what to do.
     """
     only = {**_ONLY, **(_ON_CPU if device == "cpu" else {})}
     for position, argument in enumerate(args):

@@ -41,12 +41,8 @@ def sglang_argv(
 ) -> tuple[str, ...]:
     """Return the command line of SGLang's server. The user's own arguments come last.
 
-    `device`, `dtype` and `port` are resolved, i.e. not ``auto`` and not 0.
-
-    Raises
-    ------
-    SettingsError
-        If a chunk of a prompt would end within a page, which SGLang asserts that none does.
+    `device`, `dtype` and `port` are resolved, i.e. not ``auto`` and not 0. Raises `SettingsError`
+    if a chunk of a prompt would end within a page, which SGLang asserts that none does.
     """
     selection = settings.selection
     page_size = 1

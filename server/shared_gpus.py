@@ -21,12 +21,7 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
 
     The two GPUs of a tensor-parallel rank and its engine need peer access to each other, and
     nothing else. One GPU for both is for tests, and needs CUDA MPS. So does link ``message``, where
-    a rank and its pump are on one GPU.
-
-    Raises
-    ------
-    SettingsError
-        With what to use instead.
+    a rank and its pump are on one GPU. Raises `SettingsError`, with what to use instead.
     """
     if placement.model_device != "cuda" or not placement.maps_memory:
         return

@@ -15,12 +15,8 @@ ALGORITHM = "--speculative-algorithm"
 def check_speculation(settings: ServeSettings, spec: ModelSpec) -> None:
     """Refuse speculative decoding, unless every layer attends to everything in one process.
 
-    `check_sglang_args` has refused drafts of another model before.
-
-    Raises
-    ------
-    SettingsError
-        With what to do.
+    `check_sglang_args` has refused drafts of another model before. Raises `SettingsError`, with
+    what to do.
     """
     if value_of(settings.sglang_args, ALGORITHM) is None:
         return

@@ -114,10 +114,7 @@ class SupervisedRank:
     def keep(self) -> None:
         """Do what is due: called every moment while serving. Never waits.
 
-        Raises
-        ------
-        LaunchError
-            If it ended more often than the rules allow.
+        Raises `LaunchError` if it ended more often than the rules allow.
         """
         reach("launcher.turn")
         now = time.monotonic()

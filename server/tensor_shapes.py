@@ -24,12 +24,9 @@ _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm
 def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> None:
     """Check number of layers, completeness of each, and shapes.
 
-    `tensors` are shapes by name; the attention's in ``config.json`` has been read before.
-
-    Raises
-    ------
-    ValueError
-        What is wrong, and as a second argument the tensor that it is about, if there is one.
+    `tensors` are shapes by name; the attention's in ``config.json`` has been read before. Raises
+    `ValueError`: what is wrong, and as a second argument the tensor that it is about, if there is
+    one.
     """
     layers: dict[int, dict[str, Shape]] = {}
     for name, shape in tensors.items():

@@ -198,10 +198,7 @@ def keep_cache_rank(settings: ServeSettings, worker: Worker, *, verbose: bool = 
 def await_settings(path: Path, launch: SplitLaunch, timeout_s: float) -> ServeSettings:
     """Return the settings that the first process of `launch` leaves in `path`.
 
-    Raises
-    ------
-    LaunchError
-        If it does not within `timeout_s`.
+    Raises `LaunchError` if it does not within `timeout_s`.
     """
     config = path / SETTINGS_FILE
     deadline = time.monotonic() + timeout_s

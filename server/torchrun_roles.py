@@ -62,10 +62,8 @@ class Worker:
     def from_environment(cls, environ: Mapping[str, str], agent: str) -> Self:
         """Read what torchrun has set.
 
-        Raises
-        ------
-        SettingsError
-            If something is missing, or no number: this process was not started by torchrun.
+        Raises `SettingsError` if something is missing, or no number: this process was not started
+        by torchrun.
         """
         try:
             return cls(
@@ -151,10 +149,7 @@ def open_cache_ranks(settings: ServeSettings, worker: Worker) -> int | None:
 def check_processes(settings: ServeSettings, worker: Worker) -> None:
     """Refuse processes that no role is for, or that are missing.
 
-    Raises
-    ------
-    SettingsError
-        With how torchrun is to be called.
+    Raises `SettingsError`, with how torchrun is to be called.
     """
     if settings.wished_link == "message":
         _check_processes_of_addresses(settings, worker)
@@ -213,10 +208,7 @@ def _check_processes_here(settings: ServeSettings, worker: Worker) -> None:
 def check_is_here(address: str, worker: Worker) -> None:
     """Refuse an address that is not one of this host's: torchrun has numbered the nodes otherwise.
 
-    Raises
-    ------
-    SettingsError
-        With what decides the numbers.
+    Raises `SettingsError`, with what decides the numbers.
     """
     host = LinkAddress.parse(address).host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

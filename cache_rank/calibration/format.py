@@ -155,10 +155,7 @@ def _check_clusters(found: SyncKVCalibration, num_layers: int, num_heads: int) -
 def read_calibration(path: Path) -> Calibration:
     """Read and check a calibration file.
 
-    Raises
-    ------
-    CalibrationError
-        If it cannot be read, or is not a calibration of this version.
+    Raises `CalibrationError` if it cannot be read, or is not a calibration of this version.
     """
     try:
         size = path.stat().st_size
@@ -176,10 +173,7 @@ def read_calibration(path: Path) -> Calibration:
 def parse_calibration(text: str, name: str) -> Calibration:
     """Check the text of a calibration file called `name`.
 
-    Raises
-    ------
-    CalibrationError
-        If it is not one of this version.
+    Raises `CalibrationError` if it is not one of this version.
     """
     try:
         return Calibration.model_validate_json(text)
@@ -194,10 +188,7 @@ def parse_calibration(text: str, name: str) -> Calibration:
 def write_calibration(calibration: Calibration, path: Path) -> None:
     """Write a calibration file, whole or not at all.
 
-    Raises
-    ------
-    CalibrationError
-        If the folder cannot be written.
+    Raises `CalibrationError` if the folder cannot be written.
     """
     temporary = path.with_name(f".{path.name}.partial")
     try:

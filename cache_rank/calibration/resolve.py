@@ -36,12 +36,8 @@ def resolve_calibration(
 
     A policy that declares ``kascade``, and any with ``share_layers``, gets anchors from ``anchors``
     (with identity head maps), else from the file ``calibration``, else from the shipped one; one
-    that declares ``sync_kv`` clusters likewise. Others get nothing.
-
-    Raises
-    ------
-    CalibrationError
-        If there is none, it is of another model, or the anchors do not fit the exact layers.
+    that declares ``sync_kv`` clusters likewise. Others get nothing. Raises `CalibrationError` if
+    there is none, it is of another model, or the anchors do not fit the exact layers.
     """
     if capabilities.calibration == "sync_kv":
         found, origin = _find("sync_kv", selection, model)
@@ -115,10 +111,7 @@ def _find(policy: str, selection: SelectionSettings, model: ModelSpec) -> tuple[
 def check_model(found: Calibration, model: ModelSpec, policy: str, name: str) -> None:
     """Refuse a file of another policy or model.
 
-    Raises
-    ------
-    CalibrationError
-        Naming what differs.
+    Raises `CalibrationError`, naming what differs.
     """
     if found.policy != policy:
         raise CalibrationError(f"calibration={name} is for policy {found.policy}, not {policy}")

@@ -39,12 +39,8 @@ def create(
 ) -> CacheEngine:
     """Build the engine; see `tandemkv.cache_rank.protocol.engine`.
 
-    `calibrated` is the model that a calibration is of, if not `model` itself.
-
-    Raises
-    ------
-    PolicyError
-        If the policy cannot run on the pools' device, or the settings are not for it.
+    `calibrated` is the model that a calibration is of, if not `model` itself. Raises `PolicyError`
+    if the policy cannot run on the pools' device, or the settings are not for it.
     """
     return CacheEngine(
         model=model,
@@ -68,10 +64,7 @@ def make_policy(
 ) -> Policy:
     """Build the policy of an engine on `device`; `calibrated` as for `create`.
 
-    Raises
-    ------
-    PolicyError
-        If it cannot run there, or the settings are not for it.
+    Raises `PolicyError` if it cannot run there, or the settings are not for it.
     """
     selection = settings.selection
     policy_class = find_policy(selection.policy)

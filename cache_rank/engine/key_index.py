@@ -143,10 +143,7 @@ class Int8Index(KeyIndex):
 class Int4Index(KeyIndex):
     """Int4 with scale and zero per channel over the tokens of a page.
 
-    Raises
-    ------
-    SettingsError
-        If pages are too short to share scales.
+    Raises `SettingsError` if pages are too short to share scales.
     """
 
     def __init__(self, pools: EnginePools, layers: Sequence[int]) -> None:

@@ -28,12 +28,8 @@ class DeviceQueryWindows:
     they come, after RoPE and in the model's dtype; the kernel rotates them to the position of the
     prediction's use, which equals un-rotating first
     (`tandemkv.kernels.query_window.push_and_predict`) and loses nothing. `num_layers` are the
-    selecting ones; row 0 is padding. Without `allocate` windows are memory of this process.
-
-    Raises
-    ------
-    PolicyError
-        If the windows are too long to be solved on the device.
+    selecting ones; row 0 is padding. Without `allocate` windows are memory of this process. Raises
+    `PolicyError` if the windows are too long to be solved on the device.
     """
 
     def __init__(

@@ -18,10 +18,8 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 def read_rotary(model_dir: Path) -> Rotary:
     """Return the inverse frequencies and the factor, as transformers computes them.
 
-    Raises
-    ------
-    UnsupportedModelError
-        If the frequencies depend on the length of the request, or the kind is unknown.
+    Raises `UnsupportedModelError` if the frequencies depend on the length of the request, or the
+    kind is unknown.
     """
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -72,9 +72,6 @@ class AttendingPolicy(Policy):
     def select(self, request: SelectionInput) -> Selection:
         """Raise: what is chosen stays here.
 
-        Raises
-        ------
-        PolicyError
-            Always.
+        Always raises `PolicyError`.
         """
         raise PolicyError(f"{type(self).__name__} attends, it selects nothing ({request.layer})")

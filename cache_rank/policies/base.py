@@ -254,10 +254,7 @@ class Selection:
     def check(self, shape: tuple[int, int, int]) -> None:
         """Refuse another shape or dtype: policies may be the user's.
 
-        Raises
-        ------
-        PolicyError
-            If the positions are not ``[S, H, K]`` int32.
+        Raises `PolicyError` if the positions are not ``[S, H, K]`` int32.
         """
         if self.positions.dtype != torch.int32 or tuple(self.positions.shape) != shape:
             raise PolicyError(
@@ -384,9 +381,6 @@ class UnselectivePolicy(Policy):
     def select(self, request: SelectionInput) -> Selection:
         """Raise: nobody may ask.
 
-        Raises
-        ------
-        PolicyError
-            Always.
+        Always raises `PolicyError`.
         """
         raise PolicyError(f"{type(self).__name__} selects nothing (layer={request.layer})")

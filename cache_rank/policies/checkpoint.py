@@ -33,10 +33,7 @@ class Checkpoint:
     ) -> torch.Tensor:
         """Return one tensor, in `dtype` on `device` (the CPU by default).
 
-        Raises
-        ------
-        PolicyError
-            If it is not there, has another shape, or its file cannot be read.
+        Raises `PolicyError` if it is not there, has another shape, or its file cannot be read.
         """
         path = self._files.get(name)
         if path is None:
@@ -66,10 +63,7 @@ class Checkpoint:
     ) -> dict[int, torch.Tensor]:
         """Return a tensor for each of `layers`; `template` has ``{layer}`` in its name.
 
-        Raises
-        ------
-        PolicyError
-            As `tensor`.
+        Raises `PolicyError` as `tensor` does.
         """
         return {
             layer: self.tensor(

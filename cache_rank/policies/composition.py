@@ -79,10 +79,7 @@ def is_captured(policy: type[Policy]) -> bool:
 def check_device(policy: type[Policy], name: str, device: str) -> None:
     """Refuse a policy that cannot run in an engine on `device`, ``cpu`` or ``cuda``.
 
-    Raises
-    ------
-    PolicyError
-        Saying why, and what to do.
+    Raises `PolicyError`, saying why, and what to do.
     """
     capabilities = policy.capabilities
     if device not in capabilities.devices:
@@ -95,10 +92,7 @@ def check_device(policy: type[Policy], name: str, device: str) -> None:
 def check_placement(policy: type[Policy], name: str, placement: Placement) -> None:
     """Refuse a policy whose steps are not captured where two processes with GPUs need them to be.
 
-    Raises
-    ------
-    PolicyError
-        Saying what to do.
+    Raises `PolicyError`, saying what to do.
     """
     is_apart = placement.model_device == "cuda" and placement.maps_memory
     if is_apart and not is_captured(policy):
@@ -111,10 +105,7 @@ def check_placement(policy: type[Policy], name: str, placement: Placement) -> No
 def check_shards(policy: type[Policy], name: str, num_shards: int) -> None:
     """Refuse a policy that needs all KV heads, where `num_shards` cache ranks have a part each.
 
-    Raises
-    ------
-    PolicyError
-        Saying what to do.
+    Raises `PolicyError`, saying what to do.
     """
     declaring = next(c for c in policy.__mro__ if "capabilities" in vars(c))
     changed = policy.__mro__[: policy.__mro__.index(declaring)]
@@ -130,10 +121,7 @@ def check_shards(policy: type[Policy], name: str, num_shards: int) -> None:
 def check_class(policy: type[Policy], name: str) -> None:
     """Refuse a class whose declaration and methods contradict each other.
 
-    Raises
-    ------
-    PolicyError
-        Saying what to change.
+    Raises `PolicyError`, saying what to change.
     """
     if policy.capabilities.attends != issubclass(policy, AttendingPolicy):
         raise PolicyError(

@@ -192,10 +192,7 @@ class LfpsPolicy(AttendingPolicy):
 def _as_array(pool: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a pool as NumPy sees it; bfloat16 as uint16.
 
-    Raises
-    ------
-    PolicyError
-        If its device or dtype is none that the kernel reads.
+    Raises `PolicyError` if its device or dtype is none that the kernel reads.
     """
     if pool.device.type != "cpu":
         raise PolicyError(f"policy=lfps attends on a CPU, the KV is on {pool.device}")

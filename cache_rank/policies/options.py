@@ -64,10 +64,7 @@ class OptionText(NamedTuple):
 def check_options_model(model: type[PolicyOptions], name: str) -> None:
     """Refuse a model whose values settings could not carry; `name` is the policy's.
 
-    Raises
-    ------
-    PolicyError
-        Saying which option it is.
+    Raises `PolicyError`, saying which option it is.
     """
     if not (isinstance(model, type) and issubclass(model, PolicyOptions)):
         raise PolicyError(f"policy={name}: options_model must be a subclass of PolicyOptions")
@@ -88,10 +85,7 @@ def check_options_model(model: type[PolicyOptions], name: str) -> None:
 def read_options(model: type[PolicyOptions], name: str, values: Mapping[str, Any]) -> PolicyOptions:
     """Check `values` of the options of the policy `name`.
 
-    Raises
-    ------
-    PolicyError
-        Naming the policy, the option and what is allowed.
+    Raises `PolicyError`, naming the policy, the option and what is allowed.
     """
     for option in values:
         require_option(model, name, option)
@@ -105,10 +99,7 @@ def read_options(model: type[PolicyOptions], name: str, values: Mapping[str, Any
 def require_option(model: type[PolicyOptions], name: str, option: str) -> None:
     """Refuse what is no option of the policy `name`.
 
-    Raises
-    ------
-    PolicyError
-        With the option that may be meant, or all that there are.
+    Raises `PolicyError`, with the option that may be meant, or all that there are.
     """
     known = list(model.model_fields)
     if option in known:
@@ -123,12 +114,8 @@ def require_option(model: type[PolicyOptions], name: str, option: str) -> None:
 def parse_option(model: type[PolicyOptions], name: str, option: str, text: str) -> Any:
     """Return the value of an option that was given as text, as on a command line.
 
-    ``none`` is None where the default is, and a tuple is written with commas.
-
-    Raises
-    ------
-    PolicyError
-        If there is no such option, or the text is no value of it.
+    ``none`` is None where the default is, and a tuple is written with commas. Raises `PolicyError`
+    if there is no such option, or the text is no value of it.
     """
     require_option(model, name, option)
     field = model.model_fields[option]

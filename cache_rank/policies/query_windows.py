@@ -39,10 +39,7 @@ class QueryWindows:
     def stack(self, layer: int, owners: Sequence[Owner]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the windows ``[S, size, Hq, D]`` and their counts ``[S]`` int64.
 
-        Raises
-        ------
-        KeyError
-            If nothing was pushed for one of `owners`.
+        Raises `KeyError` if nothing was pushed for one of `owners`.
         """
         found = [self._windows[owner][layer] for owner in owners]
         counts = to_device([window.count for window in found], found[0].queries.device)

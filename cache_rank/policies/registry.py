@@ -33,10 +33,8 @@ POLICIES = {
 def find_policy(name: str) -> type[Policy]:
     """Return the class of the policy `name`, a key of `POLICIES` or ``module:Class``.
 
-    Raises
-    ------
-    PolicyError
-        If there is no such policy, or it is not a `Policy` with declared capabilities.
+    Raises `PolicyError` if there is no such policy, or it is not a `Policy` with declared
+    capabilities.
     """
     path = POLICIES.get(name, name)
     module_name, separator, class_name = path.partition(":")
@@ -61,10 +59,7 @@ def find_policy(name: str) -> type[Policy]:
 def check_pooling(policy: type[Policy], selection: SelectionSettings) -> None:
     """Refuse ``pool_before`` and ``pool_after`` where a policy does not rank tokens by scores.
 
-    Raises
-    ------
-    PolicyError
-        Saying which do.
+    Raises `PolicyError`, saying which do.
     """
     before, after = selection.pooled_positions
     if (before or after) and not _pools(policy):
@@ -99,10 +94,7 @@ def resolve_selection(selection: SelectionSettings | Mapping[str, Any]) -> Selec
 def selection_values(selection: SelectionSettings | Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of which `resolve_selection` makes settings, to be validated elsewhere.
 
-    Raises
-    ------
-    PolicyError
-        If there is no such policy, or not with these options.
+    Raises `PolicyError` if there is no such policy, or not with these options.
     """
     if isinstance(selection, SelectionSettings):
         selection = selection.model_dump(exclude_unset=True)
@@ -119,10 +111,7 @@ def selection_values(selection: SelectionSettings | Mapping[str, Any]) -> dict[s
 def options_of(policy: type[Policy], selection: SelectionSettings) -> PolicyOptions:
     """Return the options that a policy is built with.
 
-    Raises
-    ------
-    PolicyError
-        If the settings have others than the policy.
+    Raises `PolicyError` if the settings have others than the policy.
     """
     return read_options(policy.options_model, selection.policy, selection.options)
 
@@ -130,10 +119,7 @@ def options_of(policy: type[Policy], selection: SelectionSettings) -> PolicyOpti
 def check_resolved(policy: type[Policy], selection: SelectionSettings) -> None:
     """Refuse settings that were made without asking the policy's class.
 
-    Raises
-    ------
-    PolicyError
-        If they were.
+    Raises `PolicyError` if they were.
     """
     declared = options_of(policy, selection).declare(policy.capabilities)
     if selection.declared != declared:

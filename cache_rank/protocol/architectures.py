@@ -238,10 +238,8 @@ REFUSED: Mapping[str, str] = {
 def find_architecture(name: str) -> Architecture:
     """Return the entry of an architecture.
 
-    Raises
-    ------
-    UnsupportedModelError
-        With the reason, if it is known, and the architectures that are supported.
+    Raises `UnsupportedModelError`, with the reason, if it is known, and the architectures that are
+    supported.
     """
     entry = ARCHITECTURES.get(name)
     if entry is not None:

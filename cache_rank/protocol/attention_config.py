@@ -29,10 +29,7 @@ _BATCH_DEPENDENT_ROPE = ("longrope", "su")
 def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str) -> None:
     """Refuse a model with layers whose attention is neither over the whole context nor SGLang's.
 
-    Raises
-    ------
-    UnsupportedModelError
-        With the field and the reason.
+    Raises `UnsupportedModelError`, with the field and the reason.
     """
     other = _layer_kinds(config) - {"full_attention"}
     if entry.full_every:
@@ -71,10 +68,8 @@ def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str
 def windowed_layers(config: Mapping[str, Any], entry: Architecture) -> tuple[int, ...]:
     """Return the layers that attend to a sliding window, ascending.
 
-    Raises
-    ------
-    KeyError, TypeError, ValueError
-        If ``config.json`` does not say it, or all layers do.
+    Raises `KeyError`, `TypeError` or `ValueError` if ``config.json`` does not say it, or all layers
+    do.
     """
     if not entry.full_every:
         return ()
@@ -107,10 +102,8 @@ def rope_type(config: Mapping[str, Any]) -> str:
 def softmax_scale(config: Mapping[str, Any], entry: Architecture) -> float | None:
     """Return the factor of the attention logits; None where it is ``1 / sqrt(head_dim)``.
 
-    Raises
-    ------
-    KeyError, TypeError, ValueError
-        If the field that the architecture takes it from is missing or no positive number.
+    Raises `KeyError`, `TypeError` or `ValueError` if the field that the architecture takes it from
+    is missing or no positive number.
     """
     if not entry.scale_field:
         return None

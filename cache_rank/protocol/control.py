@@ -18,10 +18,7 @@ from .run_dir import RunDir
 class ControlServer(IpcRouter):
     """The cache rank's end.
 
-    Raises
-    ------
-    CacheRankError
-        If another live process serves this run directory.
+    Raises `CacheRankError` if another live process serves this run directory.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -47,10 +44,7 @@ class ControlClient(IpcDealer):
     def send(self, message: Message) -> None:
         """Queue `message`; waits 50 ms at most.
 
-        Raises
-        ------
-        CacheRankLostError
-            If the cache rank has stopped reading.
+        Raises `CacheRankLostError` if the cache rank has stopped reading.
         """
         if not reach("control.send"):
             super().send(message)

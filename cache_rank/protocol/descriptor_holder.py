@@ -37,12 +37,8 @@ class DescriptorHolder:
     """Answers at `path` from a thread of its own until `close`.
 
     Its socket is made at `path`, in the run directory; a file that a dead process left goes.
-    Whoever does not know the `token` is turned away.
-
-    Raises
-    ------
-    CacheRankError
-        If another live process holds memory there.
+    Whoever does not know the `token` is turned away. Raises `CacheRankError` if another live
+    process holds memory there.
     """
 
     def __init__(self, path: Path, token: bytes) -> None:
@@ -106,10 +102,7 @@ class DescriptorHolder:
 def ask_holder(path: Path, *, token: bytes, timeout_s: float = HOLDER_TIMEOUT_S) -> None:
     """Return once the holder at `path` has answered.
 
-    Raises
-    ------
-    CacheRankLostError
-        If it does not within `timeout_s`, or does not know `token`.
+    Raises `CacheRankLostError` if it does not within `timeout_s`, or does not know `token`.
     """
     question = TensorsMessage(token=token, epoch=0, error="", specs=())
     try:

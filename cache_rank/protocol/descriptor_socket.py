@@ -172,10 +172,7 @@ def attach_all(
 ) -> MappedTensors:
     """Map the tensors of a message; the descriptors are ours from then on, even on an error.
 
-    Raises
-    ------
-    ProtocolError
-        If they are not as the message says.
+    Raises `ProtocolError` if they are not as the message says.
     """
     left = list(descriptors)
     tensors = MappedTensors(homes)

@@ -64,10 +64,7 @@ class DenseLengths:
 def check_dense(selection: SelectionSettings, placement: Placement) -> None:
     """Refuse to attend as a whole to more than is at hand.
 
-    Raises
-    ------
-    SettingsError
-        With what to do.
+    Raises `SettingsError`, with what to do.
     """
     if placement.attends_to_pool:  # all of it is
         return
@@ -300,12 +297,8 @@ def create_engine(
 ) -> Engine:
     """Build the engine in this process.
 
-    `model_dir` tells the rotary embedding of the model, for policies that undo it.
-
-    Raises
-    ------
-    SettingsError, PolicyError
-        If the settings cannot be served in this process.
+    `model_dir` tells the rotary embedding of the model, for policies that undo it. Raises
+    `SettingsError` or `PolicyError` if the settings cannot be served in this process.
     """
     module, _, name = _FACTORY.partition(":")
     rank: Engine = getattr(import_module(module), name)(

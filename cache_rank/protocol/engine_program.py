@@ -33,10 +33,7 @@ class DecodeKind(StrEnum):
 def check_windows(model: ModelSpec, placement: Placement) -> None:
     """Refuse a model with sliding-window layers whose K/V would be on another GPU.
 
-    Raises
-    ------
-    SettingsError
-        With what to pass.
+    Raises `SettingsError`, with what to pass.
     """
     if model.windowed_layers and placement.has_far_pool:
         raise SettingsError(

@@ -93,10 +93,8 @@ class FaultRule:
 def parse_faults(text: str) -> tuple[int, tuple[FaultRule, ...]]:
     """Return the seed and the rules of `text`; see the module for its form.
 
-    Raises
-    ------
-    SettingsError
-        Naming the rule that cannot be read, the points that exist, or why it does not fit.
+    Raises `SettingsError`, naming the rule that cannot be read, the points that exist, or why it
+    does not fit.
     """
     seed, rules = 0, []
     for part in filter(None, (each.strip() for each in text.split(";"))):
@@ -229,12 +227,8 @@ class FollowedFile:
     """A plan whose rules are in a file, and are read again when it is replaced.
 
     `path` has the rules in the form of the variable; replace it as a whole, by a rename. `role` and
-    `log` are as of `FaultPlan`.
-
-    Raises
-    ------
-    SettingsError
-        If the rules cannot be read, from the constructor and from `reach`.
+    `log` are as of `FaultPlan`. Raises `SettingsError` if the rules cannot be read, from the
+    constructor and from `reach`.
     """
 
     def __init__(self, path: Path, *, role: Role, log: Path) -> None:
@@ -283,12 +277,7 @@ def enable_faults(
 ) -> tuple[FaultRule, ...]:
     """Follow the rules of ``TANDEMKV_FAULTS`` in this process; none if it is not set.
 
-    Returns the rules, but for those of a file.
-
-    Raises
-    ------
-    SettingsError
-        If it cannot be read.
+    Returns the rules, but for those of a file. Raises `SettingsError` if it cannot be read.
     """
     global _plan
     text = environ.get(FAULTS_VARIABLE, "")

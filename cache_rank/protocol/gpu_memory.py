@@ -30,12 +30,7 @@ class GpuMemory:
 
     `owner` has the memory. Kernels of `here` use it in this process: `owner`, or a GPU with peer
     access to it. `users` are all GPUs that may use what this process maps, those of them that it
-    has a context on.
-
-    Raises
-    ------
-    SettingsError
-        If `cuda-bindings` is not installed.
+    has a context on. Raises `SettingsError` if `cuda-bindings` is not installed.
     """
 
     def __init__(
@@ -64,10 +59,7 @@ class GpuMemory:
     def create(self, name: str, nbytes: int) -> int:
         """Return the descriptor of new memory, whose content is undefined.
 
-        Raises
-        ------
-        SettingsError
-            If the GPU has not as much.
+        Raises `SettingsError` if the GPU has not as much.
         """
         size = self._rounded(nbytes)
         result, handle = self._cuda.cuMemCreate(size, self._properties, 0)

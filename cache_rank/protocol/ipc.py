@@ -88,12 +88,8 @@ class Router(Generic[T]):
 class IpcRouter(Router[Message]):
     """The serving end.
 
-    A file that a dead process left at `path` is taken over.
-
-    Raises
-    ------
-    CacheRankError
-        If a live process serves `path`, or it cannot be bound.
+    A file that a dead process left at `path` is taken over. Raises `CacheRankError` if a live
+    process serves `path`, or it cannot be bound.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,10 +130,7 @@ class IpcDealer:
     def send(self, message: Message) -> None:
         """Queue `message`; waits 50 ms at most.
 
-        Raises
-        ------
-        CacheRankLostError
-            If the queue is full: the other side has not read for long.
+        Raises `CacheRankLostError` if the queue is full: the other side has not read for long.
         """
         try:
             self._socket.send(encode(message))
@@ -149,10 +142,7 @@ class IpcDealer:
     def receive(self, timeout_s: float) -> Message | None:
         """Return the next message, or None after `timeout_s`.
 
-        Raises
-        ------
-        ProtocolError
-            If it is malformed.
+        Raises `ProtocolError` if it is malformed.
         """
         if not readable(self._socket, time.monotonic() + timeout_s):
             return None
@@ -230,10 +220,7 @@ def receive_parts(socket: zmq.Socket[bytes], limit: int) -> tuple[list[bytes], b
 def take_lock(path: Path) -> int:
     """Return a descriptor that makes this process the one that serves `path`, while it is open.
 
-    Raises
-    ------
-    CacheRankError
-        If another live process serves it.
+    Raises `CacheRankError` if another live process serves it.
     """
     # zmq removes an existing socket file without asking, be it stale or in use. The kernel
     # drops this lock with its process, so it tells the two apart.

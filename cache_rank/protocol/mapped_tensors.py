@@ -176,10 +176,8 @@ class MappedTensors:
     def attach(self, spec: TensorSpec, descriptor: int) -> torch.Tensor:
         """Map what another process made; the descriptor is ours from now on, even on an error.
 
-        Raises
-        ------
-        ProtocolError
-            If the file is not a sealed one of exactly the bytes that `spec` needs.
+        Raises `ProtocolError` if the file is not a sealed one of exactly the bytes that `spec`
+        needs.
         """
         try:
             if spec.name in self._specs:
@@ -248,12 +246,8 @@ class MappedTensors:
 def create_memory(name: str, nbytes: int, *, is_sparse: bool = False) -> int:
     """Return the descriptor of `nbytes` zeroed bytes of memory that can be mapped.
 
-    With `is_sparse` pages are taken when they are written.
-
-    Raises
-    ------
-    SettingsError
-        If they are not to be had; nothing is left then.
+    With `is_sparse` pages are taken when they are written. Raises `SettingsError` if they are not
+    to be had; nothing is left then.
     """
     free = available_bytes()
     if free is not None and nbytes > free and not is_sparse:

@@ -173,10 +173,7 @@ class Codec(Generic[T]):
     def encode(self, message: T) -> bytes:
         """Return the frame of `message`.
 
-        Raises
-        ------
-        ProtocolError
-            If the frame exceeds `MAX_FRAME_BYTES`.
+        Raises `ProtocolError` if the frame exceeds `MAX_FRAME_BYTES`.
         """
         frame = _ENCODER.encode(message)
         _check_length(frame)
@@ -185,10 +182,7 @@ class Codec(Generic[T]):
     def decode(self, frame: bytes) -> T:
         """Return the message in `frame`.
 
-        Raises
-        ------
-        ProtocolError
-            If the frame is too long, malformed, or a field is out of bounds.
+        Raises `ProtocolError` if the frame is too long, malformed, or a field is out of bounds.
         """
         _check_length(frame)
         try:

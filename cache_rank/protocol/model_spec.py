@@ -85,10 +85,7 @@ FP8_KV = "float8_e4m3fn"
 def model_as_claimed(ours: ModelSpec, claimed: ModelSpec) -> ModelSpec:
     """Return our model with the dtype and context that the inference rank was given.
 
-    Raises
-    ------
-    ProtocolError
-        If the dtype is none that is served.
+    Raises `ProtocolError` if the dtype is none that is served.
     """
     if claimed.dtype not in COMPUTE_DTYPES:
         raise ProtocolError(f"dtype={claimed.dtype} must be one of {', '.join(COMPUTE_DTYPES)}")
@@ -98,10 +95,7 @@ def model_as_claimed(ours: ModelSpec, claimed: ModelSpec) -> ModelSpec:
 def read_config(model_dir: Path) -> dict[str, Any]:
     """Return ``config.json`` of a model directory.
 
-    Raises
-    ------
-    UnsupportedModelError
-        If there is no readable ``config.json``.
+    Raises `UnsupportedModelError` if there is no readable ``config.json``.
     """
     path = model_dir / "config.json"
     try:
@@ -119,10 +113,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
     """Return the entry of the architecture that a ``config.json`` names.
 
-    Raises
-    ------
-    UnsupportedModelError
-        With the reason, if it is not supported.
+    Raises `UnsupportedModelError`, with the reason, if it is not supported.
     """
     named = config.get("architectures")
     return find_architecture(str(named[0]) if isinstance(named, list) and named else "unknown")
@@ -192,13 +183,9 @@ def _spec_of(
 def model_hash(model_dir: Path) -> str:
     """Hash of the model's identity: configuration, and head and tail of each weight file.
 
-    Not a checksum of every weight (16 GB would delay each start by many seconds); it tells
-    two models apart, and two versions of one whose file sizes, headers or last MiB differ.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If a file cannot be read, a link to a missing file for example.
+    Not a checksum of every weight (16 GB would delay each start by many seconds); it tells two
+    models apart, and two versions of one whose file sizes, headers or last MiB differ. Raises
+    `UnsupportedModelError` if a file cannot be read, a link to a missing file for example.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in [model_dir / "config.json", *sorted(model_dir.glob("*.safetensors"))]:

@@ -115,12 +115,8 @@ class MappedPredictor:
     """Predicts with the weights that `put_weights` has put: ``rope(q_norm(W_q norm(h)))``.
 
     `tensors`, with the weights of all heads or as `weights_for` has them, are to be kept as long as
-    this object. It predicts for `num_heads` query heads, those of `shard`.
-
-    Raises
-    ------
-    ProtocolError
-        If they are of another model, or incomplete.
+    this object. It predicts for `num_heads` query heads, those of `shard`. Raises `ProtocolError`
+    if they are of another model, or incomplete.
     """
 
     def __init__(

@@ -95,10 +95,7 @@ class RunDir:
     def open(cls, path: Path | str) -> RunDir:
         """Return an existing run directory.
 
-        Raises
-        ------
-        SettingsError
-            If it does not exist, is not private to us, or holds no usable token.
+        Raises `SettingsError` if it does not exist, is not private to us, or holds no usable token.
         """
         directory = Path(path).absolute()
         _check_length(directory)
@@ -112,12 +109,8 @@ class RunDir:
 
         The first one's is this directory; the others have one each inside, with a token, sockets
         and epochs of their own. Those of the first tensor-parallel rank come first. Without
-        `create` it is not looked at: it is for its user to miss.
-
-        Raises
-        ------
-        SettingsError
-            As `create` does.
+        `create` it is not looked at: it is for its user to miss. Raises `SettingsError` as `create`
+        does.
         """
         if not rank:
             return self
@@ -176,10 +169,7 @@ class RunDir:
     def token(self) -> bytes:
         """The shared secret, 32 bytes; read once.
 
-        Raises
-        ------
-        SettingsError
-            If the file is missing, not private to us, or of another length.
+        Raises `SettingsError` if the file is missing, not private to us, or of another length.
         """
         if self._token is None:
             path = self.path / "token"

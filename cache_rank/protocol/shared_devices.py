@@ -32,10 +32,7 @@ def one_gpu_homes(device: torch.device) -> Homes:
 def far_gpu(device: str, rank: int) -> torch.device:
     """Return the device of cache rank `rank` behind link ``message``: GPUs that are seen, in turn.
 
-    Raises
-    ------
-    SettingsError
-        If it is to be a GPU, and none is seen.
+    Raises `SettingsError` if it is to be a GPU, and none is seen.
     """
     if device != "cuda":
         return torch.device("cpu")
@@ -63,12 +60,8 @@ def same_gpu(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
 def inference_homes(device: torch.device, num_before: int = 1) -> Homes:
     """Return where memory lies, as the inference rank on `device` sees it.
 
-    `num_before` is the number of GPUs that inference ranks have.
-
-    Raises
-    ------
-    SettingsError
-        If there is no GPU for the engine.
+    `num_before` is the number of GPUs that inference ranks have. Raises `SettingsError` if there is
+    no GPU for the engine.
     """
     if device.type != "cuda":
         return Homes.on_host()
@@ -78,12 +71,8 @@ def inference_homes(device: torch.device, num_before: int = 1) -> Homes:
 def engine_homes(device: torch.device, rank: int = 0, num_before: int = 1) -> Homes:
     """Return where memory lies, as the engine of inference rank `rank` sees it.
 
-    `num_before` is the number of GPUs that inference ranks have.
-
-    Raises
-    ------
-    SettingsError
-        If it is on a GPU, and there is none for it.
+    `num_before` is the number of GPUs that inference ranks have. Raises `SettingsError` if it is on
+    a GPU, and there is none for it.
     """
     if device.type != "cuda":
         return Homes.on_host()

@@ -203,12 +203,7 @@ def check_region(
     """Refuse another set of tensors than the two ranks agreed on.
 
     Weights of the prediction (`predictor_weights`) come beside them, and are checked by who reads
-    them.
-
-    Raises
-    ------
-    ProtocolError
-        Naming the first that differs.
+    them. Raises `ProtocolError`, naming the first that differs.
     """
     on_gpu = tensors.homes.are_on_gpu
     kept, epoch = specs_by_life(model, selection, sizes, on_gpu=on_gpu)

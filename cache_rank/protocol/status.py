@@ -21,12 +21,8 @@ class StatusServer:
     """Answers `StatusRequest` at `socket_path` from a thread of its own.
 
     `status` makes the reply; it is called in the server's thread and must not block. Every `tick_s`
-    the thread looks whether it is to end.
-
-    Raises
-    ------
-    CacheRankError
-        If another live process serves `socket_path`.
+    the thread looks whether it is to end. Raises `CacheRankError` if another live process serves
+    `socket_path`.
     """
 
     def __init__(

@@ -154,10 +154,7 @@ class StepRing:
     def write(self, entry: StepEntry, *, timeout_s: float, is_over: Callable[[], bool]) -> None:
         """Announce `entry`.
 
-        Raises
-        ------
-        CacheRankLostError
-            If the ring stays full.
+        Raises `CacheRankLostError` if the ring stays full.
         """
         if len(entry.rows) > self._max_rows:
             raise ProtocolError(f"{len(entry.rows)} requests in a step, at most {self._max_rows}")
@@ -176,10 +173,7 @@ class StepRing:
     def read(self, *, timeout_s: float, is_over: Callable[[], bool]) -> StepEntry | None:
         """Return the next entry, or None if there is none within `timeout_s`.
 
-        Raises
-        ------
-        ProtocolError
-            If it is malformed.
+        Raises `ProtocolError` if it is malformed.
         """
         number = self._num + 1
         if not self._flags.wait(self._announced, number, timeout_s=timeout_s, is_over=is_over):

@@ -15,10 +15,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 def read_token_count(value: Any) -> Any:
     """Return ``64k`` as 65536 and ``1m`` as 1048576; what is no text as it is.
 
-    Raises
-    ------
-    ValueError
-        If a text is no number of tokens.
+    Raises `ValueError` if a text is no number of tokens.
     """
     if not isinstance(value, str):
         return value

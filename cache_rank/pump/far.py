@@ -155,10 +155,7 @@ class FarSender:
     def _await_end(self, entry: StepEntry) -> None:
         """Wait until both sides have done all of a step; sends the sets of one that was given up.
 
-        Raises
-        ------
-        CacheRankLostError
-            If the epoch is over.
+        Raises `CacheRankLostError` if the epoch is over.
         """
         side = self._side
         is_done = side.wait_always(side.at.FINISHED, entry.step)

@@ -347,10 +347,8 @@ def most_told(model: ModelSpec, settings: RankSettings) -> int:
 def checked_tensors(told: Sequence[SpecMessage], most_bytes: int) -> tuple[TensorSpec, ...]:
     """Return what an inference rank wants held besides what both ends derive.
 
-    Raises
-    ------
-    ProtocolError
-        If it is something else than weights of the prediction, or more than `most_bytes` in all.
+    Raises `ProtocolError` if it is something else than weights of the prediction, or more than
+    `most_bytes` in all.
     """
     for each in told:
         is_known = each.name.startswith(PREDICTOR_PREFIX) and each.dtype in DTYPES

@@ -81,12 +81,8 @@ class NearPump:
 
     A name in `address` is looked up for each epoch; `keys` and `server` are as for `Caller`. K/V
     come to `interface`, by default the one that leads to the cache rank. Without `homes` the
-    inference rank's memory is the host's.
-
-    Raises
-    ------
-    CacheRankError
-        If another live process serves the run directory.
+    inference rank's memory is the host's. Raises `CacheRankError` if another live process serves
+    the run directory.
     """
 
     def __init__(

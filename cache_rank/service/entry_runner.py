@@ -76,10 +76,7 @@ class EntryRunner:
     def run(self, entry: StepEntry) -> None:
         """Do what `entry` asks for; returns when its end is announced, or queued on a GPU.
 
-        Raises
-        ------
-        StepAbortedError
-            If the inference rank is gone.
+        Raises `StepAbortedError` if the inference rank is gone.
         """
         read_ns, self._step = time.monotonic_ns(), entry.step
         self._signals.begin(entry.step)

@@ -73,10 +73,8 @@ def capture_each(
 ) -> None:
     """Capture a batch size for each kind of step that the policy has.
 
-    Raises
-    ------
-    ContractError
-        If SGLang captures variants of its own (LoRA): the two cannot be told apart.
+    Raises `ContractError` if SGLang captures variants of its own (LoRA): the two cannot be told
+    apart.
     """
     if variant_label is not None:
         raise ContractError(

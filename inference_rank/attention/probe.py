@@ -84,10 +84,8 @@ class AttentionProbe:
     ) -> AttentionProbe | None:
         """Return the probe that was asked for, or None.
 
-        Raises
-        ------
-        SettingsError
-            If decode steps are captured in CUDA graphs, which nobody can look into.
+        Raises `SettingsError` if decode steps are captured in CUDA graphs, which nobody can look
+        into.
         """
         path = cls.asked_for(settings)
         if path is None:

@@ -214,10 +214,7 @@ class FlashInferResident:
     def _prove_slots(self) -> None:
         """Plan a step over known slots, and see that FlashInfer was given them.
 
-        Raises
-        ------
-        ContractError
-            If it attends to other slots: nothing else would show it.
+        Raises `ContractError` if it attends to other slots: nothing else would show it.
         """
         table = self._table
         size, width = min(2, len(table.slots)), min(3, table.width)

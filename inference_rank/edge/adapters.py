@@ -46,10 +46,7 @@ def lora_path(name: str, value: Any, limits: Limits) -> None:
 def model_and_adapter(model: str, limits: Limits) -> str:
     """Return the model of ``base:adapter``, as SGLang reads that name, and check the adapter.
 
-    Raises
-    ------
-    RequestRefusedError
-        400 if the adapter does not exist or is not served.
+    Raises `RequestRefusedError`: 400 if the adapter does not exist or is not served.
     """
     if limits.adapters is None or ":" not in model:
         return model

@@ -27,10 +27,7 @@ class Admission:
     def enter(self) -> Place:
         """Take one place.
 
-        Raises
-        ------
-        RequestRefusedError
-            503 while closed, 429 while full; both say when to come again.
+        Raises `RequestRefusedError`: 503 while closed, 429 while full; both say when to come again.
         """
         reason = self._closed()
         if reason is not None:
@@ -44,10 +41,7 @@ class Admission:
     def take(self, count: int) -> None:
         """Take `count` more places, all or none.
 
-        Raises
-        ------
-        RequestRefusedError
-            429 if there are not as many.
+        Raises `RequestRefusedError`: 429 if there are not as many.
         """
         if self.taken + count > self._capacity:
             raise RequestRefusedError(

@@ -30,13 +30,8 @@ async def read_body(
     """Return the body of a request.
 
     `headers` have lower-case names. The body is complete after `timeout_s`; what is beyond
-    `max_bytes` is not kept.
-
-    Raises
-    ------
-    RequestRefusedError
-        413 if it is too long, 415 if it is not JSON or
-        is compressed, 408 if it takes too long, 400 if the client leaves.
+    `max_bytes` is not kept. Raises `RequestRefusedError`: 413 if it is too long, 415 if it is not
+    JSON or is compressed, 408 if it takes too long, 400 if the client leaves.
     """
     _check_headers(headers)
     stated = _stated_length(headers)
@@ -98,10 +93,8 @@ def _stated_length(headers: Mapping[bytes, bytes]) -> int:
 def parse_json_object(body: bytes, *, max_depth: int) -> dict[str, Any]:
     """Return the JSON object in `body`.
 
-    Raises
-    ------
-    RequestRefusedError
-        400 if it is no strict JSON (NaN, a lone surrogate), no object, or nested too deeply.
+    Raises `RequestRefusedError`: 400 if it is no strict JSON (NaN, a lone surrogate), no object, or
+    nested too deeply.
     """
     too_deep = RequestRefusedError(
         400, f"the JSON is nested more than {max_depth} deep (--max-json-depth)"

@@ -33,12 +33,8 @@ def read_key(path: Path, setting: str) -> str:
     """Return the key in a file that nobody else can read.
 
     `path` has one line: the key, at least 16 printable characters without blanks. Errors name
-    `setting`, the flag that named the file, and never show what is in it.
-
-    Raises
-    ------
-    SettingsError
-        If the file cannot be read, is open to group or others, or holds no usable key.
+    `setting`, the flag that named the file, and never show what is in it. Raises `SettingsError` if
+    the file cannot be read, is open to group or others, or holds no usable key.
     """
     try:
         # Opened first and then judged: what is judged is what is read, and a FIFO blocks nobody.
@@ -95,10 +91,7 @@ class Keys:
     def read(cls, settings: EdgeSettings) -> Keys:
         """Read the files that the settings name.
 
-        Raises
-        ------
-        SettingsError
-            If one cannot be used, or both hold the same key.
+        Raises `SettingsError` if one cannot be used, or both hold the same key.
         """
         files = {"api": settings.api_key_file, "admin": settings.admin_key_file}
         found = {
@@ -139,10 +132,7 @@ class Keys:
     def require(self, needed: Role, authorization: bytes | None) -> Role:
         """Return the caller's role.
 
-        Raises
-        ------
-        RequestRefusedError
-            401 without a valid key, 403 where only an administrator may.
+        Raises `RequestRefusedError`: 401 without a valid key, 403 where only an administrator may.
         """
         role = self.role_of(authorization)
         if role >= needed:

@@ -82,10 +82,7 @@ _MODEL_PREFIX = "/v1/models/"
 def find_route(method: str, path: str) -> Route:
     """Return how to treat a request.
 
-    Raises
-    ------
-    RequestRefusedError
-        404 if the route is not served, 405 if not with this method.
+    Raises `RequestRefusedError`: 404 if the route is not served, 405 if not with this method.
     """
     route = ROUTES.get(path) if model_of(path) is None else _READ
     if route is None:

@@ -91,10 +91,7 @@ class EdgeSettings(FrozenModel):
 def edge_settings(environ: Mapping[str, str] = os.environ) -> EdgeSettings:
     """Return what the launcher handed over; the defaults if it handed over nothing.
 
-    Raises
-    ------
-    SettingsError
-        If the variable cannot be read.
+    Raises `SettingsError` if the variable cannot be read.
     """
     text = environ.get(EDGE_VARIABLE)
     if text is None:

@@ -183,10 +183,7 @@ def check_fields(
 ) -> None:
     """Check every field; drop what is null, which is to say left open.
 
-    Raises
-    ------
-    RequestRefusedError
-        400 if a field is unknown or its value wrong.
+    Raises `RequestRefusedError`: 400 if a field is unknown or its value wrong.
     """
     for name in [name for name, value in found.items() if value is None]:
         del found[name]

@@ -44,10 +44,7 @@ class Fence:
     def close(self, timeout_s: float) -> None:
         """Return once the other end is closed; kills the process if it is not. Idempotent.
 
-        Raises
-        ------
-        CacheRankLostError
-            If it is still open after `timeout_s`.
+        Raises `CacheRankLostError` if it is still open after `timeout_s`.
         """
         if self._connection.fileno() < 0:
             return

@@ -20,12 +20,8 @@ def make_kept_tensors(
     """Make what survives an epoch, where `homes` says.
 
     What the launcher holds of an earlier inference rank is taken instead; what was stored in it is
-    forgotten. The launcher holds it from then on.
-
-    Raises
-    ------
-    SettingsError
-        If the memory is not to be had; nothing is left then.
+    forgotten. The launcher holds it from then on. Raises `SettingsError` if the memory is not to be
+    had; nothing is left then.
     """
     holder, token = run_dir.holder_socket, run_dir.token
     wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu)[0]

@@ -86,12 +86,7 @@ def rank_model_spec(config: Any, kv_dtype: torch.dtype, table: torch.Tensor) -> 
     """Return the shape of SGLang's model, with the heads of this tensor-parallel rank.
 
     `kv_dtype` is that of K and V where they are kept; `table`, the request table, is as wide as the
-    longest request.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the model cannot be served.
+    longest request. Raises `UnsupportedModelError` if the model cannot be served.
     """
     model = read_model_spec(
         Path(config.model_path),

@@ -49,12 +49,9 @@ class QueryLayer:
     ) -> QueryLayer:
         """Take what is needed of a decoder layer.
 
-        `name` is for errors, `index` the layer's in the checkpoint.
-
-        Raises
-        ------
-        ContractError, UnsupportedModelError
-            If the layer is not built as `entry` says, or its projection cannot be read.
+        `name` is for errors, `index` the layer's in the checkpoint. Raises `ContractError` or
+        `UnsupportedModelError` if the layer is not built as `entry` says, or its projection cannot
+        be read.
         """
         attention: Any = getattr(layer, "self_attn", None)
         weight, bias = read_projection(name, index, attention, place)

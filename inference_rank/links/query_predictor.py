@@ -67,10 +67,8 @@ class LiveQueryPredictor:
     def load(self) -> None:
         """Take what is needed of each layer; only for policies that predict queries.
 
-        Raises
-        ------
-        ContractError, UnsupportedModelError
-            If the layers are built otherwise, or a quantised projection cannot be read.
+        Raises `ContractError` or `UnsupportedModelError` if the layers are built otherwise, or a
+        quantised projection cannot be read.
         """
         name, entry = type(self._model).__name__, architecture_of(self._model)
         self._layers = [

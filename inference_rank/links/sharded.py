@@ -105,10 +105,7 @@ class ShardedConnection:
     def adopt(self, opened: OpenedEpochs) -> None:
         """See `SharedConnection.adopt`.
 
-        Raises
-        ------
-        ContractError
-            If the policy tells two cache ranks different things of itself.
+        Raises `ContractError` if the policy tells two cache ranks different things of itself.
         """
         told = [
             (x.timing, x.traits, x.all_exact, x.keeps_queries, x.index_interval)

@@ -172,10 +172,8 @@ class SharedLink:
     def enter_attention(self, layer: int) -> None:
         """See `Link.enter_attention`.
 
-        Raises
-        ------
-        ContractError
-            If the layer's residual stream should have been sent, and its norm was not called.
+        Raises `ContractError` if the layer's residual stream should have been sent, and its norm
+        was not called.
         """
         if self._unsent is not None:
             raise ContractError(

@@ -84,10 +84,8 @@ class LocalRuntime(runtime_module.Runtime):
 def create_backend(runner: Any) -> ResidentBackend:
     """Create the backend, and this process's cache rank if it has one.
 
-    Raises
-    ------
-    SettingsError, UnsupportedModelError, PolicyError, ContractError
-        The server must not start.
+    Raises `SettingsError`, `UnsupportedModelError`, `PolicyError` or `ContractError`: the server
+    must not start.
     """
     settings = runtime_module.settings_from_environment()
     check_sizes(runner, settings)
@@ -209,10 +207,7 @@ def attention_probe(
 def refresh_for(runner: Any, selection: SelectionSettings) -> RefreshSchedule:
     """Return which steps of a sparse request are slow.
 
-    Raises
-    ------
-    SettingsError
-        If that is told by tokens, and the model's vocabulary has none of those.
+    Raises `SettingsError` if that is told by tokens, and the model's vocabulary has none of those.
     """
 
     def load() -> Vocabulary:
@@ -233,10 +228,7 @@ def make_home(
 ) -> ResidentHome:
     """Place the resident sets.
 
-    Raises
-    ------
-    ContractError
-        If the plugin did not build SGLang's pool.
+    Raises `ContractError` if the plugin did not build SGLang's pool.
     """
     selection, pool = settings.selection, runner.token_to_kv_pool
     rows1 = int(runner.req_to_token_pool.req_to_token.shape[0])
@@ -276,10 +268,7 @@ def _behind_tokens(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return each layer's resident sets of `shape` ``[rows, R, H, D]``; R is 0 in `windowed` ones.
 
-    Raises
-    ------
-    ContractError
-        If there is no room for them behind the `num_slots` of tokens.
+    Raises `ContractError` if there is no room for them behind the `num_slots` of tokens.
     """
     sets = []
     stored = (as_stored(pool, pool.k_buffer), as_stored(pool, pool.v_buffer))
@@ -329,10 +318,8 @@ def full_backend(runner: Any) -> Any:
 def local_model_spec(runner: Any) -> ModelSpec:
     """Shape of the model with the heads of this tensor-parallel rank.
 
-    Raises
-    ------
-    UnsupportedModelError, ContractError
-        If the model cannot be served, or SGLang has built another one.
+    Raises `UnsupportedModelError` or `ContractError` if the model cannot be served, or SGLang has
+    built another one.
     """
     table = runner.req_to_token_pool.req_to_token
     model = rank_model_spec(runner.model_config, runner.kv_cache_dtype, table)
@@ -343,10 +330,7 @@ def local_model_spec(runner: Any) -> ModelSpec:
 def check_kv_dtype(runner: Any, settings: RankSettings) -> None:
     """Refuse K and V of another dtype than the settings say, or with scales.
 
-    Raises
-    ------
-    SettingsError
-        With what to do.
+    Raises `SettingsError`, with what to do.
     """
     wanted = settings.cache.stored_dtype or str(runner.model_config.dtype).removeprefix("torch.")
     found = str(runner.kv_cache_dtype).removeprefix("torch.")
@@ -374,10 +358,7 @@ def check_kv_dtype(runner: Any, settings: RankSettings) -> None:
 def check_sizes(runner: Any, settings: RankSettings) -> None:
     """Refuse a pool of another size than was asked for.
 
-    Raises
-    ------
-    SettingsError
-        With what to pass.
+    Raises `SettingsError`, with what to pass.
     """
     selection, page_size = settings.selection, int(runner.page_size)
     capacity = settings.cache.capacity_tokens

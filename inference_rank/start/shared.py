@@ -105,10 +105,8 @@ class SharedRuntime(runtime_module.Runtime):
 def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBackend:
     """Create the backend, and open the first epoch with the engine's process.
 
-    Raises
-    ------
-    SettingsError, UnsupportedModelError, CacheRankError, ContractError
-        The server must not start.
+    Raises `SettingsError`, `UnsupportedModelError`, `CacheRankError` or `ContractError`: the server
+    must not start.
     """
     device, model = torch.device(runner.device), local_model_spec(runner)
     pool, selection = runner.token_to_kv_pool, settings.selection

@@ -43,12 +43,8 @@ class Corpus:
 def read_corpus(paths: Sequence[Path]) -> Corpus:
     """Read files, or every text below folders, sorted by path; ``.json`` maps names to texts.
 
-    ``package:NAME`` is the source of an installed package: a text that every user has.
-
-    Raises
-    ------
-    SettingsError
-        If a path cannot be read or there is no text in it.
+    ``package:NAME`` is the source of an installed package: a text that every user has. Raises
+    `SettingsError` if a path cannot be read or there is no text in it.
     """
     texts: dict[str, str] = {}
     for path in paths:
@@ -75,12 +71,8 @@ def read_corpus(paths: Sequence[Path]) -> Corpus:
 def built_in_corpus() -> Corpus:
     """Return the texts that come with Python and with packages that SGLang installs.
 
-    They depend on the versions of both: the report states their hashes.
-
-    Raises
-    ------
-    SettingsError
-        If there is none.
+    They depend on the versions of both: the report states their hashes. Raises `SettingsError` if
+    there is none.
     """
     sources: dict[str, Callable[[], str]] = {
         "language reference": lambda: language_reference(_SHORTEST_TOPIC),
@@ -139,10 +131,7 @@ def _origin(module: str) -> Path:
 def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file.
 
-    Raises
-    ------
-    SettingsError
-        If it cannot be read.
+    Raises `SettingsError` if it cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -155,12 +144,8 @@ def read_text(path: Path) -> str:
 def package_source(package: str) -> str:
     """Return the Python files of an installed package, by path, up to `_LONGEST_PACKAGE`.
 
-    Tests are left out, and files of less than 800 characters.
-
-    Raises
-    ------
-    SettingsError
-        If there is no such package, or it has no such file.
+    Tests are left out, and files of less than 800 characters. Raises `SettingsError` if there is no
+    such package, or it has no such file.
     """
     try:
         folder = _origin(package).parent

@@ -48,12 +48,8 @@ def read_grid(
     """Return settings of the group ``selection`` by name (`setting_name`), each once.
 
     `device`, the model's, decides what is open. Settings of `base` hold where an entry does not
-    name them.
-
-    Raises
-    ------
-    SettingsError
-        If the file cannot be read, or settings are unknown or contradict each other.
+    name them. Raises `SettingsError` if the file cannot be read, or settings are unknown or
+    contradict each other.
     """
     try:
         found = GridFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))

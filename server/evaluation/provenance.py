@@ -88,12 +88,7 @@ def visible_gpu() -> Gpu | None:
 def query_gpu() -> Gpu | None:
     """Return the GPUs that a child process sees, None on a machine without.
 
-    For a process that must not hold GPU memory itself.
-
-    Raises
-    ------
-    BenchError
-        If the child fails.
+    For a process that must not hold GPU memory itself. Raises `BenchError` if the child fails.
     """
     code = (
         f"import msgspec; from {__name__} import visible_gpu; "

@@ -28,10 +28,7 @@ class Spread:
     def of(cls, samples: Sequence[float], *, scale: float = 1.0) -> Self:
         """Summarise `samples`, each times `scale`.
 
-        Raises
-        ------
-        BenchError
-            If there is no sample.
+        Raises `BenchError` if there is no sample.
         """
         if not samples:
             raise BenchError("no sample was measured; raise the number of repetitions")

@@ -46,10 +46,7 @@ class Prompt(NamedTuple):
 def load_tokenizer(model_dir: Path) -> Tokenizer:
     """Return the tokenizer of a model directory; nothing is downloaded.
 
-    Raises
-    ------
-    SettingsError
-        If the directory has none.
+    Raises `SettingsError` if the directory has none.
     """
     import transformers
 

@@ -41,10 +41,7 @@ def record_solo(
 ) -> list[Solo]:
     """Ask for each canary alone.
 
-    Raises
-    ------
-    SoakError
-        If one is not answered.
+    Raises `SoakError` if one is not answered.
     """
     found = []
     for index in range(number):

@@ -31,10 +31,7 @@ _TICK_S = 0.25
 def parse_actions(text: str) -> tuple[Action, ...]:
     """Return what ``--faults`` names: a list with commas, or ``none``.
 
-    Raises
-    ------
-    SettingsError
-        Listing what there is.
+    Raises `SettingsError`, listing what there is.
     """
     names = [name.strip() for name in text.split(",") if name.strip() not in ("", "none")]
     unknown = [name for name in names if name not in ACTIONS]

@@ -81,10 +81,7 @@ class ServerProcesses:
     def listening_at(cls, url: str) -> ServerProcesses | None:
         """Return those of the server that listens at `url`; None if it is not on this host.
 
-        Raises
-        ------
-        SettingsError
-            If nobody whom we may look at listens there.
+        Raises `SettingsError` if nobody whom we may look at listens there.
         """
         parts = urllib.parse.urlsplit(url)
         if not is_loopback(parts.hostname or ""):

@@ -88,10 +88,7 @@ class Findings:
 def soak(target: Target, settings: SoakSettings, tell: Callable[[str], None]) -> Findings:
     """Load `target`, do faults, and return what was seen.
 
-    Raises
-    ------
-    SoakError
-        If the server does not answer before anything was done to it.
+    Raises `SoakError` if the server does not answer before anything was done to it.
     """
     load = Load(settings.seed, canaries=_CANARIES, longest_tokens=settings.longest_tokens)
     tell("recording what each canary is answered alone")

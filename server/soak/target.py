@@ -75,10 +75,7 @@ def running_target(url: str, *, api_key_file: Path | None, admin_key_file: Path 
 def started_target(model: str, arguments: Sequence[str], *, faults: str) -> Iterator[Target]:
     """Run ``tandemkv serve MODEL`` with more arguments, and fault points, while this lasts.
 
-    Raises
-    ------
-    SoakError
-        If it does not become ready.
+    Raises `SoakError` if it does not become ready.
     """
     work = Path(tempfile.mkdtemp(prefix="tkv-soak-"))
     try:

@@ -30,11 +30,8 @@ class LinkAddress:
     def parse(cls, text: str) -> Self:
         """Read ``tcp://HOST:PORT`` of our own end.
 
-        Raises
-        ------
-        SettingsError
-            If it is anything else, or HOST is not one address: names may change their meaning, and
-            a wildcard would listen on every interface.
+        Raises `SettingsError` if it is anything else, or HOST is not one address: names may change
+        their meaning, and a wildcard would listen on every interface.
         """
         host, port = _parts(text)
         return cls(checked_interface(host), port)
@@ -43,12 +40,8 @@ class LinkAddress:
     def parse_peer(cls, text: str) -> Self:
         """Read ``tcp://HOST:PORT`` of the other end, where HOST may be a name as well.
 
-        Who answers there has to have the key that we know, whatever the name leads to.
-
-        Raises
-        ------
-        SettingsError
-            If it is neither.
+        Who answers there has to have the key that we know, whatever the name leads to. Raises
+        `SettingsError` if it is neither.
         """
         host, port = _parts(text)
         return cls(host if _NAME.fullmatch(host) else checked_interface(host), port)
@@ -56,10 +49,7 @@ class LinkAddress:
     def resolved(self) -> Self:
         """Return the address that the name leads to now.
 
-        Raises
-        ------
-        CacheRankLostError
-            If it leads to none.
+        Raises `CacheRankLostError` if it leads to none.
         """
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)

@@ -38,10 +38,7 @@ def listeners_of() -> Iterator[set[int]]:
 def drop_strangers(descriptors: Iterable[int]) -> None:
     """Let nobody connect any more to the listening sockets of `descriptors`.
 
-    Raises
-    ------
-    OSError
-        If the kernel takes no filter: some take those of privileged processes only.
+    Raises `OSError` if the kernel takes no filter: some take those of privileged processes only.
     """
     code = ctypes.create_string_buffer(_RETURN_NOTHING)
     program = struct.pack("HP", 1, ctypes.addressof(code))

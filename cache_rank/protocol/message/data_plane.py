@@ -177,10 +177,7 @@ class DataPlane:
     def send(self, body: torch.Tensor) -> None:
         """Send ``body [n]`` uint8, 1 to `MAX_BODY_BYTES` bytes; returns once the other end has it.
 
-        Raises
-        ------
-        CacheRankLostError
-            If the other end is gone, or does not read.
+        Raises `CacheRankLostError` if the other end is gone, or does not read.
         """
         if body.dtype != torch.uint8 or not 0 < body.numel() <= MAX_BODY_BYTES:
             raise ValueError(

@@ -62,12 +62,8 @@ class Door(Router[Letter]):
     """The cache rank's end. Used by one thread.
 
     It listens at `address` and nowhere else. `allowed` has the public keys of who may connect, with
-    names for them, and `hosts` the IP addresses that they may come from; none: from any.
-
-    Raises
-    ------
-    CacheRankError
-        If the address cannot be bound.
+    names for them, and `hosts` the IP addresses that they may come from; none: from any. Raises
+    `CacheRankError` if the address cannot be bound.
     """
 
     def __init__(
@@ -152,10 +148,7 @@ class Caller:
     def send(self, letter: Letter) -> None:
         """Queue `letter`; waits 50 ms at most.
 
-        Raises
-        ------
-        CacheRankLostError
-            If the cache rank has not read for long.
+        Raises `CacheRankLostError` if the cache rank has not read for long.
         """
         try:
             self._socket.send(CODEC.encode(letter))
@@ -242,12 +235,8 @@ class Caller:
 def await_entry(address: LinkAddress, keys: KeyPair, server: bytes, stop: threading.Event) -> None:
     """Return once the cache rank lets us in, or `stop` is set; the log says what it waits for.
 
-    Parameters are those of `Caller`; a name in `address` is looked up for each try.
-
-    Raises
-    ------
-    HandshakeRefusedError
-        If we are not let in.
+    Parameters are those of `Caller`; a name in `address` is looked up for each try. Raises
+    `HandshakeRefusedError` if we are not let in.
     """
     told = ""
     while not stop.is_set():

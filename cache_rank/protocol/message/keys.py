@@ -57,10 +57,7 @@ def make_keys(folder: Path) -> tuple[Path, ...]:
 def own_keys(folder: Path, end: str) -> KeyPair:
     """Return the keys of `end`, which runs on this host.
 
-    Raises
-    ------
-    SettingsError
-        If there are none, or others can read the secret one.
+    Raises `SettingsError` if there are none, or others can read the secret one.
     """
     path = folder / f"{end}{_SECRET}"
     public, secret = _load(path)
@@ -74,10 +71,7 @@ def own_keys(folder: Path, end: str) -> KeyPair:
 def public_key(folder: Path, end: str) -> bytes:
     """Return the public key of `end`, which may run on another host.
 
-    Raises
-    ------
-    SettingsError
-        If there is none.
+    Raises `SettingsError` if there is none.
     """
     return _load(folder / f"{end}{_PUBLIC}")[0]
 
@@ -85,10 +79,7 @@ def public_key(folder: Path, end: str) -> bytes:
 def allowed_keys(folder: Path) -> dict[bytes, str]:
     """Return who may connect to the cache rank, by public key: names of files without their end.
 
-    Raises
-    ------
-    SettingsError
-        If there is nobody.
+    Raises `SettingsError` if there is nobody.
     """
     found = {_load(path)[0]: path.stem for path in sorted(folder.glob(f"*{_PUBLIC}"))}
     found = {key: name for key, name in found.items() if name != CACHE_RANK}

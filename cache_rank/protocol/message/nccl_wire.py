@@ -139,10 +139,7 @@ class NcclWire:
     def send(self, body: torch.Tensor) -> None:
         """Queue ``body [n]`` uint8 to be sent, as work of the current stream.
 
-        Raises
-        ------
-        CacheRankLostError
-            If `abort` was called, or NCCL fails.
+        Raises `CacheRankLostError` if `abort` was called, or NCCL fails.
         """
         self._do(lambda group: group.send([body], self._peer, 0))
 
@@ -213,12 +210,8 @@ def prepare_nccl(interface: str) -> None:
     """Let NCCL meet on `interface` alone, an IP address of this machine, and leave waits to us.
 
     For all of this process, before its first communicator. An interface that the user has set
-    stays; what torch would do about slow operations is turned off in any case.
-
-    Raises
-    ------
-    SettingsError
-        If the machine has no such interface.
+    stays; what torch would do about slow operations is turned off in any case. Raises
+    `SettingsError` if the machine has no such interface.
     """
     name = interface_name(interface)
     os.environ.update(_LEFT_TO_US)
@@ -232,10 +225,7 @@ def prepare_nccl(interface: str) -> None:
 def interface_name(address: str) -> str:
     """Return the name of the interface that has `address`, or whose network it is in.
 
-    Raises
-    ------
-    SettingsError
-        If there is none.
+    Raises `SettingsError` if there is none.
     """
     wanted, near = ipaddress.ip_address(address), ""
     for name, found in psutil.net_if_addrs().items():

@@ -23,12 +23,8 @@ _START_TIMEOUT_S = 120.0
 def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) -> Iterator[None]:
     """Run the cache rank of `settings` during the body; nothing if it is in the same process.
 
-    Its output goes to ``cache_rank.log`` in `folder`, and that of a pump to ``pump.log``.
-
-    Raises
-    ------
-    SettingsError
-        If it ends, or does not answer in time.
+    Its output goes to ``cache_rank.log`` in `folder`, and that of a pump to ``pump.log``. Raises
+    `SettingsError` if it ends, or does not answer in time.
     """
     is_far = settings.rank_settings.placement.has_far_host
     if is_far:

@@ -169,10 +169,7 @@ def plot(
 def parse_points(text: str) -> tuple[Point, ...]:
     """Read e.g. ``1x8k,8x65536``.
 
-    Raises
-    ------
-    SettingsError
-        If a point is not of that form, or given twice.
+    Raises `SettingsError` if a point is not of that form, or given twice.
     """
     points = []
     for item in text.split(","):

@@ -84,10 +84,7 @@ class Configuration(BaseModel):
     def serve_settings(self, *, model_dir: Path, capacity_tokens: int, batch: int) -> ServeSettings:
         """Return the settings that ours runs with.
 
-        Raises
-        ------
-        SettingsError
-            If this version does not know one of them, or refuses it.
+        Raises `SettingsError` if this version does not know one of them, or refuses it.
         """
         given: dict[str, Any] = {
             "cache.capacity_tokens": capacity_tokens,
@@ -192,10 +189,7 @@ BUILT_IN: Mapping[str, Configuration] = {
 def load_configurations(path: Path | None) -> dict[str, Configuration]:
     """Return the built-in table with what a YAML file adds or replaces.
 
-    Raises
-    ------
-    SettingsError
-        If the file cannot be read or an entry is wrong.
+    Raises `SettingsError` if the file cannot be read or an entry is wrong.
     """
     table = dict(BUILT_IN)
     if path is None:
@@ -221,11 +215,7 @@ def from_grid(path: Path) -> dict[str, Configuration]:
     """Return a configuration on one GPU for each setting of a grid, by ``grid-`` and its name.
 
     Queries jump, so that every step fetches all it may: dummy weights would hide what a cap costs.
-
-    Raises
-    ------
-    SettingsError
-        If the file or one of its settings is wrong.
+    Raises `SettingsError` if the file or one of its settings is wrong.
     """
     found = {}
     for name, values in read_grid(path, "cuda").items():
@@ -251,10 +241,7 @@ def from_grid(path: Path) -> dict[str, Configuration]:
 def pick(table: Mapping[str, Configuration], names: list[str]) -> dict[str, Configuration]:
     """Return the named configurations in this order.
 
-    Raises
-    ------
-    SettingsError
-        If a name is unknown or given twice.
+    Raises `SettingsError` if a name is unknown or given twice.
     """
     unknown = [name for name in names if name not in table]
     if unknown:

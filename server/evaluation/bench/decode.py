@@ -63,12 +63,9 @@ def run_decode(
 
     The ratios of `headline`, by default the first that is no reference, get the short names. `keep`
     is given the result so far after each configuration, so that an interrupted run has a report.
-
-    Raises
-    ------
-    SettingsError
-        Before anything is run: if a configuration has settings that this version refuses, or
-        `headline` is not one of ours, or SGLang is one whose insides the driver does not know.
+    Raises `SettingsError`, before anything is run: if a configuration has settings that this
+    version refuses, or `headline` is not one of ours, or SGLang is one whose insides the driver
+    does not know.
     """
     check_sglang(version_of("sglang"))
     check_headline(run.configurations, headline)
@@ -109,10 +106,7 @@ def _result(
 def check_sglang(version: str | None) -> None:
     """Refuse versions of SGLang that the driver was not written for: it uses private parts.
 
-    Raises
-    ------
-    SettingsError
-        With the version to install.
+    Raises `SettingsError`, with the version to install.
     """
     if version not in RUN_ON_GPU:
         raise SettingsError(
@@ -124,10 +118,7 @@ def check_sglang(version: str | None) -> None:
 def check_headline(configurations: Mapping[str, Configuration], headline: str | None) -> None:
     """Refuse a headline that is a reference or is not run.
 
-    Raises
-    ------
-    SettingsError
-        Naming those that can be one.
+    Raises `SettingsError`, naming those that can be one.
     """
     own = [name for name, item in configurations.items() if not item.is_reference]
     if headline is not None and headline not in own:

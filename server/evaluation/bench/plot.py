@@ -37,13 +37,8 @@ class Series(NamedTuple):
 def tpot_series(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Series]:
     """Return the lines that the rows of `reports` give, stock SGLang's first.
 
-    With `names` those of these configurations alone.
-
-    Raises
-    ------
-    SettingsError
-        If there is none, a name has none, or two reports give one point: ratios across runs are not
-        to be read.
+    With `names` those of these configurations alone. Raises `SettingsError` if there is none, a
+    name has none, or two reports give one point: ratios across runs are not to be read.
     """
     found: dict[tuple[str, int], dict[int, Row]] = {}
     is_queued = has_queued(reports)
@@ -79,10 +74,7 @@ def has_queued(reports: Sequence[Report]) -> bool:
 def draw(reports: Sequence[Report], stem: Path, names: Sequence[str] = ()) -> tuple[Path, Path]:
     """Draw the lines of `tpot_series` as `stem`.svg and .png, one panel per batch size.
 
-    Raises
-    ------
-    SettingsError
-        As `tpot_series`, or if matplotlib is not installed.
+    Raises `SettingsError` as `tpot_series` does, or if matplotlib is not installed.
     """
     try:
         import matplotlib as mpl

@@ -78,10 +78,7 @@ def make_report(
 ) -> Report:
     """Return a report of `rows` with the environment of this process.
 
-    Raises
-    ------
-    BenchError
-        If two rows have one name.
+    Raises `BenchError` if two rows have one name.
     """
     names = [row.figure for row in rows]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -109,10 +106,7 @@ def write_report(report: Report, path: Path) -> None:
 def read_report(path: Path) -> Report:
     """Read a report.
 
-    Raises
-    ------
-    SettingsError
-        If the file is not one.
+    Raises `SettingsError` if the file is not one.
     """
     try:
         report = msgspec.json.decode(path.read_bytes(), type=Report)

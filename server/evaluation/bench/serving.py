@@ -78,12 +78,8 @@ def bench_serving_argv(load: ServeLoad, tokenizer_dir: Path, result: Path) -> tu
 def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
     """Return the rows of the last line of a result file.
 
-    TPOT of a request is (latency - TTFT) / (output tokens - 1), so that stalls count.
-
-    Raises
-    ------
-    BenchError
-        If no request was completed, or the file is not that of 0.5.17.
+    TPOT of a request is (latency - TTFT) / (output tokens - 1), so that stalls count. Raises
+    `BenchError` if no request was completed, or the file is not that of 0.5.17.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:

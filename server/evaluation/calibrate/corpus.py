@@ -25,12 +25,8 @@ def cut_texts(
 ) -> Texts:
     """Cut texts of `num_tokens` tokens from `files`, or from Python's reference without any.
 
-    Texts are taken evenly over the whole corpus, the same ones each time.
-
-    Raises
-    ------
-    SettingsError
-        If a file cannot be read as UTF-8, or there is no text of that length.
+    Texts are taken evenly over the whole corpus, the same ones each time. Raises `SettingsError` if
+    a file cannot be read as UTF-8, or there is no text of that length.
     """
     corpus = {path.name: read_text(path) for path in files}
     if not files:

@@ -18,12 +18,7 @@ def make_page(
     """Return the HTML page. It loads nothing and runs from a file.
 
     `tokens` has the text of every token, the `prompt_tokens` of the prompt first; `facts` are shown
-    under the title.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer tokens than the recording speaks of.
+    under the title. Raises `ValueError` if there are fewer tokens than the recording speaks of.
     """
     if len(tokens) < recording.lengths[-1]:
         raise ValueError(f"{len(tokens)} tokens, but steps of {recording.lengths[-1]}")

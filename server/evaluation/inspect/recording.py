@@ -42,10 +42,7 @@ class Recording:
 def read_recording(attention_file: Path, selection_file: Path) -> Recording:
     """Read what `AttentionProbe` and `SelectionProbe` wrote.
 
-    Raises
-    ------
-    RecordingError
-        If there is nothing in them, or more than one request.
+    Raises `RecordingError` if there is nothing in them, or more than one request.
     """
     attention = list(_lines(attention_file))
     if not attention:

@@ -47,13 +47,8 @@ class Comparison(NamedTuple):
 def compare(one_path: Path, other_path: Path) -> list[Comparison]:
     """Compare the rows of one name in two reports, or the only row of each.
 
-    Either path is a report, or a folder that holds one.
-
-    Raises
-    ------
-    SettingsError
-        If the reports are of different models or samples, or have no row to compare; saying what
-        to do.
+    Either path is a report, or a folder that holds one. Raises `SettingsError` if the reports are
+    of different models or samples, or have no row to compare; saying what to do.
     """
     one, other = read_quality_report(one_path), read_quality_report(other_path)
     _check_model(one, other)
@@ -85,10 +80,7 @@ def _check_model(one: ReportFile, other: ReportFile) -> None:
 def _common_tasks(one: ReportFile, other: ReportFile) -> list[str]:
     """Return the tasks on equal samples.
 
-    Raises
-    ------
-    SettingsError
-        If there is none, with the reason.
+    Raises `SettingsError` if there is none, with the reason.
     """
     ours, theirs = one.described["tasks"], other.described["tasks"]
     common = [name for name in ours if name in theirs]

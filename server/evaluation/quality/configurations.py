@@ -86,10 +86,7 @@ class Budget(NamedTuple):
 def parse_budgets(texts: Sequence[str], contexts: Sequence[int]) -> list[Budget]:
     """Read ``12.5%`` (of the context) and ``1092`` (tokens).
 
-    Raises
-    ------
-    SettingsError
-        If a text is neither, is not below the context, or is a share of several.
+    Raises `SettingsError` if a text is neither, is not below the context, or is a share of several.
     """
     context_tokens = min(contexts)
     found = []
@@ -130,11 +127,7 @@ def plan(
     `policies` are names in the registry, or ``module:Class``; settings of the group ``selection``
     and options of the policy, for this one alone, follow after a plus sign each:
     ``look_ahead+fetch_cap=64+distance=2``. `base` are settings of that group that the user gave.
-
-    Raises
-    ------
-    SettingsError
-        If a policy is unknown, cannot run here, or a budget is too small for it.
+    Raises `SettingsError` if a policy is unknown, cannot run here, or a budget is too small for it.
     """
     found = [_attends_to_all("sglang", DENSE, num_layers)] if with_dense else []
     for text in policies:

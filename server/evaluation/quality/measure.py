@@ -39,12 +39,8 @@ def measure(
 
     Nobody else may be using `server`. `continuations` are dense's by sample name, for the mode
     ``continue`` of other servers. `on_answer` is called after each answer, from any thread. By
-    default all samples are `asked`.
-
-    Raises
-    ------
-    MeasurementError
-        If a request fails or the server did not do what was asked.
+    default all samples are `asked`. Raises `MeasurementError` if a request fails or the server did
+    not do what was asked.
     """
     server.forget()
     before, started = server.counters(), time.monotonic()

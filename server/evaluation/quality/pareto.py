@@ -64,12 +64,8 @@ def pareto(quality: Path, decode: Path, tasks: Sequence[str] | None = None) -> l
     A loss is per cent of perplexity against dense, or points of a score below it. Dense is the end
     without loss. `quality` is a ``report.json`` of ``tandemkv quality``, `decode` a report of
     ``tandemkv bench decode``. `tasks` are names in the former, with ``@8k`` where it has several
-    contexts; default all.
-
-    Raises
-    ------
-    SettingsError
-        If no setting is in both, with those of either; or a task is not in the report.
+    contexts; default all. Raises `SettingsError` if no setting is in both, with those of either; or
+    a task is not in the report.
     """
     report, times = read_quality_report(quality), step_times(read_report(decode))
     if not times:

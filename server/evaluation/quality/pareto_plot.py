@@ -34,12 +34,8 @@ class _Look(NamedTuple):
 def draw_pareto(found: Sequence[Pareto], stem: Path) -> list[Path]:
     """Draw as `stem`.svg and .png: rows are tasks, columns batches of contexts.
 
-    `found` is not empty; `stem` is a path without suffix.
-
-    Raises
-    ------
-    SettingsError
-        If matplotlib is not installed.
+    `found` is not empty; `stem` is a path without suffix. Raises `SettingsError` if matplotlib is
+    not installed.
     """
     try:
         import matplotlib as mpl

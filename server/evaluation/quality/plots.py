@@ -24,10 +24,7 @@ _NUM_COLOURS, _MARKERS = 10, "os^Dv*"  # another marker where the colours begin 
 def draw(described: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, str]:
     """Return an SVG document a task that has points to draw, by task name.
 
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
+    Raises `ImportError` if matplotlib is not installed.
     """
     import matplotlib
     from matplotlib.figure import Figure

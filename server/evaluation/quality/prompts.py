@@ -39,10 +39,7 @@ class Prompts:
     ) -> Self:
         """Make them from `corpus`.
 
-        Raises
-        ------
-        SettingsError
-            If the corpus or the length does not allow it.
+        Raises `SettingsError` if the corpus or the length does not allow it.
         """
         inputs = TaskInputs(
             prompts=PromptBuilder(tokenizer, request.prompt_style),
@@ -69,12 +66,8 @@ class Prompts:
         """Read them from a folder with ``campaign.json`` and ``samples/``.
 
         `folder` is the ``--out`` of an earlier campaign, whose prompts must be tokens of the
-        `model` that is measured.
-
-        Raises
-        ------
-        SettingsError
-            If a file is missing, was changed, or is of another model.
+        `model` that is measured. Raises `SettingsError` if a file is missing, was changed, or is of
+        another model.
         """
         path = folder / "campaign.json"
         try:

@@ -43,12 +43,7 @@ def write_report(out: Path, console: Console) -> list[Path]:
     """Write ``report.json``, ``report.md``, ``report.html`` and ``plots/``; return their paths.
 
     Every result below ``runs/`` that is of the samples described in ``campaign.json`` goes in,
-    whichever system wrote it.
-
-    Raises
-    ------
-    SettingsError
-        If there is no campaign or no result in `out`.
+    whichever system wrote it. Raises `SettingsError` if there is no campaign or no result in `out`.
     """
     path = out / CAMPAIGN_FILE
     if not path.is_file():

@@ -32,10 +32,7 @@ class ReportFile(NamedTuple):
 def read_quality_report(path: Path) -> ReportFile:
     """Read a report, or that of a folder.
 
-    Raises
-    ------
-    SettingsError
-        If the file is not one.
+    Raises `SettingsError` if the file is not one.
     """
     file = path / REPORT_FILE if path.is_dir() else path
     try:

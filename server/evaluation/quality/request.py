@@ -144,10 +144,7 @@ class Request:
     def contexts(self) -> tuple[int, ...]:
         """`context_tokens` as numbers.
 
-        Raises
-        ------
-        SettingsError
-            If one is no number of tokens, or less than 256.
+        Raises `SettingsError` if one is no number of tokens, or less than 256.
         """
         found = []
         for text in names_in(self.context_tokens):
@@ -173,10 +170,7 @@ class Request:
     def part_of(self) -> tuple[int, int]:
         """Which part of the samples is asked, of how many; 1 of 1 is all.
 
-        Raises
-        ------
-        SettingsError
-            If `part` is not of the form I/N.
+        Raises `SettingsError` if `part` is not of the form I/N.
         """
         match = re.fullmatch(r"(\d+)/(\d+)", (self.part or "1/1").strip())
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -187,10 +181,7 @@ class Request:
     def dense_argv(self) -> tuple[str, ...]:
         """`dense_args` as words.
 
-        Raises
-        ------
-        SettingsError
-            If a quotation does not end.
+        Raises `SettingsError` if a quotation does not end.
         """
         try:
             return tuple(shlex.split(self.dense_args))

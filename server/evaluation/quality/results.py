@@ -105,10 +105,7 @@ def write_result(folder: Path, result: TaskResult) -> None:
 def read_result(folder: Path, task: str) -> TaskResult | None:
     """Return the result of a task, None if there is none.
 
-    Raises
-    ------
-    SettingsError
-        If the file is not of this form.
+    Raises `SettingsError` if the file is not of this form.
     """
     path = folder / f"{task}.json"
     if not path.is_file():
@@ -124,10 +121,7 @@ def read_result(folder: Path, task: str) -> TaskResult | None:
 def read_runs(runs: Path) -> list[tuple[Configuration, dict[str, TaskResult]]]:
     """Return every configuration below `runs` with its results, dense first, then by name.
 
-    Raises
-    ------
-    SettingsError
-        If there is none, or a file is not of this form.
+    Raises `SettingsError` if there is none, or a file is not of this form.
     """
     found = []
     for path in sorted(runs.glob(f"*/{CONFIGURATION_FILE}")):

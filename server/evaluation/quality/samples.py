@@ -74,10 +74,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 def read_samples(path: Path) -> list[Sample]:
     """Read what `write_samples` wrote.
 
-    Raises
-    ------
-    SettingsError
-        If the file is not there or not of this form.
+    Raises `SettingsError` if the file is not there or not of this form.
     """
     try:
         lines = path.read_bytes().splitlines()

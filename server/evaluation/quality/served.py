@@ -39,12 +39,8 @@ def resolver(spec: ModelSpec, model_dir: Path, device: str) -> Resolve:
 def served_settings(given: Mapping[str, Sourced], config: Path | None) -> ServeSettings:
     """Return what ``tandemkv serve`` would load: flags, its environment variables, its file.
 
-    `given` are model, device, dtype, and what ``--set`` was given, by dotted name.
-
-    Raises
-    ------
-    SettingsError
-        If they are no settings.
+    `given` are model, device, dtype, and what ``--set`` was given, by dotted name. Raises
+    `SettingsError` if they are no settings.
     """
     evaluation = {"evaluation": Sourced(True, "tandemkv quality")}
     return load_settings({**given, **evaluation}, os.environ, config)
@@ -53,10 +49,7 @@ def served_settings(given: Mapping[str, Sourced], config: Path | None) -> ServeS
 def as_served(settings: ServeSettings, num_layers: int, resolve: Resolve) -> Configuration:
     """Return the configuration that leaves everything to `serve` that `settings` leave open.
 
-    Raises
-    ------
-    SettingsError
-        As `serve` would refuse.
+    Raises `SettingsError` as `serve` would refuse.
     """
     return _open_configuration(resolve(settings), AS_SERVED, {}, num_layers)
 
@@ -66,10 +59,7 @@ def grid_configurations(
 ) -> list[Configuration]:
     """Return a configuration for each setting of a grid, named by its settings.
 
-    Raises
-    ------
-    SettingsError
-        If the file or one of its settings is wrong.
+    Raises `SettingsError` if the file or one of its settings is wrong.
     """
     own = base.selection.model_dump(exclude_unset=True, exclude={"declared"})
     found: dict[str, Configuration] = {}
@@ -168,10 +158,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, t
 def check_prompts_fit(settings: ServeSettings, longest: int) -> None:
     """Refuse prompts that the server as served could not hold.
 
-    Raises
-    ------
-    SettingsError
-        Saying which setting to give.
+    Raises `SettingsError`, saying which setting to give.
     """
     capacity = settings.cache.capacity_tokens
     if longest > capacity:

@@ -61,10 +61,7 @@ class RunningServer:
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request to SGLang's native endpoint.
 
-        Raises
-        ------
-        MeasurementError
-            If the answer is not one of success.
+        Raises `MeasurementError` if the answer is not one of success.
         """
         request = urllib.request.Request(
             f"{self.url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -83,11 +80,8 @@ class RunningServer:
         """Empty the prefix cache, so that no task starts from another one's prompts.
 
         A prompt whose prefix is cached has fewer prompt queries to seed the resident set with.
-
-        Raises
-        ------
-        MeasurementError
-            If the server still refuses after a while; it does while a request is running.
+        Raises `MeasurementError` if the server still refuses after a while; it does while a request
+        is running.
         """
         deadline = time.monotonic() + _FLUSH_TIMEOUT_S
         failure: type[MeasurementError]
@@ -146,10 +140,7 @@ def tandem_server(
 ) -> Iterator[RunningServer]:
     """Run ``tandemkv serve`` with `settings`, and more variables, while the context lasts.
 
-    Raises
-    ------
-    MeasurementError
-        If it does not become ready; the end of its logs is in the message.
+    Raises `MeasurementError` if it does not become ready; the end of its logs is in the message.
     """
     with _folder() as work:
         port, config = choose_port(_HOST, 0), work / "quality.yaml"
@@ -182,10 +173,7 @@ def stock_server(
 ) -> Iterator[RunningServer]:
     """Run SGLang without the plugin, otherwise with the same arguments and `more_args`.
 
-    Raises
-    ------
-    MeasurementError
-        As `tandem_server`.
+    Raises `MeasurementError` as `tandem_server` does.
     """
     if device == "cuda":  # it has no cache rank to wait for: CUDA graphs and overlap stay on
         settings = settings.model_copy(update={"cache_ranks": 0})

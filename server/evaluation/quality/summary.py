@@ -90,12 +90,8 @@ class Summary(NamedTuple):
 def summarise(described: Mapping[str, Any], runs: Runs) -> Summary:
     """Return the figures of every configuration.
 
-    `described` is what `campaign.describe` returned, `runs` what `results.read_runs` did.
-
-    Raises
-    ------
-    SettingsError
-        If no result belongs to the tasks described.
+    `described` is what `campaign.describe` returned, `runs` what `results.read_runs` did. Raises
+    `SettingsError` if no result belongs to the tasks described.
     """
     tasks: Mapping[str, Mapping[str, Any]] = described["tasks"]
     left_out, kept = [], []

@@ -74,10 +74,7 @@ class Task(ABC):
     def samples(self, inputs: TaskInputs) -> list[Sample]:
         """Make the samples.
 
-        Raises
-        ------
-        SettingsError
-            If the corpus or the length does not allow it.
+        Raises `SettingsError` if the corpus or the length does not allow it.
         """
 
 
@@ -126,12 +123,7 @@ def fitting(
     `build` makes a prompt with n pieces of padding; longer with n, n = 0 being the shortest.
     `sizes` are lengths of the pieces in characters, or in any other unit, and begin anew when they
     run out: the nearer they are to being proportional to tokens, the fewer prompts are made. The
-    error names `what`.
-
-    Raises
-    ------
-    SettingsError
-        If the prompt without padding is too long already.
+    error names `what`. Raises `SettingsError` if the prompt without padding is too long already.
     """
     known = {0: build(0)}
     if len(known[0]) > limit:

@@ -138,12 +138,8 @@ class LongGeneration(Task):
 def windows(inputs: TaskInputs, length: int) -> list[tuple[str, list[int]]]:
     """Return up to `num_samples` windows of `length` tokens, each of another place.
 
-    The first window of every text comes first, then the second of each that is long enough.
-
-    Raises
-    ------
-    SettingsError
-        If no text is long enough.
+    The first window of every text comes first, then the second of each that is long enough. Raises
+    `SettingsError` if no text is long enough.
     """
     tokenizer, found, longest = inputs.prompts.tokenizer, [], 0
     for name, text in inputs.corpus.texts.items():

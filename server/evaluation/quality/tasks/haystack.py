@@ -59,10 +59,7 @@ def needle(key: str, value: str) -> str:
 def sentences(corpus: Corpus, generator: random.Random) -> list[str]:
     """Return the corpus from a random text and sentence on, white space collapsed.
 
-    Raises
-    ------
-    SettingsError
-        If there is no sentence in it.
+    Raises `SettingsError` if there is no sentence in it.
     """
     texts = list(corpus.texts.values())
     first = generator.randrange(len(texts))

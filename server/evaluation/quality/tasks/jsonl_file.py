@@ -62,15 +62,11 @@ class Record:
 class JsonlFile(Task):
     """The first lines of a file in the format of LongBench, RULER or AIME.
 
-    LongBench: ``input``, ``context``, ``answers``, ``dataset``. RULER: ``input``, ``outputs``,
-    and ``answer_prefix`` where the prefix is not part of the input. AIME: ``problem`` or
-    ``question``, and ``answer``. A prompt that is longer than the context loses its middle, as
-    in LongBench; the sample's notes say so.
-
-    Raises
-    ------
-    SettingsError
-        If the file is missing, empty, or in none of these formats.
+    LongBench: ``input``, ``context``, ``answers``, ``dataset``. RULER: ``input``, ``outputs``, and
+    ``answer_prefix`` where the prefix is not part of the input. AIME: ``problem`` or ``question``,
+    and ``answer``. A prompt that is longer than the context loses its middle, as in LongBench; the
+    sample's notes say so. Raises `SettingsError` if the file is missing, empty, or in none of these
+    formats.
     """
 
     def __init__(self, path: Path) -> None:

@@ -110,12 +110,8 @@ def find_tasks(names: Sequence[str], contexts: Sequence[int] = ()) -> list[Task]
 
     `names` are keys of `TASKS`, or ``file:PATH``; with ``+late`` appended the question comes late,
     with ``+turn`` in a later request; with ``@8k`` the prompts have that length. Of several
-    `contexts` every task without one of its own comes at each.
-
-    Raises
-    ------
-    SettingsError
-        If there is no such task, or a name comes twice.
+    `contexts` every task without one of its own comes at each. Raises `SettingsError` if there is
+    no such task, or a name comes twice.
     """
     found: list[Task] = []
     for name in names:
