@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from .descriptor_messages import (
-    SpecMessage,
     TensorsMessage,
+    TensorSpec,
     close_all,
     connected,
     listening,
@@ -43,7 +43,7 @@ class DescriptorHolder:
 
     def __init__(self, path: Path, token: bytes) -> None:
         self._path, self._token = path, token
-        self._held: dict[str, tuple[tuple[SpecMessage, ...], list[int]]] = {}
+        self._held: dict[str, tuple[tuple[TensorSpec, ...], list[int]]] = {}
         self._lock = take_lock(path)
         try:
             self._socket = listening(path, backlog=4)

@@ -7,14 +7,16 @@ Imports no torch: who holds memory for the ranks maps none of it (`descriptor_ho
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -23,15 +25,26 @@ from .errors import CacheRankLostError, ProtocolError
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 64
 _Dim = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Home = Literal["host", "inference", "engine"]
+ITEM_BYTES = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4,
+    "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Of the dtypes that mapped tensors have."""
 
 
-class SpecMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A `TensorSpec` as it travels."""
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Name, shape, dtype (a torch name) and home of a mapped tensor, also as they travel."""
 
     name: Annotated[str, msgspec.Meta(max_length=64)]
     shape: Annotated[tuple[_Dim, ...], msgspec.Meta(max_length=8)]
-    dtype: Annotated[str, msgspec.Meta(max_length=16)]
-    home: Annotated[str, msgspec.Meta(max_length=16)]
+    dtype: Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(ITEM_BYTES)})\Z")]
+    home: Home = "host"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor; at least one page, for an empty file cannot be mapped."""
+        return max(mmap.PAGESIZE, prod(self.shape) * ITEM_BYTES[self.dtype])
 
 
 class TensorsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -43,7 +56,7 @@ class TensorsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     token: Annotated[bytes, msgspec.Meta(max_length=64)]
     epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
     error: Annotated[str, msgspec.Meta(max_length=4096)]
-    specs: Annotated[tuple[SpecMessage, ...], msgspec.Meta(max_length=_MAX_DESCRIPTORS)]
+    specs: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=_MAX_DESCRIPTORS)]
     group: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 

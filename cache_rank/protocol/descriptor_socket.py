@@ -16,11 +16,10 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from .descriptor_messages import (
-    SpecMessage,
     TensorsMessage,
+    TensorSpec,
     close_all,
     connected,
     listening,
@@ -29,7 +28,7 @@ from .descriptor_messages import (
 )
 from .errors import CacheRankLostError, HandshakeRefusedError, ProtocolError
 from .fault_points import reach
-from .mapped_tensors import DTYPES, HOMES, Home, Homes, MappedTensors, TensorSpec
+from .mapped_tensors import Homes, MappedTensors
 
 _WITHDRAW_S = 1.0
 
@@ -147,12 +146,11 @@ def send_tensors(
     group: str = "",
 ) -> None:
     """Send tensors, or the reason why there are none."""
-    specs = [spec for each in tensors for spec in each.specs]
     message = TensorsMessage(
         token=token,
         epoch=epoch,
         error=error[:4096],
-        specs=tuple(SpecMessage(s.name, s.shape, s.dtype, s.home) for s in specs),
+        specs=tuple(spec for each in tensors for spec in each.specs),
         group=group,
     )
     send_descriptors(connection, message, [each for some in tensors for each in some.descriptors])
@@ -168,7 +166,7 @@ def wait_for_hang_up(connection: socket.socket, wake: socket.socket) -> bool:
 
 
 def attach_all(
-    specs: Sequence[SpecMessage], descriptors: Sequence[int], homes: Homes | None
+    specs: Sequence[TensorSpec], descriptors: Sequence[int], homes: Homes | None
 ) -> MappedTensors:
     """Map the tensors of a message; the descriptors are ours from then on, even on an error.
 
@@ -180,12 +178,7 @@ def attach_all(
         if len(specs) != len(left):
             raise ProtocolError(f"{len(left)} descriptors came for {len(specs)} tensors")
         for spec in specs:
-            if spec.dtype not in DTYPES:
-                raise ProtocolError(f"mapped tensor {spec.name!r}: dtype={spec.dtype} is unknown")
-            if spec.home not in HOMES:
-                raise ProtocolError(f"mapped tensor {spec.name!r}: home={spec.home} is unknown")
-            home = cast(Home, spec.home)
-            tensors.attach(TensorSpec(spec.name, spec.shape, spec.dtype, home), left.pop(0))
+            tensors.attach(spec, left.pop(0))
     except BaseException:
         close_all(left)
         tensors.close()

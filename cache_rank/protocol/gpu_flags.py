@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .mapped_tensors import MappedTensors, TensorSpec
+from .descriptor_messages import TensorSpec
+from .mapped_tensors import MappedTensors
 
 _LINE = 32
 """int32 words of a cache line of 128 bytes: two flags that are polled share none."""

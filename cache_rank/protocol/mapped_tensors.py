@@ -19,29 +19,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal, Self, get_args
+from typing import Self
 
 import torch
 
 from .available_memory import available_bytes
+from .descriptor_messages import Home, TensorSpec
 from .errors import ProtocolError, SettingsError
 from .gpu_memory import GpuMemory
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _GIB = 1 << 30
-DTYPES = (
-    "float32",
-    "bfloat16",
-    "float16",
-    "float8_e4m3fn",
-    "int64",
-    "int32",
-    "int8",
-    "uint8",
-    "bool",
-)
-Home = Literal["host", "inference", "engine"]
-HOMES: tuple[str, ...] = get_args(Home)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,22 +69,6 @@ class Homes:
     @cached_property
     def _engine(self) -> GpuMemory:
         return GpuMemory(self.engine, self.here, (self.inference, self.engine))
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, shape, dtype (a torch name) and home of a mapped tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    home: Home = "host"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor; at least one page, for an empty file cannot be mapped."""
-        itemsize: int = getattr(torch, self.dtype).itemsize
-        return max(mmap.PAGESIZE, prod(self.shape) * itemsize)
 
 
 class MappedTensors:
@@ -142,7 +114,7 @@ class MappedTensors:
     ) -> torch.Tensor:
         """Return the tensor `name`, made of zeros if there is none yet.
 
-        `name` is unique in this process, `dtype` one of `DTYPES`, `home` one of `HOMES`.
+        `name` is unique in this process, `dtype` one of `ITEM_BYTES`.
 
         Raises
         ------

@@ -31,11 +31,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.engine import EnginePools
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.head_shard import HeadShard
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, TensorSpec
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
 from tandemkv.cache_rank.protocol.settings import SelectionSettings

@@ -8,13 +8,12 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.control import ControlClient
-from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage, has_hung_up
+from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec, has_hung_up
 from tandemkv.cache_rank.protocol.descriptor_socket import offer_tensors, withdraw_tensors
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
@@ -26,14 +25,7 @@ from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
 from tandemkv.cache_rank.protocol.handshake import open_epoch
 from tandemkv.cache_rank.protocol.heartbeat import HeartbeatClient
 from tandemkv.cache_rank.protocol.ipc import refuse_version
-from tandemkv.cache_rank.protocol.mapped_tensors import (
-    DTYPES,
-    HOMES,
-    Home,
-    Homes,
-    MappedTensors,
-    TensorSpec,
-)
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, DataPlane, MeetingPoint
 from tandemkv.cache_rank.protocol.message.door import Door
 from tandemkv.cache_rank.protocol.message.letters import (
@@ -263,8 +255,8 @@ class FarPump:
             is_apart=True,
         )
         kept, new = specs_by_life(hello.model, selection, sizes, on_gpu=on_gpu)
-        told = checked_tensors(meet.tensors, most_told(hello.model, self._settings))
-        self._keep(kept, told)
+        check_told(meet.tensors, most_told(hello.model, self._settings))
+        self._keep(kept, meet.tensors)
         self._receive_tensors(meet, plane)
         ours = MappedTensors(self._homes)
         ours.allocate_all(new)
@@ -344,21 +336,18 @@ def most_told(model: ModelSpec, settings: RankSettings) -> int:
     return most_bytes(whole, settings.cache.capacity_tokens)
 
 
-def checked_tensors(told: Sequence[SpecMessage], most_bytes: int) -> tuple[TensorSpec, ...]:
-    """Return what an inference rank wants held besides what both ends derive.
+def check_told(told: Sequence[TensorSpec], most_bytes: int) -> None:
+    """Refuse what an inference rank wants held besides what both ends derive.
 
     Raises `ProtocolError` if it is something else than weights of the prediction, or more than
     `most_bytes` in all.
     """
     for each in told:
-        is_known = each.name.startswith(PREDICTOR_PREFIX) and each.dtype in DTYPES
-        if not is_known or each.home not in HOMES:
-            raise ProtocolError(f"tensor {each.name!r} of {each.dtype} is none of ours")
-    found = tuple(TensorSpec(x.name, x.shape, x.dtype, cast(Home, x.home)) for x in told)
-    nbytes = sum(spec.nbytes for spec in found)
+        if not each.name.startswith(PREDICTOR_PREFIX):
+            raise ProtocolError(f"tensor {each.name!r} is none of ours")
+    nbytes = sum(spec.nbytes for spec in told)
     if nbytes > most_bytes:
         raise ProtocolError(
             f"the inference rank wants {nbytes} bytes held for the prediction of queries; those of "
             f"this model take {most_bytes} at most"
         )
-    return found

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from tandemkv.cache_rank.protocol.control import ControlServer
-from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage, has_hung_up
+from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec, has_hung_up
 from tandemkv.cache_rank.protocol.descriptor_socket import DescriptorListener, send_tensors
 from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import (
@@ -275,7 +275,7 @@ class NearPump:
         )
         homes = {x.name: x.home for x in tensors.specs}
         specs = tuple(
-            SpecMessage(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), homes[name])
+            TensorSpec(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), homes[name])
             for name, x in extra.items()
         )
         wires = open_wires(INFERENCE_END, self._homes.here, interface, _TIMEOUT_S)

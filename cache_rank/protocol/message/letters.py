@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage
+from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.ipc import refuse_version
 from tandemkv.cache_rank.protocol.messages import (
     PROTOCOL_VERSION,
@@ -68,7 +68,7 @@ class Meet(_Letter, frozen=True, tag=23):
     epoch: Id
     place: Place
     token: Token
-    tensors: Annotated[tuple[SpecMessage, ...], msgspec.Meta(max_length=64)] = ()
+    tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=64)] = ()
     is_new: bool = True
     wires: Annotated[tuple[Place, ...], msgspec.Meta(max_length=2)] = ()
 

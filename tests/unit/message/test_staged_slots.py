@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, TensorSpec
+from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.pump import near
 from tandemkv.cache_rank.pump.near import StagedSlots
 

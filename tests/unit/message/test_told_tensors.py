@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.descriptor_messages import SpecMessage
+from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.message.data_plane import TOKEN_BYTES
+from tandemkv.cache_rank.protocol.message.letters import CODEC, Meet
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import (
     most_bytes,
     num_positions,
     put_weights,
 )
-from tandemkv.cache_rank.pump.far_service import checked_tensors
+from tandemkv.cache_rank.pump.far_service import check_told
 from tandemkv.kernels.query import QueryWeights, quantize_query_weight
 
 _CAPACITY = 50_000
@@ -25,7 +29,7 @@ _MODEL = ModelSpec(
 )  # fmt: skip
 
 
-def _told(model: ModelSpec, *, is_int8: bool) -> list[SpecMessage]:
+def _told(model: ModelSpec, *, is_int8: bool) -> list[TensorSpec]:
     """Return what has all that weights of a prediction can have, in the widest dtype."""
     rows = model.num_qo_heads * model.head_dim
     weight, scale = torch.zeros(rows, model.hidden_size), None
@@ -38,7 +42,7 @@ def _told(model: ModelSpec, *, is_int8: bool) -> list[SpecMessage]:
     tensors = MappedTensors()
     table = torch.zeros(num_positions(model, _CAPACITY), model.head_dim)
     put_weights(tensors, [layer] * model.num_layers, table)
-    found = [SpecMessage(x.name, x.shape, x.dtype, x.home) for x in tensors.specs]
+    found = list(tensors.specs)
     tensors.close()
     return found
 
@@ -46,13 +50,12 @@ def _told(model: ModelSpec, *, is_int8: bool) -> list[SpecMessage]:
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_weights_of_the_model_are_held_and_no_more(*, is_int8: bool) -> None:
     told, bound = _told(_MODEL, is_int8=is_int8), most_bytes(_MODEL, _CAPACITY)
-    held = checked_tensors(told, bound)
-    assert [spec.name for spec in held] == [each.name for each in told]
-    nbytes = sum(spec.nbytes for spec in held)
+    check_told(told, bound)
+    nbytes = sum(spec.nbytes for spec in told)
     if not is_int8:
         assert bound < 1.02 * nbytes, "the bound is near what there is"
     with pytest.raises(ProtocolError, match=rf"wants {nbytes} bytes .* {nbytes - 1} at most"):
-        checked_tensors(told, nbytes - 1)
+        check_told(told, nbytes - 1)
 
 
 def test_a_table_is_no_longer_than_the_context_and_the_pool() -> None:
@@ -64,12 +67,25 @@ def test_a_table_is_no_longer_than_the_context_and_the_pool() -> None:
 @pytest.mark.parametrize(
     ("each", "said"),
     [
-        (SpecMessage("predict_weight", (1 << 40, 1 << 40), "float32", "engine"), "bytes held"),
-        (SpecMessage("kv", (1,), "float32", "engine"), "'kv' of float32 is none of ours"),
-        (SpecMessage("predict_weight", (1,), "object", "engine"), "of object is none of ours"),
-        (SpecMessage("predict_weight", (1,), "float32", "elsewhere"), "none of ours"),
+        (TensorSpec("predict_weight", (1 << 40, 1 << 40), "float32", "engine"), "bytes held"),
+        (TensorSpec("kv", (1,), "float32", "engine"), "'kv' is none of ours"),
     ],
 )
-def test_what_is_not_held(each: SpecMessage, said: str) -> None:
+def test_what_is_not_held(each: TensorSpec, said: str) -> None:
     with pytest.raises(ProtocolError, match=said):
-        checked_tensors([each], most_bytes(_MODEL, _CAPACITY))
+        check_told([each], most_bytes(_MODEL, _CAPACITY))
+
+
+@pytest.mark.parametrize(
+    ("each", "field"),
+    [
+        (TensorSpec("predict_weight", (1,), "object", "engine"), "[2]"),
+        (TensorSpec("predict_weight", (1,), "float32\n", "engine"), "[2]"),
+        (TensorSpec("predict_weight", (1,), "float32", "elsewhere"), "[3]"),  # type: ignore[arg-type]
+        (TensorSpec("predict_weight", (-1,), "float32", "engine"), "[1]"),
+    ],
+)
+def test_what_is_no_tensor_ends_at_the_door(each: TensorSpec, field: str) -> None:
+    frame = CODEC.encode(Meet(1, b"place", b"t" * TOKEN_BYTES, (each,)))
+    with pytest.raises(ProtocolError, match=re.escape(field)):
+        CODEC.decode(frame)

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder, ask_holder
+from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.errors import CacheRankError, CacheRankLostError
 from tandemkv.cache_rank.protocol.held_tensors import let_hold, take_held
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, TensorSpec
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 
 TOKEN = b"t" * 32
 

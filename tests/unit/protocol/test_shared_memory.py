@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol import mapped_tensors
+from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.descriptor_socket import (
     DescriptorListener,
     offer_tensors,
@@ -28,7 +29,7 @@ from tandemkv.cache_rank.protocol.errors import (
     ProtocolError,
     SettingsError,
 )
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, TensorSpec, create_memory
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, create_memory
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import (
     NUM_ENTRIES,
