@@ -35,7 +35,6 @@ class AttendTable:
     attended : torch.Tensor
         ``[max_batch]`` int64: all tokens of a request of up to `num_dense`, else
         ``min(length, R + num_recent)``.
-    num_dense : int
     whole : torch.Tensor or None
         As of the step that was loaded last; ``[B]`` bool on a CPU, if `attend_whole` was called.
     """
@@ -46,9 +45,9 @@ class AttendTable:
         num_resident: int,
         num_recent: int,
         num_dense: int,
-        first_slot: int,
         max_batch: int,
         device: torch.device,
+        first_slot: int = 0,
         longest: int = 0,
     ) -> None:
         self._most = num_resident + num_recent
@@ -108,25 +107,10 @@ class RingTable(AttendTable):
         ``[max_batch]`` int64: row of each request, and slot of its newest token.
     """
 
-    def __init__(
-        self,
-        *,
-        num_resident: int,
-        num_recent: int,
-        num_dense: int,
-        max_batch: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(
-            num_resident=num_resident,
-            num_recent=num_recent,
-            num_dense=num_dense,
-            first_slot=0,
-            max_batch=max_batch,
-            device=device,
-        )
-        self.rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.write_slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.rows = torch.zeros_like(self.attended)
+        self.write_slots = torch.zeros_like(self.attended)
 
     def load(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor, num_dense: int

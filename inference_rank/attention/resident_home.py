@@ -19,35 +19,23 @@ from .samples import OwnSamples, StepSamples
 
 
 class ResidentHome(Protocol):
-    """Resident sets of all rows, as the attention of a decode step needs them.
-
-    Attributes
-    ----------
-    table : AttendTable
-        Which slots a step attends to.
-    pool : Any
-        SGLang's pool interface on them: ``get_kv_buffer``, ``set_kv_buffer``.
-    sets : Sequence[tuple[torch.Tensor, torch.Tensor]]
-        Per layer K and V ``[rows, slots, H, D]``; the first R slots are the cache rank's.
-    samples : StepSamples or None
-        What stands for the rest, if the settings ask for it.
-    """
+    """Resident sets of all rows, as the attention of a decode step needs them."""
 
     @property
     def table(self) -> AttendTable:
-        """See above."""
+        """Which slots a step attends to."""
 
     @property
     def pool(self) -> Any:
-        """See above."""
+        """SGLang's pool interface on them: ``get_kv_buffer``, ``set_kv_buffer``."""
 
     @property
     def sets(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """See above."""
+        """Per layer K and V ``[rows, slots, H, D]``; the first R slots are the cache rank's."""
 
     @property
     def samples(self) -> StepSamples | None:
-        """See above."""
+        """What stands for the rest, if the settings ask for it."""
 
     @property
     def nbytes(self) -> int:

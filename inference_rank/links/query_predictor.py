@@ -11,7 +11,6 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.live_model import architecture_of, layers_of
-from tandemkv.inference_rank.query_checkpoint import QueryCheckpoint
 from tandemkv.kernels.query import QueryWeights, predict_query
 
 from .query_layer import QueryLayer
@@ -31,36 +30,15 @@ class LiveQueryPredictor:
     embeddings its query is made in one operation (`tandemkv.kernels.query`), else by calling the
     layer's modules.
 
-    With `is_int8`, where a query is made in one operation, ``W_q`` is a copy with a scale per row,
-    made by `load` and not refreshed: reading it is most of the operation's time, and what is
-    predicted only chooses tokens. `model`'s class has the name of an `Architecture`; the
+    With ``place.is_int8``, where a query is made in one operation, ``W_q`` is a copy with a scale
+    per row, made by `load` and not refreshed: reading it is most of the operation's time, and what
+    is predicted only chooses tokens. `model`'s class has the name of an `Architecture`; the
     ``self_attn`` of its decoder layers must have ``qkv_proj``, ``rotary_emb`` and, where there is
-    one, ``q_norm``. Heads are this rank's. A quantised W_q is read from `checkpoint`, if the model
-    was loaded from files, and dequantised to `dtype`, that of the hidden states. `skipped` layers
-    attend to a sliding window, and nothing is predicted for them.
+    one, ``q_norm``. `skipped` layers attend to a sliding window, and nothing is predicted for them.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        num_qo_heads: int,
-        head_dim: int,
-        device: torch.device,
-        is_int8: bool = False,
-        dtype: torch.dtype = torch.float32,
-        checkpoint: QueryCheckpoint | None = None,
-        skipped: Collection[int] = (),
-    ) -> None:
-        self._model = model
-        self._place = QueryPlace(
-            num_heads=num_qo_heads,
-            head_dim=head_dim,
-            device=device,
-            is_int8=is_int8,
-            dtype=dtype,
-            checkpoint=checkpoint,
-        )
+    def __init__(self, model: Any, place: QueryPlace, *, skipped: Collection[int] = ()) -> None:
+        self._model, self._place = model, place
         self._skipped = frozenset(skipped)
         self._layers: list[QueryLayer | None] = []
 

@@ -22,7 +22,7 @@ class QueryPlace:
     head_dim: int
     """Query heads of this rank, and their size."""
     device: torch.device
-    is_int8: bool
+    is_int8: bool = False
     """Whether to keep W_q in int8, where the whole prediction is one operation."""
     dtype: torch.dtype = torch.float32
     """Of hidden states, and so of a W_q that the model has in a quantised form only."""

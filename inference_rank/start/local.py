@@ -41,6 +41,7 @@ from tandemkv.inference_rank.links.base import Link
 from tandemkv.inference_rank.links.local import LocalLink
 from tandemkv.inference_rank.links.pool import rank_model_spec
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
+from tandemkv.inference_rank.links.query_projection import QueryPlace
 from tandemkv.inference_rank.live_model import (
     architecture_of,
     check_live_attention,
@@ -138,12 +139,14 @@ def live_predictor(
     dtype = settings.selection.predictor_dtype_of(on_second_gpu=settings.placement.has_far_pool)
     return LiveQueryPredictor(
         runner.model,
-        num_qo_heads=model.num_qo_heads,
-        head_dim=model.head_dim,
-        device=device,
-        is_int8=dtype == "int8",
-        dtype=runner.dtype,
-        checkpoint=checkpoint_of(runner),
+        QueryPlace(
+            num_heads=model.num_qo_heads,
+            head_dim=model.head_dim,
+            device=device,
+            is_int8=dtype == "int8",
+            dtype=runner.dtype,
+            checkpoint=checkpoint_of(runner),
+        ),
         skipped=model.windowed_layers,
     )
 

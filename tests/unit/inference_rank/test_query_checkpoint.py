@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tandemkv.cache_rank.protocol.errors import ContractError, UnsupportedModelError
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
+from tandemkv.inference_rank.links.query_projection import QueryPlace
 from tandemkv.inference_rank.query_checkpoint import QueryCheckpoint, checkpoint_of
 
 HEADS, KV_HEADS, DIM, HIDDEN, LAYERS = 4, 2, 16, 96, 2
@@ -138,9 +139,11 @@ def repacked_model(bias: torch.Tensor | None = None, **projection: Any) -> Any:
 
 def load(model: Any, checkpoint: QueryCheckpoint | None, heads: int = HEADS) -> LiveQueryPredictor:
     predictor = LiveQueryPredictor(
-        model, num_qo_heads=heads, head_dim=DIM, device=CPU, dtype=torch.bfloat16,
-        checkpoint=checkpoint,
-    )  # fmt: skip
+        model,
+        QueryPlace(
+            num_heads=heads, head_dim=DIM, device=CPU, dtype=torch.bfloat16, checkpoint=checkpoint
+        ),
+    )
     predictor.load()
     return predictor
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
+from tandemkv.inference_rank.links.query_projection import QueryPlace
 
 HIDDEN, HEADS, KV_HEADS, DIM = 12, 3, 1, 4
 EPS = 1e-6
@@ -102,7 +103,7 @@ def make_model(
 def test_against_float64(has_bias: bool, has_norm: bool) -> None:
     model = make_model(has_bias=has_bias, has_norm=has_norm)
     predict = LiveQueryPredictor(
-        model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
+        model, QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
     )
     predict.load()
     hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
@@ -129,7 +130,7 @@ def test_plain_layers_are_not_called_and_predict_the_same(has_bias: bool, has_no
     for modules in ({}, {"norm": RMSNorm, "rotary": RotaryEmbedding}):
         model = make_model(has_bias=has_bias, has_norm=has_norm, **modules)
         predict = LiveQueryPredictor(
-            model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
+            model, QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
         )
         predict.load()
         found.append(predict(1, hidden, positions))
@@ -144,10 +145,7 @@ def test_copies_in_int8_predict_nearly_the_same(has_bias: bool, has_norm: bool) 
     for is_int8 in (False, True):
         predict = LiveQueryPredictor(
             model,
-            num_qo_heads=HEADS,
-            head_dim=DIM,
-            device=torch.device("cpu"),
-            is_int8=is_int8,
+            QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"), is_int8=is_int8),
         )
         predict.load()
         found.append(predict(1, hidden, positions))
@@ -174,10 +172,7 @@ def test_modules_that_are_called_keep_the_weights_as_they_are() -> None:
     for is_int8 in (False, True):
         predict = LiveQueryPredictor(
             model,
-            num_qo_heads=HEADS,
-            head_dim=DIM,
-            device=torch.device("cpu"),
-            is_int8=is_int8,
+            QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"), is_int8=is_int8),
         )
         predict.load()
         found.append(predict(1, hidden, positions))
@@ -197,7 +192,7 @@ def test_modules_that_do_more_are_called(change: str) -> None:
     else:
         layer.self_attn.rotary_emb = DualChunkRotaryEmbedding()
     predict = LiveQueryPredictor(
-        model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
+        model, QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
     )
     predict.load()
     with pytest.raises(NotImplementedError):  # of these modules, which have no forward
@@ -218,7 +213,9 @@ def test_layers_unlike_the_list_are_refused() -> None:
 
 
 def load(model: Any) -> None:
-    LiveQueryPredictor(model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")).load()
+    LiveQueryPredictor(
+        model, QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
+    ).load()
 
 
 def test_a_projection_that_is_packed_for_amx_is_refused() -> None:
@@ -249,7 +246,7 @@ def test_each_rank_takes_its_part_of_a_norm_over_all_heads(
         model = type("OlmoeForCausalLM", (), {})()
         model.model = SimpleNamespace(layers=[layer])
         predict = LiveQueryPredictor(
-            model, num_qo_heads=heads, head_dim=DIM, device=torch.device("cpu")
+            model, QueryPlace(num_heads=heads, head_dim=DIM, device=torch.device("cpu"))
         )
         predict.load()
         found.append(predict(0, hidden, positions))
@@ -264,7 +261,7 @@ def test_other_layers_are_refused() -> None:
     del model.model.layers[1].self_attn.rotary_emb
     with pytest.raises(ContractError, match=r"layer 1.*rotary_emb"):
         LiveQueryPredictor(
-            model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
+            model, QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
         ).load()
 
 
@@ -272,5 +269,5 @@ def test_a_quantised_projection_is_refused() -> None:
     model = make_model(has_bias=False, has_norm=False, dtype=torch.float8_e4m3fn)
     with pytest.raises(ContractError, match="quantised"):
         LiveQueryPredictor(
-            model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu")
+            model, QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
         ).load()

@@ -22,6 +22,7 @@ from tandemkv.inference_rank.attention.native_sinks import attend_with_sinks
 from tandemkv.inference_rank.attention.pool import make_local_pool_class
 from tandemkv.inference_rank.attention.sinks import join_sinks
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
+from tandemkv.inference_rank.links.query_projection import QueryPlace
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.merge import merge_attention
 
@@ -179,7 +180,7 @@ def hybrid_model() -> Any:
 
 def predictor_of(model: Any) -> LiveQueryPredictor:
     predictor = LiveQueryPredictor(
-        model, num_qo_heads=HEADS, head_dim=DIM, device=torch.device("cpu"), skipped=(0,)
+        model, QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu")), skipped=(0,)
     )
     predictor.load()
     return predictor
