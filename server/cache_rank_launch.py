@@ -107,39 +107,27 @@ def cache_rank_launch(
     stop_signal: signal.Signals | None,
 ) -> CacheRankLaunch:
     """Return cache rank `rank`, whose engines' sockets are in `own`; see `cache_rank_launches`."""
-    specs = [] if stop_signal is None else _specs(settings, run_dir, own, rank, stop_signal)
+    placement = settings.rank_settings.placement
+    number = "" if placement.num_cache_ranks == 1 else f" {rank}"
+    config = run_dir.path / SETTINGS_FILE
+    argv = cache_rank_argv(run_dirs=[each.path for each in own], config=config, rank=rank)
+    env = cache_rank_env(os.environ, device=placement.model_device)
+
+    def spec(name: str, log: str) -> ChildSpec | None:
+        if stop_signal is None:
+            return None
+        path = run_dir.path / f"{log}{rank or ''}.log"
+        return ChildSpec(
+            name=name + number, argv=argv, env=env, log_path=path, stop_signal=stop_signal
+        )
+
+    log, standby_log = CACHE_RANK_LOGS
     return CacheRankLaunch(
-        spec=specs[0] if specs else None,
-        standby=specs[1] if len(specs) > 1 else None,
+        spec=spec("cache rank", log),
+        standby=spec("standby cache rank", standby_log) if settings.standby else None,
         detail=partial(cache_rank_detail, *own),
         pulse=partial(cache_rank_pulse, own),
     )
-
-
-def _specs(
-    settings: ServeSettings,
-    run_dir: RunDir,
-    own: Sequence[RunDir],
-    rank: int,
-    stop_signal: signal.Signals,
-) -> list[ChildSpec]:
-    """Return a cache rank and, with ``--standby``, the one that takes its place."""
-    names = ("cache rank", "standby cache rank") if settings.standby else ("cache rank",)
-    argv = cache_rank_argv(
-        run_dirs=[each.path for each in own], config=run_dir.path / SETTINGS_FILE, rank=rank
-    )
-    placement = settings.rank_settings.placement
-    is_one = placement.num_cache_ranks == 1
-    return [
-        ChildSpec(
-            name=name if is_one else f"{name} {rank}",
-            argv=argv,
-            env=cache_rank_env(os.environ, device=placement.model_device),
-            log_path=run_dir.path / f"{log}{rank or ''}.log",
-            stop_signal=stop_signal,
-        )
-        for name, log in zip(names, CACHE_RANK_LOGS, strict=False)
-    ]
 
 
 def restart_rules(settings: ServeSettings, device: str) -> RestartRules:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tandemkv.cache_rank.policies.composition import check_placement, check_shards
+from tandemkv.cache_rank.policies.composition import check_device, check_placement, check_shards
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.engine import check_dense
 from tandemkv.cache_rank.protocol.engine_program import check_windows
@@ -51,6 +51,8 @@ def resolve_placement(
 ) -> ServeSettings:
     """Decide the placement and what follows from it, with the reason told to `progress`.
 
+    Every setting that was left open is decided then: `tandemkv serve` starts with the result, and
+    `tandemkv quality` names it.
     `placement`: the one value that says where the cache rank works, and why. `cache_ranks`,
     `transport` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what `tandemkv plan`
     predicts to be fastest for `max_running_requests` requests that share the cache. `dense_tokens`,
@@ -63,6 +65,7 @@ def resolve_placement(
     GPU selects, for nothing hides a first selection there. Raises `SettingsError` if nothing fits
     these GPUs, with the numbers.
     """
+    check_runs_on(settings.selection, device)
     settings = _with_index(_with_anchors(settings, spec), device)
     if device == "cpu":
         _check_without_gpus(settings)
@@ -102,6 +105,11 @@ def resolve_alone(
     if device == "cpu" or not settings.rank_settings.placement.attends_to_pool:
         return settings
     return _with_dense_tokens(settings, spec, model_dir, lambda _: None)
+
+
+def check_runs_on(selection: SelectionSettings, device: str) -> None:
+    """Refuse a policy that cannot run in an engine on `device`; see `check_device`."""
+    check_device(find_policy(selection.policy), selection.policy, device)
 
 
 def _told_of_late_layers(

@@ -12,14 +12,13 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config, read_model_spec
 from tandemkv.cache_rank.protocol.one_device import is_on_one_device
 from tandemkv.cache_rank.protocol.placement import Placement
-from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.inference_rank.edge.keys import Keys
 
 from .adapters import check_adapters
 from .devices import resolve_device
 from .memory import estimate_memory, gib
 from .model_files import check_model_files
-from .placement_choice import resolve_alone, resolve_placement
+from .placement_choice import check_runs_on, resolve_alone, resolve_placement
 from .ports import choose_port
 from .query_weights import check_query_weights
 from .settings import EMBEDDED_MODEL, ServeSettings
@@ -80,7 +79,7 @@ def resolve_launch(
     check_model(settings, spec, config)
     check_model_files(model_dir, config, settings.sglang_args)
     check_query_weights(settings, model_dir, config)
-    settings = resolve_settings(settings, spec, model_dir, device=device, progress=progress)
+    settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
     check_shared_gpus(settings.rank_settings.placement)
     check_speculation(settings, spec)
     check_selection(settings, spec)
@@ -88,24 +87,6 @@ def resolve_launch(
     return ResolvedLaunch(
         settings=settings, model_dir=model_dir, spec=spec, device=device, port=port
     )
-
-
-def resolve_settings(
-    settings: ServeSettings,
-    spec: ModelSpec,
-    model_dir: Path,
-    *,
-    device: str,
-    progress: Callable[[str], None],
-) -> ServeSettings:
-    """Decide every setting that is left open; nothing else decides one before the ranks start.
-
-    `tandemkv serve` starts with the result, and `tandemkv quality` names it. `device` is the
-    inference rank's; `progress` is told the reasons. Raises `SettingsError` if the settings
-    contradict each other, or nothing fits this machine.
-    """
-    check_runs_on(settings.selection, device)
-    return resolve_placement(settings, spec, model_dir, device=device, progress=progress)
 
 
 def resolve_cache_rank(
@@ -189,17 +170,6 @@ def check_selection(settings: ServeSettings, spec: ModelSpec) -> None:
             f"maps of {found.origin} lead from one {place} to another; use --anchors {anchors}, "
             f"with which every head follows its own, or {flag} 1"
         )
-
-
-def check_runs_on(selection: SelectionSettings, device: str) -> None:
-    """Refuse a policy that cannot run in an engine on `device`, ``cpu`` or ``cuda``.
-
-    Raises `SettingsError`, saying why, and what to do.
-    """
-    from tandemkv.cache_rank.policies.composition import check_device
-    from tandemkv.cache_rank.policies.registry import find_policy
-
-    check_device(find_policy(selection.policy), selection.policy, device)
 
 
 def check_model(settings: ServeSettings, spec: ModelSpec, config: dict[str, object]) -> None:

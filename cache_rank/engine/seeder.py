@@ -50,23 +50,9 @@ class Seeder:
     ) -> torch.Tensor:
         """Fill the set of a finished prompt, as the policy ranks it.
 
-        Parameters
-        ----------
-        layer, request, row : int
-            The layer, the place of the request in its prefill step, and its row.
-        queries : torch.Tensor
-            ``[W, Hq, D]``, the prompt's last.
-        keys : tuple
-            Keys and scales to score, as `tandemkv.kernels.score.score_keys` takes them.
-        calls : PolicyCalls
-            Asks the policy.
-        book : int, optional
-            Of the layer.
-
-        Returns
-        -------
-        torch.Tensor
-            ``[W]`` int64, the positions of `queries`.
+        `request` is its place in its prefill step, ``queries [W, Hq, D]`` its last ones, `keys`
+        keys and scales as `tandemkv.kernels.score.score_keys` takes them, and `book` the layer's.
+        Returns ``[W]`` int64, the positions of `queries`.
         """
         slots = self._prompts[request]
         prompt = calls.seed_input(layer, row, queries, keys, slots)

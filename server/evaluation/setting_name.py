@@ -19,7 +19,7 @@ def setting_name(selection: SelectionSettings) -> str:
 
     K, c, fetch cap, sample tokens, index and exact layers; a policy other than the default comes
     first. A policy that keeps the sink alone is named by its tokens: ``streaming-2176``. Nothing of
-    `selection` is left open (`resolve_settings`).
+    `selection` is left open (`resolve_placement`).
     """
     if selection.declared.keeps_sink_only:
         return f"{selection.policy}-{selection.row_tokens}"

@@ -196,7 +196,7 @@ def _constants(measure: bool) -> Constants:
 
 def _selection(selection: SelectionSettings, index_dtype: str | None) -> SelectionSettings:
     """Return what would be served on a GPU with `selection`."""
-    from tandemkv.server.preflight import check_runs_on
+    from tandemkv.server.placement_choice import check_runs_on
 
     check_runs_on(selection, "cuda")
     if index_dtype is not None:

@@ -15,7 +15,7 @@ from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.server.evaluation.grid import read_grid
 from tandemkv.server.evaluation.setting_name import describe_setting, setting_name
-from tandemkv.server.preflight import resolve_settings
+from tandemkv.server.placement_choice import resolve_placement
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import Sourced, load_settings
 
@@ -31,7 +31,7 @@ def resolver(spec: ModelSpec, model_dir: Path, device: str) -> Resolve:
     """Return a function that decides what is open, by the function that `serve` calls."""
 
     def resolve(settings: ServeSettings) -> ServeSettings:
-        return resolve_settings(settings, spec, model_dir, device=device, progress=lambda _: None)
+        return resolve_placement(settings, spec, model_dir, device=device, progress=lambda _: None)
 
     return resolve
 

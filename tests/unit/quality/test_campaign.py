@@ -22,7 +22,7 @@ from tandemkv.server.evaluation.quality.served import (
     differences,
     named,
 )
-from tandemkv.server.preflight import resolve_settings
+from tandemkv.server.placement_choice import resolve_placement
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import Sourced, load_settings, to_yaml
 
@@ -114,7 +114,7 @@ def test_as_served_is_what_serve_makes_of_the_same_command(prepared: Prepare) ->
     (served,) = found.configurations
     assert (served.budget, served.is_open, served.selection) == (AS_SERVED, True, {})
     flags = {"model": Sourced(str(found.model_dir), "MODEL"), "device": Sourced("cpu", "--device")}
-    by_serve = resolve_settings(
+    by_serve = resolve_placement(
         load_settings(flags | {"dtype": Sourced("float32", "--dtype")}, {}),
         found.spec,
         found.model_dir,

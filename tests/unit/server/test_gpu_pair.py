@@ -21,7 +21,8 @@ from tandemkv.server.devices import (
     placed_alone,
     resolve_device,
 )
-from tandemkv.server.preflight import resolve_cache_rank, resolve_launch, resolve_settings
+from tandemkv.server.placement_choice import resolve_placement
+from tandemkv.server.preflight import resolve_cache_rank, resolve_launch
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import cache_rank_env, sglang_argv, sglang_env
 
@@ -84,7 +85,7 @@ def test_what_a_gpu_does_not_capture_is_in_one_process(
 
     def resolve(**given: Any) -> ServeSettings:
         settings = ServeSettings(model=str(model_dir), **given)
-        return resolve_settings(settings, spec, model_dir, device="cuda", progress=said.append)
+        return resolve_placement(settings, spec, model_dir, device="cuda", progress=said.append)
 
     def flags(settings: ServeSettings) -> tuple[str, ...]:
         return sglang_argv(settings, model_dir=model_dir, device="cuda", dtype="bfloat16", port=1)
