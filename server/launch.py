@@ -120,7 +120,12 @@ class Launcher:
         self._plan = plan
         self._console = console
         self._verbose = verbose
-        self._sglang = self._supervised_sglang(plan.sglang)
+        self._sglang = self._supervised(
+            plan.sglang,
+            lambda _: plan.sglang_pulse(),
+            "the server is not ready, connections are refused",
+            plan.before_sglang,
+        )
         self._cache_ranks = [
             self._supervised(rank.spec, rank.pulse, plan.meanwhile) for rank in plan.cache_ranks
         ]
@@ -130,26 +135,20 @@ class Launcher:
         ]
         self._progress = StartProgress(console)
 
-    def _supervised_sglang(self, spec: ChildSpec | None) -> SupervisedRank | None:
-        if spec is None:
-            return None
-        return SupervisedRank(
-            ChildProcess(spec),
-            Liveness(self._plan.sglang_pulse),
-            self._plan.rules,
-            self._console,
-            meanwhile="the server is not ready, connections are refused",
-            before_start=self._plan.before_sglang,
-        )
-
     def _supervised(
-        self, spec: ChildSpec | None, ask: Callable[[int], Pulse], meanwhile: str
+        self,
+        spec: ChildSpec | None,
+        ask: Callable[[int], Pulse],
+        meanwhile: str,
+        before_start: Callable[[], None] = lambda: None,
     ) -> SupervisedRank | None:
         if spec is None:
             return None
         child = ChildProcess(spec)
-        liveness = Liveness(lambda: ask(child.pid))
-        return SupervisedRank(child, liveness, self._plan.rules, self._console, meanwhile=meanwhile)
+        return SupervisedRank(
+            child, Liveness(lambda: ask(child.pid)), self._plan.rules, self._console,
+            meanwhile=meanwhile, before_start=before_start,
+        )  # fmt: skip
 
     def run(self) -> None:
         """Start, serve until a signal asks to stop or the launch is over, shut down.

@@ -8,7 +8,6 @@ import glob
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -52,7 +51,7 @@ from .ports import choose_port
 from .preflight import check_policy, resolve_cache_rank
 from .settings import ServeSettings
 from .settings_sources import to_yaml
-from .sglang_command import cache_rank_env
+from .sglang_command import cache_rank_argv, cache_rank_env
 from .shared_gpus import check_shared_gpus
 
 _LOOPBACK, _SEEN_GPUS = "127.0.0.1", "CUDA_VISIBLE_DEVICES"
@@ -108,10 +107,7 @@ def _launch(
 ) -> CacheRankLaunch:
     """Return a process of cache rank `rank` in `own`, for settings and logs in `run_dir`."""
     config, number = run_dir.path / SETTINGS_FILE, rank or ""
-    argv = (
-        *(sys.executable, "-P", "-m", "tandemkv.server"), *words, "--run-dir", str(own.path),
-        *(("--rank", str(rank)) if rank else ()), "--config", str(config),
-    )  # fmt: skip
+    argv = cache_rank_argv(run_dirs=[own.path], config=config, rank=rank, words=words)
     return CacheRankLaunch(
         spec=ChildSpec(
             name=f"{name} {number}".rstrip(),

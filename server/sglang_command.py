@@ -156,14 +156,17 @@ def _cores_of_ranks(tp_size: int) -> str:
     return "|".join(",".join(map(str, part)) for part in parts)
 
 
-def cache_rank_argv(*, run_dirs: Sequence[Path], config: Path, rank: int = 0) -> tuple[str, ...]:
+def cache_rank_argv(
+    *, run_dirs: Sequence[Path], config: Path, rank: int = 0, words: Sequence[str] = ("cache-rank",)
+) -> tuple[str, ...]:
     """Return the command line of the cache rank; `config` is what ``--print-settings`` prints.
 
-    `run_dirs` are those of its engines, and `rank` is its number, of all cache ranks.
+    `run_dirs` are those of its engines, and `rank` is its number, of all cache ranks. `words` are
+    our own command, a pump's for example.
     """
     folders = [word for path in run_dirs for word in ("--run-dir", str(path))]
     number = ("--rank", str(rank)) if rank else ()
-    return (*SERVER, "cache-rank", *folders, *number, "--config", str(config))
+    return (*SERVER, *words, *folders, *number, "--config", str(config))
 
 
 def cache_rank_env(environ: Mapping[str, str], *, device: str) -> dict[str, str]:
