@@ -16,6 +16,8 @@ class Counters:
 
     decode_steps_total: int = 0
     extend_steps_total: int = 0
+    copied_prefix_tokens_total: int = 0
+    far_prefix_passes_total: int = 0
     dense_rows_total: int = 0
     sparse_rows_total: int = 0
     slow_rows_total: int = 0

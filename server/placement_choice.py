@@ -293,6 +293,7 @@ def _load(settings: ServeSettings, spec: ModelSpec) -> Workload:
         context_tokens=min(spec.max_context, max(1, capacity // concurrency)),
         concurrency=concurrency,
         capacity_tokens=capacity,
+        max_context=spec.max_context,
     )
 
 

@@ -20,6 +20,7 @@ from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, Link
 
 from .dense_steps import DenseSteps
 from .graph_variants import PlanFence, PlansApart
+from .prefix_staging import PrefixStaging
 from .probe import AttentionProbe
 from .resident_attention import FlashInferResident, PagedResident, ResidentAttention
 from .resident_home import ResidentHome
@@ -44,12 +45,15 @@ class ResidentBackend(AttentionBackend):
         Whether that is another GPU, or to be taken for one.
     probe : AttentionProbe, optional
         Measures what decode attends to.
+    staging : PrefixStaging, optional
+        Copies prefixes to the model's GPU, if the pool is on another one.
     """
 
     def __init__(
         self, runner: Any, full: AttentionBackend, link: Link, home: ResidentHome,
         *, cache_device: torch.device, is_far: bool, seed_window: int, dense: DenseSteps,
         num_resident: int, runtime: Any, probe: AttentionProbe | None = None,
+        staging: PrefixStaging | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._full, self.link, self._program = full, link, link.program
@@ -57,7 +61,7 @@ class ResidentBackend(AttentionBackend):
         device = home.table.slots.device
         self._fence = PlanFence(device)
         self._home, self._table = home, home.table
-        self._runtime, self._probe = runtime, probe
+        self._runtime, self._probe, self._staging = runtime, probe, staging
         self._seed_window, self._num_resident = seed_window, num_resident
         self._dense, self._lengths = dense, dense.base
         # SGLang's models find both here.
@@ -115,6 +119,8 @@ class ResidentBackend(AttentionBackend):
         else:
             with self._fence.planning():
                 self._full.init_forward_metadata(forward_batch)
+            if self._staging is not None:
+                self._staging.begin(forward_batch.extend_prefix_lens_cpu)
             self._begin_extend(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -135,6 +141,8 @@ class ResidentBackend(AttentionBackend):
         if self._is_verify:
             return out
         index = layer.layer_id
+        if self._staging is not None:
+            self._staging.attended(index)
         if not self._is_decode:
             queries = _dense_view(q, layer)
             self._index_and_seed(

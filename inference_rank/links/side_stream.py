@@ -22,9 +22,15 @@ class SideStream:
     stream that a tensor was made on. Without CUDA everything runs in place.
     """
 
-    def __init__(self, device: torch.device, num_layers: int, num_lanes: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        num_layers: int,
+        num_lanes: int = 1,
+        priority: int = LANE_PRIORITY,
+    ) -> None:
         self._device = device
-        lanes = (shared_stream(device, LANE_PRIORITY, n) for n in range(num_lanes))
+        lanes = (shared_stream(device, priority, n) for n in range(num_lanes))
         self._lanes = [lane for lane in lanes if lane is not None]
         is_cuda = device.type == "cuda"
         self._done = [torch.cuda.Event() if is_cuda else None for _ in range(num_layers)]

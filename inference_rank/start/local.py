@@ -29,6 +29,7 @@ from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.native_sinks import NativeSinks
 from tandemkv.inference_rank.attention.native_verify import NativeVerify
 from tandemkv.inference_rank.attention.pool import as_stored, token_slots
+from tandemkv.inference_rank.attention.prefix_staging import PrefixStaging
 from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
 from tandemkv.inference_rank.attention.resident_home import OwnSet, PoolTail, ResidentHome
@@ -162,10 +163,10 @@ def backend_of(
 ) -> ResidentBackend:
     """Return the backend that attends to `home`, which `link` keeps fresh."""
     settings = runtime.settings
-    selection = settings.selection
+    selection, full = settings.selection, full_backend(runner)
     return ResidentBackend(
         runner,
-        full_backend(runner),
+        full,
         link,
         home,
         cache_device=cache_device,
@@ -175,7 +176,19 @@ def backend_of(
         num_resident=selection.num_resident,
         runtime=runtime,
         probe=attention_probe(runner, settings, runtime.model, home, link),
+        staging=prefix_staging(runner, runtime, full),
     )
+
+
+def prefix_staging(runner: Any, runtime: runtime_module.Runtime, full: Any) -> PrefixStaging | None:
+    """Return what copies prefixes for `full`, SGLang's backend; None if the pool is beside it."""
+    placement, device = runtime.settings.placement, with_index(torch.device(runner.device))
+    # By messages the model's GPU has all K/V as well.
+    if not placement.has_far_pool or placement.has_far_host or device.type != "cuda":
+        return None
+    pool = runner.token_to_kv_pool
+    longest = min(int(runner.req_to_token_pool.req_to_token.shape[1]), token_slots(pool))
+    return PrefixStaging(full, pool, longest, device, runtime.counters)
 
 
 def _engine_pools(runner: Any, home: ResidentHome) -> EnginePools:

@@ -22,6 +22,8 @@ BOOK_COPIES = 3
 """The books of each row, and two versions of them in memory that outlives the cache rank."""
 NUM_LANES = 2
 """Selections at once, each with a scratch of its own (`CacheEngine`)."""
+PREFIX_BUFFERS = 2
+"""Layers whose prefixes the model's GPU holds at once (`PrefixStaging`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,9 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     caches = placement.num_cache_gpus
     dtype = load.predictor_dtype if placement.is_paired else "native"
     return PlacementMemory(
-        inference=Footprint(resident_set=resident, **model),
+        inference=Footprint(
+            resident_set=resident, staging=_shard(prefix_bytes(shape, load), tp_size), **model
+        ),
         cache=Footprint(
             weights=_shard(shape.predictor_copy_bytes(dtype), caches),
             kv=_shard(kv, caches),
@@ -169,6 +173,14 @@ def staging_bytes(shape: ModelShape, load: Workload, num_shards: int) -> int:
     query = _shard(shape.num_qo_heads, num_shards) * shape.head_dim
     streams = shape.num_layers * load.concurrency * (shape.hidden_size + query)
     return (streams + 2 * load.concurrency * load.seed_window * query) * shape.item_bytes
+
+
+def prefix_bytes(shape: ModelShape, load: Workload) -> int:
+    """Bytes of the prefixes that a prefill copies from the cache GPU, unsharded.
+
+    The longest request's K/V of two layers.
+    """
+    return PREFIX_BUFFERS * load.longest_tokens * shape.kv_token_bytes // shape.num_layers
 
 
 def activation_bytes(shape: ModelShape, load: Workload, tp_size: int) -> int:

@@ -32,6 +32,7 @@ class Workload:
     rank's own GPU `own_predictor_dtype` is ``native``, the model's W_q, or an ``int8`` copy.
     `predicts` says that queries are predicted, with which a quantised W_q is held once more.
     `seed_window` is the number of last queries of a prompt that its set is chosen with.
+    `max_context` is the longest request that is taken; without it, `context_tokens`.
     """
 
     context_tokens: int
@@ -52,6 +53,7 @@ class Workload:
     own_predictor_dtype: str = "native"
     predicts: bool = True
     seed_window: int = 64
+    max_context: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -79,6 +81,7 @@ class Workload:
         capacity_tokens: int | None = None,
         index_dtype: str | None = None,
         anchors: tuple[int, ...] | None = None,
+        max_context: int | None = None,
     ) -> Self:
         """Take what concerns the resident set from `selection`; `anchors` as a calibration has."""
         from tandemkv.cache_rank.policies.registry import find_policy
@@ -106,6 +109,7 @@ class Workload:
             waits=is_own,
             num_late=selection.late_between_gpus,
             seed_window=selection.seed_window,
+            max_context=max_context,
             predictor_dtype=changed.predictor_dtype_of(on_second_gpu=True),
             own_predictor_dtype=changed.predictor_dtype_of(on_second_gpu=False),
             predicts=timing is Timing.SAME_STEP_HIDDEN,
@@ -115,6 +119,11 @@ class Workload:
     def total_tokens(self) -> int:
         """Tokens whose KV is kept."""
         return self.capacity_tokens or self.context_tokens * self.concurrency
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest request that there is room for."""
+        return min(self.max_context or self.context_tokens, self.total_tokens)
 
     def num_scanned(self, num_layers: int, windowed: Sequence[int] = ()) -> int:
         """Layers whose keys are scanned, of `num_layers`; those of `windowed` are not."""

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from exactness import flush, run
+from exactness import flush, make_families, run
 from rank_servers import Server
 from stock_agreement import (
     COUNT,
@@ -119,6 +119,34 @@ def test_two_processes_give_the_tokens_of_one(
         assert fetched["local"] > COUNT * NEW_TOKENS
     if link == "shared":
         assert fetched[link] == pytest.approx(fetched["local"], rel=0.05)
+
+
+def test_prefixes_on_the_other_gpu_give_the_tokens_of_one_process(
+    token_ids: list[int], link: str
+) -> None:
+    """Prompts in several chunks, and such as begin with what the radix tree has."""
+    chunk = 512 if DEVICE == "cuda" else 128
+    asked = make_families(token_ids, families=4, shortest=chunk, longest=5 * chunk)
+    answers = {}
+    for name in ("local", link):
+        given = _PLACEMENTS[name] | {"chunked_prefill_size": chunk}
+        with served(selection_of("look_ahead", "native"), **given) as server:
+            alone = run(server, asked, new_tokens=NEW_TOKENS, at_once=1)
+            values = server.values()[0]
+            flush(server)
+            together = run(server, asked, new_tokens=NEW_TOKENS, at_once=8)
+            answers[name] = alone, together
+            assert server.values()[0]["far_prefix_passes_total"] == 0
+    (ours, ours_together), (theirs, theirs_together) = answers[link], answers["local"]
+    found = agreement(ours, theirs)
+    check(found, "chunks and radix hits, one at a time")
+    assert found["cached_tokens"] > chunk
+    if DEVICE == "cuda":
+        assert not found["margins_where_first_different"]
+        assert found["largest_logprob_difference"] == 0.0
+    check(agreement(ours_together, theirs_together), "chunks and radix hits, eight at a time")
+    is_copied = DEVICE == "cuda" and link == "shared" and _IS_APART
+    assert (values["copied_prefix_tokens_total"] > found["cached_tokens"]) == is_copied
 
 
 def test_as_served_two_processes_give_the_tokens_of_one(

@@ -17,6 +17,7 @@ from tandemkv.kernels.append import SampleMoves, append_tokens
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.changed_rows import put_changed_rows, take_changed_rows
 from tandemkv.kernels.exchange import SampleWeights, exchange_rows
+from tandemkv.kernels.gather import gather_tokens
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
 from tandemkv.kernels.quantize import append_int4, append_int8, quantize_int4_pages
 from tandemkv.kernels.query import QueryWeights, predict_query
@@ -103,6 +104,12 @@ def _changed_rows(device: torch.device, *, dim: int = DIM, dtype: torch.dtype = 
     positions, sent = new(books, dtype=I32), new(books, dtype=I32)
     take_changed_rows(positions, sent, k, v, rows, active, slots, k_out, v_out)
     put_changed_rows(slots, k_out, v_out, rows, k, v)
+
+
+def _gather(device: torch.device, *, dtype: torch.dtype = BF16, heads: int = KV_HEADS) -> None:
+    new = partial(torch.empty, device=device)
+    pool, out = (new(size, heads, DIM, dtype=dtype) for size in (BATCH * CONTEXT, CONTEXT))
+    gather_tokens(pool, pool, new(CONTEXT, dtype=I32), out, out)
 
 
 def _step_flags(device: torch.device) -> None:
@@ -288,6 +295,8 @@ def _launches() -> dict[str, Launch]:
         "exchange, another GPU": partial(_exchange, is_far=True),
         "changed rows": _changed_rows,
         "changed rows, heads of 256, float32": partial(_changed_rows, dim=256, dtype=FP32),
+        "gather": _gather,
+        "gather, one head, float32": partial(_gather, heads=1, dtype=FP32),
         "step flags": _step_flags,
         "mirror": partial(_mirror, scored=True),
         "mirror, large": partial(
@@ -342,9 +351,9 @@ def _launches() -> dict[str, Launch]:
 
 LAUNCHES = _launches()
 OF_EACH_KERNEL = (
-    "append, samples and a step", "attend", "exchange, another GPU", "changed rows", "step flags",
-    "mirror", "quantize", "query, int8", "window of queries", "window of queries, mean",
-    "samples",
+    "append, samples and a step", "attend", "exchange, another GPU", "changed rows", "gather",
+    "step flags", "mirror", "quantize", "query, int8", "window of queries",
+    "window of queries, mean", "samples",
     "scores, native", "choice, int4", "choice, neighbours pooled", "seeding, int4", "step tables",
 )  # fmt: skip
 """Enough to launch each kernel once."""

@@ -96,7 +96,8 @@ def test_separate_ranks_by_hand() -> None:
     memory = memory_of(placement, TINY, LOAD)
     assert memory.inference.resident_set == 4 * 25 * 64  # one padding row
     assert memory.inference.kv == memory.inference.key_index == 0
-    assert memory.inference.staging == memory.inference.books == 0
+    assert memory.inference.books == 0
+    assert memory.inference.staging == 2 * 100 * 32  # of two layers
     assert memory.inference.weights == TINY.weight_bytes
     assert memory.cache is not None
     assert memory.cache.kv == 300 * 64 // 2
@@ -105,6 +106,9 @@ def test_separate_ranks_by_hand() -> None:
     assert memory.cache.selection_scratch == 2 * 300 * 2 * (4 + 1 + 1 / 4) // 2
     assert memory.inference.selection_scratch == 0
     assert memory.cache.weights == TINY.predictor_bytes // 2  # processes of their own
+    for limit, longest in ((250, 250), (1000, 300)):  # no request is longer than all K/V
+        longer = memory_of(placement, TINY, replace(LOAD, max_context=limit))
+        assert longer.inference.staging == 2 * longest * 32
     one = memory_of(replace(placement, num_cache_gpus=1), TINY, LOAD).cache
     assert one is not None
     assert one.weights == TINY.predictor_copy_bytes("int8")
