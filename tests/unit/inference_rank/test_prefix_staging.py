@@ -105,8 +105,12 @@ def test_a_pass_after_one_that_failed() -> None:
         serving.prefill((0, 0, 11))
     with pytest.raises(RuntimeError, match="the pass fails"):
         far.prefill((0, 11, 19), fails_at=2)
+    far.pool.num_reads = 0
     for chunks in (((1, 0, 9),), ((0, 11, 19),)):
         assert same(far.prefill(*chunks), near.prefill(*chunks))
+    assert far.pool.num_reads == LAYERS, "the first of them has no prefix"
+    far.staging.get_kv_buffer(0)
+    assert far.pool.num_reads == LAYERS + 1, "outside of a pass it is the pool"
 
 
 class Beside:
