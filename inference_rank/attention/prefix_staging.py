@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.side_stream import SideStream
 from tandemkv.kernels.gather import gather_tokens
@@ -64,7 +65,7 @@ class PrefixStaging:
         # The stream that decode steps send in: a process with more streams is slower (decision 14).
         self._side = SideStream(device, len(self._far), priority=LOWEST_PRIORITY)
         self._slots: torch.Tensor | None = None
-        self._depth = _BUFFERS
+        self._depth, self._read = _BUFFERS, -1
         full.token_to_kv_pool = self
 
     def __getattr__(self, name: str) -> Any:
@@ -109,12 +110,24 @@ class PrefixStaging:
             found: tuple[torch.Tensor, torch.Tensor] = self._pool.get_kv_buffer(layer)
             return found
         self._side.join(layer)
+        self._read = layer
         return self._buffer(layer)
 
     def attended(self, layer: int) -> None:
-        """Copy a later layer over `layer`, behind its attention, which has been queued."""
+        """Copy a later layer over `layer`, behind its attention, which has been queued.
+
+        Raises
+        ------
+        ContractError
+            If SGLang has attended to another pool, where its slots are none of the prefix.
+        """
         if self._slots is None:
             return
+        if self._read != layer:
+            raise ContractError(
+                f"layer {layer}: SGLang has read K/V of a prefix past the attention backend's "
+                "pool; serve with --cache-ranks 0, and report it"
+            )
         self._copy(layer + self._depth)
         if layer + 1 == len(self._far):
             self._slots = None

@@ -13,6 +13,7 @@ import torch
 from flashinfer_without_a_gpu import HEADS, LAYERS, WIDTH, Serving, stand_in
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.inference_rank.attention import prefix_staging
 from tandemkv.inference_rank.attention.backend import ResidentBackend
@@ -111,6 +112,14 @@ def test_a_pass_after_one_that_failed() -> None:
     assert far.pool.num_reads == LAYERS, "the first of them has no prefix"
     far.staging.get_kv_buffer(0)
     assert far.pool.num_reads == LAYERS + 1, "outside of a pass it is the pool"
+
+
+def test_a_backend_that_goes_past_the_staging_is_refused() -> None:
+    _, far, _ = pair(WIDTH)
+    far.full.token_to_kv_pool = far.pool
+    far.prefill((0, 0, 11))
+    with pytest.raises(ContractError, match="layer 0: SGLang has read"):
+        far.prefill((0, 11, 19))
 
 
 class Beside:
