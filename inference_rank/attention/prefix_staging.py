@@ -66,6 +66,9 @@ class PrefixStaging:
         self._side = SideStream(device, len(self._far), priority=LOWEST_PRIORITY)
         self._slots: torch.Tensor | None = None
         self._depth, self._read = _BUFFERS, -1
+        # Compiled now: in the middle of a pass the engine would wait for it.
+        first = torch.zeros(1, dtype=torch.int32, device=device)
+        gather_tokens(*self._far[0], first, *self._kv[:, :1])
         full.token_to_kv_pool = self
 
     def __getattr__(self, name: str) -> Any:

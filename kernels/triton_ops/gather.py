@@ -16,7 +16,8 @@ _BLOCK_BYTES = 16 << 10
 """Of keys, and as many of values, that a program has under way."""
 
 
-@triton.jit
+# Else other numbers of tokens would be compiled for in the middle of a pass.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _gather_kernel(
     k_pool, v_pool, slots, k_out, v_out,
     num_tokens, width,
