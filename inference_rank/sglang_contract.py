@@ -31,6 +31,11 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend._kv_write_scales": (
         "layer",
     ),
+    # Between two GPUs the list of slots that FlashInfer was planned with is replaced.
+    "sglang.srt.layers.attention.flashinfer_backend.PrefillMetadata": (
+        "prefill_wrappers",
+        "use_ragged",
+    ),
     "sglang.srt.mem_cache.memory_pool.KVWriteLoc": (),
     # For models with attention sinks.
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend": ("model_runner",),

@@ -164,8 +164,8 @@ def test_a_cache_rank_on_two_gpus_is_a_process_that_maps_memory(
     settings, said = resolve(tmp_path, **given)
     placement = settings.rank_settings.placement
     assert (placement.link, placement.num_cache_ranks) == ("shared", 1)
-    assert placement.two_gpus
-    assert not placement.attends_to_pool
+    assert (placement.two_gpus, placement.attends_to_pool) == (True, False)
+    assert placement_choice._load(settings, SPEC).longest_tokens == SPEC.max_context
     assert settings.selection.dense_tokens is None
     assert settings.selection.late_layers == 1
     assert "on a GPU of its own" in said[0]
