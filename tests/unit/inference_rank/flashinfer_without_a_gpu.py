@@ -7,6 +7,7 @@ planned with, and attends to what they name, as FlashInfer does.
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,10 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 LAYERS, SLOTS, QUERY_HEADS, HEADS, DIM, WIDTH = 5, 96, 4, 2, 8, 40
+_LISTS = "create_flashinfer_kv_indices_triton"
+_TRANSLATOR: Any = None  # in later versions SGLang's own lists the slots
+if not hasattr(module, _LISTS):
+    _TRANSLATOR = importlib.import_module("sglang.srt.mem_cache.kv_index_translator")
 
 
 class Pool:
@@ -108,9 +113,11 @@ class ListSlots:
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(
-            table: Any, rows: Any, lengths: Any, indptr: Any, start: Any, out: Any, _: int
-        ) -> None:
+            table: Any, rows: Any, lengths: Any, indptr: Any, start: Any, out: Any, _: int,
+            **options: Any,
+        ) -> None:  # fmt: skip
             assert start is None
+            assert options.get("ENTRY_PAGE_SIZE", 1) == 1
             for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
                 first = int(indptr[i])
                 out[first : first + length] = table[row, :length]
@@ -135,6 +142,10 @@ class Serving:
 
     def _backend(self) -> Any:
         backend: Any = object.__new__(module.FlashInferAttnBackend)
+        if _TRANSLATOR is not None:
+            own = object.__new__(_TRANSLATOR.KVIndexTranslator)
+            own.__dict__.update(req_to_token=self.table, _spaces={})  # not of the unified pool
+            backend.kv_index_translator = own
         numbers = {"kv_indptr": torch.zeros(9, dtype=torch.int32)}
         numbers |= {"qo_indptr": torch.zeros(9, dtype=torch.int32)}
         backend.__dict__.update(
@@ -169,7 +180,7 @@ class Serving:
             seq_lens=torch.tensor(ends), seq_lens_cpu=torch.tensor(ends), seq_lens_sum=sum(ends),
             extend_prefix_lens=torch.tensor(starts), extend_prefix_lens_cpu=starts,
             out_cache_loc=torch.cat(locations).long(), encoder_lens=None,
-            cross_attention_custom_mask=None,
+            cross_attention_custom_mask=None, kv_loc_plan=None, out_cache_loc_is_physical=True,
         )  # fmt: skip
         self.full.init_forward_metadata(batch)
         self.staging.begin(starts)
@@ -194,5 +205,5 @@ class Serving:
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Put what stands for FlashInfer into SGLang's module."""
-    patch.setattr(module, "create_flashinfer_kv_indices_triton", ListSlots())
+    patch.setattr(_TRANSLATOR or module, _LISTS, ListSlots())
     patch.setattr(module, "_safe_merge_state", merge, raising=False)
