@@ -41,13 +41,12 @@ class CostConstants:
       8 x 64K since.
     - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice of int4 keys, 25, 33 to 38 and 37
       to 42 us at 8 x 32K, 64K and 96K (docs/benchmarks/codes.json). Of other keys 5 to 14 more.
-    - `exchange_us`: what the rows of a layer take longer over NVLink than on one GPU, less what
-      chained kernels save there.
+    - `exchange_bandwidth`: of the rows of a layer from a second GPU, over NVLink.
     - `handover_us`: what a layer of the model takes longer for sending its residual stream to a
       second GPU, and for waiting for a flag that is up.
     - `selection_fixed_us`: norm, RoPE and launches of the prediction. Fitted, with `handover_us`,
-      `exchange_us` and the overlaps, to decode with one, two and 1 + 1 GPUs at 8K to 96K
-      (docs/performance.md), which they meet within 5 %.
+      `exchange_bandwidth` and the overlaps, to decode with one, two and 1 + 1 GPUs at 8K to 96K
+      and fetch caps of 128, 448 and 704 (docs/performance.md), which they meet within 5 %.
     - `gather_us`: mirror_diff 22 us and exchange_rows 4 us, every head fetching its cap.
     - `sample_weights_us`: what the mirror takes longer for weights of samples
       (docs/benchmarks/mirror.json).
@@ -74,7 +73,7 @@ class CostConstants:
     scan_bandwidth_int4: float = 3.87e12
     topk_fixed_us: float = 17.0
     topk_bandwidth: float = 1.0e12
-    exchange_us: float = 6.0
+    exchange_bandwidth: float = 3.0e11
     handover_us: float = 7.0
     selection_fixed_us: float = 10.0
     gather_us: float = 26.0
@@ -181,7 +180,7 @@ def predict_step(
         )
         caches = placement.num_cache_gpus
         remote_us = attention_us(shape, batch, load.context_tokens, caches, cost)
-        exact_us = cost.handover_us + cost.exchange_us + remote_us
+        exact_us = 2 * cost.handover_us + remote_us  # the query goes there, its output comes back
     return StepTime(
         weights_ms=weights_us / 1e3,
         overhead_ms=overhead_us / 1e3,
@@ -231,8 +230,9 @@ def _remote_selection(
         return 0.0, 0.0
     dtype = load.predictor_dtype if placement.is_paired else "native"
     own_us = selection_us(shape, load, placement.num_cache_gpus, cost, predictor_dtype=dtype)
-    select_us = scanned * own_us + (1 - scanned) * gather_us(load, cost) + cost.exchange_us
-    own_us += cost.exchange_us
+    rows_us = exchange_us(shape, load, placement.num_cache_gpus, cost)
+    select_us = scanned * own_us + (1 - scanned) * gather_us(load, cost) + rows_us
+    own_us += rows_us
     if load.waits:
         return select_us, cost.handover_us + scanned * own_us
     # An anchor's selection has one layer to hide behind, however few anchors there are.
@@ -286,6 +286,12 @@ def samples_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostCon
 def gather_us(load: Workload, cost: CostConstants) -> float:
     """Return the time to compare a layer's choice with its mirror and to copy what is missing."""
     return cost.gather_us + (cost.sample_weights_us if load.num_samples else 0.0)
+
+
+def exchange_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:
+    """Return the time of one layer's rows from a second GPU, every head fetching its cap."""
+    size = load.concurrency * load.fetch_cap_tokens * shape.kv_layer_token_bytes / num_shards
+    return size / cost.exchange_bandwidth * 1e6
 
 
 def scan_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:

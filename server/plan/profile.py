@@ -98,10 +98,6 @@ class Measured(_Model):
     peer_bandwidth: Bandwidth | None = None
 
 
-EXCHANGE_BYTES = 8 * 8 * 64 * 2 * 128 * 2
-"""K and V of the rows that `CostConstants.exchange_us` is for: 8 requests, 8 heads, 64 rows."""
-
-
 class MachineProfile(_Model):
     """A measurement as it is kept."""
 
@@ -171,5 +167,5 @@ def _measured_constants(found: Measured) -> dict[str, float]:
         "samples_bandwidth": found.samples_bandwidth,
     }
     if found.peer_bandwidth is not None:
-        constants["exchange_us"] = EXCHANGE_BYTES / found.peer_bandwidth * 1e6
+        constants["exchange_bandwidth"] = found.peer_bandwidth
     return constants

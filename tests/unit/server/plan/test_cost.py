@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.server.plan.cost import (
     CostConstants,
     attention_us,
+    exchange_us,
     predict_step,
     samples_us,
     scan_us,
@@ -26,13 +28,14 @@ DENSE, SEPARATE = PlacementKind.DENSE, PlacementKind.SEPARATE
 LOAD = Workload(
     context_tokens=65536, concurrency=8, num_resident=2052, exact_layers=(), index_dtype="int4"
 )
+AT_CAP_128 = replace(LOAD, num_resident=4100, num_late=1, fetch_cap_tokens=128)
 # One layer, all bandwidths 1 byte per us, so that every term is its bytes.
 UNIT = CostConstants(
     weight_bandwidth=1e6, layer_overhead_us=5.0, request_layer_us=2.0, tp_request_layer_us=3.0,
     sparse_request_us=4.0,
     attention_fixed_us=1.0, attention_bandwidth=1e6, scan_bandwidth_native=1e6,
     scan_fixed_us=17.0, topk_fixed_us=7.0,
-    topk_bandwidth=1e6, exchange_us=11.0, selection_fixed_us=19.0, gather_us=13.0,
+    topk_bandwidth=1e6, exchange_bandwidth=1e6, selection_fixed_us=19.0, gather_us=13.0,
     sample_weights_us=29.0, samples_fixed_us=23.0, samples_bandwidth=1e6,
     scan_overlap=0.5, in_process_overlap=0.25,
 )  # fmt: skip
@@ -42,8 +45,10 @@ TINY = ModelShape(
 )  # fmt: skip
 TINY_LOAD = Workload(
     context_tokens=100, concurrency=3, num_resident=6, num_recent_tokens=4, exact_layers=(),
-    index_dtype="native",
+    fetch_cap_tokens=2, index_dtype="native",
 )  # fmt: skip
+
+ROWS_US = 3 * 2 * 16  # of three requests, two tokens each, K and V of a layer
 
 
 def dense(tp_size: int) -> Placement:
@@ -98,11 +103,11 @@ def test_separate_ranks_expose_what_the_layer_does_not_hide() -> None:
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1)
     step = predict_step(placement, TINY, TINY_LOAD, UNIT)
     hidden_us = (step.weights_ms + step.overhead_ms + step.attention_ms) * 1e3
-    select_us = selection_us(TINY, TINY_LOAD, 1, UNIT, predictor_dtype="int8") + 11
+    select_us = selection_us(TINY, TINY_LOAD, 1, UNIT, predictor_dtype="int8") + ROWS_US
     # Its only layer is the first one too, which nothing hides.
     assert step.exposed_selection_ms * 1e3 == pytest.approx(select_us - hidden_us + select_us)
     quick = replace(UNIT, scan_bandwidth_native=1e9, topk_bandwidth=1e9, weight_bandwidth=1e6)
-    first_us = selection_us(TINY, TINY_LOAD, 1, quick, predictor_dtype="int8") + 11
+    first_us = selection_us(TINY, TINY_LOAD, 1, quick, predictor_dtype="int8") + ROWS_US
     hidden = predict_step(placement, TINY, TINY_LOAD, quick)
     assert hidden.exposed_selection_ms * 1e3 == pytest.approx(first_us + UNIT.handover_us)
     # An exact first layer hides the selection of the one after it.
@@ -130,16 +135,14 @@ def test_layers_that_follow_an_anchor_by_hand() -> None:
     )
     far = predict_step(Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1), four, waiting, UNIT)
     select = selection_us(four, load, 1, UNIT, predictor_dtype="int8")
-    assert far.exposed_selection_ms * 1e3 == pytest.approx(
-        4 * UNIT.handover_us + select + UNIT.exchange_us
-    )
+    assert far.exposed_selection_ms * 1e3 == pytest.approx(4 * UNIT.handover_us + select + ROWS_US)
 
 
 def test_an_exact_layer_by_hand() -> None:
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=2)
     step = predict_step(placement, TINY, replace(TINY_LOAD, exact_layers=(0, 1, 2, 3, 4)), UNIT)
     far = 1 + 3 * 100 * 16 / 2
-    assert step.exact_layers_ms * 1e3 == pytest.approx(UNIT.handover_us + 11 + far)
+    assert step.exact_layers_ms * 1e3 == pytest.approx(2 * UNIT.handover_us + far)
     assert step.attention_ms == step.exposed_selection_ms == 0  # its only layer is exact
 
 
@@ -187,8 +190,49 @@ def test_selecting_prediction_is_near_what_was_measured(
     placement: Placement, batch: int, context: int, measured_ms: float
 ) -> None:
     """In-process on two GPUs older code was measured: it had logits between scan and choice."""
-    load = replace(LOAD, concurrency=batch, context_tokens=context, num_resident=4100, num_late=1)
+    load = replace(AT_CAP_128, concurrency=batch, context_tokens=context)
     assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.04)
+
+
+def test_the_rows_of_a_layer_by_hand() -> None:
+    assert exchange_us(TINY, TINY_LOAD, 1, UNIT) == pytest.approx(ROWS_US)
+    assert exchange_us(TINY, replace(TINY_LOAD, fetch_cap_tokens=6), 2, UNIT) == 1.5 * ROWS_US
+
+
+@pytest.mark.parametrize(
+    ("k", "samples", "fetch_cap", "context", "measured_ms"),
+    [
+        (1792, 128, 448, 32768, 6.51), (1792, 128, 448, 65536, 7.69),
+        (1792, 128, 448, 98304, 9.21), (1408, 512, 704, 32768, 6.90), (1408, 512, 704, 65536, 8.56),
+    ],
+)  # fmt: skip
+def test_rows_between_two_gpus_cost_what_was_measured(
+    k: int, samples: int, fetch_cap: int, context: int, measured_ms: float
+) -> None:
+    """decode_two_processes.json and decode_two_caps.json: a large cap is what a step waits for."""
+    load = replace(
+        AT_CAP_128, context_tokens=context, num_resident=4 + k, num_recent_tokens=128,
+        num_samples=samples, fetch_cap_tokens=fetch_cap,
+    )  # fmt: skip
+    placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1)
+    assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "measured_ms"), [(8, 65536, 9.91), (8, 32768, 8.67), (1, 65536, 6.29)]
+)
+def test_prediction_of_the_defaults_is_near_what_was_measured(
+    batch: int, context: int, measured_ms: float
+) -> None:
+    """decode_grid.json, one H200."""
+    load = Workload.from_selection(
+        SelectionSettings(num_recent_tokens=128),
+        context_tokens=context,
+        concurrency=batch,
+        index_dtype="int4",
+    )
+    own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
+    assert predict_step(own, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.04)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +265,7 @@ def test_selecting_pays_where_it_was_measured_to(
     ],
 )
 def test_samples_cost_what_was_measured(placement: Placement, measured_ms: float) -> None:
-    load = replace(LOAD, concurrency=8, context_tokens=65536, num_resident=4100, num_late=1)
+    load = AT_CAP_128
     without = predict_step(placement, QWEN, load).tpot_ms
     step = predict_step(placement, QWEN, replace(load, num_samples=128))
     assert step.tpot_ms == pytest.approx(measured_ms, rel=0.03)
@@ -246,7 +290,7 @@ def test_samples_by_hand() -> None:
 )
 def test_exact_layers_cost_what_was_measured(placement: Placement, measured: float) -> None:
     """Over none, by runs of older code (H, I and G): the prediction is of today's."""
-    load = replace(LOAD, concurrency=8, context_tokens=65536, num_resident=4100)
+    load = replace(AT_CAP_128, num_late=0)
     steps = [predict_step(placement, QWEN, replace(load, exact_layers=x)) for x in ((0, 1), ())]
     assert steps[0].tpot_ms / steps[1].tpot_ms == pytest.approx(measured, rel=0.03)
 

@@ -85,7 +85,7 @@ def test_a_measured_machine_has_its_own_constants(
         selection_fixed_us=H200.selection_fixed_us * fixed,
         gather_us=H200.gather_us * fixed,
         samples_bandwidth=H200.samples_bandwidth * attention,
-        exchange_us=H200.exchange_us * exchange,
+        exchange_bandwidth=H200.exchange_bandwidth * exchange,
     )
     profile = profile_of(own)
     assert numbers(profile.constants()) == pytest.approx(numbers(own), rel=1e-6, abs=1e-6)
@@ -95,9 +95,9 @@ def test_a_measured_machine_has_its_own_constants(
 
 
 def test_without_a_second_gpu_the_exchange_is_not_measured() -> None:
-    profile = profile_of(replace(H200, exchange_us=500.0), has_peer=False)
-    assert profile.constants().exchange_us == H200.exchange_us
-    assert "exchange_us" in profile.kept()
+    profile = profile_of(replace(H200, exchange_bandwidth=3e9), has_peer=False)
+    assert profile.constants().exchange_bandwidth == H200.exchange_bandwidth
+    assert "exchange_bandwidth" in profile.kept()
     assert dict(profile.rows())["second GPU to first"] == "not measured"
 
 
@@ -119,7 +119,7 @@ def test_a_slow_link_keeps_the_cache_on_the_models_gpu() -> None:
     # Of one KV head: nothing to split, so that the choice is a second GPU or none.
     shape = replace(QWEN, num_kv_heads=1, num_qo_heads=1, head_dim=1024)
     names = []
-    for cost in (H200, replace(H200, exchange_us=40 * H200.exchange_us)):
+    for cost in (H200, replace(H200, exchange_bandwidth=H200.exchange_bandwidth / 40)):
         chosen = choose_placement(
             shape, LOAD, num_gpus=2, gpu_bytes=139 * GIB, cost=profile_of(cost).constants()
         ).chosen

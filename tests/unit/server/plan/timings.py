@@ -9,7 +9,7 @@ from typing import Literal
 from tandemkv.server.evaluation.provenance import Gpu
 from tandemkv.server.plan.cost import CostConstants
 from tandemkv.server.plan.measure import Timed, take_measurements
-from tandemkv.server.plan.profile import EXCHANGE_BYTES, Machine, MachineProfile
+from tandemkv.server.plan.profile import Machine, MachineProfile
 
 A100 = Gpu(name="NVIDIA A100-SXM4-80GB", count=2, memory_bytes=80 << 30, driver="570.1")
 _KV_BYTES, _REQUESTS, _HEADS = 2 * 8 * 128 * 2, 8, 8
@@ -63,7 +63,7 @@ class MachineOf:
     def peer_copy(self) -> Timed | None:
         if not self.has_peer:
             return None
-        return _read(1e9, EXCHANGE_BYTES / self.cost.exchange_us * 1e6)
+        return _read(1e9, self.cost.exchange_bandwidth)
 
 
 def _read(num_bytes: float, bandwidth: float, fixed_us: float = 0.0) -> Timed:
