@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.kernels.attention import attend_paged
 from tandemkv.kernels.exchange import exchange_rows
 from tandemkv.kernels.mirror import make_mirror_scratch, mirror_diff
@@ -28,13 +29,15 @@ from tandemkv.kernels.stopwatch import median_us
 
 from .measure import Timed
 
+_DEFAULTS = SelectionSettings()
+
 NEEDED_BYTES = 4 << 30
 """Free memory of the GPU that the largest of the measurements takes, with some room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is timed: by default eight requests of Qwen3-8B, as the H200's constants were."""
+    """What is timed: by default eight requests of Qwen3-8B, with the settings of `serve`."""
 
     batch: int = 8
     qo_heads: int = 32
@@ -43,12 +46,12 @@ class Sizes:
     hidden: int = 4096
     intermediate: int = 12288
     page: int = 64
-    k: int = 1024
-    num_sink: int = 4
-    num_recent: int = 64
-    resident: int = 2052
-    fetch_cap: int = 64
-    missing: int = 160
+    k: int = _DEFAULTS.budget_tokens
+    num_sink: int = _DEFAULTS.num_sink_tokens
+    num_recent: int = _DEFAULTS.num_recent_tokens
+    resident: int = _DEFAULTS.num_resident
+    fetch_cap: int = _DEFAULTS.fetch_cap_tokens
+    missing: int = _DEFAULTS.fetch_cap_tokens
     copy_bytes: int = 512 << 20
     weight_rows: int = 49152
     num_matrices: int = 4

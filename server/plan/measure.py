@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (32768, 65536)
 """Tokens of each of eight requests whose keys are scanned. Attention is timed with a quarter."""
-SAMPLES = (128, 512)
+SAMPLES = (128, 1024)
 LAYER_BATCHES = (1, 8)
 
 
