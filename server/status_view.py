@@ -61,23 +61,25 @@ def _add_section(table: Table, name: str, values: Any) -> None:
         return
     rows = sorted(flat_items(values), key=lambda row: (_rank(row[0]), row[0]))
     rows = [(key, value) for key, value in rows if value != ""]
+    labels = [_label(key) for key, _ in rows]
     for index, (key, value) in enumerate(rows):
         text = escape(format_value(key, value))
         is_bad = not _WARN_WORDS.isdisjoint(key.split("_")) and value not in (0, "no", "none")
         table.add_row(
             name if index == 0 else "",
-            escape(_label(key)),
+            escape(_label(key, is_shared=labels.count(labels[index]) > 1)),
             f"[yellow]{text}[/]" if is_bad else text,
             end_section=index == len(rows) - 1,
         )
 
 
-def _label(key: str) -> str:
-    """Return the name without what its value shows anyway."""
+def _label(key: str, *, is_shared: bool = False) -> str:
+    """Return the name without what its value shows anyway; of two that are the same, with total."""
     name = key.removesuffix("_total")
     for unit in ("_us", "_ms", "_s", "_bytes"):
         name = name.removesuffix(unit)
-    return name.replace("_", " ")
+    is_total = is_shared and key.endswith("_total")
+    return f"{name} total".replace("_", " ") if is_total else name.replace("_", " ")
 
 
 def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
