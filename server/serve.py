@@ -263,8 +263,9 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
     return (
         f"\n[bold green]ready[/] at [bold]{escape(url)}/v1[/]  (OpenAI API, logs in {run_dir})\n"
         f"{escape(settings.rank_settings.placement.describe())}\n"
-        f"policy [bold]{escape(selection.policy)}[/], K = {selection.budget_tokens} tokens per KV "
-        f"head, exact layers {exact}, cache for {settings.cache.capacity_tokens} tokens\n\n"
+        f"policy [bold]{escape(selection.policy)}[/], K = {selection.budget_tokens} tokens and "
+        f"{selection.num_samples} samples per KV head, exact layers {exact}, cache for "
+        f"{settings.cache.capacity_tokens} tokens\n\n"
         f"  curl {escape(url)}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{text}'\n"
         f"  tandemkv status --url {escape(url)}\n\n"
