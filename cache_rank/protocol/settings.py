@@ -29,11 +29,14 @@ DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"
 DEFAULT_POLICY = "look_ahead"
 """`DeclaredPolicy` is its declaration, where nobody enters another."""
 
-SAMPLE_STEP, DEFAULT_BUDGET = 128, 896
+SAMPLE_STEP = 128
 """The default has a multiple of it; fewer are too few for a flat layer (docs/decisions/0018)."""
 
+DEFAULT_BUDGET = 896
+"""K. Beside no less there are as many samples as a policy wants (docs/decisions/0028)."""
+
 LEAST_FETCH_CAP = 64
-"""What the default fetch cap does not go below: a quarter of a small K is too few."""
+"""What the default fetch cap does not go below: half of a small K is too few (decision 19)."""
 
 FLAT_LAYERS = (0, 1)
 """Layers whose attention is too flat for the best tokens to stand for it (docs/decisions/0018)."""
@@ -89,8 +92,8 @@ class SelectionSettings(FrozenModel):
         ge=0,
         le=1024,
         description="Evenly spaced tokens attended to besides, which count for all that is not "
-        "resident; even. Default 1024 for look_ahead and oracle, below K 896 at most K in steps of "
-        "128; else 0.",
+        "resident; even, at most 1024. Default 1024 for look_ahead and oracle, or with K below 896 "
+        "at most K, in steps of 128; else 0.",
     )
     fetch_cap: int | None = Field(
         default=None,
