@@ -12,7 +12,7 @@ from rich.table import Table
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _WARN_WORDS = frozenset(
     {
-        "late", "stale", "lost", "failed", "fallback", "fallbacks", "error", "errors", "timeout",
+        "stale", "lost", "failed", "fallback", "fallbacks", "error", "errors", "timeout",
         "timeouts", "refused", "withheld", "old", "malformed",
     }
 )  # fmt: skip

@@ -10,12 +10,17 @@ from rich.console import Console
 from tandemkv.server.status_view import status_table
 
 
+def shown(values: dict[str, float], *, styles: bool = False, **info: str) -> str:
+    """The table of an inference rank without a cache rank."""
+    console = Console(width=100, file=io.StringIO(), record=True, force_terminal=True)
+    own = {"values": values, "info": {"cache_ranks": "0", **info}}
+    console.print(status_table({"ready": True, "inference_rank": own}, "http://127.0.0.1:1"))
+    return console.export_text(styles=styles)
+
+
 def lines_of(values: dict[str, float]) -> list[list[str]]:
-    """Cells of the rows about an inference rank without a cache rank."""
-    console = Console(width=100, file=io.StringIO(), record=True)
-    reply = {"ready": True, "inference_rank": {"values": values, "info": {"cache_ranks": "0"}}}
-    console.print(status_table(reply, "http://127.0.0.1:1"))
-    lines = console.export_text().splitlines()
+    """Cells of its rows."""
+    lines = shown(values).splitlines()
     return [[cell.strip() for cell in x.strip("│").split("│")] for x in lines if x[:1] == "│"]
 
 
@@ -29,3 +34,10 @@ def test_a_gauge_and_a_total_of_the_same_name_can_be_told_apart() -> None:
     found = {name: value for _, name, value in lines_of({"pause_s": 1.5, "pause_ms_total": 250.0})}
     assert found["pause"] == "1.5 s"
     assert found["pause total"] == "250 ms"
+
+
+def test_what_went_wrong_is_marked_and_settings_are_not() -> None:
+    yellow = "\x1b[33m"
+    assert yellow in shown({"cache_rank_lost_total": 1.0}, styles=True)
+    assert yellow not in shown({"cache_rank_lost_total": 0.0}, styles=True)
+    assert yellow not in shown({}, styles=True, late_layers="1")

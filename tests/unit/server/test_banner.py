@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is printed once the server is ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.server.serve import banner
+from tandemkv.server.settings import ServeSettings
+
+
+@pytest.mark.parametrize(
+    ("budget_tokens", "sample_tokens", "told"),
+    [
+        (896, None, "K = 896 tokens and 1024 samples per KV head, exact layers none"),
+        (512, None, "K = 512 tokens and 512 samples per KV head, exact layers none"),
+        (896, 0, "K = 896 tokens and 0 samples per KV head, exact layers 0,1"),
+    ],
+)
+def test_the_banner_says_what_a_head_attends_to(
+    budget_tokens: int, sample_tokens: int | None, told: str
+) -> None:
+    settings = ServeSettings.model_validate(
+        {
+            "model": "smollm2",
+            "placement": Placement(),
+            "selection": {"budget_tokens": budget_tokens, "sample_tokens": sample_tokens},
+        }
+    )
+    text = banner(settings, "http://127.0.0.1:30000", Path("/run/here"))
+    assert told in text
+    assert "http://127.0.0.1:30000/v1/chat/completions" in text
