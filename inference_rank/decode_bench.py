@@ -186,17 +186,32 @@ def await_prompts(runner: Any) -> None:
     """Wait until a cache rank in another process has indexed the prompts, and sent their sets.
 
     All of their K/V at once take a link longer than the first decode step would wait.
+
+    Raises
+    ------
+    RuntimeError
+        If it will not, or does not in time; with how far it has come.
     """
     runtime = runtime_module.current()
     client = None if runtime is None else runtime.client
     if client is None or client.tensors.homes.here.type != "cuda":
         return
-    finished = GpuFlags(client.tensors, runner.model_config.num_hidden_layers).finished
+    flags, step = GpuFlags(client.tensors, runner.model_config.num_hidden_layers), client.step
     deadline = time.monotonic() + _PROMPTS_S
-    while int(finished[0]) < client.step and client.lost_reason is None:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the cache rank has not got the prompts within {_PROMPTS_S:g} s")
-        time.sleep(0.01)
+    while int(flags.finished[0]) < step:
+        if not runner.attn_backend.link.is_done(step):
+            why = client.lost_reason or "the forward pass waited for a layer in vain"
+        elif time.monotonic() > deadline:
+            why = f"{_PROMPTS_S:g} s have passed"
+        else:
+            time.sleep(0.01)
+            continue
+        layers = range(runner.model_config.num_hidden_layers)
+        num_ready = sum(int(flags.ready(layer)[0]) >= step for layer in layers)
+        raise RuntimeError(
+            f"the cache rank has not got the prompts of step {step}, {num_ready} of {len(layers)} "
+            f"layers are ready: {why}; see pump.log and cache_rank.log"
+        )
 
 
 def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str, Any]:

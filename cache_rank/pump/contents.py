@@ -7,18 +7,19 @@ requests is memory that kernels have written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from tandemkv.cache_rank.protocol.shared_region import seed_buffer
-from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
 from tandemkv.kernels.changed_rows import put_changed_rows, take_changed_rows
 from tandemkv.kernels.to_device import to_device
 
 from .plan import Message, Part, PartKind, StepPlan
+from .records import PIECE_BYTES
 from .side import Side
 
 HEAD_BYTES = _ALIGN = 16
@@ -105,12 +106,30 @@ class Contents:
             rows, torch.zeros(1, dtype=torch.bool, device=device), slots, k, v,
         )  # fmt: skip
 
-    def know_sets(self, layer: int, rows: Sequence[int]) -> None:
-        """Note that the other end has the sets of `rows` in `layer` as they are."""
+    def know_sets(self, layer: int, rows: int | torch.Tensor) -> None:
+        """Note that the other end has the sets of a row, or of ``rows [n]``, as they are."""
         book = self._side.program.book_of(layer)
         if book is not None and self._sent is not None and self._positions is not None:
-            index = to_device(list(rows), self._sent.device)
-            self._sent[book, index] = self._positions[book, index]
+            self._sent[book, rows] = self._positions[book, rows]
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the longest message that a step may have: that of the longest part uncut."""
+        num_rows, width = self._side.table.shape
+        rows = (StepRow(row=1, generation=0, window=1),) * num_rows
+        entry = StepEntry(kind=EntryKind.EXTEND, step=0, rows=rows)
+        lengths = {PartKind.TABLE: width}
+        parts = (Part(kind, num=lengths.get(kind, 1)) for kind in PartKind)
+        return HEAD_BYTES + max(PIECE_BYTES, *(self._nbytes(part, entry) for part in parts))
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes beside a message that its reading and writing take, at most.
+
+        The numbers of all slots, twice; or weights of samples three times, to keep some of them.
+        """
+        side = self._side
+        return max(16 * int(side.kv.shape[2]), 3 * side.log_weight[0].nbytes)
 
     def gather(self, message: Message) -> tuple[Body, int]:
         """Return a message of the present step with no more changes than there are, and `width`."""
@@ -254,12 +273,12 @@ class Contents:
             self._take(part, out)
         elif kind is PartKind.SET:
             torch.stack([sets[layer, part.row] for sets in side.resident], out=out[0])
-            self.know_sets(layer, [part.row])
+            self.know_sets(layer, part.row)
         elif kind is PartKind.WEIGHTS:
             torch.index_select(side.log_weight[layer], 0, self._rows, out=out[0])
         elif kind is PartKind.IDENTITY:
             for each in side.program.selecting:
-                self.know_sets(each, [row.row for row in self._entry.rows])
+                self.know_sets(each, self._rows)
         else:
             out[0].copy_(self._staging(part)[part.first :][: len(out[0])])
 

@@ -61,7 +61,7 @@ class FarReceiver:
         self._ring = StepRing(
             side.tensors["ring"], side.flags, announced=side.at.ANNOUNCED, consumed=side.at.CONSUMED
         )
-        self._unannounced: StepEntry | None = None
+        self._unannounced: tuple[StepEntry, int] | None = None
         self._wanted = torch.empty(0, dtype=torch.int64)
 
     def run(self) -> None:
@@ -75,7 +75,7 @@ class FarReceiver:
         if op is Op.MESSAGE:
             self._lane.take(record)
             if self._unannounced is not None:
-                self._announce(self._unannounced)
+                self._count(*self._unannounced)
         elif op is Op.RAISE:
             side.raise_to(a, b)
         elif op is Op.TABLE:
@@ -92,10 +92,20 @@ class FarReceiver:
 
     def _begin(self, entry: StepEntry) -> None:
         """Announce a step: on a CPU once its requests are written, which come first."""
-        messages, self._unannounced = self._plan.outward(entry), entry
+        messages = self._plan.outward(entry)
         if self._lane.is_queued or not messages:
             self._announce(entry)
+        else:
+            kinds = [[flag.kind for flag in message.raises] for message in messages]
+            at = next(n for n, found in enumerate(kinds) if FlagKind.BEGIN in found)
+            self._unannounced = entry, at + 1
         self._lane.begin(entry, messages)
+
+    def _count(self, entry: StepEntry, num_due: int) -> None:
+        """Note that one of the messages has come that `entry` is announced behind."""
+        self._unannounced = entry, num_due - 1
+        if num_due == 1:
+            self._announce(entry)
 
     def _announce(self, entry: StepEntry) -> None:
         self._unannounced = None
@@ -175,7 +185,7 @@ class FarSender:
                 self._out.put(Op.SET, layer, row, torch.stack(parts))
                 if side.has_samples:
                     self._out.put(Op.WEIGHTS, layer, row, side.log_weight[layer, row])
-            self._contents.know_sets(layer, rows)
+                self._contents.know_sets(layer, row)
         side.settle()
 
     def _raise(self, flag: int, step: int) -> None:

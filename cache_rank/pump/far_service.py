@@ -242,6 +242,7 @@ class FarPump:
         session.start(
             FarReceiver(side, received.plan, plane, lanes.receives, announced).run,
             FarSender(side, sent, out, lanes.sends, announced).run,
+            *lanes.watches(session.await_over),
         )
         return session
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError
 from tandemkv.cache_rank.protocol.message.data_plane import INFERENCE_END
 from tandemkv.cache_rank.protocol.message.nccl_wire import NcclWire, prepare_nccl
 
@@ -17,6 +19,8 @@ from .records import Outbox
 from .side import Side
 from .stream_lanes import StreamReceiveLane, StreamSendLane
 
+_LOG = logging.getLogger(__name__)
+_LOOK_S = 0.5
 Wires = tuple[NcclWire, ...]
 """One away from the inference rank and one back; none on CPUs."""
 
@@ -27,6 +31,28 @@ class PumpLanes:
 
     sends: SendLane
     receives: ReceiveLane
+
+    def watches(self, await_over: Callable[[float], bool]) -> tuple[Callable[[], None], ...]:
+        """Return what is to run beside the lanes, until `await_over`; nothing on a CPU.
+
+        Of what a lane on a GPU has waited for in vain nobody else learns: it raises
+        `CacheRankLostError`, where it waited, and warns where its messages came.
+        """
+        sends, receives = self.sends, self.receives
+        if not isinstance(sends, StreamSendLane) or not isinstance(receives, StreamReceiveLane):
+            return ()
+
+        def watch() -> None:
+            is_told = False
+            while not await_over(_LOOK_S):
+                if reason := sends.lost_reason():
+                    _LOG.warning("%s", reason)
+                    raise CacheRankLostError(reason)
+                if not is_told and (reason := receives.lost_reason()):
+                    _LOG.warning("%s", reason)
+                    is_told = True
+
+        return (watch,)
 
     def abort(self, reason: str) -> None:
         """End what waits on a GPU, before its communicators are broken. Safe from any thread."""

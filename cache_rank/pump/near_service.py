@@ -256,7 +256,8 @@ class NearPump:
         sender = NearSender(side, sent.plan, out, lanes.sends, receiver)
         plane.breaks_with.insert(0, lanes.abort)
         queues = (receiver.run_queued,) if lanes.receives.is_queued else ()
-        session.start(sender.run, receiver.run, *queues)
+        watches = lanes.watches(session.await_over)
+        session.start(sender.run, receiver.run, *queues, *watches)
         return session
 
     def _meet(

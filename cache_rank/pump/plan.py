@@ -43,6 +43,12 @@ class Flag(NamedTuple):
     layer: int = 0
     size: int = 1
 
+    @property
+    def label(self) -> str:
+        """Name it in a log."""
+        has_layer = self.kind in (FlagKind.INPUT, FlagKind.QUERY, FlagKind.READY)
+        return f"{self.kind.name} of layer {self.layer}" if has_layer else self.kind.name
+
 
 class PartKind(Enum):
     """What a part holds; see `Contents` for shapes."""
@@ -134,9 +140,10 @@ class StepPlan:
             self._replaced -= rows
         if entry.kind is EntryKind.DECODE:
             first, *others = self._known(entry, is_back=False)
-            if replaced:
-                first = replace(first, parts=(*first.parts, *_tables(entry, replaced)))
-            return (first, *others)
+            if not replaced:
+                return (first, *others)
+            first = replace(first, parts=(*first.parts, *_tables(entry, replaced)))
+            return (*self._cut(first, entry), *others)
         return (_message([Flag(FlagKind.BEGIN)]),) if entry.kind is EntryKind.GROW else ()
 
     def back(self, entry: StepEntry) -> tuple[Message, ...]:
@@ -145,7 +152,7 @@ class StepPlan:
             return self._cut_all(self._extend_back(entry), entry)
         if entry.kind is EntryKind.DECODE:
             return self._known(entry, is_back=True)
-        return (self._grow_back(),) if entry.kind is EntryKind.GROW else ()
+        return tuple(self._cut(self._grow_back(), entry)) if entry.kind is EntryKind.GROW else ()
 
     def _known(self, entry: StepEntry, *, is_back: bool) -> tuple[Message, ...]:
         """Return the plan of a decode step, which depends on its kind and size alone."""

@@ -83,6 +83,10 @@ class PumpSession:
         """Whether the epoch has ended."""
         return self._over.is_set()
 
+    def await_over(self, timeout_s: float) -> bool:
+        """Wait until the epoch has ended; False: it goes on."""
+        return self._over.wait(timeout_s)
+
     def end(self, reason: str) -> None:
         """End the epoch. Safe from any thread; the first reason counts."""
         if not self._over.is_set():

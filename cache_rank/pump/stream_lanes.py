@@ -15,9 +15,8 @@ lane has memory from the start.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -31,16 +30,18 @@ from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
 from .contents import Body, Contents
 from .plan import Flag, FlagKind, Message
+from .queue_depth import Event, QueueDepth, calls_of
 from .records import PIECE_BYTES, Record
 from .side import Side
 
 _AT_ONCE_S = 1e-6
-_MOST_PARTS, _POLL_S = 64, 20e-6
 _MOST_WORDS = 256
 """Of a flag, for which kernels are loaded at start."""
-_ROOM_BYTES, _SMALL_BYTES, _NUM_SMALL = 2 * PIECE_BYTES, 512 << 10, 32
-"""What a lane's stream has of the GPU's memory from the start: for a message, and for what is made
-on the way."""
+_BESIDE_BYTES, _SMALL_BYTES, _NUM_SMALL = 2 * PIECE_BYTES, 512 << 10, 32
+"""What a lane's stream has of the GPU's memory from the start for what is made on the way, at
+least; beside it the room of a message."""
+_KEPT_STEPS = 16
+"""Latest steps whose waits are known by name."""
 
 
 def rehearse_flags(device: torch.device, timeout_s: float) -> None:
@@ -59,14 +60,15 @@ def rehearse_flags(device: torch.device, timeout_s: float) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _room(device: torch.device) -> torch.Tensor:
+def _room(device: torch.device, contents: Contents) -> torch.Tensor:
     """Return bytes for messages, and leave the present stream memory to make other tensors in."""
     if device.type != "cuda":
         return torch.empty(0, dtype=torch.uint8, device=device)
-    sizes = (_ROOM_BYTES, _ROOM_BYTES, *(_SMALL_BYTES,) * _NUM_SMALL)
+    sizes = (max(_BESIDE_BYTES, contents.beside_bytes), *(_SMALL_BYTES,) * _NUM_SMALL)
     kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]  # and freed
+    room = torch.empty(contents.most_bytes, dtype=torch.uint8, device=device)
     del kept
-    return torch.empty(_ROOM_BYTES, dtype=torch.uint8, device=device)
+    return room
 
 
 class _Done:
@@ -86,53 +88,6 @@ class Wire(Protocol):
         """Receive ``out [n]`` uint8, of exactly the bytes that are sent."""
 
 
-class Event(Protocol):
-    """What `torch.cuda.Event` has."""
-
-    def query(self) -> bool:
-        """Whether all that was queued before it is done."""
-
-
-class QueueDepth:
-    """How much of a stream's work is queued and not done.
-
-    A stream takes about a thousand kernels. A thread that queues more waits in CUDA, and meanwhile
-    no other thread of the process can queue anything, not even what the stream waits for.
-
-    Parameters
-    ----------
-    record : Callable
-        Return an event of what the stream has now.
-    is_over : Callable
-        Whether to wait no longer.
-    most : int
-        Parts of messages.
-    """
-
-    def __init__(
-        self, record: Callable[[], Event], is_over: Callable[[], bool], most: int = _MOST_PARTS
-    ) -> None:
-        self._record, self._is_over, self._most = record, is_over, most
-        self._queued: deque[tuple[int, Event]] = deque()
-        self._total = 0
-
-    def make_room(self, num_parts: int) -> bool:
-        """Wait until so many more fit, or nothing else is queued; False: it is over."""
-        while self._queued and self._total + num_parts > self._most:
-            if self._queued[0][1].query():
-                self._total -= self._queued.popleft()[0]
-            elif self._is_over():
-                return False
-            else:
-                time.sleep(_POLL_S)
-        return True
-
-    def note(self, num_parts: int) -> None:
-        """Note that so many were queued."""
-        self._queued.append((num_parts, self._record()))
-        self._total += num_parts
-
-
 class StreamLane:
     """A stream with the number of its step, and the word that tells whether it is lost.
 
@@ -150,19 +105,32 @@ class StreamLane:
         self._beside = shared_stream(device, LANE_PRIORITY, number + 1)
         with self._on(self._stream):
             # One message is in it at a time: what comes next is behind that in the stream.
-            self._room = _room(device)
+            self._room = _room(device, contents)
         self._bodies: dict[int, tuple[Message, Body]] = {}
         self._words: dict[Flag, torch.Tensor] = {}
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
+        self._told = torch.zeros(1, dtype=torch.int32, pin_memory=self._stream is not None)
         self._depth = QueueDepth(self._record, side.is_over)
+        self._waits: deque[tuple[int, list[Flag]]] = deque(maxlen=_KEPT_STEPS)
+        self._is_aborted = False
         contents.rehearse()
         side.settle()  # these, and what `contents` has made: the stream waits for no other
 
     def abort(self) -> None:
         """End the waits that are under way, and all later ones. Safe from any thread."""
+        self._is_aborted = True
         with self._on(self._beside):
             self._lost.fill_(1)
+
+    def lost_step(self) -> int:
+        """Return the step whose wait has reached its end, 0: none. For one thread, not the lane's.
+
+        It is asked for beside the lane, and waits for nothing that the lane has queued.
+        """
+        with self._on(self._beside):
+            self._told.copy_(self._lost)
+        return 0 if self._is_aborted else int(self._told[0])
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
@@ -182,16 +150,17 @@ class StreamLane:
     @contextmanager
     def _queued(self, message: Message) -> Iterator[bool]:
         """Queue what the body does behind as little as `QueueDepth` allows; False: it is over."""
-        num_parts = 1 + len(message.parts)
-        has_room = self._depth.make_room(num_parts)
+        num_calls = calls_of(message)
+        has_room = self._depth.make_room(num_calls)
         yield has_room
         if has_room:
-            self._depth.note(num_parts)
+            self._depth.note(num_calls)
 
     def _begin(self, entry: StepEntry) -> None:
         self._step.fill_(entry.step)
         self._contents.begin(entry)
         self._keeps = entry.kind is EntryKind.DECODE
+        self._waits.append((entry.step, []))
 
     def _body(self, message: Message) -> Body:
         """Return where a message goes; of a decode step's that recurs always the same."""
@@ -199,9 +168,6 @@ class StreamLane:
         if known is not None:  # it is kept, so its number is no other's
             return known[1]
         body = self._contents.make(message, room=self._room)
-        if len(body.whole) > len(self._room):
-            self._room = body.whole
-            self._bodies.clear()
         if self._keeps and message.recurs:
             self._bodies[id(message)] = message, body
         return body
@@ -248,11 +214,23 @@ class StreamSendLane(StreamLane):
                 return
             for flag in message.waits:
                 self._wait(self._words_of(flag), self._timeout_s)
+            self._waits[-1][1].extend(message.waits)
             body = self._body(message)
             self._contents.fill(body)
             body.stamp.zero_()
             self._raise(body.stamp)
             self._wire.send(body.whole)
+
+    def lost_reason(self) -> str:
+        """Return what was waited for in vain; nothing while nothing was. As `lost_step`."""
+        step = self.lost_step()
+        if not step:
+            return ""
+        flags = [flag for number, found in self._waits.copy() if number == step for flag in found]
+        with self._on(self._beside):
+            missing = (flag for flag in flags if min(self._find_words(flag).tolist()) - step < 0)
+            label = next((flag.label for flag in missing), "a flag, which came later,")
+        return f"step {step}: {label} was not raised within {self._timeout_s:g} s"
 
 
 class StreamReceiveLane(StreamLane):
@@ -277,6 +255,11 @@ class StreamReceiveLane(StreamLane):
         self._contents.scatter(body)
         for flag in message.raises:
             self._raise(self._words_of(flag))
+
+    def lost_reason(self) -> str:
+        """Return of which step a message came without its number; as `lost_step`."""
+        step = self.lost_step()
+        return f"step {step}: the other pump has waited in vain, see its log" if step else ""
 
     def take(self, record: Record) -> None:
         """See `ReceiveLane.take`: nothing of a step is a record."""

@@ -50,3 +50,33 @@ def test_each_figure_says_which_gpus_worked(
         server_args=SimpleNamespace(tp_size=tp_size), attn_backend=SimpleNamespace(**more)
     )
     assert decode_bench.device_names(runner) == names
+
+
+@pytest.mark.parametrize(
+    ("done", "limit_s", "said"),
+    [(False, 9.0, "waited for a layer in vain"), (True, 0.0, "0 s have passed")],
+)
+def test_prompts_that_do_not_come_are_told_of(
+    done: bool, limit_s: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = torch.zeros((5, 32), dtype=torch.int32)
+    words[1:3] = 7  # layers 0 and 1 are ready
+    gpu = SimpleNamespace(here=torch.device("cuda"))
+
+    class Mapped(dict[str, torch.Tensor]):
+        homes = gpu
+
+    tensors = Mapped(to_engine=torch.zeros((10, 32), dtype=torch.int32), to_inference=words)
+    client = SimpleNamespace(tensors=tensors, step=7, lost_reason=None)
+    monkeypatch.setattr(
+        decode_bench.runtime_module, "current", lambda: SimpleNamespace(client=client)
+    )
+    monkeypatch.setattr(decode_bench, "_PROMPTS_S", limit_s)
+    link = SimpleNamespace(is_done=lambda step: done and step == 7)
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(num_hidden_layers=4), attn_backend=SimpleNamespace(link=link)
+    )
+    with pytest.raises(RuntimeError, match=rf"step 7, 2 of 4 layers are ready: .*{said}"):
+        decode_bench.await_prompts(runner)
+    words[0] = 7
+    decode_bench.await_prompts(runner)

@@ -17,7 +17,7 @@ import torch
 
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
-from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import Timing
@@ -25,14 +25,17 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes, seed_buffer, specs_by_life
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
-from tandemkv.cache_rank.pump import plan
-from tandemkv.cache_rank.pump.contents import Contents
+from tandemkv.cache_rank.pump import contents, plan
+from tandemkv.cache_rank.pump.contents import HEAD_BYTES, Contents
+from tandemkv.cache_rank.pump.far import Announced, FarReceiver
+from tandemkv.cache_rank.pump.gpu_link import PumpLanes
 from tandemkv.cache_rank.pump.lanes import HostReceiveLane, HostSendLane, host_flag
 from tandemkv.cache_rank.pump.near import NearReceiver
 from tandemkv.cache_rank.pump.plan import Flag, FlagKind, Message, PartKind
+from tandemkv.cache_rank.pump.queue_depth import QueueDepth
 from tandemkv.cache_rank.pump.records import PIECE_BYTES, Op, Outbox, Record, read_records
 from tandemkv.cache_rank.pump.side import Side
-from tandemkv.cache_rank.pump.stream_lanes import QueueDepth, StreamReceiveLane, StreamSendLane
+from tandemkv.cache_rank.pump.stream_lanes import StreamReceiveLane, StreamSendLane
 
 _MODEL = ModelSpec(
     architecture="Any", num_layers=6, num_qo_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16,
@@ -271,6 +274,40 @@ def test_nothing_is_raised_for_what_was_given_up(way: str) -> None:
     assert not any(link.is_raised(flag, 7) for flag in flags[at:])
 
 
+def test_a_wait_that_was_in_vain_is_named_and_ends_the_epoch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else nobody learns why nothing comes any more."""
+    link = Way("queued", "oracle")
+    lanes, looks = PumpLanes(link.send, link.receive), iter([False, False, True])
+    (watch,) = lanes.watches(lambda _: next(looks))
+    link.carry(_DECODE)
+    watch()
+    assert not caplog.messages
+    for step in (8, 9):  # the next one may have begun
+        link.carry(replace(_DECODE, step=step), without=Flag(FlagKind.QUERY, 3, 2))
+    (watch,) = lanes.watches(lambda _: False)
+    with pytest.raises(
+        CacheRankLostError, match=r"^step 8: QUERY of layer 3 was not raised .* 1 s"
+    ):
+        watch()
+    # Where its messages came the epoch goes on, until the other host ends it.
+    looks = iter([False, False, True])
+    link.send.lost_reason = lambda: ""
+    (watch,) = lanes.watches(lambda _: next(looks))
+    watch()
+    assert [text[:6] for text in caplog.messages] == ["step 8", "step 8"]
+
+
+def test_a_lane_that_is_aborted_waits_for_nothing_in_vain() -> None:
+    link = Way("queued", "oracle")
+    link.send.abort()
+    link.carry(_DECODE)
+    assert not link.send.lost_reason()
+    assert Way("records", "oracle").send.is_lost is False
+    assert not PumpLanes(HostSendLane(*[None] * 3), HostReceiveLane(*[None] * 2)).watches(bool)  # type: ignore[arg-type]
+
+
 def test_a_step_that_was_given_up_has_an_end() -> None:
     link = Way("records", "oracle", is_back=True)
     link.carry(_DECODE, without=Flag(FlagKind.READY, 0))
@@ -352,6 +389,50 @@ def test_long_messages_are_cut() -> None:
     )
     assert waits == raises
     assert len(messages) > len(waits)
+
+
+@POLICIES
+@pytest.mark.parametrize("piece", [64, 1024, PIECE_BYTES])
+def test_a_lane_has_room_for_every_message(
+    policy: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is asked for beside a wait may come only when that ends."""
+    for module in (plan, contents):
+        monkeypatch.setattr(module, "PIECE_BYTES", piece)
+    found = Contents(End(policy, has_all=False).side)
+    rows = tuple(StepRow(row=row, generation=1, length=64, window=4) for row in range(1, _NUM_ROWS))
+    for kind in (EntryKind.EXTEND, EntryKind.GROW, EntryKind.DECODE):
+        entry = StepEntry(kind=kind, step=1, variant=_SELECTING, rows=rows)
+        found.begin(entry)
+        messages = (*found.plan.outward(entry), *found.plan.back(entry))
+        sizes = [len(found.make(message).whole) for message in messages]
+        assert max(sizes) <= found.most_bytes
+        longest = max(len(found.make(Message((), (p,))).whole) for m in messages for p in m.parts)
+        assert max(sizes) <= max(longest, piece + HEAD_BYTES)
+
+
+def test_a_step_is_announced_behind_all_of_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PIECE_BYTES", 64)
+    end, told = End("oracle", has_all=False), Announced()
+    sent, written = Contents(end.side).plan, Contents(end.side)
+    lane = HostReceiveLane(end.side, written)
+    receiver = FarReceiver(end.side, written.plan, Queue(), lane, told)  # type: ignore[arg-type]
+    nothing = torch.empty(0, dtype=torch.uint8)
+    for entry in (_EXTEND, replace(_DECODE, step=8)):
+        num_tables = 0
+        messages = sent.outward(entry)
+        receiver._begin(entry)
+        for message in messages:
+            num_tables += sum(part.kind is PartKind.TABLE for part in message.parts)
+            assert told.steps.empty()
+            receiver._apply(Record(Op.MESSAGE, 0, 0, nothing))
+            if any(flag.kind is FlagKind.BEGIN for flag in message.raises):
+                break
+        assert num_tables == 1
+        assert told.steps.get_nowait()[0] == entry
+        while not lane.is_done:
+            receiver._apply(Record(Op.MESSAGE, 0, 0, nothing))
+        assert told.steps.empty()
 
 
 @pytest.mark.parametrize("way", ["records", "queued"])
@@ -440,3 +521,22 @@ def test_no_more_is_queued_than_a_stream_takes() -> None:
         assert len(done) == (0, 0, 2, 3, 3)[number]
     is_over = True
     assert not depth.make_room(4)
+
+
+def test_events_are_asked_for_seldom() -> None:
+    """Each costs the thread that queues as much as a kernel."""
+    num_events = 0
+
+    class Event:
+        def __init__(self) -> None:
+            nonlocal num_events
+            num_events += 1
+
+        def query(self) -> bool:
+            return True
+
+    depth = QueueDepth(Event, lambda: False, most=80)
+    for _ in range(1000):
+        assert depth.make_room(3)
+        depth.note(3)
+    assert num_events == 1000 // 4
