@@ -36,7 +36,8 @@ class PumpLanes:
         """Return what is to run beside the lanes, until `await_over`; nothing on a CPU.
 
         Of what a lane on a GPU has waited for in vain nobody else learns: it raises
-        `CacheRankLostError`, where it waited, and warns where its messages came.
+        `CacheRankLostError`, where it waited, and warns where its messages came. At the end the log
+        says what the latest step still lacked.
         """
         sends, receives = self.sends, self.receives
         if not isinstance(sends, StreamSendLane) or not isinstance(receives, StreamReceiveLane):
@@ -51,6 +52,9 @@ class PumpLanes:
                 if not is_told and (reason := receives.lost_reason()):
                     _LOG.warning("%s", reason)
                     is_told = True
+            for lane in (sends, receives):
+                if standing := lane.standing():
+                    _LOG.info("in the midst of %s", standing)
 
         return (watch,)
 

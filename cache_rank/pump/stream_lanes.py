@@ -41,7 +41,7 @@ _BESIDE_BYTES, _SMALL_BYTES, _NUM_SMALL = 2 * PIECE_BYTES, 512 << 10, 32
 """What a lane's stream has of the GPU's memory from the start for what is made on the way, at
 least; beside it the room of a message."""
 _KEPT_STEPS = 16
-"""Latest steps whose waits are known by name."""
+"""Latest steps whose flags are known by name."""
 
 
 def rehearse_flags(device: torch.device, timeout_s: float) -> None:
@@ -112,7 +112,7 @@ class StreamLane:
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
         self._told = torch.zeros(1, dtype=torch.int32, pin_memory=self._stream is not None)
         self._depth = QueueDepth(self._record, side.is_over)
-        self._waits: deque[tuple[int, list[Flag]]] = deque(maxlen=_KEPT_STEPS)
+        self._queued_flags: deque[tuple[int, list[Flag]]] = deque(maxlen=_KEPT_STEPS)
         self._is_aborted = False
         contents.rehearse()
         side.settle()  # these, and what `contents` has made: the stream waits for no other
@@ -131,6 +131,20 @@ class StreamLane:
         with self._on(self._beside):
             self._told.copy_(self._lost)
         return 0 if self._is_aborted else int(self._told[0])
+
+    def standing(self) -> str:
+        """Return what of the latest step has not come to pass, if anything; as `lost_step`."""
+        if not self._queued_flags:
+            return ""
+        step, flags = self._queued_flags[-1]
+        label = self._missing(step, flags.copy())
+        return label and f"step {step}: {label} is not raised, of {len(flags)} flags in the queue"
+
+    def _missing(self, step: int, flags: list[Flag]) -> str:
+        """Return the label of the first of `flags` that is not raised to `step`, if any."""
+        with self._on(self._beside):
+            missing = (flag for flag in flags if min(self._find_words(flag).tolist()) - step < 0)
+            return next((flag.label for flag in missing), "")
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
@@ -160,7 +174,7 @@ class StreamLane:
         self._step.fill_(entry.step)
         self._contents.begin(entry)
         self._keeps = entry.kind is EntryKind.DECODE
-        self._waits.append((entry.step, []))
+        self._queued_flags.append((entry.step, []))
 
     def _body(self, message: Message) -> Body:
         """Return where a message goes; of a decode step's that recurs always the same."""
@@ -214,7 +228,7 @@ class StreamSendLane(StreamLane):
                 return
             for flag in message.waits:
                 self._wait(self._words_of(flag), self._timeout_s)
-            self._waits[-1][1].extend(message.waits)
+            self._queued_flags[-1][1].extend(message.waits)
             body = self._body(message)
             self._contents.fill(body)
             body.stamp.zero_()
@@ -226,10 +240,8 @@ class StreamSendLane(StreamLane):
         step = self.lost_step()
         if not step:
             return ""
-        flags = [flag for number, found in self._waits.copy() if number == step for flag in found]
-        with self._on(self._beside):
-            missing = (flag for flag in flags if min(self._find_words(flag).tolist()) - step < 0)
-            label = next((flag.label for flag in missing), "a flag, which came later,")
+        flags = dict(self._queued_flags.copy()).get(step, [])
+        label = self._missing(step, flags.copy()) or "a flag, which came later,"
         return f"step {step}: {label} was not raised within {self._timeout_s:g} s"
 
 
@@ -253,6 +265,7 @@ class StreamReceiveLane(StreamLane):
         self._wire.receive(body.whole)
         self._wait(body.stamp, _AT_ONCE_S)
         self._contents.scatter(body)
+        self._queued_flags[-1][1].extend(message.raises)
         for flag in message.raises:
             self._raise(self._words_of(flag))
 

@@ -282,7 +282,8 @@ def test_a_wait_that_was_in_vain_is_named_and_ends_the_epoch(
     lanes, looks = PumpLanes(link.send, link.receive), iter([False, False, True])
     (watch,) = lanes.watches(lambda _: next(looks))
     link.carry(_DECODE)
-    watch()
+    with caplog.at_level("INFO"):
+        watch()
     assert not caplog.messages
     for step in (8, 9):  # the next one may have begun
         link.carry(replace(_DECODE, step=step), without=Flag(FlagKind.QUERY, 3, 2))
@@ -297,6 +298,22 @@ def test_a_wait_that_was_in_vain_is_named_and_ends_the_epoch(
     (watch,) = lanes.watches(lambda _: next(looks))
     watch()
     assert [text[:6] for text in caplog.messages] == ["step 8", "step 8"]
+
+
+def test_what_a_step_lacks_when_its_epoch_ends_is_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    link = Way("queued", "oracle")
+    lanes = PumpLanes(link.send, link.receive)
+    (watch,) = lanes.watches(lambda _: True)
+    with caplog.at_level("INFO"):
+        watch()
+        assert not caplog.messages
+        link.carry(_DECODE, without=Flag(FlagKind.QUERY, 3, 2))
+        lanes.abort("the inference rank is gone")
+        watch()
+    said = "in the midst of step 7: QUERY of layer 3 is not raised"
+    assert [text.partition(",")[0] for text in caplog.messages] == [said, said]
 
 
 def test_a_lane_that_is_aborted_waits_for_nothing_in_vain() -> None:
