@@ -7,215 +7,72 @@ to be raised already.
 
 from __future__ import annotations
 
-import json
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from two_hosts import (
+    DECODE,
+    EXTEND,
+    MODEL,
+    NUM_ROWS,
+    POLICIES,
+    SELECTING,
+    WAYS,
+    End,
+    Queue,
+    Way,
+    step_slots,
+)
 
-from tandemkv.cache_rank.policies.registry import selection_values
-from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError
-from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes, seed_buffer, specs_by_life
+from tandemkv.cache_rank.protocol.shared_region import seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
 from tandemkv.cache_rank.pump import contents, plan
 from tandemkv.cache_rank.pump.contents import HEAD_BYTES, Contents
 from tandemkv.cache_rank.pump.far import Announced, FarReceiver
 from tandemkv.cache_rank.pump.gpu_link import PumpLanes
-from tandemkv.cache_rank.pump.lanes import HostReceiveLane, HostSendLane, host_flag
+from tandemkv.cache_rank.pump.lanes import HostReceiveLane, HostSendLane
 from tandemkv.cache_rank.pump.near import NearReceiver
 from tandemkv.cache_rank.pump.plan import Flag, FlagKind, Message, PartKind
-from tandemkv.cache_rank.pump.queue_depth import QueueDepth
-from tandemkv.cache_rank.pump.records import PIECE_BYTES, Op, Outbox, Record, read_records
-from tandemkv.cache_rank.pump.side import Side
-from tandemkv.cache_rank.pump.stream_lanes import StreamReceiveLane, StreamSendLane
-
-_MODEL = ModelSpec(
-    architecture="Any", num_layers=6, num_qo_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16,
-    max_context=64, dtype="float32", model_hash="",
-)  # fmt: skip
-_NUM_ROWS, _COLD = 5, 20
-_ROWS = (
-    StepRow(row=3, generation=1, length=40, prefix_len=39),
-    StepRow(row=1, generation=1, length=12, prefix_len=11),
-)
-"""One that is selected for, and one that attends to all of its tokens."""
-_SELECTING = list(DecodeKind).index(DecodeKind.SELECTING)
-_DECODE = StepEntry(kind=EntryKind.DECODE, step=7, variant=_SELECTING, num_cold=_COLD, rows=_ROWS)
-_EXTEND = StepEntry(
-    kind=EntryKind.EXTEND, step=7,
-    rows=(StepRow(row=3, generation=1, length=40, prefix_len=8, window=4),),
-)  # fmt: skip
-_TIMINGS = {
-    "oracle": Timing.SAME_STEP_QUERY,
-    "look_ahead": Timing.SAME_STEP_HIDDEN,
-    "last_query": Timing.NEXT_STEP,
-}
-POLICIES = pytest.mark.parametrize("policy", _TIMINGS)
-WAYS = pytest.mark.parametrize("way", ["records", "queued"])
-
-
-class Queue:
-    """A wire within this process."""
-
-    def __init__(self) -> None:
-        self.bodies: deque[torch.Tensor] = deque()
-
-    def send(self, body: torch.Tensor) -> None:
-        self.bodies.append(body.clone())
-
-    def receive(self, out: torch.Tensor) -> None:
-        body = self.bodies.popleft()
-        assert len(body) == len(out)
-        out.copy_(body)
-
-
-class End:
-    """The memory of one host; `has_all`: filled at random, not with zeros."""
-
-    def __init__(self, policy: str, *, has_all: bool) -> None:
-        given = {
-            "policy": policy, "budget_tokens": 16, "resident_factor": 1.0, "num_sink_tokens": 2,
-            "num_recent_tokens": 4, "fetch_cap": 3, "sample_tokens": 8, "exact_layers": [2],
-        }  # fmt: skip
-        settings = RankSettings.model_validate(
-            {
-                "selection": json.loads(json.dumps(selection_values(given), default=vars)),
-                "placement": {"link": "message", "two_gpus": True},
-                "cache": {"capacity_tokens": 256},
-            }
-        )
-        sizes = RegionSizes(num_slots=257, num_rows=_NUM_ROWS, page_size=1, is_apart=True)
-        self.tensors = MappedTensors()
-        kept, new = specs_by_life(_MODEL, settings.selection, sizes, on_gpu=True)
-        self.tensors.allocate_all((*kept, *new))
-        self.program = EngineProgram(_MODEL, settings, timing=_TIMINGS[policy])
-        self.side = Side(self.tensors, self.program, settings.selection, lambda: False)
-        self.flags = GpuFlags(self.tensors, _MODEL.num_layers)
-        self.positions = torch.zeros(
-            len(self.program.selecting), _NUM_ROWS, 2, self.side.resident[0].shape[2]
-        ).int()
-        if has_all:
-            torch.manual_seed(1)
-            for spec in kept:
-                if spec.dtype == "float32":
-                    self.tensors[spec.name].normal_()
-            for row in range(1, _NUM_ROWS):
-                self.side.table[row] = torch.randperm(256)[:64] + 1
-
-    def words(self, flag: Flag) -> torch.Tensor:
-        """Return the words of a flag in GPU memory."""
-        named = {
-            FlagKind.BEGIN: self.flags.begin,
-            FlagKind.END: self.flags.end,
-            FlagKind.FINISHED: self.flags.finished,
-        }
-        if flag.kind in named:
-            return named[flag.kind]
-        of_layer: Any = getattr(self.flags, flag.kind.name.lower())
-        return of_layer(flag.layer, flag.size)  # type: ignore[no-any-return]
-
-    def raise_flag(self, flag: Flag, step: int) -> None:
-        self.words(flag).fill_(step)
-        self.side.flags.raise_to(host_flag(self.side, flag), step)
-
-
-class Way:
-    """Two hosts, and one direction between them; to the cache rank's, or back."""
-
-    def __init__(self, way: str, policy: str, *, is_back: bool = False) -> None:
-        self.source, self.target = (End(policy, has_all=has_all) for has_all in (True, False))
-        self.is_queued, self.is_back, self.wire = way == "queued", is_back, Queue()
-        positions = self.source.positions if is_back else None
-        ours, theirs = self.source.side, self.target.side
-        self.sent, self.written = Contents(ours, positions), Contents(theirs)
-        if is_back:  # whose requests both have
-            theirs.table.copy_(ours.table)
-        self.send: Any
-        self.receive: Any
-        if self.is_queued:
-            options: dict[str, Any] = {"timeout_s": 1.0, "number": 0}
-            self.send = StreamSendLane(ours, self.sent, self.wire, **options)
-            self.receive = StreamReceiveLane(theirs, self.written, self.wire, **options)
-        else:
-            self.send = HostSendLane(ours, self.sent, Outbox(self.wire))  # type: ignore[arg-type]
-            self.receive = HostReceiveLane(theirs, self.written)
-
-    def messages(self, entry: StepEntry) -> tuple[Message, ...]:
-        plan = self.sent.plan
-        return plan.back(entry) if self.is_back else plan.outward(entry)
-
-    def carry(self, entry: StepEntry, *, without: Flag | None = None) -> None:
-        """Send a step whose flags are raised but for one, and take what comes."""
-        messages = self.messages(entry)
-        for flag in (flag for message in messages for flag in message.waits):
-            if flag != without:
-                self.source.raise_flag(flag, entry.step)
-        if without is not None:  # as who gives a step up
-            self.source.side.flags.raise_to(self.source.side.at.ABORTED, entry.step)
-        self.send.begin(entry)
-        for message in messages:
-            self.send.send(message)
-        self.receive.begin(entry, messages)
-        while self.wire.bodies and not self.is_queued:
-            for record in read_records(self.wire.bodies.popleft()):
-                self.receive.take(record)
-        assert not self.wire.bodies
-        assert self.receive.is_done
-
-    def is_raised(self, flag: Flag, step: int) -> bool:
-        if self.is_queued:
-            return bool((self.target.words(flag) == step).all())
-        if flag.kind is FlagKind.BEGIN:  # an announcement, there
-            return True
-        return self.target.side.flags.value(host_flag(self.target.side, flag)) == step
-
-
-def _slots(end: End) -> list[int]:
-    return [int(end.side.table[row.row, row.length - 1]) for row in _ROWS]
+from tandemkv.cache_rank.pump.records import PIECE_BYTES, Op, Record
 
 
 @POLICIES
 @WAYS
 def test_a_decode_step_goes_out(way: str, policy: str) -> None:
     link = Way(way, policy)
-    link.carry(_DECODE)
-    source, target, slots = link.source, link.target, _slots(link.source)
-    assert _slots(target) == slots
+    link.carry(DECODE)
+    source, target, slots = link.source, link.target, step_slots(link.source)
+    assert step_slots(target) == slots
     assert torch.equal(target.side.kv[:, :, slots], source.side.kv[:, :, slots])
     assert target.side.kv.count_nonzero() == source.side.kv[:, :, slots].count_nonzero()
     for name, kind in (("streams", FlagKind.INPUT), ("queries", FlagKind.QUERY)):
         layers = [
             flag.layer
-            for message in link.messages(_DECODE)
+            for message in link.messages(DECODE)
             for flag in message.waits
             if flag.kind is kind
         ]
         assert torch.equal(target.tensors[name][layers, :2], source.tensors[name][layers, :2])
-    for message in link.messages(_DECODE):
+    for message in link.messages(DECODE):
         assert all(link.is_raised(flag, 7) for flag in message.raises)
 
 
 @WAYS
 def test_a_prompt_goes_out_and_its_sets_come_back(way: str) -> None:
     link = Way(way, "oracle")
-    link.carry(_EXTEND)
-    source, target, (row,) = link.source.side, link.target.side, _EXTEND.rows
+    link.carry(EXTEND)
+    source, target, (row,) = link.source.side, link.target.side, EXTEND.rows
     assert torch.equal(target.table[3, :40], source.table[3, :40])
     slots = source.table[3, row.prefix_len : row.length].long()
     assert torch.equal(target.kv[:, :, slots], source.kv[:, :, slots])
     windows = [x.tensors["seed_queries"][:, :4] for x in (target, source)]
     assert torch.equal(*windows)
     back = Way(way, "oracle", is_back=True)
-    back.carry(_EXTEND)
-    for layer in range(_MODEL.num_layers):
+    back.carry(EXTEND)
+    for layer in range(MODEL.num_layers):
         is_sparse = back.source.program.is_sparse_layer(layer)
         for ours, theirs in zip(back.source.side.resident, back.target.side.resident, strict=True):
             assert torch.equal(ours[layer, 3], theirs[layer, 3]) is is_sparse
@@ -231,7 +88,7 @@ def test_rows_that_change_come_back_of_selected_requests_alone(way: str, policy:
         book = source.program.book_of(layer)
         for row, head, slot in ((3, 0, 5), (3, 1, layer), (1, 0, 2)):
             source.positions[book, row, head, slot] += 1
-    link.carry(_DECODE)
+    link.carry(DECODE)
     for ours, theirs in zip(source.side.resident, target.side.resident, strict=True):
         changed = torch.zeros_like(theirs, dtype=torch.bool)
         for layer in source.program.selecting:
@@ -245,7 +102,7 @@ def test_rows_that_change_come_back_of_selected_requests_alone(way: str, policy:
     assert torch.equal(*remote)
     assert link.is_raised(Flag(FlagKind.FINISHED), 7)
     target.side.resident[0].zero_()
-    link.carry(_DECODE)
+    link.carry(DECODE)
     assert not target.side.resident[0].any(), "what was sent is not sent again"
 
 
@@ -254,11 +111,11 @@ def test_rows_that_change_come_back_of_selected_requests_alone(way: str, policy:
 def test_steps_follow_one_another(way: str, policy: str) -> None:
     link = Way(way, policy)
     source, target = link.source.side, link.target.side
-    for step, entry in enumerate((_DECODE, _EXTEND, _DECODE, _DECODE), 7):
+    for step, entry in enumerate((DECODE, EXTEND, DECODE, DECODE), 7):
         source.kv.normal_()
         link.source.tensors["queries"].normal_()
         link.carry(replace(entry, step=step))
-        slots = _slots(link.source)
+        slots = step_slots(link.source)
         assert torch.equal(target.kv[:, :, slots[:1]], source.kv[:, :, slots[:1]])
         assert link.is_raised(Flag(FlagKind.END), step)
     assert torch.equal(target.kv[:, :, slots], source.kv[:, :, slots])
@@ -267,8 +124,8 @@ def test_steps_follow_one_another(way: str, policy: str) -> None:
 @WAYS
 def test_nothing_is_raised_for_what_was_given_up(way: str) -> None:
     link, missing = Way(way, "oracle"), Flag(FlagKind.QUERY, 3, 2)
-    link.carry(_DECODE, without=missing)
-    flags = [flag for message in link.messages(_DECODE) for flag in message.raises]
+    link.carry(DECODE, without=missing)
+    flags = [flag for message in link.messages(DECODE) for flag in message.raises]
     at = flags.index(missing)
     assert all(link.is_raised(flag, 7) for flag in flags[:at])
     assert not any(link.is_raised(flag, 7) for flag in flags[at:])
@@ -281,12 +138,12 @@ def test_a_wait_that_was_in_vain_is_named_and_ends_the_epoch(
     link = Way("queued", "oracle")
     lanes, looks = PumpLanes(link.send, link.receive), iter([False, False, True])
     (watch,) = lanes.watches(lambda _: next(looks))
-    link.carry(_DECODE)
+    link.carry(DECODE)
     with caplog.at_level("INFO"):
         watch()
     assert not caplog.messages
     for step in (8, 9):  # the next one may have begun
-        link.carry(replace(_DECODE, step=step), without=Flag(FlagKind.QUERY, 3, 2))
+        link.carry(replace(DECODE, step=step), without=Flag(FlagKind.QUERY, 3, 2))
     (watch,) = lanes.watches(lambda _: False)
     with pytest.raises(
         CacheRankLostError, match=r"^step 8: QUERY of layer 3 was not raised .* 1 s"
@@ -309,7 +166,7 @@ def test_what_a_step_lacks_when_its_epoch_ends_is_in_the_log(
     with caplog.at_level("INFO"):
         watch()
         assert not caplog.messages
-        link.carry(_DECODE, without=Flag(FlagKind.QUERY, 3, 2))
+        link.carry(DECODE, without=Flag(FlagKind.QUERY, 3, 2))
         lanes.abort("the inference rank is gone")
         watch()
     said = "in the midst of step 7: QUERY of layer 3 is not raised"
@@ -319,7 +176,7 @@ def test_what_a_step_lacks_when_its_epoch_ends_is_in_the_log(
 def test_a_lane_that_is_aborted_waits_for_nothing_in_vain() -> None:
     link = Way("queued", "oracle")
     link.send.abort()
-    link.carry(_DECODE)
+    link.carry(DECODE)
     assert not link.send.lost_reason()
     assert Way("records", "oracle").send.is_lost is False
     assert not PumpLanes(HostSendLane(*[None] * 3), HostReceiveLane(*[None] * 2)).watches(bool)  # type: ignore[arg-type]
@@ -327,7 +184,7 @@ def test_a_lane_that_is_aborted_waits_for_nothing_in_vain() -> None:
 
 def test_a_step_that_was_given_up_has_an_end() -> None:
     link = Way("records", "oracle", is_back=True)
-    link.carry(_DECODE, without=Flag(FlagKind.READY, 0))
+    link.carry(DECODE, without=Flag(FlagKind.READY, 0))
     assert link.is_raised(Flag(FlagKind.FINISHED), 7)
     assert not link.is_raised(Flag(FlagKind.READY, 1), 7)
     assert not link.target.side.resident[0].any()
@@ -336,13 +193,13 @@ def test_a_step_that_was_given_up_has_an_end() -> None:
 def test_a_lane_that_is_aborted_raises_nothing() -> None:
     link = Way("queued", "oracle")
     link.send.abort()
-    link.carry(_DECODE)
+    link.carry(DECODE)
     assert not link.is_raised(Flag(FlagKind.BEGIN), 7)
     assert not link.is_raised(Flag(FlagKind.END), 7)
 
 
 @POLICIES
-@pytest.mark.parametrize("entry", [_DECODE, _EXTEND], ids=["decode", "extend"])
+@pytest.mark.parametrize("entry", [DECODE, EXTEND], ids=["decode", "extend"])
 def test_a_plan_has_the_k_and_v_of_each_layer_once(policy: str, entry: StepEntry) -> None:
     plan = Contents(End(policy, has_all=False).side).plan
     found = Counter(
@@ -353,7 +210,7 @@ def test_a_plan_has_the_k_and_v_of_each_layer_once(policy: str, entry: StepEntry
         for number in range(part.first, part.first + part.num)
     )
     num_tokens = sum(row.length - row.prefix_len for row in entry.rows)
-    assert set(found) == {(x, n) for x in range(_MODEL.num_layers) for n in range(num_tokens)}
+    assert set(found) == {(x, n) for x in range(MODEL.num_layers) for n in range(num_tokens)}
     assert set(found.values()) == {1}
 
 
@@ -364,19 +221,19 @@ def test_the_first_decode_step_behind_a_prompt_has_its_table() -> None:
     def tables() -> list[int]:
         return [
             part.row
-            for message in plan.outward(_DECODE)
+            for message in plan.outward(DECODE)
             for part in message.parts
             if part.kind is PartKind.TABLE
         ]
 
-    rows = [row.row for row in _DECODE.rows]
-    prompt = StepEntry(kind=EntryKind.EXTEND, step=1, rows=_DECODE.rows)
+    rows = [row.row for row in DECODE.rows]
+    prompt = StepEntry(kind=EntryKind.EXTEND, step=1, rows=DECODE.rows)
     assert tables() == []
     for _ in range(2):
         plan.outward(prompt)
         assert (tables(), tables()) == (rows, [])
     plan.outward(prompt)
-    plan.outward(StepEntry(kind=EntryKind.RESUME, step=2, rows=_DECODE.rows))
+    plan.outward(StepEntry(kind=EntryKind.RESUME, step=2, rows=DECODE.rows))
     assert tables() == []
 
 
@@ -384,9 +241,9 @@ def test_lanes_keep_nothing_of_messages_that_do_not_recur() -> None:
     link = Way("queued", "oracle")
     kept = []
     for _ in range(3):
-        link.carry(_EXTEND)
-        link.carry(_DECODE)
-        link.carry(_DECODE)
+        link.carry(EXTEND)
+        link.carry(DECODE)
+        link.carry(DECODE)
         kept.append((len(link.send._bodies), len(link.receive._bodies)))
     assert kept[0] == kept[1] == kept[2]
 
@@ -417,9 +274,9 @@ def test_a_lane_has_room_for_every_message(
     for module in (plan, contents):
         monkeypatch.setattr(module, "PIECE_BYTES", piece)
     found = Contents(End(policy, has_all=False).side)
-    rows = tuple(StepRow(row=row, generation=1, length=64, window=4) for row in range(1, _NUM_ROWS))
+    rows = tuple(StepRow(row=row, generation=1, length=64, window=4) for row in range(1, NUM_ROWS))
     for kind in (EntryKind.EXTEND, EntryKind.GROW, EntryKind.DECODE):
-        entry = StepEntry(kind=kind, step=1, variant=_SELECTING, rows=rows)
+        entry = StepEntry(kind=kind, step=1, variant=SELECTING, rows=rows)
         found.begin(entry)
         messages = (*found.plan.outward(entry), *found.plan.back(entry))
         sizes = [len(found.make(message).whole) for message in messages]
@@ -435,7 +292,7 @@ def test_a_step_is_announced_behind_all_of_its_tables(monkeypatch: pytest.Monkey
     lane = HostReceiveLane(end.side, written)
     receiver = FarReceiver(end.side, written.plan, Queue(), lane, told)  # type: ignore[arg-type]
     nothing = torch.empty(0, dtype=torch.uint8)
-    for entry in (_EXTEND, replace(_DECODE, step=8)):
+    for entry in (EXTEND, replace(DECODE, step=8)):
         num_tables = 0
         messages = sent.outward(entry)
         receiver._begin(entry)
@@ -459,13 +316,13 @@ def test_windows_of_many_requests_are_cut(way: str, monkeypatch: pytest.MonkeyPa
     link = Way(way, "oracle")
     windows = [
         part
-        for message in link.messages(_EXTEND)
+        for message in link.messages(EXTEND)
         for part in message.parts
         if part.kind is PartKind.WINDOWS
     ]
     assert any(part.first for part in windows)
-    link.carry(_EXTEND)
-    num = sum(row.window for row in _EXTEND.rows)
+    link.carry(EXTEND)
+    num = sum(row.window for row in EXTEND.rows)
     for layer in {part.layer for part in windows}:
         assert sum(part.num for part in windows if part.layer == layer) == num
         want, found = (seed_buffer(end.tensors, layer)[:num] for end in (link.source, link.target))
@@ -485,7 +342,7 @@ def test_windows_of_many_requests_are_cut(way: str, monkeypatch: pytest.MonkeyPa
 )
 def test_what_is_no_message_of_the_step_is_refused(record: Record) -> None:
     link = Way("records", "oracle")
-    link.receive.begin(_DECODE, link.messages(_DECODE))
+    link.receive.begin(DECODE, link.messages(DECODE))
     with pytest.raises(ProtocolError):
         link.receive.take(record)
 
@@ -511,49 +368,3 @@ def test_the_end_of_a_step_without_messages_is_told_to_a_gpu_as_well(
     receiver._apply(Record(Op.RAISE, end.side.at.FINISHED, 7, nothing))
     assert end.flags.finished.tolist() == [7]
     assert end.side.flags.value(end.side.at.FINISHED) == 7
-
-
-def test_no_more_is_queued_than_a_stream_takes() -> None:
-    """Also where a message is larger than all that may be; and once it is over nobody waits."""
-    done: set[int] = set()
-    asked: list[int] = []
-
-    class Event:
-        def __init__(self) -> None:
-            self.number = len(asked)
-            asked.append(0)
-
-        def query(self) -> bool:
-            asked[self.number] += 1
-            if asked[self.number] > 2:  # the GPU gets there
-                done.add(self.number)
-            return self.number in done
-
-    is_over = False
-    depth = QueueDepth(Event, lambda: is_over, most=5)
-    for number, num_parts in enumerate((2, 2, 9, 1, 3)):
-        assert depth.make_room(num_parts)
-        depth.note(num_parts)
-        # Of what was queued before, that much is done that the rest is five parts, or nothing.
-        assert len(done) == (0, 0, 2, 3, 3)[number]
-    is_over = True
-    assert not depth.make_room(4)
-
-
-def test_events_are_asked_for_seldom() -> None:
-    """Each costs the thread that queues as much as a kernel."""
-    num_events = 0
-
-    class Event:
-        def __init__(self) -> None:
-            nonlocal num_events
-            num_events += 1
-
-        def query(self) -> bool:
-            return True
-
-    depth = QueueDepth(Event, lambda: False, most=80)
-    for _ in range(1000):
-        assert depth.make_room(3)
-        depth.note(3)
-    assert num_events == 1000 // 4

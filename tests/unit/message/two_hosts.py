@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two hosts of link `message` in one process: their memory, and a direction between them."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+from tandemkv.cache_rank.policies.registry import selection_values
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.messages import Timing
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.protocol.shared_region import RegionSizes, specs_by_life
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
+from tandemkv.cache_rank.pump.contents import Contents
+from tandemkv.cache_rank.pump.lanes import HostReceiveLane, HostSendLane, host_flag
+from tandemkv.cache_rank.pump.plan import Flag, FlagKind, Message
+from tandemkv.cache_rank.pump.records import Outbox, read_records
+from tandemkv.cache_rank.pump.side import Side
+from tandemkv.cache_rank.pump.stream_lanes import StreamReceiveLane, StreamSendLane
+
+MODEL = ModelSpec(
+    architecture="Any", num_layers=6, num_qo_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16,
+    max_context=64, dtype="float32", model_hash="",
+)  # fmt: skip
+NUM_ROWS, COLD = 5, 20
+ROWS = (
+    StepRow(row=3, generation=1, length=40, prefix_len=39),
+    StepRow(row=1, generation=1, length=12, prefix_len=11),
+)
+"""One that is selected for, and one that attends to all of its tokens."""
+SELECTING = list(DecodeKind).index(DecodeKind.SELECTING)
+DECODE = StepEntry(kind=EntryKind.DECODE, step=7, variant=SELECTING, num_cold=COLD, rows=ROWS)
+EXTEND = StepEntry(
+    kind=EntryKind.EXTEND, step=7,
+    rows=(StepRow(row=3, generation=1, length=40, prefix_len=8, window=4),),
+)  # fmt: skip
+TIMINGS = {
+    "oracle": Timing.SAME_STEP_QUERY,
+    "look_ahead": Timing.SAME_STEP_HIDDEN,
+    "last_query": Timing.NEXT_STEP,
+}
+POLICIES = pytest.mark.parametrize("policy", TIMINGS)
+WAYS = pytest.mark.parametrize("way", ["records", "queued"])
+
+
+class Queue:
+    """A wire within this process."""
+
+    def __init__(self) -> None:
+        self.bodies: deque[torch.Tensor] = deque()
+
+    def send(self, body: torch.Tensor) -> None:
+        self.bodies.append(body.clone())
+
+    def receive(self, out: torch.Tensor) -> None:
+        body = self.bodies.popleft()
+        assert len(body) == len(out)
+        out.copy_(body)
+
+
+class End:
+    """The memory of one host; `has_all`: filled at random, not with zeros."""
+
+    def __init__(self, policy: str, *, has_all: bool) -> None:
+        given = {
+            "policy": policy, "budget_tokens": 16, "resident_factor": 1.0, "num_sink_tokens": 2,
+            "num_recent_tokens": 4, "fetch_cap": 3, "sample_tokens": 8, "exact_layers": [2],
+        }  # fmt: skip
+        settings = RankSettings.model_validate(
+            {
+                "selection": json.loads(json.dumps(selection_values(given), default=vars)),
+                "placement": {"link": "message", "two_gpus": True},
+                "cache": {"capacity_tokens": 256},
+            }
+        )
+        sizes = RegionSizes(num_slots=257, num_rows=NUM_ROWS, page_size=1, is_apart=True)
+        self.tensors = MappedTensors()
+        kept, new = specs_by_life(MODEL, settings.selection, sizes, on_gpu=True)
+        self.tensors.allocate_all((*kept, *new))
+        self.program = EngineProgram(MODEL, settings, timing=TIMINGS[policy])
+        self.side = Side(self.tensors, self.program, settings.selection, lambda: False)
+        self.flags = GpuFlags(self.tensors, MODEL.num_layers)
+        self.positions = torch.zeros(
+            len(self.program.selecting), NUM_ROWS, 2, self.side.resident[0].shape[2]
+        ).int()
+        if has_all:
+            torch.manual_seed(1)
+            for spec in kept:
+                if spec.dtype == "float32":
+                    self.tensors[spec.name].normal_()
+            for row in range(1, NUM_ROWS):
+                self.side.table[row] = torch.randperm(256)[:64] + 1
+
+    def words(self, flag: Flag) -> torch.Tensor:
+        """Return the words of a flag in GPU memory."""
+        named = {
+            FlagKind.BEGIN: self.flags.begin,
+            FlagKind.END: self.flags.end,
+            FlagKind.FINISHED: self.flags.finished,
+        }
+        if flag.kind in named:
+            return named[flag.kind]
+        of_layer: Any = getattr(self.flags, flag.kind.name.lower())
+        return of_layer(flag.layer, flag.size)  # type: ignore[no-any-return]
+
+    def raise_flag(self, flag: Flag, step: int) -> None:
+        self.words(flag).fill_(step)
+        self.side.flags.raise_to(host_flag(self.side, flag), step)
+
+
+class Way:
+    """Two hosts, and one direction between them; to the cache rank's, or back."""
+
+    def __init__(self, way: str, policy: str, *, is_back: bool = False) -> None:
+        self.source, self.target = (End(policy, has_all=has_all) for has_all in (True, False))
+        self.is_queued, self.is_back, self.wire = way == "queued", is_back, Queue()
+        positions = self.source.positions if is_back else None
+        ours, theirs = self.source.side, self.target.side
+        self.sent, self.written = Contents(ours, positions), Contents(theirs)
+        if is_back:  # whose requests both have
+            theirs.table.copy_(ours.table)
+        self.send: Any
+        self.receive: Any
+        if self.is_queued:
+            options: dict[str, Any] = {"timeout_s": 1.0, "number": 0}
+            self.send = StreamSendLane(ours, self.sent, self.wire, **options)
+            self.receive = StreamReceiveLane(theirs, self.written, self.wire, **options)
+        else:
+            self.send = HostSendLane(ours, self.sent, Outbox(self.wire))  # type: ignore[arg-type]
+            self.receive = HostReceiveLane(theirs, self.written)
+
+    def messages(self, entry: StepEntry) -> tuple[Message, ...]:
+        plan = self.sent.plan
+        return plan.back(entry) if self.is_back else plan.outward(entry)
+
+    def carry(self, entry: StepEntry, *, without: Flag | None = None) -> None:
+        """Send a step whose flags are raised but for one, and take what comes."""
+        messages = self.messages(entry)
+        for flag in (flag for message in messages for flag in message.waits):
+            if flag != without:
+                self.source.raise_flag(flag, entry.step)
+        if without is not None:  # as who gives a step up
+            self.source.side.flags.raise_to(self.source.side.at.ABORTED, entry.step)
+        self.send.begin(entry)
+        for message in messages:
+            self.send.send(message)
+        self.receive.begin(entry, messages)
+        while self.wire.bodies and not self.is_queued:
+            for record in read_records(self.wire.bodies.popleft()):
+                self.receive.take(record)
+        assert not self.wire.bodies
+        assert self.receive.is_done
+
+    def is_raised(self, flag: Flag, step: int) -> bool:
+        if self.is_queued:
+            return bool((self.target.words(flag) == step).all())
+        if flag.kind is FlagKind.BEGIN:  # an announcement, there
+            return True
+        return self.target.side.flags.value(host_flag(self.target.side, flag)) == step
+
+
+def step_slots(end: End) -> list[int]:
+    return [int(end.side.table[row.row, row.length - 1]) for row in ROWS]
