@@ -77,7 +77,7 @@ class PrefixStaging:
     def begin(self, prefixes: Sequence[int]) -> None:
         """Begin to copy the prefixes of the pass that the backend has planned, ``[B]`` tokens."""
         self._side.join_all()  # copies of a pass that failed
-        self._slots, num_tokens = None, sum(map(int, prefixes))
+        self._slots, self._read, num_tokens = None, -1, sum(map(int, prefixes))
         if not num_tokens:
             return
         plan = self._full.forward_metadata
