@@ -98,7 +98,8 @@ class StepEntry:
             raise ProtocolError(f"an announcement of {len(words)} numbers")
         kind, step, variant, num_cold, count, announced_ns = words[:_HEADER]
         end = _HEADER + count * ROW_WORDS
-        if not _HEADER <= end <= len(words) or kind not in _KINDS or min(step, variant) < 0:
+        is_sound = _HEADER <= end <= len(words) and kind in _KINDS
+        if not is_sound or min(step, variant, num_cold) < 0:
             raise ProtocolError(f"announcement of step {step}: kind={kind}, {count} requests")
         rows = tuple(
             StepRow(**dict(zip(_FIELDS, words[i : i + ROW_WORDS], strict=True)))
