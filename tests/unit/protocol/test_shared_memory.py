@@ -8,7 +8,6 @@ import resource
 import socket
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -239,11 +238,17 @@ def test_every_kind_and_flag_of_an_entry_arrives_and_damaged_ones_are_refused() 
     sound = StepRow(row=1, generation=2, length=9, prefix_len=8, window=1)
     for kind in EntryKind:
         for flag in (0, SLOW, RESIDENT, SLOW | RESIDENT):
-            entry = StepEntry(kind=kind, step=1, rows=(replace(sound, flags=flag), sound))
+            entry = StepEntry(kind=kind, step=1, rows=(sound._replace(flags=flag), sound))
             writer.write(entry, timeout_s=1, is_over=never)
             assert reader.read(timeout_s=1, is_over=never) == entry
-    for damaged in ({"row": -1}, {"prefix_len": 10}, {"window": -1}, {"flags": 1}):
-        entry = StepEntry(kind=EntryKind.DECODE, step=1, rows=(replace(sound, **damaged),))
+    for damaged in (
+        {"row": -1},
+        {"generation": -1},
+        {"prefix_len": 10},
+        {"window": -1},
+        {"flags": 1},
+    ):
+        entry = StepEntry(kind=EntryKind.DECODE, step=1, rows=(sound._replace(**damaged),))
         writer.write(entry, timeout_s=1, is_over=never)
         with pytest.raises(ProtocolError, match="out of bounds"):
             reader.read(timeout_s=1, is_over=never)
