@@ -176,13 +176,18 @@ class StepRing:
         if not reach("ring.write"):
             self._flags.raise_to(self._announced, number)
 
-    def read(self, *, timeout_s: float, is_over: Callable[[], bool]) -> StepEntry | None:
+    def read(
+        self, *, timeout_s: float, is_over: Callable[[], bool], awake_until: float = 0.0
+    ) -> StepEntry | None:
         """Return the next entry, or None if there is none within `timeout_s`.
 
-        Raises `ProtocolError` if it is malformed.
+        The other arguments are those of `StepFlags.wait`. Raises `ProtocolError` if the entry is
+        malformed.
         """
         number = self._num + 1
-        if not self._flags.wait(self._announced, number, timeout_s=timeout_s, is_over=is_over):
+        if not self._flags.wait(
+            self._announced, number, timeout_s=timeout_s, is_over=is_over, awake_until=awake_until
+        ):
             return None
         words = self._words[number % NUM_ENTRIES]
         end = _HEADER + ROW_WORDS * max(0, int(words[_COUNT]))

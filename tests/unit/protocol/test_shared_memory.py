@@ -202,6 +202,21 @@ def test_a_flag_is_for_its_step_and_later_ones() -> None:
     assert found.wait(1, 4, timeout_s=30, is_over=never)
 
 
+def test_who_stays_awake_sees_a_flag_without_having_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = flags()
+    slept: list[int] = []
+    monkeypatch.setattr(found, "_sleep", lambda index, seen: slept.append(index))
+    timer = threading.Timer(0.05, found.raise_to, (1, 4))  # another thread has its turn
+    timer.start()
+    assert found.wait(1, 4, timeout_s=30, is_over=never, awake_until=time.monotonic() + 30)
+    timer.join()
+    assert not found.wait(1, 5, timeout_s=0.02, is_over=never, awake_until=time.monotonic() + 30)
+    assert not found.wait(1, 5, timeout_s=30, is_over=lambda: True, awake_until=float("inf"))
+    assert not slept
+    assert not found.wait(1, 5, timeout_s=0.02, is_over=never, awake_until=time.monotonic() - 1)
+    assert slept
+
+
 def test_entries_come_in_order_and_a_full_ring_is_an_error() -> None:
     words, shared = torch.zeros(ring_shape(3), dtype=torch.int64), flags()
     writer = StepRing(words, shared, announced=0, consumed=1)
