@@ -116,6 +116,8 @@ class SharedSession:
             ),
         )
         self._stream = shared_stream(tensors.homes.here, FORWARD_PRIORITY)
+        if self._stream is not None:  # steps come behind what was queued to make all of this
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self.num_steps, self._awake_until = 0, 0.0
         self._wake, self._waker = socket.socketpair()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
