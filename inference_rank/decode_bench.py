@@ -194,11 +194,12 @@ def await_prompts(runner: Any) -> None:
     """
     runtime = runtime_module.current()
     client = None if runtime is None else runtime.client
-    if client is None or client.tensors.homes.here.type != "cuda":
+    if client is None or client.parts[0].tensors.homes.here.type != "cuda":
         return
-    flags, step = GpuFlags(client.tensors, runner.model_config.num_hidden_layers), client.step
+    num_layers, count = runner.model_config.num_hidden_layers, len(client.parts)
+    flags, step = GpuFlags(client.parts[0].tensors, num_layers), client.step
     deadline = time.monotonic() + _PROMPTS_S
-    while int(flags.finished[0]) < step:
+    while bool((flags.all_finished(count) < step).any()):
         if not runner.attn_backend.link.is_done(step):
             why = client.lost_reason or "the forward pass waited for a layer in vain"
         elif time.monotonic() > deadline:
@@ -206,10 +207,9 @@ def await_prompts(runner: Any) -> None:
         else:
             time.sleep(0.01)
             continue
-        layers = range(runner.model_config.num_hidden_layers)
-        num_ready = sum(int(flags.ready(layer)[0]) >= step for layer in layers)
+        ready = [bool((flags.all_ready(x, count) >= step).all()) for x in range(num_layers)]
         raise RuntimeError(
-            f"the cache rank has not got the prompts of step {step}, {num_ready} of {len(layers)} "
+            f"the cache rank has not got the prompts of step {step}, {sum(ready)} of {num_layers} "
             f"layers are ready: {why}; see pump.log and cache_rank.log"
         )
 
@@ -256,7 +256,9 @@ def device_names(runner: Any) -> list[str]:
     engine: torch.device | None = getattr(runner.attn_backend, "cache_device", None)
     if engine is not None:
         first = 0 if engine.index is None else engine.index
-        found += [("engine", first + index) for index in range(size)]
+        client = getattr(runtime_module.current(), "client", None)
+        count = size * (1 if client is None else len(client.parts))
+        found += [("engine", first + index) for index in range(count)]
     return [f"{role} on cuda:{index} {torch.cuda.get_device_name(index)}" for role, index in found]
 
 

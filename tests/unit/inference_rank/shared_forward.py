@@ -102,7 +102,7 @@ class Forward:
         selection = settings.selection
         self.sizes = RegionSizes(
             num_slots=settings.cache.capacity_tokens + 1, num_rows=4, page_size=1,
-            is_apart=settings.placement.has_far_pool,
+            is_apart=settings.placement.has_far_pool, num_sharing=settings.placement.num_sharing,
         )  # fmt: skip
         self.kept = make_kept_tensors(self.model, settings, self.sizes, Homes.on_host(), run_dir)
         self.pools = pools_of(self.kept, self.model, selection, self.sizes)
