@@ -206,7 +206,7 @@ def test_several_engines_have_layers_of_the_pool_and_what_is_their_own(three: Fa
         ours.close()
     whole = pools_of(kept, MODEL, SELECTION, sizes)
     assert [k[5, :, 0].tolist() for k in whole.k] == [[1 + x, 11 + x] for x in range(3)]
-    with pytest.raises(ProtocolError, match="memory of cache rank 5 .* --cache-ranks"):
+    with pytest.raises(ProtocolError, match=r"memory of cache rank 5 .* --cache-ranks"):
         kept.allocate("kv_5", (1,), torch.float32, "pool_5")
     kept.close()
     assert three.num_mapped == 0
