@@ -263,15 +263,24 @@ def device_names(runner: Any) -> list[str]:
 
 
 def counters() -> dict[str, float]:
-    """Return what the engine has counted, wherever it is; nothing for stock SGLang."""
+    """Return what the engine has counted, wherever it is; nothing for stock SGLang.
+
+    Of several engines the sum of each total, and the largest of what is none.
+    """
     runtime = runtime_module.current()
     if runtime is None:
         return {}
     if runtime.client is None:
         found: dict[str, float] = runtime.rank.counters()
         return found
-    socket = runtime_module.run_dir_from_environment().heartbeat_socket
-    return {k: v for k, v in request_status(socket, 5.0).values.items() if v}
+    run_dir = runtime_module.run_dir_from_environment()
+    sockets = [run_dir.of_rank(n).heartbeat_socket for n in range(len(runtime.client.parts))]
+    told = [request_status(socket, 5.0).values for socket in sockets]
+    together = {
+        name: (sum if name.endswith("_total") else max)(values[name] for values in told)
+        for name in told[0]
+    }
+    return {name: value for name, value in together.items() if value}
 
 
 def require_cache_rank() -> None:

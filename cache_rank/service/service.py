@@ -136,6 +136,7 @@ class SharedEngineService:
                 self._end_epoch("an error of our own, see above")
             if session.is_over:
                 self._end_epoch("the inference rank is gone")
+        session = None  # an engine's memory is given back before another one is built
         received = self._control.poll(0.0 if self._session is not None else _POLL_S)
         if received is not None:
             self._handle(*received)

@@ -180,6 +180,8 @@ class ShardedConnection:
 
     def prepare(self, *, variant: int, num_cold: int, size: int) -> None:
         """See `SharedConnection.prepare`; all do it at once."""
+        if self.lost_reason is not None:
+            return
         for part in self.parts:
             part.ask_to_prepare(variant=variant, num_cold=num_cold, size=size)
         for part in self.parts:
