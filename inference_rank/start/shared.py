@@ -85,11 +85,13 @@ class SharedRuntime(runtime_module.Runtime):
             "plan_refresh_steps": float(selection.refresh_steps),
             "plan_dense_tokens": float(dense.num_dense),
         }
+        placement = self.settings.placement
+        on_gpus = ", on GPUs of their own" if placement.shares_pool else ", on a second GPU"
         told = {
             "lost_reason": self.client.lost_reason or "",
             "state": "no cache rank" if self.recovery.is_down else self.recovery.state.value,
             "plan_placement": "a process of its own, in shared memory"
-            + (", on a second GPU" if self.settings.placement.has_far_pool else ""),
+            + (on_gpus if placement.has_far_pool else ""),
             "plan_note": "not measured in another process; see exchange_wait_us_total",
         }
         return StatusReply(
