@@ -80,7 +80,7 @@ class Played:
         connection = SimpleNamespace(
             tensors=self.tensors, lost_reason=None, announce=lambda entry: None, end_waits=None
         )
-        self.link = LinkSide(connection, LAYERS, timeout_s=1.0)  # type: ignore[arg-type]
+        self.link = LinkSide([connection], LAYERS, timeout_s=1.0)  # type: ignore[list-item]
         self.signals = EngineSide(self.tensors, flags, LAYERS, timeout_s=1.0)
         self.signals.confirm_prepared = lambda: None  # type: ignore[method-assign]
         self.runner = EntryRunner(
