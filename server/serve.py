@@ -41,6 +41,7 @@ from .embedded_model import cache_root
 from .launch import Launcher, LaunchPlan
 from .liveness import Pulse
 from .message_launch import message_launches, with_own_link
+from .nodes import scheduler_pulse, scheduler_state
 from .ports import server_url
 from .preflight import ResolvedLaunch, check_policy, resolve_cache_rank, resolve_launch
 from .probes import StatusUnavailableError, server_state
@@ -176,25 +177,34 @@ def make_plan(
         meanwhile=MEANWHILE,
         sglang=_sglang_spec(launch, run_dir),
         sglang_waits=launch.placement.has_far_host,
-        server_state=lambda: server_state(url, instance=run_dir.instance),
-        banner=banner(settings, url, run_dir.path),
+        server_state=lambda: (
+            scheduler_state(run_dir)
+            if settings.node_rank
+            else server_state(url, instance=run_dir.instance)
+        ),
+        ends_with_sglang=settings.nnodes > 1,
+        banner=node_banner(settings, run_dir.path)
+        if settings.node_rank
+        else banner(settings, url, run_dir.path),
         rules=restart_rules(settings, device),
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         before_sglang=lambda: prepare_sglang(run_dir),
-        make_holder=lambda: make_holder(run_dir, launch.placement.num_engines),
+        make_holder=lambda: make_holder(run_dir, launch.placement.engines_of(settings.node_rank)),
         watched=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
-        sglang_pulse=lambda: sglang_pulse(run_dir, url),
+        sglang_pulse=lambda: (
+            scheduler_pulse(run_dir) if settings.node_rank else sglang_pulse(run_dir, url)
+        ),
     )
 
 
-def make_holder(run_dir: RunDir, num_engines: int) -> ExitStack | None:
-    """Return what holds the memory of `num_engines` engines; None for none."""
-    if not num_engines:
+def make_holder(run_dir: RunDir, engines: Sequence[int]) -> ExitStack | None:
+    """Return what holds the memory of `engines`, by their numbers; None for none."""
+    if not engines:
         return None
     with ExitStack() as held:
-        for rank in range(num_engines):
+        for rank in engines:
             own = run_dir.of_rank(rank)
             held.callback(DescriptorHolder(own.holder_socket, own.token).close)
         return held.pop_all()
@@ -270,6 +280,16 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
         f"    -d '{text}'\n"
         f"  tandemkv status --url {escape(url)}\n\n"
         "Ctrl-C stops both ranks."
+    )
+
+
+def node_banner(settings: ServeSettings, run_dir: Path) -> str:
+    """Return what is shown once a host is ready that serves no requests, rich markup."""
+    return (
+        f"\n[bold green]ready[/]: node {settings.node_rank} of {settings.nnodes}; node 0 serves "
+        f"requests  (logs in {run_dir})\n"
+        f"{escape(settings.rank_settings.placement.describe())}\n\n"
+        "Ctrl-C stops all nodes."
     )
 
 
