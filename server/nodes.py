@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .settings import ServeSettings
 
 LOOPBACK = "lo"
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 _KEY = "tandemkv/dist-init-addr"
 _STATUS_TIMEOUT_S = 2.0
@@ -54,7 +56,7 @@ def interface_to_nodes(settings: ServeSettings) -> str:
             return name
     raise SettingsError(
         f"dist_init_addr={settings.dist_init_addr}: no interface here has {own}, from which it is "
-        "reached; name one with the variable GLOO_SOCKET_IFNAME"
+        f"reached; name one with the variable {INTERFACE_VARIABLE}"
     )
 
 
@@ -65,7 +67,8 @@ def check_meeting_place(settings: ServeSettings) -> None:
     """
     if settings.dist_init_addr is None:
         return
-    interface_to_nodes(settings)
+    if INTERFACE_VARIABLE not in os.environ:
+        interface_to_nodes(settings)
     if settings.node_rank:
         return
     where = _resolved(settings.dist_init_addr)

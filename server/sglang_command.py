@@ -19,7 +19,7 @@ from tandemkv.cache_rank.protocol.settings import (
 from tandemkv.inference_rank.drain import DRAIN_TIMEOUT_VARIABLE
 from tandemkv.inference_rank.edge.settings import EDGE_VARIABLE
 
-from .nodes import interface_to_nodes
+from .nodes import INTERFACE_VARIABLE, interface_to_nodes
 from .pages import PAGE_TOKENS, page_tokens
 from .settings import ServeSettings
 from .settings_sources import ENVIRONMENT_PREFIX
@@ -147,7 +147,8 @@ def sglang_env(
     )
     # Without a name SGLang's gloo takes the interface of the host's own name, and NCCL the first
     # that is not loopback; both listen there.
-    env.setdefault("GLOO_SOCKET_IFNAME", interface_to_nodes(settings))
+    if INTERFACE_VARIABLE not in env:
+        env[INTERFACE_VARIABLE] = interface_to_nodes(settings)
     if settings.dist_init_addr is not None:
         env = _NODES_ENV | env
     if settings.tensor_parallel > 1:
