@@ -21,8 +21,8 @@ import psutil
 import pytest
 import yaml
 from agents import ENVIRONMENT, other_agent, segments_of, torchrun, workers
+from exactness import flush
 from nothing_lost import (
-    Stream,
     begin,
     cache_ranks,
     killed_while_decoding,
@@ -193,8 +193,8 @@ def test_sigterm_to_the_agent_of_node_1_ends_both_nodes(
     agents = nodes.agents
     processes = [p for agent in agents for p in (agent, *agent.children(recursive=True))]
     segments = segments_of(processes)
+    flush(nodes.server)
     with ThreadPoolExecutor(len(prompts) + 1) as pool:
-        streams: list[Stream]
         streams, futures = begin(pool, nodes.server, prompts, NEW_TOKENS)
         wait_for(lambda: all(stream.tokens for stream in streams), "no request begins", 60.0)
         agents[1].send_signal(signal.SIGTERM)
