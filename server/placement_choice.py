@@ -199,11 +199,12 @@ def _check_without_gpus(settings: ServeSettings) -> None:
             f"and this one is on cpu; use --cache-ranks {tp_size}, or --tp 1, or --device cuda on "
             "a machine with GPUs"
         )
-    num_cores = len(os.sched_getaffinity(0)) * settings.nnodes
-    if tp_size > num_cores:
+    num_cores, nodes = len(os.sched_getaffinity(0)), settings.nnodes
+    if tp_size > num_cores * nodes:
         raise SettingsError(
-            f"tensor_parallel={tp_size} on cpu takes a core for each of the processes, and there "
-            f"are {num_cores} to use; use --tp {num_cores} or less"
+            f"tensor_parallel={tp_size} on cpu takes a core for each of the {tp_size // nodes} "
+            f"processes here, and this one may use {num_cores}; use --tp {num_cores * nodes} or "
+            "less"
         )
     if settings.selection.index_dtype == "int4":
         raise SettingsError(
