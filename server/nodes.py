@@ -38,12 +38,8 @@ def interface_to_nodes(settings: ServeSettings) -> str:
     """
     if settings.dist_init_addr is None:
         return LOOPBACK
-    where = _resolved(settings.dist_init_addr)
-    family = socket.AF_INET6 if where.is_ipv6 else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((where.host, where.port))  # sends nothing
-            own = str(probe.getsockname()[0])
+        own = _own_address(_resolved(settings.dist_init_addr))
     except OSError as error:
         raise SettingsError(
             f"dist_init_addr={settings.dist_init_addr}: no way leads there ({error.strerror}); "
@@ -58,6 +54,14 @@ def interface_to_nodes(settings: ServeSettings) -> str:
         f"dist_init_addr={settings.dist_init_addr}: no interface here has {own}, from which it is "
         f"reached; name one with the variable {INTERFACE_VARIABLE}"
     )
+
+
+def _own_address(other: LinkAddress) -> str:
+    """Return the address of this host from which `other` is reached; sends nothing."""
+    family = socket.AF_INET6 if other.is_ipv6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((other.host, other.port))
+        return str(probe.getsockname()[0])
 
 
 def check_meeting_place(settings: ServeSettings) -> None:

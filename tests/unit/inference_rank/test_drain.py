@@ -172,6 +172,8 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
         ender = Shutdown(drain, 60.0, ended.set)
         request = asyncio.ensure_future(call(mute, drain))
         await asyncio.sleep(0.05)
+        ender.begin()  # another node has asked for it, before the signal comes here as well
+        assert drain.reason is not None
         ender.on_stop_signal()
         assert not ended.is_set()
         ender.on_stop_signal()
