@@ -36,13 +36,14 @@ def interface_to_nodes(settings: ServeSettings) -> str:
     That of loopback if all are on this host. Raises `SettingsError` if no interface leads to host
     0.
     """
-    if settings.dist_init_addr is None:
+    address = settings.nodes_address
+    if address is None:
         return LOOPBACK
     try:
-        own = _own_address(_resolved(settings.dist_init_addr))
+        own = _own_address(_resolved(address))
     except OSError as error:
         raise SettingsError(
-            f"dist_init_addr={settings.dist_init_addr}: no way leads there ({error.strerror}); "
+            f"dist_init_addr={address}: no way leads there ({error.strerror}); "
             "give an address of host 0 that this one reaches"
         ) from error
     if ipaddress.ip_address(own).is_loopback:
@@ -51,7 +52,7 @@ def interface_to_nodes(settings: ServeSettings) -> str:
         if any(each.address.partition("%")[0] == own for each in addresses):
             return name
     raise SettingsError(
-        f"dist_init_addr={settings.dist_init_addr}: no interface here has {own}, from which it is "
+        f"dist_init_addr={address}: no interface here has {own}, from which it is "
         f"reached; name one with the variable {INTERFACE_VARIABLE}"
     )
 
@@ -67,19 +68,25 @@ def _own_address(other: LinkAddress) -> str:
 def check_meeting_place(settings: ServeSettings) -> None:
     """Refuse an address at which host 0 cannot listen, or that no way leads to.
 
-    Raises `SettingsError`, with what to do.
+    So is one that there is no use for. Raises `SettingsError`, with what to do.
     """
-    if settings.dist_init_addr is None:
+    address = settings.nodes_address
+    if address is None:
+        if settings.node_rank or settings.dist_init_addr is not None:
+            raise SettingsError(
+                f"node_rank={settings.node_rank}, dist_init_addr={settings.dist_init_addr}: these "
+                "are for several hosts; add --nnodes, or leave them out"
+            )
         return
     if INTERFACE_VARIABLE not in os.environ:
         interface_to_nodes(settings)
     if settings.node_rank:
         return
-    where = _resolved(settings.dist_init_addr)
+    where = _resolved(address)
     error = why_taken(where.host, where.port)
     if error is not None:
         raise SettingsError(
-            f"dist_init_addr={settings.dist_init_addr} cannot be used on host 0 "
+            f"dist_init_addr={address} cannot be used on host 0 "
             f"({error.strerror}); give an address of this machine and a port that is free here"
         )
 

@@ -184,6 +184,11 @@ class ServeSettings(BaseModel):
         return tuple(x.strip() for x in self.cache_rank_address.split(","))
 
     @property
+    def nodes_address(self) -> str | None:
+        """HOST:PORT where SGLang's processes of several hosts meet; None if all are on this one."""
+        return self.dist_init_addr if self.nnodes > 1 else None
+
+    @property
     def head_shards(self) -> int:
         """Cache ranks of each inference rank."""
         if self.wished_link == "local":
@@ -295,12 +300,7 @@ class ServeSettings(BaseModel):
     def _check_nodes(self) -> None:
         """Refuse hosts that do not have as many ranks each."""
         nodes = self.nnodes
-        if nodes == 1:
-            if self.node_rank or self.dist_init_addr is not None:
-                raise ValueError(
-                    f"node_rank={self.node_rank}, dist_init_addr={self.dist_init_addr}: these are "
-                    "for several hosts; add --nnodes, or leave them out"
-                )
+        if nodes == 1:  # what is left over then, a launch refuses: torchrun adds their number
             return
         if self.node_rank >= nodes:
             raise ValueError(

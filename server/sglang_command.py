@@ -82,9 +82,9 @@ def sglang_argv(
     if settings.tensor_parallel > 1:
         # SGLang switches this on for some models, and a layer's input is then a part of the sum.
         argv += ["--tp-size", str(settings.tensor_parallel), _NO_FUSED_REDUCE]
-    if settings.dist_init_addr is not None:
+    if settings.nodes_address is not None:
         argv += ["--nnodes", str(settings.nnodes), "--node-rank", str(settings.node_rank)]
-        argv += ["--dist-init-addr", settings.dist_init_addr]
+        argv += ["--dist-init-addr", settings.nodes_address]
     argv += _chunk_flags(settings, device, page_size)
     if settings.max_context is not None:
         argv += ["--context-length", str(settings.max_context)]
@@ -141,7 +141,7 @@ def sglang_env(
             SETTINGS_VARIABLE: settings.rank_settings.model_dump_json(),
             EDGE_VARIABLE: settings.edge.model_dump_json(),
             RUN_DIR_VARIABLE: str(run_dir),
-            NODES_VARIABLE: settings.dist_init_addr or "",
+            NODES_VARIABLE: settings.nodes_address or "",
             DRAIN_TIMEOUT_VARIABLE: str(settings.drain_timeout_s),
         },
     )
@@ -149,7 +149,7 @@ def sglang_env(
     # that is not loopback; both listen there.
     if INTERFACE_VARIABLE not in env:
         env[INTERFACE_VARIABLE] = interface_to_nodes(settings)
-    if settings.dist_init_addr is not None:
+    if settings.nodes_address is not None:
         env = _NODES_ENV | env
     if settings.tensor_parallel > 1:
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")

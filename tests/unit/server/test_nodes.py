@@ -35,8 +35,6 @@ def settings(**values: Any) -> ServeSettings:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"nnodes": 1}, "add --nnodes"),
-        ({"nnodes": 1, "dist_init_addr": None, "node_rank": 1}, "add --nnodes"),
         ({"node_rank": 2}, "the last is 1"),
         ({"dist_init_addr": None}, "add --dist-init-addr HOST:PORT"),
         ({"dist_init_addr": "10.0.0.1"}, "must be HOST:PORT"),
@@ -51,6 +49,12 @@ def settings(**values: Any) -> ServeSettings:
 def test_what_hosts_cannot_have_is_refused_in_words(changes: dict[str, Any], said: str) -> None:
     with pytest.raises((ValidationError, SettingsError), match=said):
         settings(**changes)
+
+
+@pytest.mark.parametrize("more", [{}, {"dist_init_addr": None, "node_rank": 1}])
+def test_what_is_for_several_hosts_needs_their_number(more: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="add --nnodes, or leave them out"):
+        check_meeting_place(settings(nnodes=1, **more))
 
 
 def test_gpus_of_several_hosts_are_refused_in_words(

@@ -249,6 +249,8 @@ def test_where_nodes_meet_follows_from_torchrun(second: Worker) -> None:
     values = {name: each.value for name, each in nodes_of(found, worker, environ).items()}
     assert values == {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:29500"}
     assert settings(tensor_parallel=2, **values).node_rank == 1
+    given = settings(tensor_parallel=2, dist_init_addr="10.0.0.1:7500")
+    assert set(nodes_of(given, worker, {})) == {"nnodes", "node_rank"}
     with pytest.raises(SettingsError, match=r"'MASTER_PORT'.*--dist-init-addr HOST:PORT"):
         nodes_of(found, worker, {"MASTER_ADDR": "10.0.0.1"})
 
