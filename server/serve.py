@@ -279,7 +279,7 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
         f"  curl {escape(url)}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{text}'\n"
         f"  tandemkv status --url {escape(url)}\n\n"
-        "Ctrl-C stops both ranks."
+        f"Ctrl-C stops {'all nodes' if settings.nnodes > 1 else 'both ranks'}."
     )
 
 
