@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from .message_launch import message_launches, with_own_link
 from .nodes import scheduler_pulse, scheduler_state
 from .ports import server_url
 from .preflight import ResolvedLaunch, check_policy, resolve_cache_rank, resolve_launch
-from .probes import StatusUnavailableError, server_state
+from .probes import ServerState, StatusUnavailableError, server_state
 from .progress import StartProgress
 from .settings import ServeSettings
 from .settings_sources import to_yaml
@@ -168,6 +168,7 @@ def make_plan(
     fresh.replace(run_dir.path / SETTINGS_FILE)
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
+    ask_state, ask_pulse, shown = _front(settings, run_dir, url)
     return LaunchPlan(
         cache_ranks=message_launches(settings, run_dir, is_far_here=is_far_here)
         if launch.placement.has_far_host
@@ -177,15 +178,9 @@ def make_plan(
         meanwhile=MEANWHILE,
         sglang=_sglang_spec(launch, run_dir),
         sglang_waits=launch.placement.has_far_host,
-        server_state=lambda: (
-            scheduler_state(run_dir)
-            if settings.node_rank
-            else server_state(url, instance=run_dir.instance)
-        ),
+        server_state=ask_state,
         ends_with_sglang=settings.nnodes > 1,
-        banner=node_banner(settings, run_dir.path)
-        if settings.node_rank
-        else banner(settings, url, run_dir.path),
+        banner=shown,
         rules=restart_rules(settings, device),
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
@@ -193,9 +188,27 @@ def make_plan(
         make_holder=lambda: make_holder(run_dir, launch.placement.engines_of(settings.node_rank)),
         watched=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
-        sglang_pulse=lambda: (
-            scheduler_pulse(run_dir) if settings.node_rank else sglang_pulse(run_dir, url)
-        ),
+        sglang_pulse=ask_pulse,
+    )
+
+
+def _front(
+    settings: ServeSettings, run_dir: RunDir, url: str
+) -> tuple[Callable[[], ServerState], Callable[[], Pulse], str]:
+    """Return how this host's SGLang is asked for its state and its pulse, and what is shown then.
+
+    The server is at `url`, on the first host; on another there are schedulers alone.
+    """
+    if settings.node_rank:
+        return (
+            lambda: scheduler_state(run_dir),
+            lambda: scheduler_pulse(run_dir),
+            node_banner(settings, run_dir.path),
+        )
+    return (
+        lambda: server_state(url, instance=run_dir.instance),
+        lambda: sglang_pulse(run_dir, url),
+        banner(settings, url, run_dir.path),
     )
 
 
