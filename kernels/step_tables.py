@@ -135,7 +135,7 @@ def load_candidates(
     num_sink: int,
     num_excluded: int,
     num_resident: int,
-    num_cold: int,
+    num_cold: torch.Tensor,
     num_layers: int,
 ) -> None:
     """Fill in what selections of a decode step read, and count them.
@@ -154,11 +154,14 @@ def load_candidates(
     tables : CandidateTables
         The first `num_reqs` entries are written; of the pages, as many as both have. `step`
         grows by 1, `selections` by `num_layers` for each active request.
-    page_size, num_sink, num_excluded, num_resident, num_cold, num_layers : int
+    num_cold : torch.Tensor
+        ``[]``, int32. A graph that captures this reads it anew in each step.
+    page_size, num_sink, num_excluded, num_resident, num_layers : int
         See above.
     """
     dims = Dims()
     dims.check("tables.step", tables.step, "", INT32)
+    dims.check("num_cold", num_cold, "", INT32)
     dims.check("rows", rows, "num_reqs", INTS)
     dims.check("lengths", lengths, "num_reqs", INTS)
     dims.check("page_slots", page_slots, "num_rows num_pages", INTS)
@@ -166,11 +169,11 @@ def load_candidates(
     check_int("page_size", page_size, minimum=1)
     counts = {
         "num_sink": num_sink, "num_excluded": num_excluded, "num_resident": num_resident,
-        "num_cold": num_cold, "num_layers": num_layers,
+        "num_layers": num_layers,
     }  # fmt: skip
     check_counts(**counts)
     run = resolve("step_tables", "load_candidates", rows.device)
-    run(rows, lengths, page_slots, tables, page_size=page_size, **counts)
+    run(rows, lengths, page_slots, tables, page_size=page_size, num_cold=num_cold, **counts)
 
 
 def _check_attended(

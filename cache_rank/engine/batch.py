@@ -12,7 +12,7 @@ from tandemkv.kernels.step_tables import CandidateTables, load_candidates
 
 
 class DecodeBatch:
-    """What the kernels of a step read. Filled before the step, so that a graph can replay it.
+    """What the kernels of a step read, filled at its beginning.
 
     Attributes
     ----------
@@ -30,6 +30,8 @@ class DecodeBatch:
         ``[max_batch, max_pages]`` int32: page that each run of `page_size` positions lies in.
     step : torch.Tensor
         ``[]`` int32, counts the steps.
+    num_cold : torch.Tensor
+        ``[]`` int32: longest request that is not selected for; `set_num_cold` changes it.
 
     Parameters
     ----------
@@ -51,9 +53,9 @@ class DecodeBatch:
         self._page_size = page_size
         self._num_resident = num_resident
         self._num_recent = selection.num_recent_tokens
-        self._lengths = DenseLengths.of(selection, num_resident)
         # As of the step that uses the selection.
         self._sink = selection.num_sink_tokens
+        self._num_cold = DenseLengths.of(selection, num_resident).num_cold
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -66,6 +68,7 @@ class DecodeBatch:
         self.active = zeros(max_batch, dtype=torch.bool)
         self.pages = zeros(max_batch, -(-max_context // page_size))
         self.step = zeros()
+        self.num_cold = zeros().fill_(self._num_cold)
         self._slow: torch.Tensor | None = None
         self._selections = selections
         self._tables = CandidateTables(
@@ -80,6 +83,12 @@ class DecodeBatch:
             step=self.step,
             selections=selections,
         )
+
+    def set_num_cold(self, num_cold: int) -> None:
+        """Let steps that are loaded from now on select for requests of more than `num_cold`."""
+        if num_cold != self._num_cold:
+            self.num_cold.fill_(num_cold)
+            self._num_cold = num_cold
 
     def load_slow(self, slow: torch.Tensor, *, num_layers: int, fills_others: bool) -> None:
         """Let selections of the step that was loaded be for the `slow` requests alone.
@@ -111,9 +120,8 @@ class DecodeBatch:
         *,
         lag: int,
         num_layers: int,
-        num_cold: int | None = None,
     ) -> None:
-        """Take over the requests of a step; see `Engine.begin_decode`.
+        """Take over the requests of a step; a graph may capture it. See `Engine.begin_decode`.
 
         `lag` is the number of steps until the selection is used, `num_layers` the number of
         layers that the step selects for.
@@ -129,6 +137,6 @@ class DecodeBatch:
             num_sink=self._sink,
             num_excluded=self._num_recent - lag,
             num_resident=self._num_resident,
-            num_cold=self._lengths.num_cold if num_cold is None else num_cold,
+            num_cold=self.num_cold,
             num_layers=num_layers,
         )

@@ -2,8 +2,8 @@
 """The engine: select, compare with the mirror, copy what is missing.
 
 Pools, resident sets and books are on one device, so a selection ends in copies from slot to
-slot. Everything between `begin_decode` and the end of a step has a fixed shape and no host
-synchronisation: SGLang captures it in its decode graph.
+slot. Everything from `begin_decode` to the end of a step has a fixed shape and no host
+synchronisation, and can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -271,15 +271,19 @@ class CacheEngine:
         self._num_steps += 1
         self._counters.begin_step()
 
+    def set_num_cold(self, num_cold: int) -> None:
+        """See `Engine.set_num_cold`."""
+        self.batch.set_num_cold(num_cold)
+
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor,
-        *, selects: bool = True, num_cold: int | None = None, slow: torch.Tensor | None = None,
+        *, selects: bool = True, slow: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """See `Engine.begin_decode`."""
         lag = int(self.program.selects_for_next_step)
         num_layers = len(self.program.selecting) if selects else 0
         counted = num_layers if slow is None else 0
-        self.batch.load(rows, lengths, req_to_token, lag=lag, num_layers=counted, num_cold=num_cold)
+        self.batch.load(rows, lengths, req_to_token, lag=lag, num_layers=counted)
         if slow is not None:
             # Without dense attention while all fits, empty slots are filled in each step.
             fills_others = not self._selection.dense_while_fits

@@ -139,7 +139,7 @@ class SelectionTime:
 class Engine(Protocol):
     """Selects into the resident sets behind the pools. Used from the scheduler thread only.
 
-    What is called between `begin_decode` and the end of the step launches work of fixed shape
+    What is called from `begin_decode` to the end of the step launches work of fixed shape
     and never waits for the device, so that it can be captured in a CUDA graph.
     """
 
@@ -206,15 +206,23 @@ class Engine(Protocol):
         """
 
     def begin_step(self) -> None:
-        """Count a decode step; not to be captured."""
+        """Count a decode step, before its work is queued or behind it; not to be captured."""
+
+    def set_num_cold(self, num_cold: int) -> None:
+        """Say which is the longest request that steps from now on do not select for.
+
+        By the settings, until it is called. Costs nothing where that is known. Not to be captured:
+        a captured `begin_decode` goes by what was said last.
+        """
 
     def begin_decode(
         self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor,
-        *, selects: bool = True, num_cold: int | None = None, slow: torch.Tensor | None = None,
+        *, selects: bool = True, slow: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Load the requests of a decode step into the fixed buffers; not to be captured.
+        """Load the requests of a decode step into the fixed buffers.
 
-        Needed where the step indexes, selects or attends (`attend`, `attend_selected`).
+        Needed where the step indexes, selects or attends (`attend`, `attend_selected`). A graph
+        that captures it reads rows, lengths and slots anew in each step.
 
         Parameters
         ----------
@@ -224,8 +232,6 @@ class Engine(Protocol):
             ``[rows, max_context]`` int32, the slot of each position.
         selects : bool
             Whether the step selects; it is counted.
-        num_cold : int, optional
-            Longest request that is not selected for in this step; default by the settings.
         slow : torch.Tensor, optional
             ``[B]`` bool, with `slow_steps`: the requests that are selected for.
         """

@@ -80,11 +80,20 @@ class StepFlags:
         address = ctypes.c_void_p(self._address + flag * WORDS_APART * 8)
         _libc.syscall(self._futex, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
-    def wait(self, flag: int, step: int, *, timeout_s: float, is_over: Callable[[], bool]) -> bool:
+    def wait(
+        self,
+        flag: int,
+        step: int,
+        *,
+        timeout_s: float,
+        is_over: Callable[[], bool],
+        awake_until: float = 0.0,
+    ) -> bool:
         """Wait until a flag is raised to `step`, by difference, for `timeout_s` at most.
 
-        `is_over` is asked every few milliseconds; True ends the wait. Returns whether the flag
-        was raised.
+        `is_over` is asked every few milliseconds or more often; True ends the wait. Until
+        `awake_until`, of `time.monotonic`, the core is kept busy, because a sleeper wakes up late;
+        other threads of the process go on meanwhile. Returns whether the flag was raised.
         """
         view, index = self._view, flag * WORDS_APART
         for _ in range(_SPINS):
@@ -95,9 +104,13 @@ class StepFlags:
             seen = view[index]
             if seen - step >= 0:
                 return True
-            if is_over() or time.monotonic() >= deadline:
+            now = time.monotonic()
+            if is_over() or now >= deadline:
                 return False
-            self._sleep(index, seen)
+            if now < awake_until:
+                os.sched_yield()
+            else:
+                self._sleep(index, seen)
 
     def _sleep(self, index: int, seen: int) -> None:
         # The kernel compares the low half of the word, and sleeps only if it is as it was.

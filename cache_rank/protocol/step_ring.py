@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Self
+from operator import gt
+from typing import NamedTuple, Self
 
 import torch
 
@@ -21,7 +22,8 @@ from .fault_points import reach
 from .step_flags import StepFlags
 
 NUM_ENTRIES = 64
-_HEADER = 6
+_HEADER, _COUNT = 6, 4
+"""Numbers before those of requests; which of them says how many requests there are."""
 
 
 RESIDENT = 4
@@ -46,9 +48,11 @@ class EntryKind(IntEnum):
     """Requests have outgrown dense attention: their first tokens become resident."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """One request of an entry."""
+class StepRow(NamedTuple):
+    """One request of an entry.
+
+    A tuple: with a dataclass reading an announcement of 32 requests takes 75 us instead of 21.
+    """
 
     row: int
     """Of the request table; 0 is padding."""
@@ -63,8 +67,7 @@ class StepRow:
     """`SLOW` of a decode step, `RESIDENT` of a row to be taken up, or 0."""
 
 
-_FIELDS = tuple(StepRow.__dataclass_fields__)
-ROW_WORDS = len(_FIELDS)
+ROW_WORDS = len(StepRow._fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,7 @@ class StepEntry:
         words = [int(self.kind), self.step, self.variant, self.num_cold, len(self.rows)]
         words.append(time.monotonic_ns())
         for row in self.rows:
-            words += (row.row, row.generation, row.length, row.prefix_len, row.window, row.flags)
+            words += row
         return words
 
     @classmethod
@@ -98,30 +101,33 @@ class StepEntry:
             raise ProtocolError(f"an announcement of {len(words)} numbers")
         kind, step, variant, num_cold, count, announced_ns = words[:_HEADER]
         end = _HEADER + count * ROW_WORDS
-        if not _HEADER <= end <= len(words) or kind not in _KINDS or min(step, variant) < 0:
+        is_sound = _HEADER <= end <= len(words) and kind in _KINDS
+        if not is_sound or min(step, variant, num_cold) < 0:
             raise ProtocolError(f"announcement of step {step}: kind={kind}, {count} requests")
-        rows = tuple(
-            StepRow(**dict(zip(_FIELDS, words[i : i + ROW_WORDS], strict=True)))
-            for i in range(_HEADER, end, ROW_WORDS)
-        )
-        if not all(map(_is_sound, rows)):
+        columns = [words[_HEADER + i : end : ROW_WORDS] for i in range(ROW_WORDS)]
+        if not _are_sound(columns):
             raise ProtocolError(f"announcement of step {step}: a request is out of bounds")
         return cls(
-            kind=EntryKind(kind), step=step, variant=variant, num_cold=num_cold, rows=rows,
+            kind=EntryKind(kind),
+            step=step,
+            variant=variant,
+            num_cold=num_cold,
+            rows=tuple(map(StepRow._make, zip(*columns, strict=True))),
             announced_ns=announced_ns,
-        )  # fmt: skip
+        )
 
 
 _KINDS = frozenset(EntryKind)
-_ALL_FLAGS = SLOW | RESIDENT
+_FLAGS = frozenset((0, SLOW, RESIDENT, SLOW | RESIDENT))
 
 
-def _is_sound(row: StepRow) -> bool:
-    """Whether a row names no place before the beginning of a table."""
+def _are_sound(columns: Sequence[Sequence[int]]) -> bool:
+    """Whether rows, each field of all of them, name no place before the beginning of a table."""
+    _, _, lengths, prefix_lens, _, flags = columns
     return (
-        min(row.row, row.generation, row.window) >= 0
-        and 0 <= row.prefix_len <= row.length
-        and row.flags & ~_ALL_FLAGS == 0
+        min(min(column, default=0) for column in columns) >= 0
+        and not any(map(gt, prefix_lens, lengths))
+        and _FLAGS.issuperset(flags)
     )
 
 
@@ -170,15 +176,22 @@ class StepRing:
         if not reach("ring.write"):
             self._flags.raise_to(self._announced, number)
 
-    def read(self, *, timeout_s: float, is_over: Callable[[], bool]) -> StepEntry | None:
+    def read(
+        self, *, timeout_s: float, is_over: Callable[[], bool], awake_until: float = 0.0
+    ) -> StepEntry | None:
         """Return the next entry, or None if there is none within `timeout_s`.
 
-        Raises `ProtocolError` if it is malformed.
+        The other arguments are those of `StepFlags.wait`. Raises `ProtocolError` if the entry is
+        malformed.
         """
         number = self._num + 1
-        if not self._flags.wait(self._announced, number, timeout_s=timeout_s, is_over=is_over):
+        if not self._flags.wait(
+            self._announced, number, timeout_s=timeout_s, is_over=is_over, awake_until=awake_until
+        ):
             return None
-        entry = StepEntry.of(self._words[number % NUM_ENTRIES].tolist())
+        words = self._words[number % NUM_ENTRIES]
+        end = _HEADER + ROW_WORDS * max(0, int(words[_COUNT]))
+        entry = StepEntry.of(words[:end].tolist())
         self._num = number
         reach("ring.read")
         self._flags.raise_to(self._consumed, number)

@@ -69,12 +69,25 @@ class Contents:
         self._sent = None if positions is None else positions.clone()
         self._slots: torch.Tensor | None = None
         self._is_active: torch.Tensor | None = None
+        words, device = torch.int64, side.kv.device
+        self._kept: torch.Tensor | None = None
+        if side.requests is not None:
+            self._kept = torch.zeros(3, len(side.requests[0]), dtype=words, device=device)
+        self._num_cold = torch.zeros(1, dtype=words, device=device)
         self.plan = StepPlan(side.program, has_samples=side.has_samples, nbytes=self._nbytes)
 
-    def begin(self, entry: StepEntry) -> None:
-        """Let what follows be about `entry`."""
+    def begin(self, entry: StepEntry, *, is_told: bool = False) -> None:
+        """Let what follows be about `entry`; `is_told`: behind the message of its requests.
+
+        What is read of a decode step on a GPU lies where it was in the steps before.
+        """
         self._entry, self._slots, self._is_active = entry, None, None
         device, rows = self._side.kv.device, entry.rows
+        if entry.kind is EntryKind.DECODE and not is_told:
+            self._num_cold.fill_(entry.num_cold)
+        if is_told and self._kept is not None:
+            self._rows, self._lengths, self._slots = self._kept[:, : len(rows)]
+            return
         if entry.kind is EntryKind.EXTEND:
             rows = tuple(row for row in rows if row.window)
         elif entry.kind is EntryKind.DECODE and self._side.requests is not None:
@@ -232,11 +245,17 @@ class Contents:
                 self._slots = torch.cat(parts).long()
         return self._slots
 
+    def _keep(self, requests: torch.Tensor) -> None:
+        """Let the step be about ``requests [3, B]``: rows, lengths and newest slots."""
+        if self._kept is not None:
+            requests = self._kept[:, : requests.shape[1]].copy_(requests)
+        self._rows, self._lengths, self._slots = requests
+
     def _active(self) -> torch.Tensor:
         """Return ``[B]`` bool: requests of the step that have a resident set."""
         if self._is_active is None:
             is_decode = self._entry.kind is EntryKind.DECODE
-            self._is_active = self._lengths > (self._entry.num_cold if is_decode else -1)
+            self._is_active = self._lengths > (self._num_cold if is_decode else -1)
         return self._is_active
 
     def _taken(self, part: Part) -> tuple[torch.Tensor, ...]:
@@ -262,7 +281,7 @@ class Contents:
         side, kind, layer = self._side, part.kind, part.layer
         if kind is PartKind.REQUESTS:
             # Of a later step they may be others, by the time that the last message is made.
-            self._rows, self._lengths = self._rows.clone(), self._lengths.clone()
+            self._keep(torch.stack((self._rows, self._lengths, self._step_slots())))
             torch.stack((self._rows, self._lengths, self._step_slots()), out=out[0])
         elif kind is PartKind.TABLE:
             out[0].copy_(side.table[part.row, : part.num])
@@ -285,13 +304,13 @@ class Contents:
     def _write(self, part: Part, found: tuple[torch.Tensor, ...]) -> None:
         side, kind, layer = self._side, part.kind, part.layer
         if kind is PartKind.REQUESTS:
-            self._rows, self._lengths, slots = found[0].clone()
+            self._keep(found[0].clone())
+            slots = self._step_slots()
             side.check_requests(self._rows, self._lengths, slots)
             if side.requests is not None:
                 for out, values in zip(side.requests, found[0], strict=False):
                     out[: len(values)] = values
             side.table[self._rows, self._lengths - 1] = slots.int()
-            self._slots = slots
         elif kind is PartKind.TABLE:
             side.check_slots(found[0])
             side.table[part.row, : part.num] = found[0]

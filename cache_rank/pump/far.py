@@ -8,7 +8,6 @@ resident sets that the engine's books name anew, weights of samples, and outputs
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 
@@ -23,31 +22,17 @@ from .lanes import ReceiveLane, SendLane
 from .plan import FlagKind, StepPlan
 from .records import Op, Outbox, Record, read_records
 from .side import Side
+from .step_count import StepCount
 
 _POLL_S, _LONGEST_WAIT_S = 0.2, 3600.0
 
 
-class Announced:
-    """What the receiving thread of a pump tells its sending thread."""
+class Announced(StepCount):
+    """What the receiving thread of a pump tells its sending thread: steps, and which have come."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.steps: SimpleQueue[tuple[StepEntry, torch.Tensor]] = SimpleQueue()
-        self._ended, self._changed = 0, threading.Condition()
-
-    def end(self, step: int) -> None:
-        """Note that all of `step` has come."""
-        with self._changed:
-            self._ended = step
-            self._changed.notify_all()
-
-    def await_end(self, step: int, side: Side) -> bool:
-        """Wait until all of `step` has come; False: the epoch is over."""
-        with self._changed:
-            while self._ended - step < 0:
-                if side.is_over():
-                    return False
-                self._changed.wait(_POLL_S)
-        return True
 
 
 class FarReceiver:
@@ -86,7 +71,7 @@ class FarReceiver:
         elif op is Op.ENTRY:
             self._begin(StepEntry.of(record.view(torch.int64, -1).tolist()))
         elif op is Op.END:
-            self._announced.end(a)
+            self._announced.note(a)
         else:
             raise ProtocolError(f"{op.name} came from the inference rank's host")
 
@@ -147,9 +132,8 @@ class FarSender:
         messages = self._contents.plan.back(entry)
         if not side.on_gpu and kind is not EntryKind.PREPARE and side.wait(at.LOADED, entry.step):
             self._raise(at.LOADED, entry.step)
-        self._lane.begin(entry)
-        for message in messages:
-            if not side.on_gpu and any(flag.kind is FlagKind.FINISHED for flag in message.waits):
+        for message in self._lane.begin(entry, messages):
+            if any(flag.kind is FlagKind.FINISHED for flag in message.waits):
                 self._await_end(entry)
             self._lane.send(message)
         if messages:
@@ -169,7 +153,7 @@ class FarSender:
         """
         side = self._side
         is_done = side.wait_always(side.at.FINISHED, entry.step)
-        if not is_done or not self._announced.await_end(entry.step, side):
+        if not is_done or not self._announced.await_step(entry.step, side.is_over):
             raise CacheRankLostError("the epoch is over")
         if self._lane.is_lost and entry.kind is EntryKind.DECODE:
             self._put_sets(row.row for row in entry.rows if row.length > entry.num_cold)

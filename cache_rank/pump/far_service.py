@@ -239,6 +239,7 @@ class FarPump:
         received, sent = Contents(side), Contents(side, books.get("resident_positions"))
         lanes = make_lanes(side, sent, received, out, wires, settings.exchange.transfer_timeout_s)
         plane.breaks_with.insert(0, lanes.abort)
+        session.at_end(lanes.close)
         session.start(
             FarReceiver(side, received.plan, plane, lanes.receives, announced).run,
             FarSender(side, sent, out, lanes.sends, announced).run,

@@ -65,6 +65,12 @@ class PumpLanes:
             if isinstance(lane, (StreamSendLane, StreamReceiveLane)):
                 lane.abort()
 
+    def close(self) -> None:
+        """Let go of what was captured, once no thread uses the lanes: wires end behind that."""
+        for lane in (self.sends, self.receives):
+            if isinstance(lane, (StreamSendLane, StreamReceiveLane)):
+                lane.close()
+
 
 def make_lanes(
     side: Side, sent: Contents, received: Contents, out: Outbox, wires: Wires, timeout_s: float
@@ -76,10 +82,13 @@ def make_lanes(
     if not wires:
         return PumpLanes(HostSendLane(side, sent, out), HostReceiveLane(side, received))
     outward, back = wires
-    sends, receives = (outward, back) if outward.sends else (back, outward)
+    is_near = outward.sends
+    sends, receives = (outward, back) if is_near else (back, outward)
     return PumpLanes(
-        StreamSendLane(side, sent, sends, timeout_s=timeout_s, number=10),
-        StreamReceiveLane(side, received, receives, timeout_s=timeout_s, number=12),
+        StreamSendLane(side, sent, sends, timeout_s=timeout_s, number=10, is_back=not is_near),
+        StreamReceiveLane(
+            side, received, receives, timeout_s=timeout_s, number=12, is_back=is_near
+        ),
     )
 
 

@@ -24,8 +24,8 @@ class SendLane(Protocol):
     is_lost: bool
     """What a message of the present step waited for was not raised; False while nobody knows."""
 
-    def begin(self, entry: StepEntry) -> None:
-        """Let what follows be about `entry`."""
+    def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Begin to send the `messages` of `entry`; returns those that `send` is to be given."""
 
     def send(self, message: Message) -> None:
         """Send a message once its flags are raised; without its content if they are not."""
@@ -61,10 +61,11 @@ class HostSendLane:
         self._side, self._contents, self._out = side, contents, out
         self._step, self.is_lost = 0, False
 
-    def begin(self, entry: StepEntry) -> None:
-        """See `SendLane.begin`."""
+    def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """See `SendLane.begin`: all of them."""
         self._step, self.is_lost = entry.step, False
         self._contents.begin(entry)
+        return messages
 
     def send(self, message: Message) -> None:
         """See `SendLane.send`; raises `CacheRankLostError` if the epoch is over."""

@@ -24,6 +24,7 @@ from .lanes import ReceiveLane, SendLane
 from .plan import StepPlan
 from .records import Op, Outbox, Record, read_records
 from .side import Side
+from .step_count import StepCount
 
 _POLL_S = 0.2
 _MOST_CALLS = 1 << 15
@@ -68,8 +69,7 @@ class NearSender:
         out.put(Op.ENTRY, content=torch.tensor(entry.words()))
         self._receiver.expect(entry)
         out.flush()
-        lane.begin(entry)
-        for message in self._plan.outward(entry):
+        for message in lane.begin(entry, self._plan.outward(entry)):
             lane.send(message)
         if lane.is_lost:
             out.put(Op.RAISE, side.at.ABORTED, entry.step)
@@ -168,6 +168,7 @@ class NearReceiver:
     def __init__(self, side: Side, plan: StepPlan, plane: DataPlane, lane: ReceiveLane) -> None:
         self._side, self._plan, self._plane, self._lane = side, plan, plane, lane
         self._steps: SimpleQueue[StepEntry] = SimpleQueue()
+        self._queued, self._expected = StepCount(), 0
         self._slots = torch.empty(0, dtype=torch.int64)
         if side.on_gpu:
             self._finished = GpuFlags(side.tensors, side.program.num_layers).finished
@@ -175,7 +176,9 @@ class NearReceiver:
 
     def expect(self, entry: StepEntry) -> None:
         """Note that `entry` is announced. Another thread's."""
-        if entry.kind in (EntryKind.EXTEND, EntryKind.DECODE, EntryKind.GROW):
+        is_prepared = self._lane.is_queued and entry.kind is EntryKind.PREPARE
+        if is_prepared or entry.kind in (EntryKind.EXTEND, EntryKind.DECODE, EntryKind.GROW):
+            self._expected = entry.step
             self._steps.put(entry)
 
     def run(self) -> None:
@@ -194,6 +197,7 @@ class NearReceiver:
             except Empty:
                 continue
             self._lane.begin(entry, self._plan.back(entry))
+            self._queued.note(entry.step)
 
     def _apply(self, record: Record) -> None:
         side, op, a, b = self._side, record.op, record.a, record.b
@@ -202,6 +206,8 @@ class NearReceiver:
         elif op is Op.RAISE:
             if side.on_gpu and a == side.at.FINISHED:
                 # No lane tells of such a step, and the next one's forward pass waits for its end.
+                # It may be one to be prepared, for the lane too.
+                self._queued.await_step(min(b, self._expected), side.is_over)
                 self._finished.fill_(b)
             side.raise_to(a, b)
         elif op is Op.SLOTS:

@@ -255,6 +255,7 @@ class NearPump:
         receiver = NearReceiver(side, received.plan, plane, lanes.receives)
         sender = NearSender(side, sent.plan, out, lanes.sends, receiver)
         plane.breaks_with.insert(0, lanes.abort)
+        session.at_end(lanes.close)
         queues = (receiver.run_queued,) if lanes.receives.is_queued else ()
         watches = lanes.watches(session.await_over)
         session.start(sender.run, receiver.run, *queues, *watches)

@@ -154,6 +154,13 @@ class StepPlan:
             return self._known(entry, is_back=True)
         return tuple(self._cut(self._grow_back(), entry)) if entry.kind is EntryKind.GROW else ()
 
+    def recurring(self, entry: StepEntry, *, is_back: bool) -> tuple[Message, ...]:
+        """Return what every decode step of the kind and size of `entry` has, its last messages.
+
+        Outward that is all but the first, which may carry tables.
+        """
+        return self._known(entry, is_back=is_back)[0 if is_back else 1 :]
+
     def _known(self, entry: StepEntry, *, is_back: bool) -> tuple[Message, ...]:
         """Return the plan of a decode step, which depends on its kind and size alone."""
         key = is_back, entry.variant, len(entry.rows)

@@ -70,6 +70,7 @@ class PumpSession:
         self.epoch, self.plane, self.connection = epoch, plane, connection
         self._tensors, self._over = tensors, threading.Event()
         self._threads: list[threading.Thread] = []
+        self._at_end: list[Callable[[], None]] = []
         self.reason = ""
 
     def start(self, *works: Callable[[], None]) -> None:
@@ -78,6 +79,10 @@ class PumpSession:
             thread = threading.Thread(target=self._run, args=(work,), name="pump", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def at_end(self, release: Callable[[], None]) -> None:
+        """Call `release` once the threads have ended."""
+        self._at_end.append(release)
 
     def is_over(self) -> bool:
         """Whether the epoch has ended."""
@@ -99,6 +104,8 @@ class PumpSession:
         self.end("it was closed")
         for thread in self._threads:
             thread.join()
+        for release in self._at_end:
+            release()
         self.plane.close()
         for tensors in self._tensors:
             tensors.close()

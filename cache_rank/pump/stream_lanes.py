@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -28,6 +29,7 @@ from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.kernels.step_flags import raise_flags, wait_flags
 from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 
+from .captured_steps import CapturedSteps
 from .contents import Body, Contents
 from .plan import Flag, FlagKind, Message
 from .queue_depth import Event, QueueDepth, calls_of
@@ -40,6 +42,8 @@ _MOST_WORDS = 256
 _BESIDE_BYTES, _SMALL_BYTES, _NUM_SMALL = 2 * PIECE_BYTES, 512 << 10, 32
 """What a lane's stream has of the GPU's memory from the start for what is made on the way, at
 least; beside it the room of a message."""
+_REPLAY_CALLS = 16
+"""What a graph takes of the room of a stream, about."""
 _KEPT_STEPS = 16
 """Latest steps whose flags are known by name."""
 
@@ -87,16 +91,26 @@ class Wire(Protocol):
     def receive(self, out: torch.Tensor) -> None:
         """Receive ``out [n]`` uint8, of exactly the bytes that are sent."""
 
+    def held(self) -> AbstractContextManager[None]:
+        """Return what keeps it from being freed while transfers are queued; raises if it broke."""
+
 
 class StreamLane:
     """A stream with the number of its step, and the word that tells whether it is lost.
 
     A rank of this host is waited for at most `timeout_s`. `number` is the stream's; a process has
-    one of each.
+    one of each. `is_back`: messages go to the inference rank's host.
     """
 
     def __init__(
-        self, side: Side, contents: Contents, wire: Wire, *, timeout_s: float, number: int
+        self,
+        side: Side,
+        contents: Contents,
+        wire: Wire,
+        *,
+        timeout_s: float,
+        number: int,
+        is_back: bool,
     ) -> None:
         device = side.kv.device
         self._contents, self._wire, self._timeout_s = contents, wire, timeout_s
@@ -107,6 +121,7 @@ class StreamLane:
             # One message is in it at a time: what comes next is behind that in the stream.
             self._room = _room(device, contents)
         self._bodies: dict[int, tuple[Message, Body]] = {}
+        self._captured, self._is_back = CapturedSteps(self._stream), is_back
         self._words: dict[Flag, torch.Tensor] = {}
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
@@ -161,20 +176,57 @@ class StreamLane:
         event.record(self._stream)
         return event
 
-    @contextmanager
-    def _queued(self, message: Message) -> Iterator[bool]:
-        """Queue what the body does behind as little as `QueueDepth` allows; False: it is over."""
-        num_calls = calls_of(message)
-        has_room = self._depth.make_room(num_calls)
-        yield has_room
-        if has_room:
-            self._depth.note(num_calls)
+    def close(self) -> None:
+        """Let go of what was captured; nothing is queued any more."""
+        self._captured.close()
 
-    def _begin(self, entry: StepEntry) -> None:
-        self._step.fill_(entry.step)
-        self._contents.begin(entry)
-        self._keeps = entry.kind is EntryKind.DECODE
-        self._queued_flags.append((entry.step, []))
+    def _queue(self, entry: StepEntry, messages: tuple[Message, ...]) -> None:
+        """Queue the messages of a step, or capture those of a step that is to be prepared."""
+        with self._on(self._stream):
+            if entry.kind is EntryKind.PREPARE:
+                self._prepare(entry)
+                return
+            self._step.fill_(entry.step)
+            self._contents.begin(entry)
+            self._keeps = entry.kind is EntryKind.DECODE
+            self._queued_flags.append((entry.step, []))
+            key = entry.variant, len(entry.rows)
+            captured = self._captured.part_of(key, messages) if self._keeps else ()
+            for message in messages[: len(messages) - len(captured)]:
+                if not self._depth.make_room(calls_of(message)):
+                    return
+                self._move(message)
+                self._depth.note(calls_of(message))
+                self._note(message)
+            if captured and self._depth.make_room(_REPLAY_CALLS):
+                with self._wire.held():
+                    self._captured.replay(key)
+                self._depth.note(_REPLAY_CALLS)
+                for message in captured:
+                    self._note(message)
+
+    def _prepare(self, entry: StepEntry) -> None:
+        """Capture what recurs in decode steps such as `entry`."""
+        if not entry.rows:
+            return
+        entry = replace(entry, kind=EntryKind.DECODE)
+        messages = self._contents.plan.recurring(entry, is_back=self._is_back)
+        self._contents.begin(entry, is_told=not self._is_back)
+        self._keeps = True
+
+        def move() -> None:
+            for message in messages:
+                self._move(message)
+
+        self._captured.capture((entry.variant, len(entry.rows)), messages, move)
+
+    def _move(self, message: Message) -> None:
+        """Queue a message."""
+        raise NotImplementedError
+
+    def _note(self, message: Message) -> None:
+        """Note which flags a message that was queued waits for, or raises."""
+        raise NotImplementedError
 
     def _body(self, message: Message) -> Body:
         """Return where a message goes; of a decode step's that recurs always the same."""
@@ -216,24 +268,26 @@ class StreamSendLane(StreamLane):
 
     is_lost = False
 
-    def begin(self, entry: StepEntry) -> None:
-        """See `SendLane.begin`."""
-        with self._on(self._stream):
-            self._begin(entry)
+    def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """See `SendLane.begin`: all are queued, unless the epoch ends before."""
+        self._queue(entry, messages)
+        return ()
 
     def send(self, message: Message) -> None:
-        """See `SendLane.send`: it is queued."""
-        with self._on(self._stream), self._queued(message) as has_room:
-            if not has_room:
-                return
-            for flag in message.waits:
-                self._wait(self._words_of(flag), self._timeout_s)
-            self._queued_flags[-1][1].extend(message.waits)
-            body = self._body(message)
-            self._contents.fill(body)
-            body.stamp.zero_()
-            self._raise(body.stamp)
-            self._wire.send(body.whole)
+        """See `SendLane.send`: `begin` has sent them."""
+        raise ProtocolError(f"{message} came beside its step")
+
+    def _move(self, message: Message) -> None:
+        for flag in message.waits:
+            self._wait(self._words_of(flag), self._timeout_s)
+        body = self._body(message)
+        self._contents.fill(body)
+        body.stamp.zero_()
+        self._raise(body.stamp)
+        self._wire.send(body.whole)
+
+    def _note(self, message: Message) -> None:
+        self._queued_flags[-1][1].extend(message.waits)
 
     def lost_reason(self) -> str:
         """Return what was waited for in vain; nothing while nothing was. As `lost_step`."""
@@ -252,22 +306,18 @@ class StreamReceiveLane(StreamLane):
 
     def begin(self, entry: StepEntry, messages: tuple[Message, ...]) -> None:
         """See `ReceiveLane.begin`: all of `messages` are queued, unless the epoch ends before."""
-        with self._on(self._stream):
-            self._begin(entry)
-            for message in messages:
-                with self._queued(message) as has_room:
-                    if not has_room:
-                        return
-                    self._receive(message)
+        self._queue(entry, messages)
 
-    def _receive(self, message: Message) -> None:
+    def _move(self, message: Message) -> None:
         body = self._body(message)
         self._wire.receive(body.whole)
         self._wait(body.stamp, _AT_ONCE_S)
         self._contents.scatter(body)
-        self._queued_flags[-1][1].extend(message.raises)
         for flag in message.raises:
             self._raise(self._words_of(flag))
+
+    def _note(self, message: Message) -> None:
+        self._queued_flags[-1][1].extend(message.raises)
 
     def lost_reason(self) -> str:
         """Return of which step a message came without its number; as `lost_step`."""

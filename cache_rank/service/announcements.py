@@ -15,20 +15,19 @@ class AnnouncementDelays:
     """Delays of the latest decode steps. Noted by one thread, read by any.
 
     Both processes read the host's monotonic clock, so their times can be subtracted. On a GPU a
-    step begins when its graph has been launched, on a CPU when its own work starts. Two moments
-    before that tell where the time goes: the announcement has been read, and what the step works
-    on has been queued or loaded.
+    step begins when its graph has been launched, on a CPU when its own work starts. When the
+    announcement has been read tells where the time goes.
     """
 
     def __init__(self) -> None:
-        self._delays_ns: deque[tuple[int, int, int]] = deque(maxlen=_KEPT)
+        self._delays_ns: deque[tuple[int, int]] = deque(maxlen=_KEPT)
 
-    def note(self, entry: StepEntry, *, read_ns: int, loaded_ns: int) -> None:
-        """Note that `entry` begins now; it was read, and loaded, at these times of the clock."""
+    def note(self, entry: StepEntry, *, read_ns: int) -> None:
+        """Note that `entry` begins now; it was read at this time of the clock."""
         start = entry.announced_ns
         if start:
             now = time.monotonic_ns()
-            self._delays_ns.append((read_ns - start, loaded_ns - start, now - start))
+            self._delays_ns.append((read_ns - start, now - start))
 
     def values(self) -> dict[str, float]:
         """Return medians and a 99th percentile in us by name; nothing before the first step."""
@@ -36,10 +35,9 @@ class AnnouncementDelays:
         if not found:
             return {}
         last = len(found) - 1
-        read, loaded, begun = (sorted(column) for column in zip(*found, strict=True))
+        read, begun = (sorted(column) for column in zip(*found, strict=True))
         return {
             "announcement_read_p50_us": read[last // 2] / 1000,
-            "announcement_loaded_p50_us": loaded[last // 2] / 1000,
             "announcement_p50_us": begun[last // 2] / 1000,
             "announcement_p99_us": begun[last * 99 // 100] / 1000,
         }

@@ -33,10 +33,11 @@ _DECODE_KINDS = tuple(DecodeKind)
 class EntryRunner:
     """The engine's side of the steps of one epoch. Used by one thread.
 
-    On a GPU all is queued on the thread's current stream and on lanes beside it; decode steps that
-    were prepared are replayed as CUDA graphs. `versions`, copies of the books, is None if nothing
-    is selected. `host` is where the two hosts tell each other what was taken, and what was taken
-    up; `warm_up` loads what prompts need, before the first of them.
+    On a GPU all is queued on the thread's current stream and on lanes beside it. A decode step that
+    was prepared is replayed as a CUDA graph: it waits for the step to begin, reads its requests
+    from the engine's memory, and ends with what the next step waits for. `versions`, copies of the
+    books, is None if nothing is selected. `host` is where the two hosts tell each other what was
+    taken, and what was taken up; `warm_up` loads what prompts need, before the first of them.
 
     Attributes
     ----------
@@ -68,7 +69,6 @@ class EntryRunner:
         self._far_lane = engine.num_lanes
         num_lanes = engine.num_lanes + int(self._program.is_far)
         self._lanes, self._graphs = Lanes(self._device, num_lanes), StepGraphs(self._device)
-        self._step = 0
         self._unindexed: list[int] = []
         self.num_restored = self.num_reseeded = 0
         self.delays = AnnouncementDelays()
@@ -78,35 +78,29 @@ class EntryRunner:
 
         Raises `StepAbortedError` if the inference rank is gone.
         """
-        read_ns, self._step = time.monotonic_ns(), entry.step
+        read_ns = time.monotonic_ns()
         self._signals.begin(entry.step)
-        changed: Sequence[StepRow] = ()
         try:
             if entry.kind is EntryKind.EXTEND:
-                changed = self._extend(entry)
+                self._settle(self._extend(entry))
             elif entry.kind is EntryKind.RESUME:
                 self._resume(entry)
+                self._settle(None)
             elif entry.kind is EntryKind.DECODE:
-                changed = self._decode(entry, read_ns)
+                self._decode(entry, read_ns)
             elif entry.kind is EntryKind.GROW:
-                changed = self._grow(entry)
+                self._settle(self._grow(entry))
             else:
                 self._prepare(entry)
+                self._settle(None)
         except StepAbortedError:
             if self._is_gone():
                 raise
-        if self._program.selects_for_next_step:
-            # The next step waits for nothing else: it must not be done before this one is kept.
-            self._record(*self._ids(changed))
-            self._signals.settle()
-        else:
-            self._signals.settle()
-            self._record(*self._ids(changed))
         self._signals.finish()
 
     def _resume(self, entry: StepEntry) -> None:
         """Take up rows as they were before the first step whose results were not taken."""
-        rows, generations = self._ids(entry.rows)
+        rows, generations = self._name(entry.rows)
         is_resident = [bool(row.flags & RESIDENT) for row in entry.rows]
         if self._versions is None:
             restored = is_resident  # sets that never change
@@ -122,8 +116,9 @@ class EntryRunner:
             restored=restored,
             reseeded=reseeded,
         )
-        anew = [row for row, is_anew in zip(entry.rows, reseeded, strict=True) if is_anew]
-        self._record(*self._ids(anew))
+        self._record(
+            self._changed([row for row, is_anew in zip(rows, reseeded, strict=True) if is_anew])
+        )
         # What a policy remembered elsewhere is gone, whatever the books say.
         self.num_restored = 0 if self._engine.forgets else sum(restored)
         self.num_reseeded = sum(is_resident) - self.num_restored
@@ -133,12 +128,20 @@ class EntryRunner:
         if isinstance(self._signals, StreamSignals):
             self._signals.confirm_prepared()
 
-    def _ids(self, rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
-        return [row.row for row in rows], [row.generation for row in rows]
+    def _name(self, rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
+        """Note, and return, which request is in each of `rows`: its generation."""
+        numbers, generations = [row.row for row in rows], [row.generation for row in rows]
+        if self._versions is not None and numbers:
+            self._versions.name(numbers, generations, epoch=self._epoch)
+        return numbers, generations
 
-    def _extend(self, entry: StepEntry) -> Sequence[StepRow]:
+    def _changed(self, rows: list[int]) -> torch.Tensor | None:
+        return to_device(rows, self._device) if rows else None
+
+    def _extend(self, entry: StepEntry) -> torch.Tensor | None:
         """Do a prefill step; returns the rows whose books it has changed."""
         engine, rows = self._engine, entry.rows
+        self._name(rows)
         self._signals.await_begin()
         # The radix cache may rewrite a row while its prompt is still being scored.
         tables = [self._table[row.row, : row.length].clone() for row in rows]
@@ -163,49 +166,52 @@ class EntryRunner:
                     engine.seed(layer, request, row.row, window)
                     first += row.window
                 self._signals.raise_ready(layer)
-        return [row for _, row in seeds]
+        return self._changed([row.row for _, row in seeds])
 
-    def _grow(self, entry: StepEntry) -> Sequence[StepRow]:
+    def _grow(self, entry: StepEntry) -> torch.Tensor:
         """Fill the sets of requests that were dense; returns their rows."""
+        numbers, _ = self._name(entry.rows)
         self._signals.await_begin()
-        rows = to_device([row.row for row in entry.rows], self._device)
+        rows = to_device(numbers, self._device)
         # Beside the model the tokens of a row that was dense are in place already.
         tables = None if self._program.is_far else self._table[rows, : self._num_resident]
         self._engine.seed_identity(rows, tables)
         self._signals.raise_loaded()
-        return entry.rows
+        return rows
 
-    def _decode(self, entry: StepEntry, read_ns: int) -> Sequence[StepRow]:
-        """Do a decode step; returns the rows whose books it has changed."""
-        engine, kind, size = self._engine, _DECODE_KINDS[entry.variant], len(entry.rows)
-        self._signals.await_begin()
-        engine.begin_step()
-        rows, lengths = self._signals.requests_of(entry)
-        slow = [bool(row.flags & SLOW) for row in entry.rows]
-        self._load(kind, rows, lengths, num_cold=entry.num_cold, slow=slow)
-        self._signals.raise_loaded()
-        loaded_ns = time.monotonic_ns()
+    def _decode(self, entry: StepEntry, read_ns: int) -> None:
+        """Do a decode step, or queue the graph of one."""
+        kind, size = _DECODE_KINDS[entry.variant], len(entry.rows)
+        self._engine.set_num_cold(entry.num_cold)
         is_queued = self._graphs.replay(str(kind), size)
-        self.delays.note(entry, read_ns=read_ns, loaded_ns=loaded_ns)
+        self.delays.note(entry, read_ns=read_ns)
+        self._engine.begin_step()  # behind the launch: nobody waits for what it copies
         if not is_queued:
-            self._select(kind, size)
-        return tuple(r for r in entry.rows if r.row) if kind is DecodeKind.SELECTING else ()
+            self._queue_decode(entry)
 
-    def _load(
-        self, kind: DecodeKind, rows: torch.Tensor, lengths: torch.Tensor, *, num_cold: int,
-        slow: list[bool],
-    ) -> None:  # fmt: skip
-        program = self._program
-        if not program.asks(kind):
-            return
-        self._engine.begin_decode(
-            rows,
-            lengths,
-            self._table,
-            selects=kind is DecodeKind.SELECTING,
-            num_cold=num_cold,
-            slow=torch.tensor(slow) if program.slow_steps else None,
-        )
+    def _queue_decode(self, entry: StepEntry) -> None:
+        """Queue all of a decode step.
+
+        Where it is captured, `entry` tells how many requests there are, and not which.
+        """
+        kind, size = _DECODE_KINDS[entry.variant], len(entry.rows)
+        self._signals.await_begin()
+        rows, lengths = self._signals.requests_of(entry)
+        is_selecting = kind is DecodeKind.SELECTING
+        # Those of the next step may be there before the books are copied.
+        changed = rows.clone() if is_selecting and self._versions is not None else None
+        if self._program.asks(kind):
+            slow = [bool(row.flags & SLOW) for row in entry.rows]
+            self._engine.begin_decode(
+                rows,
+                lengths,
+                self._table,
+                selects=is_selecting,
+                slow=torch.tensor(slow) if self._program.slow_steps else None,
+            )
+        self._signals.raise_loaded()
+        self._select(kind, size)
+        self._settle(changed)
 
     def _prepare(self, entry: StepEntry) -> None:
         """Load the kernels of prompts (no requests), or capture a decode step of so many."""
@@ -215,14 +221,12 @@ class EntryRunner:
         if not size:
             self._warm_up()
         else:
-            rows = torch.zeros(size, dtype=torch.int64, device=self._device)
-            self._load(kind, rows, torch.ones_like(rows), num_cold=entry.num_cold, slow=[])
             with signals.masked():
-                self._graphs.capture(str(kind), size, lambda: self._select(kind, size))
+                self._graphs.capture(str(kind), size, lambda: self._queue_decode(entry))
         signals.confirm_prepared()
 
     def _select(self, kind: DecodeKind, size: int) -> None:
-        """Queue what a decode step does once its requests are loaded; of fixed shape."""
+        """Queue what a decode step does once its requests are loaded."""
         program = self._program
         self._unindexed = [
             layer
@@ -317,6 +321,17 @@ class EntryRunner:
             self._engine.fetch(layer, size)
             self._signals.raise_ready(layer)
 
-    def _record(self, rows: list[int], generations: list[int]) -> None:
-        if self._versions is not None and rows:
-            self._versions.record(rows, generations, epoch=self._epoch, step=self._step + 1)
+    def _settle(self, changed: torch.Tensor | None) -> None:
+        """End what the forward pass waits for, and copy the books of the rows that have changed."""
+        # What is selected for the next step is waited for by nothing else: the next step must not
+        # be done before this one is kept.
+        if self._program.selects_for_next_step:
+            self._record(changed)
+            self._signals.settle()
+        else:
+            self._signals.settle()
+            self._record(changed)
+
+    def _record(self, changed: torch.Tensor | None) -> None:
+        if self._versions is not None and changed is not None:
+            self._versions.record(changed, step=self._signals.step)

@@ -12,6 +12,8 @@ from tandemkv.cache_rank.protocol.shared_region import STAMPS
 from tandemkv.kernels.to_device import to_device
 
 _NO_STEP = 0
+_STEP = 2
+"""Place in a stamp."""
 _NUM_COPIES = 3
 
 
@@ -32,6 +34,9 @@ class RowVersions:
     allocate : Allocate
         Makes the copies where they outlive the process, or returns those that are there.
 
+    All is done by kernels of fixed shape, which a graph may capture: `name` says beforehand whose
+    rows they are.
+
     Attributes
     ----------
     stamps : torch.Tensor
@@ -47,23 +52,36 @@ class RowVersions:
         }
         num_rows = next(iter(self._books.values())).shape[1]
         self.stamps = allocate(STAMPS, (_NUM_COPIES, num_rows, 3), torch.int64)
-        # Which copy is the newest, on the host: recording must not wait for the device.
-        self._newest: list[int] = self.stamps[..., 2].argmax(0).tolist()
+        self._newest = self.stamps[..., _STEP].argmax(0)
+        # What copies of each row are stamped with, and what half a copy is.
+        self._next = torch.zeros_like(self.stamps[0])
+        self._none = self.stamps.new_full((), _NO_STEP)
 
-    def record(
-        self, rows: Sequence[int], generations: Sequence[int], *, epoch: int, step: int
-    ) -> None:
-        """Copy `rows`, each of which is named once, as they are before `step`."""
-        device = self.stamps.device
-        sides = [(self._newest[row] + 1) % _NUM_COPIES for row in rows]
-        side, index = to_device([*sides, *rows], device).view(2, -1)
-        self.stamps[side, index] = _NO_STEP  # half a copy is none
+    def name(self, rows: Sequence[int], generations: Sequence[int], *, epoch: int) -> None:
+        """Say which request is in each of `rows`, for the copies from now on."""
+        tenants = [x for each in zip(rows, generations, strict=True) for x in each]
+        index, generation = to_device(tenants, self.stamps.device).view(-1, 2).unbind(1)
+        self._next[index, 0] = epoch
+        self._next[index, 1] = generation
+
+    def record(self, rows: torch.Tensor, *, step: torch.Tensor) -> None:
+        """Copy rows as they are before the step that comes next.
+
+        Parameters
+        ----------
+        rows : torch.Tensor
+            ``[n]`` int64, on the device of the books. Each is named once, but row 0, that of
+            padding, of which nothing is ever restored.
+        step : torch.Tensor
+            ``[1]``, integer, on the same device: number of the step that has changed them.
+        """
+        side = (self._newest[rows] + 1) % _NUM_COPIES
+        self.stamps.index_put_((side, rows), self._none)
         for name, book in self._books.items():
-            self._copies[name][side, :, index] = book[:, index].transpose(0, 1)
-        stamps = [x for generation in generations for x in (epoch, generation, step)]
-        self.stamps[side, index] = to_device(stamps, device).view(-1, 3)
-        for row, newest in zip(rows, sides, strict=True):
-            self._newest[row] = newest
+            self._copies[name][side, :, rows] = book[:, rows].transpose(0, 1)
+        self._next[:, _STEP] = step + 1
+        self.stamps.index_put_((side, rows), self._next[rows])
+        self._newest.index_put_((rows,), side)
 
     def restore(self, rows: Sequence[int], generations: Sequence[int], *, step: int) -> list[bool]:
         """Bring the books of `rows` to what they were before `step`; waits for the device.
@@ -78,16 +96,14 @@ class RowVersions:
         index = torch.tensor(list(rows), dtype=torch.int64, device=device)
         wanted = torch.tensor(list(generations), dtype=torch.int64, device=device)
         stamps = self.stamps[:, index]  # [copies, n, 3]
-        is_usable = (
-            (stamps[..., 1] == wanted) & (stamps[..., 2] > _NO_STEP) & (stamps[..., 2] <= step)
-        )
-        best = torch.where(is_usable, stamps[..., 2], _NO_STEP).argmax(0)
+        number = stamps[..., _STEP]
+        is_usable = (stamps[..., 1] == wanted) & (number > _NO_STEP) & (number <= step)
+        best = torch.where(is_usable, number, _NO_STEP).argmax(0)
         for side in range(_NUM_COPIES):
             chosen = index[is_usable[side] & (best == side)]
             for name, book in self._books.items():
                 book[:, chosen] = self._copies[name][side][:, chosen]
             self.stamps[side, index[~is_usable[side]]] = _NO_STEP
-        for row, side in zip(rows, best.tolist(), strict=True):
-            self._newest[row] = side
+        self._newest[index] = best
         found: list[bool] = is_usable.any(0).tolist()
         return found

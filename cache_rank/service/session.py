@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,9 @@ from .stream_signals import StreamSignals
 _VERSIONED = ("resident_positions", "resident_last_used")
 """What a step that is done twice would change twice. Other tensors by row hold the same after a
 second time: windows of queries are rings by position, a policy's own tensors are made so."""
+_AWAKE_S = 0.1
+"""After a decode step on a GPU this thread has nothing to do but look for the next one, which comes
+within a step or not soon."""
 
 
 class SharedSession:
@@ -112,7 +116,9 @@ class SharedSession:
             ),
         )
         self._stream = shared_stream(tensors.homes.here, FORWARD_PRIORITY)
-        self.num_steps = 0
+        if self._stream is not None:  # steps come behind what was queued to make all of this
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self.num_steps, self._awake_until = 0, 0.0
         self._wake, self._waker = socket.socketpair()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
@@ -162,7 +168,9 @@ class SharedSession:
 
     def run_next(self, timeout_s: float) -> bool:
         """Do the next announced step; False if none comes within `timeout_s`, or all is over."""
-        entry = self._ring.read(timeout_s=timeout_s, is_over=self._over.is_set)
+        entry = self._ring.read(
+            timeout_s=timeout_s, is_over=self._over.is_set, awake_until=self._awake_until
+        )
         if entry is None or self._over.is_set():
             return False
         # Nobody waits for a rehearsal, which may have to compile, as for a step.
@@ -177,6 +185,8 @@ class SharedSession:
             except StepAbortedError:
                 return False
         self.num_steps += entry.kind in (EntryKind.EXTEND, EntryKind.DECODE)
+        if self._on_gpu is not None and entry.kind is EntryKind.DECODE:
+            self._awake_until = time.monotonic() + _AWAKE_S
         return True
 
     def close(self) -> None:

@@ -33,7 +33,15 @@ class EngineSignals(Protocol):
         """Let what follows be about `step`."""
 
     def requests_of(self, entry: StepEntry) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows and lengths ``[B]`` of a decode step, on the engine's device."""
+        """Return rows and lengths ``[B]`` of a decode step, on the engine's device.
+
+        They are those of the step between `await_begin` and `settle`; a graph that reads them finds
+        those of the step that it is replayed for.
+        """
+
+    @property
+    def step(self) -> torch.Tensor:
+        """``[1]`` integer on the engine's device: the present step, for a graph likewise."""
 
     def await_begin(self) -> None:
         """Wait until request table, rows and lengths of the step are complete."""
@@ -102,6 +110,11 @@ class HostSignals:
         """See `EngineSignals.requests_of`."""
         rows = torch.tensor([row.row for row in entry.rows])
         return rows, torch.tensor([row.length for row in entry.rows])
+
+    @property
+    def step(self) -> torch.Tensor:
+        """See `EngineSignals.step`."""
+        return torch.tensor([self._step])
 
     def await_begin(self) -> None:
         """See `EngineSignals.await_begin`: it was announced behind that."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine import PADDING_ROW
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex
@@ -47,6 +48,11 @@ class StreamSignals:
         """See `EngineSignals.requests_of`: written by the other process's GPU."""
         size = len(entry.rows)
         return self._rows[:size], self._lengths[:size]
+
+    @property
+    def step(self) -> torch.Tensor:
+        """See `EngineSignals.step`."""
+        return self._step
 
     def await_begin(self) -> None:
         """See `EngineSignals.await_begin`."""
@@ -99,8 +105,13 @@ class StreamSignals:
 
     @contextmanager
     def masked(self) -> Iterator[None]:
-        """Let waits return at once and raises do nothing, for a rehearsal."""
+        """Let waits return at once, raises do nothing and requests be padding, for a rehearsal.
+
+        The other process sends the requests of a step anew before it begins.
+        """
         self._lost.fill_(1)
+        self._rows.fill_(PADDING_ROW)
+        self._lengths.fill_(1)
         try:
             yield
         finally:

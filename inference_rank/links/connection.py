@@ -338,7 +338,7 @@ class SharedConnection:
         """Bytes of mapped memory that belong to the epoch, the engine's books included."""
         return self._ours.nbytes + self._theirs.nbytes
 
-    def prepare(self, *, variant: int, num_cold: int, size: int) -> None:
+    def prepare(self, *, variant: int, size: int) -> None:
         """Let the engine make ready for decode steps of `size` requests, or prompts if 0.
 
         Waits until it is; compiling may take a minute. Nothing happens once the epoch is lost.
@@ -347,10 +347,7 @@ class SharedConnection:
             return
         self.step += 1
         rows = tuple(StepRow(row=0, generation=0, length=1) for _ in range(size))
-        entry = StepEntry(
-            kind=EntryKind.PREPARE, step=self.step, variant=variant, num_cold=num_cold, rows=rows
-        )
-        self.announce(entry)
+        self.announce(StepEntry(kind=EntryKind.PREPARE, step=self.step, variant=variant, rows=rows))
         found = self._flags.wait(
             self._at.FINISHED, self.step, timeout_s=_LONGEST_WAIT_S,
             is_over=lambda: self.lost_reason is not None,

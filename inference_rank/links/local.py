@@ -96,9 +96,10 @@ class LocalLink:
         self._engine.begin_step()
         if kind is not DecodeKind.DENSE or self.program.attends:
             # Every lane reads what this loads.
+            self._engine.set_num_cold(step.num_cold)
             self._engine.begin_decode(
                 step.rows, step.lengths, step.req_to_token,
-                selects=kind is DecodeKind.SELECTING, num_cold=step.num_cold, slow=step.slow,
+                selects=kind is DecodeKind.SELECTING, slow=step.slow,
             )  # fmt: skip
 
     def enter_attention(self, layer: int) -> None:

@@ -177,10 +177,10 @@ class ShardedConnection:
         """See `SharedConnection.resident_positions`: of all heads, a copy."""
         return torch.cat([part.resident_positions(book) for part in self.parts], dim=1)
 
-    def prepare(self, *, variant: int, num_cold: int, size: int) -> None:
+    def prepare(self, *, variant: int, size: int) -> None:
         """See `SharedConnection.prepare`."""
         for part in self.parts:
-            part.prepare(variant=variant, num_cold=num_cold, size=size)
+            part.prepare(variant=variant, size=size)
 
     def resume(self, rows: tuple[StepRow, ...]) -> None:
         """See `SharedConnection.resume`."""

@@ -72,7 +72,8 @@ class SharedLink:
         self.is_void, self.breaks_off = False, True
         self._has_seeds = False
         self._seeded: dict[int, int] = {}
-        self._prepared: dict[tuple[DecodeKind, int], int] = {}
+        # In the order of the captures: a graph takes memory that those before it have.
+        self._prepared: dict[tuple[DecodeKind, int], None] = {}
         self._prepared_epoch = 0
 
     @property
@@ -145,7 +146,7 @@ class SharedLink:
             self._signals.mask()
             self._is_open = is_asked
             if is_asked and (kind, len(step.rows)) not in self._prepared:
-                self._prepare(kind, len(step.rows), step.num_cold)
+                self._prepare(kind, len(step.rows))
             return
         self._grow()
         if not is_asked:
@@ -321,22 +322,22 @@ class SharedLink:
         if self.breaks_off and not self._signals.is_captured:
             raise StepLostError(self._connection.lost_reason or "")
 
-    def _prepare(self, kind: DecodeKind, size: int, num_cold: int) -> None:
+    def _prepare(self, kind: DecodeKind, size: int) -> None:
         """Let the engine capture its half of a step, and wait for it."""
         if self._prepared_epoch != self._connection.epoch:
             self._prepare_again()
-        self._prepared[kind, size] = num_cold
-        self._ask(kind, size, num_cold)
+        self._prepared[kind, size] = None
+        self._ask(kind, size)
 
     def _prepare_again(self) -> None:
         """Let the engine of a new epoch load and capture all that there is."""
         self._prepared_epoch = self._connection.epoch
-        self._ask(DecodeKind.DENSE, 0, 0)
-        for (kind, size), num_cold in self._prepared.items():
-            self._ask(kind, size, num_cold)
+        self._ask(DecodeKind.DENSE, 0)
+        for kind, size in self._prepared:
+            self._ask(kind, size)
 
-    def _ask(self, kind: DecodeKind, size: int, num_cold: int) -> None:
-        self._connection.prepare(variant=_DECODE_KINDS.index(kind), num_cold=num_cold, size=size)
+    def _ask(self, kind: DecodeKind, size: int) -> None:
+        self._connection.prepare(variant=_DECODE_KINDS.index(kind), size=size)
 
     def _host_rows(self, rows: torch.Tensor) -> list[int]:
         """Return `rows` ``[B]`` on the host; all 0 on a GPU where nobody knows them."""

@@ -74,7 +74,7 @@ def load_candidates(
     num_sink: int,
     num_excluded: int,
     num_resident: int,
-    num_cold: int,
+    num_cold: torch.Tensor,
     num_layers: int,
 ) -> None:
     """Fill; see `tandemkv.kernels.step_tables.load_candidates`."""

@@ -103,7 +103,7 @@ def _candidates_kernel(
     if block == 0:
         row, length = _request(rows, lengths, req, rows_stride, lengths_stride)
         end = tl.maximum(length - num_excluded, 0)
-        is_active = (length > num_cold) & (row != 0)
+        is_active = (length > tl.load(num_cold)) & (row != 0)
         tl.store(to_rows + req, row)
         tl.store(to_lengths + req, length)
         tl.store(positions + req, (length - 1).to(tl.int64))
@@ -175,7 +175,7 @@ def load_candidates(
     num_sink: int,
     num_excluded: int,
     num_resident: int,
-    num_cold: int,
+    num_cold: torch.Tensor,
     num_layers: int,
 ) -> None:
     """Fill; see `tandemkv.kernels.step_tables.load_candidates`."""

@@ -222,8 +222,10 @@ def candidates(draw: Draw) -> Iterator[Compared]:
         want["pages"][req, : len(pages)] = torch.tensor(pages)
         want["selections"] += options["num_layers"] * is_active
     page_slots = table.to(draw.dtype("table", INTS))
+    cold = torch.tensor(options.pop("num_cold"), dtype=torch.int32)
     load_candidates(
-        rows, lengths, page_slots, CandidateTables(**given), page_size=page_size, **options
-    )
+        rows, lengths, page_slots, CandidateTables(**given), page_size=page_size, num_cold=cold,
+        **options,
+    )  # fmt: skip
     for name, tensor in want.items():
         yield Compared(name, given[name].long(), tensor.long(), EXACT)

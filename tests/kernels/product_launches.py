@@ -275,7 +275,7 @@ def _step_tables(device: torch.device) -> None:
     )  # fmt: skip
     load_candidates(
         rows, lengths, table[:, ::64], tables, page_size=64, num_sink=SINK, num_excluded=RECENT,
-        num_resident=RESIDENT, num_cold=RESIDENT + RECENT, num_layers=LAYERS,
+        num_resident=RESIDENT, num_cold=new((), dtype=I32), num_layers=LAYERS,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from tandemkv.kernels.step_tables import (
 )
 
 SIZES = {"num_resident": 3, "num_recent": 2, "num_dense": 5}
+COLD = torch.tensor(5, dtype=torch.int32)
 
 
 def _ints(*values: int) -> torch.Tensor:
@@ -65,7 +66,7 @@ def test_candidates_by_hand() -> None:
     page_slots = _ints(0, 0, 0, 8, 4, 12, 20, 16, 31).view(3, 3).to(torch.int32)
     load_candidates(
         _ints(2, 1, 0), _ints(9, 5, 9), page_slots, tables, page_size=4,
-        num_sink=1, num_excluded=6, num_resident=2, num_cold=5, num_layers=7,
+        num_sink=1, num_excluded=6, num_resident=2, num_cold=COLD, num_layers=7,
     )  # fmt: skip
     assert tables.positions.tolist() == [8, 4, 8]
     assert tables.lo.tolist() == [1, 1, 1]
@@ -92,7 +93,12 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="page_size=0"):
         load_candidates(
             two, two, table, tables, page_size=0, num_sink=1, num_excluded=1,
-            num_resident=2, num_cold=5, num_layers=1,
+            num_resident=2, num_cold=COLD, num_layers=1,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="num_cold"):
+        load_candidates(
+            two, two, table, tables, page_size=4, num_sink=1, num_excluded=1,
+            num_resident=2, num_cold=COLD.long(), num_layers=1,
         )  # fmt: skip
     with pytest.raises(ValueError, match="active"):
         dataclasses.replace(tables, active=tables.lo)

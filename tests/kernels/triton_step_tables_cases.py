@@ -147,12 +147,13 @@ def test_candidates(
     table = torch.randint(-5000, 90_000, (NUM_ROWS, longest), generator=generator)
     first = table.to(DEVICE, torch.int32)[:, ::page_size]
     want, got = _tables(max_pages), _tables(max_pages)
+    cold = torch.tensor(50, dtype=torch.int32, device=DEVICE)
     for seed in range(6):
         rows, lengths = _requests(seed, [3, 20, 50, 60], longest, rows_dtype, lengths_dtype)
         for module, tables in ((reference, want), (step_tables, got)):
             module.load_candidates(
                 rows, lengths, first, tables, page_size=page_size,
-                num_sink=4, num_excluded=3 + 17 * (seed % 3), num_resident=20, num_cold=50,
+                num_sink=4, num_excluded=3 + 17 * (seed % 3), num_resident=20, num_cold=cold,
                 num_layers=[0, 1, 30][seed % 3],
             )  # fmt: skip
         for field in dataclasses.fields(CandidateTables):
@@ -172,7 +173,7 @@ def test_no_requests() -> None:
     step_tables.load_ring(none, none, slots, counts[0], counts[1], counts[1], **sizes)
     step_tables.load_candidates(
         none, none, table, tables, page_size=4, num_sink=1, num_excluded=1, num_resident=3,
-        num_cold=5, num_layers=2,
+        num_cold=table[0, 0], num_layers=2,
     )  # fmt: skip
     assert (slots == -7).all()
     assert (counts[0] == -7).all()

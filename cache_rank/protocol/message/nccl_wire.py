@@ -57,8 +57,9 @@ _LEFT_TO_US = {
     "TORCH_FR_BUFFER_SIZE": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
 }
-_UNUSED = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""A port that listens for as long as the process lives, and multicast memory: nothing for two."""
+_UNUSED = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}
+"""A port that listens for as long as the process lives, multicast memory, which is nothing for two,
+and handles of a graph's buffers, which the other end would have to open while it is captured."""
 
 
 class NcclWire:
@@ -168,16 +169,25 @@ class NcclWire:
             if has_lock:
                 self._posting.release()
 
-    def _do(self, post: Any) -> None:
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let nothing be freed inside, where transfers are queued, or a graph that has some.
+
+        Raises as `send`.
+        """
         if self._reason:
             raise CacheRankLostError(self._reason)
         with self._posting:
             if self._reason:
                 raise CacheRankLostError(self._reason)
             try:
-                post(self._group).wait()  # the stream does, and not the host
+                yield
             except RuntimeError as error:
                 raise CacheRankLostError(self._reason or f"NCCL: {error}") from error
+
+    def _do(self, post: Any) -> None:
+        with self.held():
+            post(self._group).wait()  # the stream does, and not the host
 
     def _run(self) -> None:
         """Send, or receive, a first byte, by which the group makes its communicator."""

@@ -15,7 +15,7 @@ def note(delays: AnnouncementDelays, seconds: float) -> None:
     """Note a step that was announced so long ago, read half-way and loaded after three quarters."""
     now, delay = time.monotonic_ns(), int(seconds * 1e9)
     entry = StepEntry(kind=EntryKind.DECODE, step=1, announced_ns=now - delay)
-    delays.note(entry, read_ns=now - delay // 2, loaded_ns=now - delay // 4)
+    delays.note(entry, read_ns=now - delay // 2)
 
 
 def test_median_and_the_slowest_of_a_hundred_are_told() -> None:
@@ -37,10 +37,9 @@ def test_what_comes_before_the_beginning_is_told_too() -> None:
         note(delays, seconds)
     found = delays.values()
     assert found["announcement_read_p50_us"] == pytest.approx(1e6, rel=0.01)
-    assert found["announcement_loaded_p50_us"] == pytest.approx(1.5e6, rel=0.01)
 
 
 def test_a_step_that_was_never_announced_has_no_delay() -> None:
     delays = AnnouncementDelays()
-    delays.note(StepEntry(kind=EntryKind.DECODE, step=1), read_ns=1, loaded_ns=2)
+    delays.note(StepEntry(kind=EntryKind.DECODE, step=1), read_ns=1)
     assert delays.values() == {}

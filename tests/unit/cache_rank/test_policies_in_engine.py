@@ -376,7 +376,8 @@ def test_lfps_attends_beside_sink_and_recent_tokens(page_size: int) -> None:
     assert not rank.program.selects
     rank.begin_step()
     rows = torch.tensor([2, 0, 1, 3])
-    rank.begin_decode(rows, lengths, world.table, num_cold=SINK + RECENT)
+    rank.set_num_cold(SINK + RECENT)
+    rank.begin_decode(rows, lengths, world.table)
     query = torch.randn((4, QUERY_HEADS, DIM), generator=world.generator)
     found = rank.attend_selected(2, query)
     assert found[[1, 3], :, -1].isneginf().all(), "padding, and a request that is dense"

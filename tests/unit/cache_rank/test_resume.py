@@ -44,6 +44,12 @@ def versions_of(world: World, memory: Memory) -> RowVersions:
     return RowVersions(books, memory.allocate)
 
 
+def record(kept: RowVersions, rows: list[int], generations: list[int], *, step: int) -> None:
+    """Keep the books of `rows` as they are before `step`."""
+    kept.name(rows, generations, epoch=1)
+    kept.record(torch.tensor(rows), step=torch.tensor([step - 1], dtype=torch.int32))
+
+
 def sets_of(world: World, row: int) -> list[torch.Tensor]:
     return [world.pools.resident[layer][0][row].clone() for layer in SPARSE]
 
@@ -89,20 +95,20 @@ def test_steps_after_a_loss_are_those_of_an_engine_that_lived(
         kept = versions_of(world, memory)
         for row, length in zip(rows, lengths, strict=True):
             prefill(world, row, length)
-        kept.record(rows, [7, 8], epoch=1, step=3)
+        record(kept, rows, [7, 8], step=3)
         queries = torch.Generator().manual_seed(5)
         run = runner(world, queries)
         for number in range(1, 4):
             run(rows, [n + number for n in lengths], LAYERS)
-            kept.record(rows, [7, 8], epoch=1, step=3 + number)
+            record(kept, rows, [7, 8], step=3 + number)
         if is_lost:
             state = queries.get_state()
             run(rows, [n + 4 for n in lengths], min(broken, LAYERS))
             if broken >= LAYERS:
-                kept.record(rows, [7, 8], epoch=1, step=7)
+                record(kept, rows, [7, 8], step=7)
             if broken > LAYERS:
                 run(rows, [n + 5 for n in lengths], LAYERS)
-                kept.record(rows, [7, 8], epoch=1, step=8)
+                record(kept, rows, [7, 8], step=8)
             queries.set_state(state)
             for layer in range(LAYERS):  # what a dying process leaves
                 world.pools.resident[layer][0][rows] = float("nan")
@@ -205,7 +211,7 @@ def test_the_state_before_a_step_survives_two_copies_after_it() -> None:
         # Row 2 takes part in every second step only: its copies are of those.
         rows = [1, 2] if number % 2 else [1]
         live["a"][:, rows] = live["b"][:, rows] = number
-        kept.record(rows, [5] * len(rows), epoch=1, step=number + 1)
+        record(kept, rows, [5] * len(rows), step=number + 1)
     live["a"][:] = live["b"][:] = -1
     again = RowVersions(live, memory.allocate)
     assert again.restore([1, 2, 3], [5, 5, 5], step=6) == [True, True, False]
@@ -221,10 +227,10 @@ def test_the_state_before_a_step_survives_two_copies_after_it() -> None:
 def test_another_tenants_copies_and_half_a_copy_are_none() -> None:
     memory, live = Memory(), books()
     kept = RowVersions(live, memory.allocate)
-    kept.record([1], [5], epoch=1, step=3)
+    record(kept, [1], [5], step=3)
     assert kept.restore([1], [6], step=9) == [False]
-    kept.record([1], [5], epoch=1, step=3)
-    kept.record([1], [5], epoch=1, step=4)
+    record(kept, [1], [5], step=3)
+    record(kept, [1], [5], step=4)
     kept.stamps[kept.stamps[:, 1, 2] == 4, 1] = 0  # the process ended while it copied
     assert kept.restore([1], [5], step=9) == [True]
     assert kept.restore([1], [5], step=2) == [False]

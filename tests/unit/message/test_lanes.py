@@ -309,7 +309,7 @@ def test_a_step_is_announced_behind_all_of_its_tables(monkeypatch: pytest.Monkey
         assert told.steps.empty()
 
 
-@pytest.mark.parametrize("way", ["records", "queued"])
+@WAYS
 def test_windows_of_many_requests_are_cut(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message without an end would be one that the other host refuses."""
     monkeypatch.setattr(plan, "PIECE_BYTES", 256)

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tape import Tape
 
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
@@ -48,20 +51,24 @@ TIMINGS = {
     "last_query": Timing.NEXT_STEP,
 }
 POLICIES = pytest.mark.parametrize("policy", TIMINGS)
-WAYS = pytest.mark.parametrize("way", ["records", "queued"])
+WAYS = pytest.mark.parametrize("way", ["records", "queued", "captured"], indirect=True)
 
 
 class Queue:
-    """A wire within this process."""
+    """A wire within this process; what is captured at both ends uses the same tensors."""
 
     def __init__(self) -> None:
         self.bodies: deque[torch.Tensor] = deque()
+        self.captured: deque[torch.Tensor] = deque()
+
+    def held(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def send(self, body: torch.Tensor) -> None:
-        self.bodies.append(body.clone())
+        (self.bodies if Tape.active is None else self.captured).append(body.clone())
 
     def receive(self, out: torch.Tensor) -> None:
-        body = self.bodies.popleft()
+        body = (self.bodies if Tape.active is None else self.captured).popleft()
         assert len(body) == len(out)
         out.copy_(body)
 
@@ -99,6 +106,10 @@ class End:
             for row in range(1, NUM_ROWS):
                 self.side.table[row] = torch.randperm(256)[:64] + 1
 
+    def memory(self) -> list[torch.Tensor]:
+        """Return all that a step may write."""
+        return [self.positions, *(self.tensors[spec.name] for spec in self.tensors.specs)]
+
     def words(self, flag: Flag) -> torch.Tensor:
         """Return the words of a flag in GPU memory."""
         named = {
@@ -121,21 +132,42 @@ class Way:
 
     def __init__(self, way: str, policy: str, *, is_back: bool = False) -> None:
         self.source, self.target = (End(policy, has_all=has_all) for has_all in (True, False))
-        self.is_queued, self.is_back, self.wire = way == "queued", is_back, Queue()
+        self.is_queued, self.is_back, self.wire = way != "records", is_back, Queue()
+        self.is_captured = way == "captured"
         positions = self.source.positions if is_back else None
         ours, theirs = self.source.side, self.target.side
+        if self.is_queued:  # on a GPU kernels have written what a step is about
+            for end in (self.source, self.target):
+                end.side.requests = end.tensors["step_rows"], end.tensors["step_lengths"]
         self.sent, self.written = Contents(ours, positions), Contents(theirs)
         if is_back:  # whose requests both have
             theirs.table.copy_(ours.table)
         self.send: Any
         self.receive: Any
         if self.is_queued:
-            options: dict[str, Any] = {"timeout_s": 1.0, "number": 0}
+            options: dict[str, Any] = {"timeout_s": 1.0, "number": 0, "is_back": is_back}
             self.send = StreamSendLane(ours, self.sent, self.wire, **options)
             self.receive = StreamReceiveLane(theirs, self.written, self.wire, **options)
+            if self.is_captured:
+                self._prepare()
         else:
             self.send = HostSendLane(ours, self.sent, Outbox(self.wire))  # type: ignore[arg-type]
             self.receive = HostReceiveLane(theirs, self.written)
+
+    def _prepare(self) -> None:
+        """Have a decode step captured, which changes nothing."""
+        kept = [x for end in (self.source, self.target) for x in end.memory()]
+        kept += [x for x in (self.sent._sent,) if x is not None]
+        before = [x.clone() for x in kept]
+        rows = (StepRow(row=0, generation=0, length=1),) * len(ROWS)
+        entry = replace(DECODE, kind=EntryKind.PREPARE, step=1, num_cold=0, rows=rows)
+        self.recurring = self.sent.plan.recurring(entry, is_back=self.is_back)
+        assert len(self.recurring) > 1
+        assert not self.send.begin(entry, ())
+        self.receive.begin(entry, ())
+        assert not self.wire.captured
+        for tensor, values in zip(kept, before, strict=True):
+            tensor.copy_(values)
 
     def messages(self, entry: StepEntry) -> tuple[Message, ...]:
         plan = self.sent.plan
@@ -149,9 +181,15 @@ class Way:
                 self.source.raise_flag(flag, entry.step)
         if without is not None:  # as who gives a step up
             self.source.side.flags.raise_to(self.source.side.at.ABORTED, entry.step)
-        self.send.begin(entry)
-        for message in messages:
+        if self.is_queued and entry.kind is EntryKind.DECODE:
+            for end in (self.source, self.target) if self.is_back else (self.source,):
+                for name in ("row", "length"):
+                    values = torch.tensor([getattr(row, name) for row in entry.rows])
+                    end.tensors[f"step_{name}s"][: len(values)] = values
+        for message in self.send.begin(entry, messages):
             self.send.send(message)
+        if self.is_captured and entry.kind is EntryKind.DECODE:
+            assert len(self.wire.bodies) == len(messages) - len(self.recurring)
         self.receive.begin(entry, messages)
         while self.wire.bodies and not self.is_queued:
             for record in read_records(self.wire.bodies.popleft()):

@@ -8,7 +8,6 @@ import resource
 import socket
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -203,6 +202,21 @@ def test_a_flag_is_for_its_step_and_later_ones() -> None:
     assert found.wait(1, 4, timeout_s=30, is_over=never)
 
 
+def test_who_stays_awake_sees_a_flag_without_having_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = flags()
+    slept: list[int] = []
+    monkeypatch.setattr(found, "_sleep", lambda index, seen: slept.append(index))
+    timer = threading.Timer(0.05, found.raise_to, (1, 4))  # another thread has its turn
+    timer.start()
+    assert found.wait(1, 4, timeout_s=30, is_over=never, awake_until=time.monotonic() + 30)
+    timer.join()
+    assert not found.wait(1, 5, timeout_s=0.02, is_over=never, awake_until=time.monotonic() + 30)
+    assert not found.wait(1, 5, timeout_s=30, is_over=lambda: True, awake_until=float("inf"))
+    assert not slept
+    assert not found.wait(1, 5, timeout_s=0.02, is_over=never, awake_until=time.monotonic() - 1)
+    assert slept
+
+
 def test_entries_come_in_order_and_a_full_ring_is_an_error() -> None:
     words, shared = torch.zeros(ring_shape(3), dtype=torch.int64), flags()
     writer = StepRing(words, shared, announced=0, consumed=1)
@@ -239,11 +253,17 @@ def test_every_kind_and_flag_of_an_entry_arrives_and_damaged_ones_are_refused() 
     sound = StepRow(row=1, generation=2, length=9, prefix_len=8, window=1)
     for kind in EntryKind:
         for flag in (0, SLOW, RESIDENT, SLOW | RESIDENT):
-            entry = StepEntry(kind=kind, step=1, rows=(replace(sound, flags=flag), sound))
+            entry = StepEntry(kind=kind, step=1, rows=(sound._replace(flags=flag), sound))
             writer.write(entry, timeout_s=1, is_over=never)
             assert reader.read(timeout_s=1, is_over=never) == entry
-    for damaged in ({"row": -1}, {"prefix_len": 10}, {"window": -1}, {"flags": 1}):
-        entry = StepEntry(kind=EntryKind.DECODE, step=1, rows=(replace(sound, **damaged),))
+    for damaged in (
+        {"row": -1},
+        {"generation": -1},
+        {"prefix_len": 10},
+        {"window": -1},
+        {"flags": 1},
+    ):
+        entry = StepEntry(kind=EntryKind.DECODE, step=1, rows=(sound._replace(**damaged),))
         writer.write(entry, timeout_s=1, is_over=never)
         with pytest.raises(ProtocolError, match="out of bounds"):
             reader.read(timeout_s=1, is_over=never)

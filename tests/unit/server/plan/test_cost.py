@@ -203,13 +203,14 @@ def test_the_rows_of_a_layer_by_hand() -> None:
     ("k", "samples", "fetch_cap", "context", "measured_ms"),
     [
         (1792, 128, 448, 32768, 6.51), (1792, 128, 448, 65536, 7.69),
-        (1792, 128, 448, 98304, 9.21), (1408, 512, 704, 32768, 6.90), (1408, 512, 704, 65536, 8.56),
+        (1792, 128, 448, 98304, 9.21),
+        (896, 1024, 448, 32768, 6.93), (896, 1024, 448, 65536, 7.66), (896, 1024, 448, 98304, 9.17),
     ],
 )  # fmt: skip
 def test_rows_between_two_gpus_cost_what_was_measured(
     k: int, samples: int, fetch_cap: int, context: int, measured_ms: float
 ) -> None:
-    """decode_two_processes.json and decode_two_caps.json: a large cap is what a step waits for."""
+    """decode_two_processes.json and decode_two_gpus.json: a large cap is what a step waits for."""
     load = replace(
         AT_CAP_128, context_tokens=context, num_resident=4 + k, num_recent_tokens=128,
         num_samples=samples, fetch_cap_tokens=fetch_cap,

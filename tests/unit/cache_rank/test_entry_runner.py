@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode step that is captured once and replayed does what one does that is queued anew.
+
+Both sides' flags are in device memory, as on GPUs, on a CPU: the forward pass has raised all that
+it will by the time the engine begins. A graph is played by calling again what was captured, which
+knows the announcement of the rehearsal and none of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_world import CONTEXT, LAYERS, QUERY_HEADS, ROWS1, World
+from test_resume import Memory, versions_of, world_on
+
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.shared_region import FlagIndex
+from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
+from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
+from tandemkv.cache_rank.service.entry_runner import EntryRunner
+from tandemkv.cache_rank.service.stream_signals import StreamSignals as EngineSide
+from tandemkv.inference_rank.links.base import DecodeRows
+from tandemkv.inference_rank.links.signals import StreamSignals as LinkSide
+
+DIM, BATCH = 16, ROWS1 - 1
+SELECTING = tuple(DecodeKind).index(DecodeKind.SELECTING)
+ROWS, LENGTHS, GENERATIONS = [3, 1], [150, 200], [8, 7]
+POLICIES = ("look_ahead", "oracle", "last_query")
+
+
+class Replays:
+    """Graphs of a device that does one thing after another."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[tuple[str, int], Callable[[], None]] = {}
+        self.num_replayed = 0
+
+    def capture(self, kind: str, size: int, body: Callable[[], None]) -> None:
+        body()
+        self._bodies[kind, size] = body
+
+    def forget(self) -> None:
+        self._bodies.clear()
+
+    def replay(self, kind: str, size: int) -> bool:
+        if (kind, size) not in self._bodies:
+            return False
+        self._bodies[kind, size]()
+        self.num_replayed += 1
+        return True
+
+
+def _tensors(world: World) -> MappedTensors:
+    tensors, queries = MappedTensors(), (BATCH, QUERY_HEADS, DIM)
+    tensors.allocate_all(flag_specs(LAYERS, BATCH))
+    tensors.allocate("streams", (LAYERS, BATCH, QUERY_HEADS * DIM), torch.float32)
+    tensors.allocate("queries", (LAYERS, *queries), torch.float32)
+    tensors.allocate("step_rows", (BATCH,), torch.int64)
+    tensors.allocate("step_lengths", (BATCH,), torch.int64)
+    tensors.allocate("req_to_token", (ROWS1, CONTEXT), torch.int32).copy_(world.table)
+    tensors.allocate("flags", (FlagIndex(LAYERS).count, WORDS_APART), torch.int64)
+    return tensors
+
+
+class Played:
+    """An engine of two requests, and the forward pass that it works beside."""
+
+    def __init__(self, policy: str) -> None:
+        self.memory = Memory()
+        self.world = world_on(self.memory, policy=policy)
+        self.num_cold = self.world.lengths.num_cold
+        self.kept = versions_of(self.world, self.memory)
+        self.tensors = _tensors(self.world)
+        flags = StepFlags(self.tensors["flags"])
+        connection = SimpleNamespace(
+            tensors=self.tensors, lost_reason=None, announce=lambda entry: None, end_waits=None
+        )
+        self.link = LinkSide(connection, LAYERS, timeout_s=1.0)  # type: ignore[arg-type]
+        self.signals = EngineSide(self.tensors, flags, LAYERS, timeout_s=1.0)
+        self.signals.confirm_prepared = lambda: None  # type: ignore[method-assign]
+        self.runner = EntryRunner(
+            self.world.rank,
+            self.tensors,
+            self.signals,
+            self.kept,
+            epoch=1,
+            num_layers=LAYERS,
+            num_resident=self.world.width,
+            is_gone=lambda: False,
+            host=flags,
+            warm_up=lambda: None,
+        )
+        self.random, self.step = torch.Generator().manual_seed(5), 0
+        for row, length in zip(ROWS, LENGTHS, strict=True):
+            self.world.prefill(row, length)
+        self.kept.name(ROWS, GENERATIONS, epoch=1)
+        self.kept.record(torch.tensor(ROWS), step=torch.tensor([0]))
+
+    def prepare(self, size: int) -> Replays:
+        """Let decode steps of `size` requests be replayed."""
+        self.runner._graphs = found = Replays()  # type: ignore[assignment]
+        self.step += 1
+        rows = (StepRow(row=0, generation=0, length=1),) * size
+        self.runner.run(
+            StepEntry(kind=EntryKind.PREPARE, step=self.step, variant=SELECTING, rows=rows)
+        )
+        return found
+
+    def decode(self, rows: list[int], lengths: list[int], num_cold: int | None = None) -> None:
+        """Do a step of the forward pass, and the engine's beside it."""
+        self.step += 1
+        size, shape = len(rows), (LAYERS, len(rows), QUERY_HEADS, DIM)
+        cold = self.num_cold if num_cold is None else num_cold
+        # As on GPUs where the host does not know the rows: it announces padding.
+        entry = StepEntry(
+            kind=EntryKind.DECODE, step=self.step, variant=SELECTING, num_cold=cold,
+            rows=(StepRow(row=0, generation=0),) * size,
+        )  # fmt: skip
+        of_rows = torch.tensor(rows)
+        of_lengths = torch.tensor(lengths)
+        step = DecodeRows(
+            rows=of_rows, lengths=of_lengths, lengths_on_host=of_lengths,
+            req_to_token=self.world.table, num_cold=cold,
+        )  # fmt: skip
+        assert self.link.begin(entry, step)
+        hidden, queries = (torch.randn(shape, generator=self.random) for _ in range(2))
+        for layer in range(LAYERS):
+            self.link.put_stream(layer, hidden[layer].flatten(1), None)
+            self.link.put_query(layer, queries[layer])
+        self.link.raise_end()
+        self.link.end()
+        self.runner.run(entry)
+        self.link.await_finished(self.step)
+        assert self.link.lost_step == 0
+        assert not self.signals._lost.any()
+
+    def state(self, rows: list[int]) -> list[torch.Tensor]:
+        """Return sets, books and copies of `rows`; copies of other rows are nobody's."""
+        found = [x[rows].clone() for layer in self.world.pools.resident for x in layer]
+        for name, tensor in self.memory.tensors.items():
+            if name.endswith("_versions"):
+                found.append(tensor[:, :, rows].clone())
+            elif name.startswith("resident_") or name == "row_stamps":
+                found.append(tensor[:, rows].clone())
+        return found
+
+
+def _are_equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_that_is_replayed_does_what_one_does_that_is_queued(policy: str) -> None:
+    queued, replayed = Played(policy), Played(policy)
+    graphs = replayed.prepare(2)
+    queued.prepare(2).forget()  # a rehearsal counts as a step in the books
+    before = queued.state(ROWS)
+    for number in range(1, 6):
+        # In each order: what is replayed knows requests by their place in the batch alone.
+        order = [0, 1] if number % 2 else [1, 0]
+        for played in (queued, replayed):
+            played.decode([ROWS[i] for i in order], [LENGTHS[i] + number for i in order])
+        assert _are_equal(queued.state(ROWS), replayed.state(ROWS)), number
+    assert graphs.num_replayed == 5
+    assert not _are_equal(queued.state(ROWS), before)
+    stamps = replayed.kept.stamps[:, ROWS]
+    assert stamps[..., 2].sort(0).values.tolist() == [[5, 5], [6, 6], [7, 7]]
+    assert stamps[..., :2].tolist() == [[[1, 8], [1, 7]]] * 3
+    assert replayed.kept.restore(ROWS, GENERATIONS, step=6) == [True, True]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rehearsal_leaves_the_requests_of_the_step_before_alone(policy: str) -> None:
+    """What the step before was about is still where the next one's requests will come."""
+    played = Played(policy)
+    played.decode(ROWS, [n + 1 for n in LENGTHS])
+    before = played.state([1, 2, 3])
+    played.prepare(2)
+    assert _are_equal(played.state([1, 2, 3]), before)
+    assert not played.signals._lost.any()
+    played.decode(ROWS, [n + 2 for n in LENGTHS])
+    assert not _are_equal(played.state([1, 2, 3]), before)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_copies_are_of_the_step_that_ended_though_the_next_has_sent_its_requests(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing holds the other GPU back once the step is finished."""
+    undisturbed, overtaken = Played(policy), Played(policy)
+    settle = overtaken.signals.settle
+
+    def settle_and_go_on() -> None:
+        settle()
+        overtaken.tensors["step_rows"].fill_(2)
+        overtaken.tensors["step_lengths"].fill_(99)
+
+    monkeypatch.setattr(overtaken.signals, "settle", settle_and_go_on)
+    for played in (undisturbed, overtaken):
+        played.prepare(2)
+        for number in range(1, 4):
+            played.decode(ROWS, [n + number for n in LENGTHS])
+    assert _are_equal(undisturbed.state([1, 2, 3]), overtaken.state([1, 2, 3]))
+
+
+def test_a_replayed_step_goes_by_the_longest_request_of_its_announcement() -> None:
+    played = Played("look_ahead")
+    played.prepare(2)
+    selections = []
+    for number, num_cold in enumerate([None, 1000, LENGTHS[0] + 5, None], 1):
+        played.decode(ROWS, [n + number for n in LENGTHS], num_cold)
+        selections.append(played.world.rank.counters()["selections_total"])
+    layers = len(played.world.rank.program.selecting)
+    assert selections == [2 * layers, 2 * layers, 3 * layers, 5 * layers]
+
+
+def test_a_size_that_was_not_prepared_is_queued() -> None:
+    played = Played("look_ahead")
+    graphs = played.prepare(2)
+    played.decode([1], [LENGTHS[1] + 1])
+    assert graphs.num_replayed == 0
+    assert played.kept.restore([1, 3], [7, 8], step=3) == [True, True]
+    assert played.kept.stamps[:, 1, 2].max() == 3
+    assert played.runner.delays.values() == {}  # the step was announced at no time
+    assert played.world.rank.counters()["steps_total"] == 1
