@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,6 +21,7 @@ from tandemkv.cache_rank.protocol.node_store import await_end, host_store
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.inference_rank import nodes
 
+SCRIPT = Path(__file__).with_name("node_process.py")
 PATIENCE_S = 30.0
 
 
@@ -31,42 +31,30 @@ def free_address() -> LinkAddress:
         return LinkAddress("127.0.0.1", probe.getsockname()[1])
 
 
-def scheduler(code: int, goes_on: Any) -> None:
-    goes_on.wait()
-    sys.exit(code)
-
-
-def serve(address: LinkAddress, codes: tuple[int, ...], goes_on: Any, is_up: Any) -> None:
-    """Be the process of a host without HTTP."""
-    context = multiprocessing.get_context("fork")
-    for code in codes:
-        context.Process(target=scheduler, args=(code, goes_on)).start()
-    nodes.remove_temporary_files = lambda: None  # type: ignore[attr-defined]
-    nodes.serve_schedulers(lambda: is_up.set(), address=address)
-    os._exit(7)  # SGLang would start its HTTP server
-
-
 class Served:
-    """A host without HTTP, whose schedulers end with `codes` once `goes_on` is set."""
+    """A host without HTTP, whose schedulers end with `codes` after `let_end`."""
 
     def __init__(self, address: LinkAddress, *codes: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.goes_on, self.is_up = context.Event(), context.Event()
-        self.process = context.Process(
-            target=serve, args=(address, codes, self.goes_on, self.is_up)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(SCRIPT), address.as_node, *map(str, codes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
-        self.process.start()
-        assert self.is_up.wait(PATIENCE_S)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"up\n"
 
-    def exit_code(self) -> int | None:
-        self.process.join(PATIENCE_S)
-        return self.process.exitcode
+    def let_end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def exit_code(self) -> int:
+        return self.process.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize(("codes", "ended"), [((0, 0), 0), ((0, 3), 1)])
 def test_a_host_ends_with_its_schedulers(codes: tuple[int, ...], ended: int) -> None:
     served = Served(free_address(), *codes)
-    served.goes_on.set()
+    served.let_end()
     assert served.exit_code() == ended
 
 
@@ -75,19 +63,17 @@ def test_a_signal_to_a_host_asks_the_first_one_to_end() -> None:
     address = free_address()
     store = host_store(address, timedelta(seconds=PATIENCE_S))
     served = Served(address, 0)
-    assert served.process.pid is not None
-    os.kill(served.process.pid, signal.SIGTERM)
+    served.process.send_signal(signal.SIGTERM)
     assert await_end(address)
-    assert served.process.is_alive()
-    served.goes_on.set()
+    assert served.process.poll() is None
+    served.let_end()
     assert served.exit_code() == 0
     del store
 
 
 def test_a_signal_ends_a_host_whose_first_one_is_gone() -> None:
     served = Served(free_address(), 0)
-    assert served.process.pid is not None
-    os.kill(served.process.pid, signal.SIGTERM)
+    served.process.send_signal(signal.SIGTERM)
     assert served.exit_code() == 0
 
 
