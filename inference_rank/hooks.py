@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from sglang.srt.plugins.hook_registry import HookType
 from tandemkv.cache_rank.protocol.attention_config import windowed_layers
 from tandemkv.cache_rank.protocol.fault_points import reach
 from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
+from tandemkv.cache_rank.protocol.node_store import meeting_place
 from tandemkv.inference_rank import (
     aborts,
+    nodes,
     progress,
     sglang_versions,
     single_process_group,
@@ -38,6 +41,8 @@ _NEW_GROUP = "torch.distributed.new_group"
 _MONITORED_BARRIER = "torch.distributed.monitored_barrier"
 _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention"
+_OTHER_NODE = "sglang.srt.entrypoints.engine.launch_dummy_health_check_server"
+_THREADS = "sglang.srt.distributed.bootstrap._init_cpu_threads_env"
 _LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
 _SIGNALS = "sglang.srt.managers.tokenizer_manager.SignalHandler"
 _ABORT_TASK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task"
@@ -74,6 +79,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
     Raises `SettingsError` if no settings were handed over.
     """
     settings = runtime_module.settings_from_environment()
+    has_nodes = runtime_module.nodes_from_environment() is not None
     elsewhere = [(_CELL_SIZE, _no_cell_size, HookType.AROUND)]
     return [
         *(elsewhere if settings.placement.has_far_pool else []),
@@ -91,6 +97,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
         *(resume_hooks.hooks() if settings.placement.maps_memory else []),
         *_group_hooks(),
+        *([(_THREADS, nodes.around_threads, HookType.AROUND)] if has_nodes else []),
         (_SAMPLER, teacher_forcing.around_sampler, HookType.AROUND),
         (_FUSED_WRITE, _never_fused, HookType.AROUND),
         (sglang_versions.adjustments(), _as_a_backend_with_sinks(backend), HookType.AROUND),
@@ -128,8 +135,15 @@ def _support_triton_hook(backend: str) -> Hook:
     return ("sglang.srt.utils.common.support_triton", support_triton, HookType.AROUND)
 
 
+def _other_node_hooks() -> list[Hook]:
+    address = runtime_module.nodes_from_environment()
+    if address is None:
+        return []
+    return [(_OTHER_NODE, partial(nodes.serve_schedulers, address=address), HookType.AROUND)]
+
+
 def http_hooks() -> list[Hook]:
-    """Hooks of the process that serves HTTP."""
+    """Hooks of the process that serves HTTP, or that has the schedulers of a host without it."""
     from tandemkv.inference_rank.edge.hooks import AROUND
     from tandemkv.inference_rank.http_routes import serve_http
     from tandemkv.inference_rank.shutdown import around_sigquit, around_sigterm
@@ -137,6 +151,7 @@ def http_hooks() -> list[Hook]:
 
     setup = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
     return [
+        *_other_node_hooks(),
         ("sglang.srt.entrypoints.engine._set_envs_and_config", choose_start_method, HookType.AFTER),
         (setup, serve_http, HookType.BEFORE),
         *((target, hook, HookType.AROUND) for target, hook in AROUND.items()),
@@ -179,12 +194,15 @@ def _no_cell_size(_original: Callable[..., int], *_: Any, **__: Any) -> int:
 def _meet_over_a_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replace SGLang's TCP rendezvous, which listens on every interface, and gloo if it is alone.
 
-    Tensor-parallel ranks are children of one process, whose id names their file.
+    Tensor-parallel ranks of one host are children of one process, whose id names their file.
     """
     size = kwargs.get("world_size")
     if "backend" in kwargs:
         kwargs["backend"] = single_process_group.without_listener(kwargs["backend"], size)
-    if "distributed_init_method" in kwargs:
+    address = runtime_module.nodes_from_environment()
+    if address is not None:
+        kwargs["distributed_init_method"] = meeting_place(address)
+    elif "distributed_init_method" in kwargs:
         owner = os.getpid() if size == 1 else os.getppid()
         path = runtime_module.run_dir_from_environment().path / f"sglang-store-{owner}"
         kwargs["distributed_init_method"] = f"file://{path}"

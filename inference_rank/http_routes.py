@@ -22,6 +22,7 @@ from . import runtime as runtime_module
 from .drain import DrainMiddleware
 from .edge import hooks as edge_hooks
 from .edge.install import install, pause_reason
+from .nodes import follow_end
 from .sglang_contract import check_hooks_applied
 from .shutdown import create as create_shutdown
 
@@ -56,9 +57,16 @@ def add_routes(app: Any, manager: Any) -> None:
 
     run_dir = runtime_module.run_dir_from_environment()
     enable_faults("http", run_dir.path)
-    shutdown = create_shutdown()
+    shutdown, nodes = create_shutdown(), runtime_module.nodes_from_environment()
     drain = shutdown.drain
-    app.add_middleware(DrainMiddleware, drain=drain, on_startup=shutdown.install)
+
+    def on_startup() -> None:
+        shutdown.install()
+        if nodes is not None:
+            loop = asyncio.get_running_loop()
+            follow_end(nodes, lambda: loop.call_soon_threadsafe(shutdown.begin))
+
+    app.add_middleware(DrainMiddleware, drain=drain, on_startup=on_startup)
 
     async def collect() -> dict[str, Any]:
         reason = drain.reason or (None if _is_warm(manager) else _WARMING_UP)
@@ -116,7 +124,8 @@ async def collect_status(run_dir: RunDir, *, not_ready: str | None) -> dict[str,
 
 async def _collect_ranks(run_dir: RunDir) -> dict[str, Any]:
     placement = runtime_module.settings_from_environment().placement
-    sockets = [run_dir.of_rank(rank).heartbeat_socket for rank in range(placement.num_engines)]
+    # Of other hosts the run directories are out of reach; each has metrics of its own.
+    sockets = [run_dir.of_rank(rank).heartbeat_socket for rank in placement.engines_of(0)]
     inference, *cache_ranks = await asyncio.gather(
         *(asyncio.to_thread(_ask, socket) for socket in (run_dir.inference_socket, *sockets))
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +63,21 @@ class MetricGroup:
 class MetricsPublisher(threading.Thread):
     """Publishes until the process ends.
 
-    Each of `cache_rank_sockets` is of a cache rank in a process of its own; several have the label
-    ``cache_rank``.
+    `cache_rank_sockets`, by number, are of the engines of this host in processes of their own. They
+    have the label ``cache_rank`` if there are several, `num_engines` on all hosts.
     """
 
     def __init__(
-        self, own_status: Callable[[], StatusReply], cache_rank_sockets: Sequence[Path]
+        self,
+        own_status: Callable[[], StatusReply],
+        cache_rank_sockets: Mapping[int, Path],
+        num_engines: int,
     ) -> None:
         super().__init__(name="tandemkv-metrics", daemon=True)
         self._own_status = own_status
-        self._sockets = tuple(cache_rank_sockets)
+        self._sockets = dict(cache_rank_sockets)
         self._inference = MetricGroup("tandemkv_inference")
-        label = "cache_rank" if len(self._sockets) > 1 else None
+        label = "cache_rank" if num_engines > 1 else None
         self._cache = MetricGroup("tandemkv_cache", label)
         self._stop_event = threading.Event()
 
@@ -89,7 +92,7 @@ class MetricsPublisher(threading.Thread):
     def publish(self) -> None:
         """Copy the values once."""
         self._inference.update(self._own_status().values)
-        for rank, socket in enumerate(self._sockets):
+        for rank, socket in self._sockets.items():
             try:
                 reply = request_status(socket, timeout_s=_TIMEOUT_S)
             except TandemKVError:

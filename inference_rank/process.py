@@ -18,6 +18,7 @@ from tandemkv.cache_rank.protocol.placement import Placement
 from . import progress, sglang_versions
 from . import runtime as runtime_module
 from .metrics import MetricsPublisher
+from .nodes import check_settings
 from .sglang_contract import check_hooks_applied
 
 _LOG = logging.getLogger(__name__)
@@ -47,14 +48,18 @@ def start(runner: Any, hook_targets: Sequence[str]) -> None:
         runner.server_args, placement, settings.cache.kv_dtype,
         all_exact=settings.selection.declared.all_exact,
     )  # fmt: skip
-    if sglang_versions.tensor_rank():
-        return  # one rank answers for all of a tensor-parallel group
+    if placement.num_nodes > 1:
+        check_settings(settings, runner.server_args)
+    rank = sglang_versions.tensor_rank()
+    node = placement.node_of(rank)
+    if rank and placement.node_of(rank - 1) == node:
+        return  # the first rank of a host answers for all there
     run_dir = runtime_module.run_dir_from_environment()
     enable_faults("inference_rank", run_dir.path)
     _server = StatusServer(run_dir.inference_socket, status=status)
     if runner.server_args.enable_metrics:
-        sockets = [run_dir.of_rank(rank).heartbeat_socket for rank in range(placement.num_engines)]
-        MetricsPublisher(status, sockets).start()
+        sockets = {n: run_dir.of_rank(n).heartbeat_socket for n in placement.engines_of(node)}
+        MetricsPublisher(status, sockets, placement.num_engines).start()
 
 
 def check_server_args(

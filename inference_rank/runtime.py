@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import (
+    NODES_VARIABLE,
     RUN_DIR_VARIABLE,
     SETTINGS_VARIABLE,
     RankSettings,
@@ -120,6 +122,15 @@ def run_dir_from_environment() -> RunDir:
     if not path:
         raise SettingsError(f"{RUN_DIR_VARIABLE} is not set; start with `tandemkv serve`")
     return RunDir.open(Path(path))
+
+
+def nodes_from_environment() -> LinkAddress | None:
+    """Return where SGLang's processes of several hosts meet; None if all are on this one.
+
+    Raises `SettingsError` if it is no address.
+    """
+    text = os.environ.get(NODES_VARIABLE)
+    return LinkAddress.parse_node(text) if text else None
 
 
 def tokenizer_of(model_path: str) -> Vocabulary:

@@ -36,6 +36,8 @@ _current: Shutdown | None = None
 class Shutdown:
     """Ends this process in order. Belongs to the event loop of the HTTP server.
 
+    Its methods are called there.
+
     Requests under way have `timeout_s`. `end` is called last, in the event loop; by default it ends
     this process and all below it.
     """
@@ -47,6 +49,7 @@ class Shutdown:
         self._timeout_s = timeout_s
         self._end = end or (lambda: os._exit(0))
         self._num_signals = 0
+        self._is_draining = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def install(self) -> None:
@@ -61,9 +64,16 @@ class Shutdown:
         self._num_signals += 1
         if self._num_signals > 1:
             _LOG.warning("second signal: ending at once")
-            _kill_below()
+            kill_below()
             self._end()
             return
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to drain, unless that has begun."""
+        if self._is_draining:
+            return
+        self._is_draining = True
         self.drain.refuse("the server is shutting down; send the request to another one")
         _LOG.warning(
             "draining: %d requests in flight, at most %g s (--drain-timeout-s)",
@@ -90,7 +100,7 @@ class Shutdown:
             await _end_scheduler()
         except Exception:  # it is killed instead
             _LOG.exception("the scheduler was not asked to end")
-        _kill_below()
+        kill_below()
         remove_temporary_files()
         self._end()
 
@@ -99,7 +109,7 @@ class Shutdown:
         await asyncio.sleep(0.1)  # for the sockets
         if and_then is not None:
             and_then()  # SGLang's own: dumps what it was asked to, and kills the process
-        _kill_below()
+        kill_below()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _spawn(self, work: Any) -> None:
@@ -173,7 +183,8 @@ async def _end_scheduler() -> None:
         await asyncio.sleep(0.05)
 
 
-def _kill_below() -> None:
+def kill_below() -> None:
+    """Kill all processes below this one, and wait for them."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -80,7 +80,7 @@ def cache_rank_launches(
     *,
     stop_signal: signal.Signals | None = signal.SIGINT,
 ) -> tuple[CacheRankLaunch, ...]:
-    """Return all cache ranks; none if local.
+    """Return all cache ranks of this host; none if local.
 
     With ``--standby`` each has one that takes its place. Their directories are made. `settings`
     have a placement; the processes read theirs from the run directory (`SETTINGS_FILE`), where the
@@ -89,13 +89,17 @@ def cache_rank_launches(
     them.
     """
     placement = settings.rank_settings.placement
-    engines = [run_dir.of_rank(number, create=True) for number in range(placement.num_engines)]
-    count = placement.engines_per_rank
+    here, count = placement.engines_of(settings.node_rank), placement.engines_per_rank
+    engines = {number: run_dir.of_rank(number, create=True) for number in here}
     return tuple(
         cache_rank_launch(
-            settings, run_dir, engines[rank * count : (rank + 1) * count], rank, stop_signal
+            settings,
+            run_dir,
+            [engines[number] for number in range(rank * count, (rank + 1) * count)],
+            rank,
+            stop_signal,
         )
-        for rank in range(placement.num_cache_ranks)
+        for rank in placement.cache_ranks_of(settings.node_rank)
     )
 
 

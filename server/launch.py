@@ -64,6 +64,7 @@ class LaunchPlan:
     `sglang_pulse` is asked while serving, from a thread; `rules` says what follows.
     `sglang` is None if another process starts it; then its fields are not used, and that process
     speaks for the launch, which is over once `is_over` returns true.
+    `ends_with_sglang`: SGLang ends with 0 where another host has asked for it, and that is the end.
     `sglang_waits` tells whether it is started once the cache ranks answer, else while they load: it
     gives up half a minute after it has loaded, and another host may come later.
     `make_holder` makes what holds memory for the ranks while the launch lives.
@@ -78,6 +79,7 @@ class LaunchPlan:
     meanwhile: str = "requests get 503, the server stays up"
     sglang: ChildSpec | None
     sglang_waits: bool = False
+    ends_with_sglang: bool = False
     server_state: Callable[[], ServerState] = lambda: ServerState(False, False, "no server here")
     sglang_pulse: Callable[[], Pulse] = lambda: Pulse(is_ready=False, stalled_s=0.0)
     banner: str = ""
@@ -270,7 +272,12 @@ class Launcher:
             self._pause(_TICK_S)
 
     def _is_asked_to_stop(self) -> bool:
-        return bool(self._signals.count) or self._plan.is_over()
+        return bool(self._signals.count) or self._plan.is_over() or self._has_ended_elsewhere()
+
+    def _has_ended_elsewhere(self) -> bool:
+        if not self._plan.ends_with_sglang or self._sglang is None:
+            return False
+        return self._sglang.child.exit_status() == "exit code 0"
 
     def _pause(self, seconds: float) -> None:
         """Sleep in short steps, so that a signal or a child's end is seen at once."""
@@ -292,8 +299,10 @@ class Launcher:
 
     def _shut_down(self, *, keep_logs: bool) -> None:
         asked = self._signals.count
-        speaks = asked and self._plan.sglang is not None
-        if speaks:
+        speaks = self._plan.sglang is not None and (asked or self._has_ended_elsewhere())
+        if speaks and not asked:
+            self._console.print("another node has ended the server")
+        elif speaks:
             self._console.print(
                 f"draining for at most {self._plan.drain_timeout_s:g} s; once more ends it at once",
                 soft_wrap=True,

@@ -66,10 +66,11 @@ def estimate_memory(
     device: str,
 ) -> MemoryEstimate:
     """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs."""
-    tp_size = settings.tensor_parallel
-    processes = PROCESS_TREE_BYTES + (tp_size - 1) * RANK_BYTES
+    tp_size, nodes = settings.tensor_parallel, settings.nnodes  # as much on each of them
+    processes = PROCESS_TREE_BYTES + (tp_size // nodes - 1) * RANK_BYTES
     num_cache_ranks = settings.rank_settings.placement.num_cache_ranks
-    processes += (num_cache_ranks - tp_size) * CACHE_RANK_BYTES if num_cache_ranks else 0
+    extra_ranks = (num_cache_ranks - tp_size) // nodes if num_cache_ranks else 0
+    processes += extra_ranks * CACHE_RANK_BYTES
     if device != "cpu":
         return MemoryEstimate(process_bytes=processes)
     item = _ITEM_BYTES.get(spec.dtype, 4)
@@ -89,9 +90,9 @@ def estimate_memory(
     rows = settings.max_running_requests * selection.row_tokens
     cached = 0 if is_far else settings.cache.capacity_tokens
     return MemoryEstimate(
-        cache_bytes=cached * spec.num_layers * layer_bytes,
-        resident_bytes=rows * num_full * layer_bytes,
+        cache_bytes=cached * spec.num_layers * layer_bytes // nodes,
+        resident_bytes=rows * num_full * layer_bytes // nodes,
         process_bytes=processes,
-        weight_bytes=files * item // _ITEM_BYTES.get(saved, item),
-        predictor_bytes=spec.num_layers * projection if predicts else 0,
+        weight_bytes=files * item // _ITEM_BYTES.get(saved, item) // nodes,
+        predictor_bytes=spec.num_layers * projection // nodes if predicts else 0,
     )

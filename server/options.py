@@ -47,6 +47,7 @@ OPERATION = "For operators: start, restart and shutdown"
 REQUESTS = "For operators: bounds of requests"
 RESIDENT = "For tuning: the resident set and its selection"
 SHARING = "For tuning: layers that share selections"
+NODES = "For several hosts: SGLang's processes on each"
 LINK = "For tuning: the link between the ranks"
 TESTS = "For developers: evaluation and tests"
 COMMON = (SERVER, PLACEMENT, CAPACITY, SELECTION)
@@ -103,6 +104,7 @@ SERVE_FLAGS: tuple[Flag, ...] = (
     *(flag for flag in EDGE_FLAGS if flag.is_common),
     *_flags(PLACEMENT, "", "cache-ranks tp=tensor_parallel"),
     *_flags(LINK, "", "cache-rank-address"),
+    *_flags(NODES, "", "nnodes node-rank dist-init-addr"),
     *ROW_FLAGS,
     *RANK_FLAGS,
     *_flags(OPERATION, "", "start-timeout-s"),
@@ -112,7 +114,9 @@ SERVE_FLAGS: tuple[Flag, ...] = (
 )
 
 _SUPERVISION = {"run_dir", "hang_timeout_s", "max_restarts", "standby"}
-INFERENCE_FLAGS = tuple(flag for flag in SERVE_FLAGS if flag.key not in _SUPERVISION)
+INFERENCE_FLAGS = tuple(
+    flag for flag in SERVE_FLAGS if flag.key not in _SUPERVISION and flag.panel != NODES
+)
 
 _SET_PARAMETER = "assignments"
 SetOption = Annotated[

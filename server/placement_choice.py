@@ -141,6 +141,11 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             f"cache_ranks={placement.num_shards}: between GPUs transport=message has one cache "
             "rank in this version; use --tp 1 and one address, or --device cpu"
         )
+    if placement.num_nodes > 1 and placement.model_device == "cuda":
+        raise SettingsError(
+            f"nnodes={placement.num_nodes}: over several hosts SGLang is served on CPUs only in "
+            "this version; use --device cpu, or --tp over the GPUs of one host"
+        )
     if placement.engines_per_rank > 1 and placement.model_device == "cuda":
         raise SettingsError(
             f"cache_ranks={placement.num_cache_ranks} and tensor_parallel={placement.tp_size}: one "
@@ -187,11 +192,12 @@ def _check_without_gpus(settings: ServeSettings) -> None:
             f"and this one is on cpu; use --cache-ranks {tp_size}, or --tp 1, or --device cuda on "
             "a machine with GPUs"
         )
-    num_cores = len(os.sched_getaffinity(0))
-    if tp_size > num_cores:
+    num_cores, nodes = len(os.sched_getaffinity(0)), settings.nnodes
+    if tp_size > num_cores * nodes:
         raise SettingsError(
-            f"tensor_parallel={tp_size} on cpu takes a core for each of the processes, and this "
-            f"one may use {num_cores}; use --tp {num_cores} or less"
+            f"tensor_parallel={tp_size} on cpu takes a core for each of the {tp_size // nodes} "
+            f"processes here, and this one may use {num_cores}; use --tp {num_cores * nodes} or "
+            "less"
         )
     if settings.selection.index_dtype == "int4":
         raise SettingsError(

@@ -24,7 +24,7 @@ def choose_port(host: str, port: int) -> int:
     `SettingsError` if the port is taken or the address is not one of this machine's.
     """
     if port:
-        error = _bind_error(host, port)
+        error = why_taken(host, port)
         if error is None:
             return port
         raise SettingsError(
@@ -33,7 +33,7 @@ def choose_port(host: str, port: int) -> int:
         ) from error
     last = _first_outgoing()
     for drawn in random.SystemRandom().sample(range(_FIRST_DRAWN, last), _MAX_DRAWS):
-        if _bind_error(host, drawn) is None:
+        if why_taken(host, drawn) is None:
             return drawn
     raise SettingsError(
         f"port=0: none of {_MAX_DRAWS} ports drawn from {_FIRST_DRAWN} to {last - 1} on {host} is "
@@ -41,8 +41,11 @@ def choose_port(host: str, port: int) -> int:
     )
 
 
-def _bind_error(host: str, port: int) -> OSError | None:
-    """Return why `port` cannot be bound, None if it can."""
+def why_taken(host: str, port: int) -> OSError | None:
+    """Return why `port` cannot be bound, None if it can.
+
+    Raises `SettingsError` if `host` is not this machine's.
+    """
     try:
         infos = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV

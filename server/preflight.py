@@ -18,6 +18,7 @@ from .adapters import check_adapters
 from .devices import resolve_device
 from .memory import estimate_memory, gib
 from .model_files import check_model_files
+from .nodes import check_meeting_place
 from .placement_choice import check_runs_on, resolve_alone, resolve_placement
 from .ports import choose_port
 from .query_weights import check_query_weights
@@ -72,6 +73,7 @@ def resolve_launch(
     check_adapters(settings.sglang_args)
     Keys.read(settings.edge)  # SGLang's process would fail at them half a minute later
     port = choose_port(settings.host, settings.port)
+    check_meeting_place(settings)
     model_dir = resolve_model(settings.model, progress)
     dtype = resolve_dtype(settings.dtype, device, model_dir)
     spec = read_model_spec(model_dir, dtype=dtype, max_context=settings.max_context)

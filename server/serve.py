@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -41,9 +41,10 @@ from .embedded_model import cache_root
 from .launch import Launcher, LaunchPlan
 from .liveness import Pulse
 from .message_launch import message_launches, with_own_link
+from .nodes import scheduler_pulse, scheduler_state
 from .ports import server_url
 from .preflight import ResolvedLaunch, check_policy, resolve_cache_rank, resolve_launch
-from .probes import StatusUnavailableError, server_state
+from .probes import ServerState, StatusUnavailableError, server_state
 from .progress import StartProgress
 from .settings import ServeSettings
 from .settings_sources import to_yaml
@@ -167,6 +168,7 @@ def make_plan(
     fresh.replace(run_dir.path / SETTINGS_FILE)
     url = server_url(settings.host, launch.port)
     is_ours = settings.run_dir is None
+    ask_state, ask_pulse, shown = _front(settings, run_dir, url)
     return LaunchPlan(
         cache_ranks=message_launches(settings, run_dir, is_far_here=is_far_here)
         if launch.placement.has_far_host
@@ -176,25 +178,46 @@ def make_plan(
         meanwhile=MEANWHILE,
         sglang=_sglang_spec(launch, run_dir),
         sglang_waits=launch.placement.has_far_host,
-        server_state=lambda: server_state(url, instance=run_dir.instance),
-        banner=banner(settings, url, run_dir.path),
+        server_state=ask_state,
+        ends_with_sglang=settings.nnodes > 1,
+        banner=shown,
         rules=restart_rules(settings, device),
         drain_timeout_s=settings.drain_timeout_s,
         clean_up=lambda keep_logs: clean_run_dir(run_dir, is_ours=is_ours, keep_logs=keep_logs),
         before_sglang=lambda: prepare_sglang(run_dir),
-        make_holder=lambda: make_holder(run_dir, launch.placement.num_engines),
+        make_holder=lambda: make_holder(run_dir, launch.placement.engines_of(settings.node_rank)),
         watched=(*run_dir.made, *([glob.escape(str(run_dir.path))] if is_ours else [])),
         start_report=lambda: start_report(run_dir),
-        sglang_pulse=lambda: sglang_pulse(run_dir, url),
+        sglang_pulse=ask_pulse,
     )
 
 
-def make_holder(run_dir: RunDir, num_engines: int) -> ExitStack | None:
-    """Return what holds the memory of `num_engines` engines; None for none."""
-    if not num_engines:
+def _front(
+    settings: ServeSettings, run_dir: RunDir, url: str
+) -> tuple[Callable[[], ServerState], Callable[[], Pulse], str]:
+    """Return how this host's SGLang is asked for its state and its pulse, and what is shown then.
+
+    The server is at `url`, on the first host; on another there are schedulers alone.
+    """
+    if settings.node_rank:
+        return (
+            lambda: scheduler_state(run_dir),
+            lambda: scheduler_pulse(run_dir),
+            node_banner(settings, run_dir.path),
+        )
+    return (
+        lambda: server_state(url, instance=run_dir.instance),
+        lambda: sglang_pulse(run_dir, url),
+        banner(settings, url, run_dir.path),
+    )
+
+
+def make_holder(run_dir: RunDir, engines: Sequence[int]) -> ExitStack | None:
+    """Return what holds the memory of `engines`, by their numbers; None for none."""
+    if not engines:
         return None
     with ExitStack() as held:
-        for rank in range(num_engines):
+        for rank in engines:
             own = run_dir.of_rank(rank)
             held.callback(DescriptorHolder(own.holder_socket, own.token).close)
         return held.pop_all()
@@ -269,7 +292,17 @@ def banner(settings: ServeSettings, url: str, run_dir: Path) -> str:
         f"  curl {escape(url)}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{text}'\n"
         f"  tandemkv status --url {escape(url)}\n\n"
-        "Ctrl-C stops both ranks."
+        f"Ctrl-C stops {'all nodes' if settings.nnodes > 1 else 'both ranks'}."
+    )
+
+
+def node_banner(settings: ServeSettings, run_dir: Path) -> str:
+    """Return what is shown once a host is ready that serves no requests, rich markup."""
+    return (
+        f"\n[bold green]ready[/]: node {settings.node_rank} of {settings.nnodes}; node 0 serves "
+        f"requests  (logs in {run_dir})\n"
+        f"{escape(settings.rank_settings.placement.describe())}\n\n"
+        "Ctrl-C stops all nodes."
     )
 
 

@@ -80,6 +80,21 @@ class ServeSettings(BaseModel):
         le=64,
         description="GPUs that the model is split over (tensor parallel), or processes on a CPU.",
     )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Hosts that the model is split over, on CPUs, with as many processes of --tp "
+        "on each. Every one is started with the same settings, but for --node-rank.",
+    )
+    node_rank: int = Field(
+        0, ge=0, le=63, description="Number of this host, of --nnodes; 0 is the one with HTTP."
+    )
+    dist_init_addr: str | None = Field(
+        None,
+        description="HOST:PORT at which SGLang's processes of all --nnodes meet: a free port of "
+        "host 0, on an address that the others reach.",
+    )
     max_running_requests: int = Field(
         8, ge=1, le=4096, description="Requests that decode at the same time."
     )
@@ -170,6 +185,11 @@ class ServeSettings(BaseModel):
         return tuple(x.strip() for x in self.cache_rank_address.split(","))
 
     @property
+    def nodes_address(self) -> str | None:
+        """HOST:PORT where SGLang's processes of several hosts meet; None if all are on this one."""
+        return self.dist_init_addr if self.nnodes > 1 else None
+
+    @property
     def head_shards(self) -> int:
         """Cache ranks of each inference rank."""
         if self.wished_link == "local":
@@ -197,6 +217,7 @@ class ServeSettings(BaseModel):
                 "model_device": device,
                 "two_gpus": lies_on_two_gpus(link, device),
                 "tp_size": self.tensor_parallel,
+                "num_nodes": self.nnodes,
                 "head_shards": self.head_shards,
                 "engines_per_rank": self.engines_per_rank,
                 "reason": reason,
@@ -232,6 +253,7 @@ class ServeSettings(BaseModel):
             )
         self._check_cache_ranks()
         self._check_message()
+        self._check_nodes()
         if self.cache.stored_dtype and self.selection.declared.attends:
             raise ValueError(
                 f"policy={self.selection.policy} attends to K and V itself, in the model's dtype, "
@@ -274,6 +296,39 @@ class ServeSettings(BaseModel):
             raise ValueError(
                 "transport=message is not available with evaluation in this version; use "
                 "--transport shared, whose books are at hand"
+            )
+
+    def _check_nodes(self) -> None:
+        """Refuse hosts that do not have as many ranks each."""
+        nodes = self.nnodes
+        if nodes == 1:  # what is left over then, a launch refuses: torchrun adds their number
+            return
+        if self.node_rank >= nodes:
+            raise ValueError(
+                f"node_rank={self.node_rank}: of nnodes={nodes} the last is {nodes - 1}"
+            )
+        if self.dist_init_addr is None:
+            raise ValueError(
+                f"nnodes={nodes}: the hosts have to know where to meet; add --dist-init-addr "
+                "HOST:PORT, with an address of host 0 and a free port there"
+            )
+        LinkAddress.parse_node(self.dist_init_addr)
+        if self.wished_link in ("local", "message"):
+            raise ValueError(
+                f"nnodes={nodes} with link {self.wished_link} is not available: each host has "
+                "cache ranks for its own processes; leave --cache-ranks 0, --transport and "
+                "--cache-rank-address out"
+            )
+        if self.tensor_parallel % nodes:
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} must be a multiple of nnodes={nodes}, as "
+                f"each host has as many processes; use --tp {nodes}, or --cache-rank-address for "
+                "cache ranks alone on other hosts"
+            )
+        if self._num_cache_ranks % nodes:
+            raise ValueError(
+                f"cache_ranks={self.cache_ranks} must be a multiple of nnodes={nodes}, as each "
+                f"host has as many; use --cache-ranks {self.tensor_parallel}"
             )
 
     def _check_cache_ranks(self) -> None:

@@ -29,6 +29,9 @@ _OWN_FLAG = {
     "--kv-cache-dtype": "use --kv-cache-dtype of tandemkv",
     "--api-key": "it would be seen in command lines and logs; use --api-key-file of tandemkv",
     "--admin-api-key": "it would be seen in command lines; use --admin-key-file of tandemkv",
+    "--nnodes": "use --nnodes of tandemkv",
+    "--node-rank": "use --node-rank of tandemkv",
+    "--dist-init-addr": "use --dist-init-addr of tandemkv, with --nnodes",
     "--config": "a second configuration file could undo these checks; pass the arguments singly",
 }
 _REFUSED = {
@@ -85,7 +88,6 @@ _ONLY = {
         "serial",
         "queries are predicted with weights read at the start",
     ),
-    "--nnodes": ("1", "several nodes are not available in this version"),
     "--cuda-graph-backend-prefill": ("disabled", "sets of prompts are filled outside of graphs"),
 }
 _ON_CPU = {"--page-size": ("1", "SGLang pages larger than 1 need a GPU")}

@@ -11,10 +11,15 @@ from pathlib import Path
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.one_device import is_apart_on_one_device
-from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE
+from tandemkv.cache_rank.protocol.settings import (
+    NODES_VARIABLE,
+    RUN_DIR_VARIABLE,
+    SETTINGS_VARIABLE,
+)
 from tandemkv.inference_rank.drain import DRAIN_TIMEOUT_VARIABLE
 from tandemkv.inference_rank.edge.settings import EDGE_VARIABLE
 
+from .nodes import INTERFACE_VARIABLE, interface_to_nodes
 from .pages import PAGE_TOKENS, page_tokens
 from .settings import ServeSettings
 from .settings_sources import ENVIRONMENT_PREFIX
@@ -30,6 +35,12 @@ _NO_FUSED_REDUCE = "--enforce-disable-flashinfer-allreduce-fusion"
 _CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 _SHARED_GPU_ENV = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Streams that wait for the other process must not hold up others in a queue of the GPU."""
+_NODES_ENV = {
+    # Its reader on another host would unpickle what comes from a port without a key.
+    "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false",
+    # Hosts may have different amounts of free memory; what is used of it is set.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
+}
 _CPU_FLAGS = (
     "--device", "cpu", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle",
@@ -71,6 +82,9 @@ def sglang_argv(
     if settings.tensor_parallel > 1:
         # SGLang switches this on for some models, and a layer's input is then a part of the sum.
         argv += ["--tp-size", str(settings.tensor_parallel), _NO_FUSED_REDUCE]
+    if settings.nodes_address is not None:
+        argv += ["--nnodes", str(settings.nnodes), "--node-rank", str(settings.node_rank)]
+        argv += ["--dist-init-addr", settings.nodes_address]
     argv += _chunk_flags(settings, device, page_size)
     if settings.max_context is not None:
         argv += ["--context-length", str(settings.max_context)]
@@ -127,19 +141,23 @@ def sglang_env(
             SETTINGS_VARIABLE: settings.rank_settings.model_dump_json(),
             EDGE_VARIABLE: settings.edge.model_dump_json(),
             RUN_DIR_VARIABLE: str(run_dir),
+            NODES_VARIABLE: settings.nodes_address or "",
             DRAIN_TIMEOUT_VARIABLE: str(settings.drain_timeout_s),
         },
     )
-    # All ranks are on this host. Without a name SGLang's gloo takes the interface of the host's own
-    # name, and NCCL the first that is not loopback; both listen there.
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Without a name SGLang's gloo takes the interface of the host's own name, and NCCL the first
+    # that is not loopback; both listen there.
+    if INTERFACE_VARIABLE not in env:
+        env[INTERFACE_VARIABLE] = interface_to_nodes(settings)
+    if settings.nodes_address is not None:
+        env = _NODES_ENV | env
     if settings.tensor_parallel > 1:
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         if settings.tensor_parallel > 1:
             # Else SGLang takes a NUMA node for each rank, and refuses where there are fewer.
-            env.setdefault(_CORES_VARIABLE, _cores_of_ranks(settings.tensor_parallel))
+            env.setdefault(_CORES_VARIABLE, _cores_of_ranks(settings))
         if not any(argument.startswith("--enable-torch") for argument in settings.sglang_args):
             # The first request with a penalty would wait a minute for a compiler, and all others.
             env.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -148,12 +166,15 @@ def sglang_env(
     return env
 
 
-def _cores_of_ranks(tp_size: int) -> str:
-    """Return the cores of each of `tp_size` processes, as SGLang reads it: ``0-1|2-3``."""
-    cores = sorted(os.sched_getaffinity(0))
-    ends = [len(cores) * rank // tp_size for rank in range(tp_size + 1)]
-    parts = (cores[first:end] for first, end in pairwise(ends))
-    return "|".join(",".join(map(str, part)) for part in parts)
+def _cores_of_ranks(settings: ServeSettings) -> str:
+    """Return the cores of each process of --tp, as SGLang reads it: ``0-1|2-3``.
+
+    It looks for a process's own by its number of all nodes.
+    """
+    cores, here = sorted(os.sched_getaffinity(0)), settings.tensor_parallel // settings.nnodes
+    ends = [len(cores) * rank // here for rank in range(here + 1)]
+    parts = [",".join(map(str, cores[first:end])) for first, end in pairwise(ends)]
+    return "|".join(parts * settings.nnodes)
 
 
 def cache_rank_argv(

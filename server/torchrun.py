@@ -56,6 +56,7 @@ from .torchrun_roles import (
     check_processes,
     drain_within,
     forget_torchrun,
+    nodes_of,
     open_cache_ranks,
 )
 
@@ -82,10 +83,12 @@ def torchrun(
     N is 1 + C, with --cache-ranks C; left open, C is N - 1. SGLang starts the processes of --tp
     itself. Options and their sources are those of `tandemkv serve`.
 
-    On several nodes (torchrun --nnodes M), or wherever the ranks meet by messages, add --link-keys
-    and --cache-rank-address tcp://IP:PORT[,...]: the cache rank at the first address is rank 1 of
-    torchrun, that at the next one rank 2, and so on. On CPUs; SGLang with all of --tp is on the
-    node of rank 0.
+    On several nodes (torchrun --nnodes M), on CPUs, with --tp a multiple of M: SGLang and its cache
+    ranks are on every node, and N is 1 + C / M. Node 0 serves requests.
+
+    Or cache ranks alone on other nodes: with all of --tp on the node of rank 0, --link-keys and
+    --cache-rank-address tcp://IP:PORT[,...]. The cache rank at the first address is rank 1 of
+    torchrun, that at the next one rank 2, and so on.
     """
     del debug  # the command's class reads it
     add_arguments(flags, ctx, model)
@@ -97,10 +100,14 @@ def torchrun(
         flags["cache_ranks"] = Sourced(implied, source)
         settings = load_settings(flags, os.environ, config)
     check_processes(settings, worker)
+    role = worker.role(settings)
+    if worker.num_nodes > 1 and role is Role.INFERENCE and not settings.cache_rank_addresses:
+        flags |= nodes_of(settings, worker, os.environ)
+        settings = load_settings(flags, os.environ, config)
     forget_torchrun(os.environ)
     settings, said = drain_within(settings, os.environ)
     console = Console(stderr=True, highlight=False)
-    if worker.role is Role.CACHE:
+    if role is Role.CACHE:
         silence: contextlib.ExitStack = ctx.obj
         silence.close()  # what goes wrong from here on is this process's own
         keep = keep_addressed_cache_rank if settings.cache_rank_addresses else keep_cache_rank
@@ -121,14 +128,17 @@ def keep_sglang(
     SettingsError, UnsupportedModelError, LaunchError
         As `serve` does.
     typer.Exit
-        With 1, if a signal ended this process and cache ranks that are met by messages go on: they
-        cannot tell that from a restart, so torchrun has to end them.
+        With 1 on several nodes: torchrun has to end what is left there. Cache ranks that are met by
+        messages cannot tell an end from a restart; and an agent whose processes ended with 0 waits
+        for the others, of which a signal may have ended one.
     """
     from .serve import serve
 
     if not settings.cache_rank_addresses:
         split = worker.launch if worker.local_world_size > 1 else None
         serve(settings, console, verbose=verbose, split=split)
+        if settings.nnodes > 1:
+            raise typer.Exit(1)
         return
     alone = settings.model_copy(update={"standby": False})  # that of the cache ranks' hosts
     serve(alone, console, verbose=verbose)
@@ -156,7 +166,8 @@ def keep_addressed_cache_rank(
     """
     from .message_launch import run_far_rank
 
-    address = settings.cache_rank_addresses[worker.cache_rank]
+    number = worker.place(settings) - 1
+    address = settings.cache_rank_addresses[number]
     check_is_here(address, worker)
     run_far_rank(
         settings,
@@ -164,7 +175,7 @@ def keep_addressed_cache_rank(
         address,
         (),
         Console(stderr=True, highlight=False),
-        rank=worker.cache_rank,
+        rank=number,
         verbose=verbose,
     )
     raise typer.Exit(1)
@@ -187,7 +198,7 @@ def keep_cache_rank(settings: ServeSettings, worker: Worker, *, verbose: bool = 
     run_dir = RunDir.open(path)
     enable_faults("launcher", run_dir.path)
     Launcher(
-        cache_rank_plan(found, run_dir, worker.cache_rank),
+        cache_rank_plan(found, run_dir, worker.place(settings) - 1),
         Console(stderr=True, highlight=False),
         verbose=verbose,
     ).run()
@@ -215,7 +226,10 @@ def await_settings(path: Path, launch: SplitLaunch, timeout_s: float) -> ServeSe
 
 
 def cache_rank_plan(settings: ServeSettings, run_dir: RunDir, number: int = 0) -> LaunchPlan:
-    """Return what a process starts: cache rank `number`, and its standby if there is one."""
+    """Return what a process starts: a cache rank, and its standby if there is one.
+
+    `number` is of those on its host.
+    """
 
     def clean_up(keep_logs: bool) -> None:
         if keep_logs:

@@ -17,7 +17,9 @@ from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.run_dir import usual_place
 
 from .cache_rank_launch import SplitLaunch
+from .nodes import address_of_torchrun
 from .settings import ServeSettings
+from .settings_sources import Sourced
 
 COMMAND = "torchrun --standalone --nproc-per-node N -m tandemkv.server.torchrun MODEL"
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -53,6 +55,7 @@ class Worker:
     world_size: int
     local_rank: int
     local_world_size: int
+    node_rank: int
     num_nodes: int
     run_id: str
     restart_count: int
@@ -71,6 +74,7 @@ class Worker:
                 world_size=int(environ["WORLD_SIZE"]),
                 local_rank=int(environ["LOCAL_RANK"]),
                 local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
+                node_rank=int(environ["GROUP_RANK"]),
                 num_nodes=int(environ["GROUP_WORLD_SIZE"]),
                 run_id=environ["TORCHELASTIC_RUN_ID"],
                 restart_count=int(environ["TORCHELASTIC_RESTART_COUNT"]),
@@ -82,15 +86,17 @@ class Worker:
                 f"start it as {COMMAND}, or use `tandemkv serve MODEL`, which needs no torchrun"
             ) from error
 
-    @property
-    def role(self) -> Role:
-        """The first process is the inference rank; each other one is a cache rank."""
-        return Role.CACHE if self.rank else Role.INFERENCE
+    def place(self, settings: ServeSettings) -> int:
+        """Return the number of this process, of those that have an inference rank together.
 
-    @property
-    def cache_rank(self) -> int:
-        """Number of the cache rank that a process of this role is."""
-        return self.rank - 1
+        That is the first one, and each other one has a cache rank. They are all processes, or by
+        link shared those of a node.
+        """
+        return self.rank if settings.wished_link == "message" else self.local_rank
+
+    def role(self, settings: ServeSettings) -> Role:
+        """Return what this process does."""
+        return Role.CACHE if self.place(settings) else Role.INFERENCE
 
     @property
     def launch(self) -> SplitLaunch:
@@ -107,11 +113,13 @@ class Worker:
     def cache_rank_dir(self, given: Path | None) -> Path:
         """Return the run directory of a cache rank that no other process enters (link message).
 
+        Such cache ranks have the numbers of all processes, but for the first.
+
         It lies beside `given`, the setting, or beside where the processes of this host would meet:
         the one that holds it removes it without a look at the others.
         """
         beside = (given or self.launch.run_dir).absolute()
-        return beside.with_name(f"{beside.name}-cache{self.cache_rank}")
+        return beside.with_name(f"{beside.name}-cache{self.rank - 1}")
 
 
 def agent_of(pid: int) -> str:
@@ -140,7 +148,7 @@ def open_cache_ranks(settings: ServeSettings, worker: Worker) -> int | None:
     """Return ``--cache-ranks`` that the processes imply; None if something else decides it."""
     if settings.cache_ranks is not None or settings.wished_link is not None:
         return None
-    implied = worker.world_size - 1
+    implied = worker.world_size - worker.num_nodes
     tp_size = settings.tensor_parallel
     # Others neither divide --tp nor are a multiple of it: the number of processes is refused.
     return None if implied % tp_size and tp_size % implied else implied
@@ -180,29 +188,56 @@ def _check_processes_of_addresses(settings: ServeSettings, worker: Worker) -> No
 
 
 def _check_processes_here(settings: ServeSettings, worker: Worker) -> None:
-    """Refuse processes that do not meet on this host."""
-    if worker.num_nodes > 1:
+    """Refuse processes that do not meet on their host, as many on each."""
+    nodes, here = worker.num_nodes, worker.local_world_size
+    if worker.world_size != nodes * here:
         raise SettingsError(
-            f"torchrun --nnodes {worker.num_nodes}: link {settings.wished_link or 'shared'} needs "
-            "one host, whose memory its ranks map, and SGLang's tensor parallelism over several "
-            "nodes is not offered; use --cache-rank-address and --link-keys for cache ranks on "
-            "other nodes, or torchrun --standalone on each node, which makes replicas for a router"
+            f"torchrun started {worker.world_size} processes on {nodes} nodes, and {here} of them "
+            "here: each node has as many; use the same --nproc-per-node on all"
         )
-    if worker.local_rank != worker.rank:
+    if worker.local_rank != worker.rank - worker.node_rank * here:
         raise SettingsError(
             "torchrun --virtual-local-rank gives each process another GPU as its first, and both "
             "ranks have to see the same GPUs; leave it out"
         )
-    needed = 1 + settings.rank_settings.placement.num_cache_ranks
-    if worker.local_world_size != needed:
-        roles = "the inference rank"
+    if settings.tensor_parallel % nodes:
+        raise SettingsError(
+            f"torchrun --nnodes {nodes} with --tp {settings.tensor_parallel}: each node has "
+            f"as many of SGLang's processes, and cache ranks for them; use --tp {nodes}, or "
+            "--cache-rank-address and --link-keys for cache ranks alone on other nodes, or "
+            "torchrun --standalone on each node, which makes replicas for a router"
+        )
+    num_cache_ranks = settings.rank_settings.placement.num_cache_ranks
+    if num_cache_ranks % nodes:
+        raise SettingsError(
+            f"torchrun --nnodes {nodes} with --cache-ranks {num_cache_ranks}: each node has as "
+            f"many; use --cache-ranks {settings.tensor_parallel}"
+        )
+    needed = 1 + num_cache_ranks // nodes
+    if here != needed:
+        roles, of_each = "the inference rank", " on each node" if nodes > 1 else ""
         if needed > 1:
             roles += " and the cache rank" + ("s" if needed > 2 else "")
         raise SettingsError(
-            f"torchrun started {worker.local_world_size} processes, and these settings have "
+            f"torchrun started {here} processes{of_each}, and these settings have "
             f"{needed}: {roles} (SGLang starts those of --tp itself); use --nproc-per-node "
             f"{needed}"
         )
+
+
+def nodes_of(
+    settings: ServeSettings, worker: Worker, environ: Mapping[str, str]
+) -> dict[str, Sourced]:
+    """Return the settings of SGLang over several nodes that torchrun decides.
+
+    Raises `SettingsError` if it does not tell where SGLang's processes are to meet.
+    """
+    found: dict[str, object] = {"nnodes": worker.num_nodes, "node_rank": worker.node_rank}
+    if settings.dist_init_addr is None:
+        found["dist_init_addr"] = address_of_torchrun(
+            environ, is_first=worker.node_rank == 0, timeout_s=settings.start_timeout_s
+        )
+    return {name: Sourced(value, "torchrun") for name, value in found.items()}
 
 
 def check_is_here(address: str, worker: Worker) -> None:

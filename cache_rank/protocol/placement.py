@@ -56,6 +56,12 @@ class Placement(FrozenModel):
         le=64,
         description="Cache ranks of each inference rank; each has a part of its KV heads.",
     )
+    num_nodes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Hosts that the model is split over, with as many parts on each.",
+    )
     engines_per_rank: int = Field(
         default=1,
         ge=1,
@@ -84,6 +90,21 @@ class Placement(FrozenModel):
     def num_shards(self) -> int:
         """Parts that the model's KV heads are in, over all inference ranks."""
         return self.tp_size * self.head_shards
+
+    def engines_of(self, node: int) -> range:
+        """Return the numbers of the engines whose ranks are on `node`."""
+        return self._part_of(node, self.num_engines)
+
+    def cache_ranks_of(self, node: int) -> range:
+        """Return the numbers of the cache ranks on `node`: each is where its inference rank is."""
+        return self._part_of(node, self.num_cache_ranks)
+
+    def node_of(self, tp_rank: int) -> int:
+        """Return the node that a tensor-parallel rank is on."""
+        return tp_rank * self.num_nodes // self.tp_size
+
+    def _part_of(self, node: int, total: int) -> range:
+        return range(total * node // self.num_nodes, total * (node + 1) // self.num_nodes)
 
     @property
     def has_far_pool(self) -> bool:
@@ -124,6 +145,8 @@ class Placement(FrozenModel):
         model, ranks = str(self.model_device), "cache rank"
         if self.tp_size > 1:
             model, ranks = f"{self.tp_size} {_HOSTS[self.model_device]}", "cache rank of each"
+        if self.num_nodes > 1:
+            model += f" on {self.num_nodes} nodes"
         if self.engines_per_rank > 1:
             ranks = f"a cache rank for every {self.engines_per_rank} of them"
         if self.head_shards > 1:

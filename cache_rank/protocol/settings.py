@@ -21,6 +21,8 @@ from .token_count import TokenCount
 
 SETTINGS_VARIABLE = "TANDEMKV_SETTINGS"
 RUN_DIR_VARIABLE = "TANDEMKV_RUN_DIR"
+NODES_VARIABLE = "TANDEMKV_NODES"
+"""HOST:PORT where SGLang's processes of several hosts meet; empty if all are on one."""
 PROBE_VARIABLE = "TANDEMKV_PROBE_FILE"
 """With ``evaluation``: where the probes write what each decode step attended to."""
 DETAIL_VARIABLE = "TANDEMKV_PROBE_DETAIL"

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
+from rank_servers import environment
 
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 MODULE = "tandemkv.server.torchrun"
@@ -26,6 +29,28 @@ def torchrun(
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(store)),
         *("--rdzv-conf", "store_type=file", "-m", MODULE),
     )
+
+
+@contextlib.contextmanager
+def other_agent(argv: Sequence[str], work: Path, environ: dict[str, str]) -> Iterator[int]:
+    """Run an agent of another node; gives its process id. Its log is ``far.log`` in `work`."""
+    with (work / "far.log").open("wb") as log:
+        agent = subprocess.Popen(
+            [sys.executable, "-P", *argv],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment() | environ,
+            cwd="/",
+        )
+    try:
+        yield agent.pid
+    finally:
+        if agent.poll() is None:
+            left = psutil.Process(agent.pid).children(recursive=True)
+            for process in (psutil.Process(agent.pid), *left):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        agent.wait()
 
 
 def workers(agent: int) -> list[psutil.Process]:

@@ -8,10 +8,12 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from exactness import make_prompts, run
+from random_model import make_random_model
 from rank_servers import SMALL_SELECTION, Server, model_dir, ours, stock
 
 Once = Callable[[str, Callable[[], list[Any]]], list[Any]]
@@ -89,6 +91,16 @@ def of_serve(small_asked: list[list[int]], new_tokens: int, once: Once) -> list[
             return run(server, small_asked, new_tokens=new_tokens, at_once=1)
 
     return once("small", ask)
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model with four KV heads, which the servers of a module serve."""
+    folder = tmp_path_factory.mktemp("model")
+    make_random_model(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEMKV_TEST_MODEL", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="module")

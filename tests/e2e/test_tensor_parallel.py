@@ -8,7 +8,6 @@ to. In SGLang's processes of a CPU the ranks exchange sums over gloo.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-import transformers
 from agents import ENVIRONMENT, torchrun, workers
 from nothing_lost import (
     cache_ranks,
@@ -29,17 +26,11 @@ from nothing_lost import (
     values,
     wait_for,
 )
-from rank_servers import Server, model_dir, ours
-from workbench import long_ids
+from rank_servers import Server, ours
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 RANKS, REQUESTS, NEW_TOKENS = 2, 5, 100
-SHAPE = {
-    "vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
-    "max_position_embeddings": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,33 +38,13 @@ def prompts() -> list[list[int]]:
     return make_prompts(REQUESTS)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model of four layers with four KV heads, which the servers of this module serve."""
-    folder = tmp_path_factory.mktemp("model")
-    long_ids()  # of the embedded model's tokenizer
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(model_dir()) / file, folder / file)
-    torch.manual_seed(0)
-    net = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
-    with torch.no_grad():
-        for key, parameter in net.named_parameters():
-            if "norm" in key:
-                parameter.uniform_(0.6, 1.4)
-            else:
-                parameter.normal_(0.0, 0.05 if "embed" in key else 0.15)
-    net.save_pretrained(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TANDEMKV_TEST_MODEL", str(folder))
-        yield folder
-
-
 def settings(**more: Any) -> dict[str, Any]:
     return settings_of(num_requests=REQUESTS, standby=False, **more)
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+def of_one_rank(random_model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    del random_model  # the servers of this module serve it
     with ours(settings()) as server:
         return undisturbed(server, prompts, NEW_TOKENS)
 

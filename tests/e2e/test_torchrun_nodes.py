@@ -6,11 +6,8 @@ One server for all of it, in this order.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +18,13 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from agents import ENVIRONMENT, segments_of, torchrun, workers
+from agents import ENVIRONMENT, other_agent, segments_of, torchrun, workers
 from containers import eventually
 from exactness import compare, run
 from rank_servers import (
     SIZES,
     SMALL_SELECTION,
     Server,
-    environment,
     free_port,
     model_dir,
     ours,
@@ -86,26 +82,15 @@ def nodes(of_serve: list[Any]) -> Iterator[Nodes]:
     environ = ENVIRONMENT | {"TMPDIR": str(work), "XDG_RUNTIME_DIR": str(work)}
     start = torchrun(store, 1, nodes=2, node=FAR)
     argv = [*start, model_dir(), "--device", "cpu", "--config", str(config)]
-    with (work / "far.log").open("wb") as log:
-        far = subprocess.Popen(
-            [sys.executable, "-P", *argv],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment() | environ,
-            cwd="/",
-        )
+    near = torchrun(store, 1, nodes=2, node=NEAR)
     try:
-        near = torchrun(store, 1, nodes=2, node=NEAR)
-        with ours(settings, environ=environ, start=near) as server:
+        with (
+            other_agent(argv, work, environ) as far,
+            ours(settings, environ=environ, start=near) as server,
+        ):
             eventually(lambda: "Ctrl-C stops" in server.log.read_text(), "no banner", 30.0)
-            yield Nodes(server, psutil.Process(far.pid), work)
+            yield Nodes(server, psutil.Process(far), work)
     finally:
-        if far.poll() is None:
-            left = psutil.Process(far.pid).children(recursive=True)
-            for process in (psutil.Process(far.pid), *left):
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-        far.wait()
         shutil.rmtree(work)
 
 

@@ -46,6 +46,25 @@ class LinkAddress:
         host, port = _parts(text)
         return cls(host if _NAME.fullmatch(host) else checked_interface(host), port)
 
+    @classmethod
+    def parse_node(cls, text: str) -> Self:
+        """Read ``HOST:PORT`` where SGLang's processes of several hosts meet; HOST may be a name.
+
+        Raises `SettingsError` if it is neither.
+        """
+        try:
+            return cls.parse_peer(f"{_SCHEME}{text}")
+        except SettingsError as error:
+            raise SettingsError(
+                f"dist_init_addr={text!r} must be HOST:PORT, with a name or the address of one "
+                "interface of host 0"
+            ) from error
+
+    @property
+    def as_node(self) -> str:
+        """``HOST:PORT``, which `parse_node` reads."""
+        return str(self).removeprefix(_SCHEME)
+
     def resolved(self) -> Self:
         """Return the address that the name leads to now.
 

@@ -78,7 +78,11 @@ class Played:
         self.tensors = _tensors(self.world)
         flags = StepFlags(self.tensors["flags"])
         connection = SimpleNamespace(
-            tensors=self.tensors, lost_reason=None, announce=lambda entry: None, end_waits=None
+            tensors=self.tensors,
+            lost_reason=None,
+            is_lost=False,
+            announce=lambda entry: None,
+            end_waits=None,
         )
         self.link = LinkSide([connection], LAYERS, timeout_s=1.0)  # type: ignore[list-item]
         self.signals = EngineSide(self.tensors, flags, LAYERS, timeout_s=1.0)

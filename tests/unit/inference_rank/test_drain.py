@@ -132,7 +132,7 @@ def test_sigterm_ends_the_process_after_the_last_answer(
     monkeypatch: pytest.MonkeyPatch, finishes: bool
 ) -> None:
     steps: list[str] = []
-    for name in ("_kill_below", "remove_temporary_files"):
+    for name in ("kill_below", "remove_temporary_files"):
         monkeypatch.setattr(shutdown, name, lambda name=name: steps.append(name))
 
     async def end_scheduler() -> None:
@@ -161,17 +161,19 @@ def test_sigterm_ends_the_process_after_the_last_answer(
             loop.remove_signal_handler(number)
 
     asyncio.run(scenario())
-    assert steps == ["_end_scheduler", "_kill_below", "remove_temporary_files"]
+    assert steps == ["_end_scheduler", "kill_below", "remove_temporary_files"]
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutdown, "_kill_below", lambda: None)
+    monkeypatch.setattr(shutdown, "kill_below", lambda: None)
 
     async def scenario() -> None:
         drain, ended = Drain(), asyncio.Event()
         ender = Shutdown(drain, 60.0, ended.set)
         request = asyncio.ensure_future(call(mute, drain))
         await asyncio.sleep(0.05)
+        ender.begin()  # another node has asked for it, before the signal comes here as well
+        assert drain.reason is not None
         ender.on_stop_signal()
         assert not ended.is_set()
         ender.on_stop_signal()

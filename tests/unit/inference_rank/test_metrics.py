@@ -26,7 +26,7 @@ def test_a_failure_does_not_end_the_publisher(
             again.set()
         raise OSError("Too many open files")
 
-    publisher = metrics.MetricsPublisher(status, ())
+    publisher = metrics.MetricsPublisher(status, {}, 0)
     publisher.start()
     try:
         assert again.wait(5)
@@ -48,7 +48,8 @@ def test_several_cache_ranks_have_a_label(monkeypatch: pytest.MonkeyPatch) -> No
         return reply("cache_rank", values[socket])
 
     monkeypatch.setattr(metrics, "request_status", ask)
-    publisher = metrics.MetricsPublisher(lambda: reply("inference_rank", 7.0), list(values))
+    sockets = {4: Path("a"), 5: Path("b")}  # those of the last of three nodes
+    publisher = metrics.MetricsPublisher(lambda: reply("inference_rank", 7.0), sockets, 6)
     publisher.publish()
     values[Path("b")] = 9.0
     publisher.publish()
@@ -56,7 +57,7 @@ def test_several_cache_ranks_have_a_label(monkeypatch: pytest.MonkeyPatch) -> No
     def shown(name: str, **labels: str) -> float | None:
         return REGISTRY.get_sample_value(f"tandemkv_{name}", labels)
 
-    assert shown("cache_steps_of_test_total", cache_rank="0") == 3.0
-    assert shown("cache_steps_of_test_total", cache_rank="1") == 9.0
-    assert shown("cache_epoch_of_test", cache_rank="1") == 9.0
+    assert shown("cache_steps_of_test_total", cache_rank="4") == 3.0
+    assert shown("cache_steps_of_test_total", cache_rank="5") == 9.0
+    assert shown("cache_epoch_of_test", cache_rank="5") == 9.0
     assert shown("inference_steps_of_test_total") == 7.0

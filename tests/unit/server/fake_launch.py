@@ -72,6 +72,7 @@ def main() -> None:
         cache_ranks=tuple(cache_rank(name) for name in names),
         sglang=spec("sglang", root, sglang_mode),
         sglang_waits=Path(directory, "waits").exists(),
+        ends_with_sglang=Path(directory, "nodes").exists(),
         server_state=state,
         banner="READY",
         sglang_pulse=lambda: pulse("sglang"),

@@ -11,7 +11,6 @@ from tandemkv.server import cache_rank_launch, message_launch, torchrun
 from tandemkv.server.child_process import ChildSpec
 from tandemkv.server.launch import CacheRankLaunch
 from tandemkv.server.liveness import Pulse
-from tandemkv.server.torchrun_roles import Role
 
 FAKE = Path(__file__).with_name("fake_rank.py")
 root, cache_mode, *arguments = sys.argv[1:]
@@ -85,7 +84,8 @@ def main() -> None:
     launch.cache_rank_argv = fake("cache", cache_mode)
     message: Any = message_launch
     message.resolve_cache_rank = resolve_cache_rank
-    if torchrun.Worker.from_environment(torchrun.os.environ, "").role is Role.INFERENCE:
+    place = "RANK" if "--cache-rank-address" in arguments else "LOCAL_RANK"
+    if torchrun.os.environ[place] == "0":
         fake_server()
     sys.argv[1:] = arguments
     torchrun.main()

@@ -231,6 +231,26 @@ def test_a_rank_that_is_busy_and_moves_is_left_alone(
     assert len(launched.pids()) == 2
 
 
+@pytest.mark.parametrize(("number", "ends"), [(signal.SIGTERM, True), (signal.SIGKILL, False)])
+def test_of_several_nodes_sglang_ends_the_launch_with_0_alone(
+    launch: Callable[..., Launched], tmp_path: Path, number: signal.Signals, ends: bool
+) -> None:
+    """Another node has asked for the end; one that has died is started again."""
+    (tmp_path / "nodes").touch()
+    (tmp_path / "sglang.finish").touch()
+    launched = launch("serve", "draining")
+    launched.wait_for("READY")
+    (sglang,) = launched.pids("sglang")
+    os.kill(sglang, number)
+    if not ends:
+        launched.wait_for("sglang restarted")
+        return
+    assert launched.wait() == 0
+    assert "another node has ended the server\nstopped" in launched.text()
+    assert "restart 1" not in launched.text()
+    assert_all_gone(launched.pids())
+
+
 def test_restarts_sglang_and_keeps_the_cache_rank(launch: Callable[..., Launched]) -> None:
     launched = launch("serve", "serve")
     launched.wait_for("READY")

@@ -171,7 +171,7 @@ def test_a_free_port_is_none_of_an_outgoing_connection_s(
         assert all(20000 <= choose_port("127.0.0.1", 0) < first for _ in range(20))
     file.write_text("1024 65535")  # nothing is left below
     assert choose_port("127.0.0.1", 0) >= 20000
-    monkeypatch.setattr(ports, "_bind_error", lambda *_: OSError(98, "in use"))
+    monkeypatch.setattr(ports, "why_taken", lambda *_: OSError(98, "in use"))
     with pytest.raises(SettingsError, match=r"none of 64 ports .* --port"):
         choose_port("127.0.0.1", 0)
 

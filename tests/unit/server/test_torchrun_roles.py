@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.message.address import LinkAddress
+from tandemkv.cache_rank.protocol.node_store import host_store
+from tandemkv.server.nodes import AGENT_STORE_VARIABLE
+from tandemkv.server.ports import choose_port
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.torchrun_roles import (
     SHUTDOWN_VARIABLE,
@@ -21,6 +27,7 @@ from tandemkv.server.torchrun_roles import (
     check_processes,
     drain_within,
     forget_torchrun,
+    nodes_of,
     open_cache_ranks,
 )
 
@@ -57,8 +64,9 @@ def of_host(worker: Worker, count: int, rank: int = 1) -> Worker:
 def of_nodes(worker: Worker, count: int, rank: int = 1) -> Worker:
     """One of `count` processes, each on a node of its own."""
     return replace(
-        worker, rank=rank, local_rank=0, world_size=count, local_world_size=1, num_nodes=count
-    )
+        worker, rank=rank, local_rank=0, world_size=count, local_world_size=1, num_nodes=count,
+        node_rank=rank,
+    )  # fmt: skip
 
 
 def addressed(count: int, **values: Any) -> ServeSettings:
@@ -68,8 +76,8 @@ def addressed(count: int, **values: Any) -> ServeSettings:
 
 
 def test_the_first_process_has_sglang_and_the_second_the_cache_rank(second: Worker) -> None:
-    assert second.role is Role.CACHE
-    assert replace(second, rank=0, local_rank=0).role is Role.INFERENCE
+    assert second.role(settings()) is Role.CACHE
+    assert replace(second, rank=0, local_rank=0).role(settings()) is Role.INFERENCE
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"])
@@ -145,7 +153,7 @@ def test_each_other_process_is_a_cache_rank(second: Worker) -> None:
     last = of_host(second, 4, rank=3)
     assert open_cache_ranks(settings(), last) == 3
     check_processes(settings(cache_ranks=3), last)
-    assert (second.cache_rank, last.cache_rank) == (0, 2)
+    assert (second.place(settings()), last.place(settings())) == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -186,20 +194,89 @@ def test_tensor_parallel_ranks_share_the_other_processes(
         check_processes(settings(tensor_parallel=2, cache_ranks=implied), worker)
 
 
-@pytest.mark.parametrize("given", [{"cache_ranks": 1}, {"cache_ranks": 0}, {}])
-def test_nodes_that_share_no_memory_are_refused_in_words(
+def of_split(worker: Worker, nodes: int, here: int, node: int = 1, local: int = 0) -> Worker:
+    """One of `here` processes on each of several nodes."""
+    return replace(
+        worker, rank=node * here + local, world_size=nodes * here, local_rank=local,
+        local_world_size=here, node_rank=node, num_nodes=nodes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        ({"tensor_parallel": 2}, 2),
+        ({"tensor_parallel": 2, "cache_ranks": 4}, 3),
+        ({"tensor_parallel": 4, "cache_ranks": 2}, 2),
+    ],
+)
+def test_each_node_has_sglang_and_its_part_of_the_cache_ranks(
+    second: Worker, given: dict[str, Any], here: int
+) -> None:
+    found = settings(**given)
+    for node in (0, 1):
+        workers = [of_split(second, 2, here, node, local) for local in range(here)]
+        for worker in workers:
+            check_processes(found, worker)
+        assert [worker.place(found) for worker in workers] == list(range(here))
+        assert workers[0].role(found) is Role.INFERENCE
+    assert open_cache_ranks(settings(tensor_parallel=2), of_split(second, 2, 2)) == 2
+    with pytest.raises(SettingsError, match=rf"{here + 1} processes on each.*node {here}"):
+        check_processes(found, of_split(second, 2, here + 1))
+
+
+@pytest.mark.parametrize("given", [{"cache_ranks": 1}, {"tensor_parallel": 3}, {}])
+def test_nodes_that_cannot_have_as_many_are_refused_in_words(
     second: Worker, given: dict[str, Any]
 ) -> None:
     with pytest.raises(SettingsError) as error:
-        check_processes(settings(**given), of_nodes(second, 2))
-    for part in (
-        "--nnodes 2: link",
-        "needs one host",
-        "tensor parallelism over several nodes is not offered",
-        "--cache-rank-address and --link-keys",
-        "--standalone",
-    ):
+        check_processes(settings(**given), of_split(second, 2, 2))
+    for part in ("--nnodes 2", "use --tp 2", "--cache-rank-address and --link-keys"):
         assert part in str(error.value)
+
+
+def test_nodes_of_other_numbers_are_refused_in_words(second: Worker) -> None:
+    found = settings(tensor_parallel=2)
+    with pytest.raises(SettingsError, match=r"3 processes on 2 nodes.*--nproc-per-node"):
+        check_processes(found, replace(of_split(second, 2, 2), world_size=3))
+    with pytest.raises(SettingsError, match=r"--cache-ranks 1: .* use --cache-ranks 2"):
+        check_processes(settings(tensor_parallel=2, cache_ranks=1), of_split(second, 2, 2))
+
+
+def test_where_nodes_meet_follows_from_torchrun(second: Worker) -> None:
+    found, worker = settings(tensor_parallel=2), of_split(second, 2, 2)
+    environ = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    values = {name: each.value for name, each in nodes_of(found, worker, environ).items()}
+    assert values == {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:29500"}
+    assert settings(tensor_parallel=2, **values).node_rank == 1
+    given = settings(tensor_parallel=2, dist_init_addr="10.0.0.1:7500")
+    assert set(nodes_of(given, worker, {})) == {"nnodes", "node_rank"}
+    with pytest.raises(SettingsError, match=r"'MASTER_PORT'.*--dist-init-addr HOST:PORT"):
+        nodes_of(found, worker, {"MASTER_ADDR": "10.0.0.1"})
+
+
+def test_nodes_agree_on_a_port_in_torchruns_store(second: Worker) -> None:
+    """Its own port is taken: the store listens there."""
+    found = settings(tensor_parallel=2, start_timeout_s=20.0)
+    address = LinkAddress("127.0.0.1", choose_port("127.0.0.1", 0))
+    store = host_store(address, timedelta(seconds=5))
+    environ = {
+        "MASTER_ADDR": address.host,
+        "MASTER_PORT": str(address.port),
+        AGENT_STORE_VARIABLE: "True",
+    }
+
+    def told(node: int) -> Any:
+        return nodes_of(found, of_split(second, 2, 2, node), environ)["dist_init_addr"].value
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(told, 1)  # it waits
+        first = told(0)
+        assert other.result(timeout=20.0) == first != address.as_node
+    assert told(0) == first  # torchrun has started it again: the other one has not moved
+    del store
+    with pytest.raises(SettingsError, match=r"does not tell where to meet.*--dist-init-addr"):
+        told(1)
 
 
 def test_messages_without_addresses_are_refused_in_words(second: Worker) -> None:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How SGLang's processes of several hosts end, and what each of its threads is told."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.message.address import LinkAddress
+from tandemkv.cache_rank.protocol.node_store import await_end, host_store
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.inference_rank import nodes
+
+SCRIPT = Path(__file__).with_name("node_process.py")
+PATIENCE_S = 30.0
+
+
+def free_address() -> LinkAddress:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return LinkAddress("127.0.0.1", probe.getsockname()[1])
+
+
+class Served:
+    """A host without HTTP, whose schedulers end with `codes` after `let_end`."""
+
+    def __init__(self, address: LinkAddress, *codes: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(SCRIPT), address.as_node, *map(str, codes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"up\n"
+
+    def let_end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def exit_code(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize(("codes", "ended"), [((0, 0), 0), ((0, 3), 1)])
+def test_a_host_ends_with_its_schedulers(codes: tuple[int, ...], ended: int) -> None:
+    served = Served(free_address(), *codes)
+    served.let_end()
+    assert served.exit_code() == ended
+
+
+def test_a_signal_to_a_host_asks_the_first_one_to_end() -> None:
+    """Its own schedulers are needed until node 0 has drained."""
+    address = free_address()
+    store = host_store(address, timedelta(seconds=PATIENCE_S))
+    served = Served(address, 0)
+    served.process.send_signal(signal.SIGTERM)
+    assert await_end(address)
+    assert served.process.poll() is None
+    served.let_end()
+    assert served.exit_code() == 0
+    del store
+
+
+def test_a_signal_ends_a_host_whose_first_one_is_gone() -> None:
+    served = Served(free_address(), 0)
+    served.process.send_signal(signal.SIGTERM)
+    assert served.exit_code() == 0
+
+
+def test_the_first_host_is_told_once_another_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ended = threading.Event(), threading.Event()
+
+    def wait(_: LinkAddress) -> bool:
+        return asked.wait(PATIENCE_S)
+
+    monkeypatch.setattr(nodes, "await_end", wait)
+    nodes.follow_end(free_address(), ended.set)
+    assert not ended.is_set()
+    asked.set()
+    assert ended.wait(PATIENCE_S)
+
+
+def test_a_store_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "await_end", lambda _: False)
+    ended = threading.Event()
+    nodes.follow_end(free_address(), ended.set)
+    deadline = time.monotonic() + PATIENCE_S
+    while any(thread.name == "tandemkv-nodes" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not ended.is_set()
+
+
+def test_sums_of_several_hosts_are_not_in_shared_memory() -> None:
+    """SGLang takes all of --tp for processes of one host, on CPUs that it has kernels for."""
+    told = nodes.around_threads(lambda **kwargs: kwargs, tp_size=4, tp_rank=3, local_omp_cpuid="7")
+    assert told == {"tp_size": 1, "tp_rank": 0, "local_omp_cpuid": "7"}
+
+
+def test_hosts_have_to_plan_the_same_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[int, dict[str, str]] = {}
+    monkeypatch.setattr(nodes, "check_equal", lambda rank, own: told.update({rank: own}))
+    args = {"max_running_requests": 4, "chunked_prefill_size": 2048, "dtype": "float32"}
+    for rank, chunk in enumerate((2048, 512)):
+        monkeypatch.setattr(nodes.sglang_versions, "tensor_rank", lambda rank=rank: rank)
+        given = SimpleNamespace(**args | {"chunked_prefill_size": chunk})
+        nodes.check_settings(RankSettings(), given)
+    differing = {name for name in told[0] if told[0][name] != told[1][name]}
+    assert differing == {"chunked_prefill_size"}
+    assert "selection.budget_tokens" in told[0]
+
+
+def test_the_address_comes_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandemkv.inference_rank.runtime import nodes_from_environment
+
+    monkeypatch.delenv("TANDEMKV_NODES", raising=False)
+    assert nodes_from_environment() is None
+    monkeypatch.setenv("TANDEMKV_NODES", "10.0.0.1:7500")
+    assert nodes_from_environment() == LinkAddress("10.0.0.1", 7500)
+    monkeypatch.setenv("TANDEMKV_NODES", "10.0.0.1")
+    with pytest.raises(SettingsError, match="HOST:PORT"):
+        nodes_from_environment()
