@@ -9,7 +9,9 @@ step that waits for them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 
 import torch
 
@@ -17,7 +19,7 @@ from .plan import Message
 
 _Key = tuple[int, int]
 _CAPTURES = threading.Lock()
-"""While one stream is captured nobody may wait for the device, as the start of a capture does."""
+"""torch has one capture at a time in a process."""
 
 
 class CapturedSteps:
@@ -39,14 +41,24 @@ class CapturedSteps:
             self._messages[key], self._replays[key] = messages, body
             return
         graph = torch.cuda.CUDAGraph()
-        with (
-            _CAPTURES,
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ),
-        ):
+        with _CAPTURES, self._captured(graph, self._stream):
             body()
+        _upload(graph, self._stream)
         self._messages[key], self._replays[key] = messages, graph.replay
+
+    @contextmanager
+    def _captured(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Capture what the body queues.
+
+        `torch.cuda.graph` would wait for the device, where the other lane may wait for this one,
+        and give back all memory that is not in use, which lanes have for what is made on the way.
+        """
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
 
     def part_of(self, key: _Key, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """Return those at the end of a step's `messages` that were captured, or nothing."""
@@ -61,3 +73,16 @@ class CapturedSteps:
         """Let go of all graphs: a communicator ends when none of them can use it any more."""
         self._messages.clear()
         self._replays.clear()
+
+
+def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    """Give a graph the memory that it has on the GPU, else with its first replay.
+
+    Beside a lane that waits that would not come. Raises `RuntimeError` if CUDA fails.
+    """
+    driver = import_module("cuda.bindings.driver")  # what ranks share is made with it as well
+    (result,) = driver.cuGraphUpload(
+        driver.CUgraphExec(graph.raw_cuda_graph_exec()), driver.CUstream(stream.cuda_stream)
+    )
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA cannot upload a graph: {result.name}")

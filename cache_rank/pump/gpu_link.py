@@ -81,6 +81,7 @@ def make_lanes(
     """
     if not wires:
         return PumpLanes(HostSendLane(side, sent, out), HostReceiveLane(side, received))
+    torch.cuda.empty_cache()  # of an earlier epoch's graphs; later it would take what lanes keep
     outward, back = wires
     is_near = outward.sends
     sends, receives = (outward, back) if is_near else (back, outward)

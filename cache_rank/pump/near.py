@@ -207,7 +207,8 @@ class NearReceiver:
             if side.on_gpu and a == side.at.FINISHED:
                 # No lane tells of such a step, and the next one's forward pass waits for its end.
                 # It may be one to be prepared, for the lane too.
-                self._queued.await_step(min(b, self._expected), side.is_over)
+                if not self._queued.await_step(min(b, self._expected), side.is_over):
+                    return
                 self._finished.fill_(b)
             side.raise_to(a, b)
         elif op is Op.SLOTS:

@@ -7,9 +7,10 @@ Built around what NCCL and its process group do to those who are careless:
   of its own that nobody else sees, and the one entry that the other needs travels over the
   authenticated control connection (`door`). The place that it names listens on the interface that
   we name (`NCCL_SOCKET_IFNAME`) until both have met.
-- A dead peer is never reported: what was queued waits for good. `abort` ends it. It is possible
-  because no CUDA graph has captured an operation. It frees memory, which waits for all of the GPU,
-  the transfers of other communicators among it: these have to be aborted at the same time.
+- A dead peer is never reported: what was queued waits for good. `abort` ends it. It frees memory,
+  which waits for all of the GPU, the transfers of other communicators among it: these have to be
+  aborted at the same time. Before that it waits until all CUDA graphs are dropped that have
+  captured an operation, so whoever has some must never wait for `abort`.
 - The group watches its operations, and ends the process if one takes long. Ours wait as long as a
   server is idle within a step, so it is told to leave that to us.
 - Send and receive of one communicator queue behind each other. Each direction has its own.
@@ -177,13 +178,18 @@ class NcclWire:
         """
         if self._reason:
             raise CacheRankLostError(self._reason)
-        with self._posting:
+        # Who aborts holds it until the graphs of this thread, among others, are dropped.
+        while not self._posting.acquire(timeout=_TICK_S):
             if self._reason:
                 raise CacheRankLostError(self._reason)
-            try:
-                yield
-            except RuntimeError as error:
-                raise CacheRankLostError(self._reason or f"NCCL: {error}") from error
+        try:
+            if self._reason:
+                raise CacheRankLostError(self._reason)
+            yield
+        except RuntimeError as error:
+            raise CacheRankLostError(self._reason or f"NCCL: {error}") from error
+        finally:
+            self._posting.release()
 
     def _do(self, post: Any) -> None:
         with self.held():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from two_hosts import (
     MODEL,
     NUM_ROWS,
     POLICIES,
+    ROWS,
     SELECTING,
     WAYS,
     End,
@@ -368,3 +370,30 @@ def test_the_end_of_a_step_without_messages_is_told_to_a_gpu_as_well(
     receiver._apply(Record(Op.RAISE, end.side.at.FINISHED, 7, nothing))
     assert end.flags.finished.tolist() == [7]
     assert end.side.flags.value(end.side.at.FINISHED) == 7
+
+
+def test_a_rehearsal_that_was_broken_off_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lane has captured nothing."""
+    end = End("look_ahead", has_all=False)
+    monkeypatch.setattr(end.side, "on_gpu", True)
+    monkeypatch.setattr(end.side, "settle", lambda: None)
+    monkeypatch.setattr(end.side, "is_over", lambda: True)
+    lane = SimpleNamespace(is_queued=True)
+    receiver = NearReceiver(end.side, Contents(end.side).plan, Queue(), lane)  # type: ignore[arg-type]
+    receiver.expect(StepEntry(kind=EntryKind.PREPARE, step=7, rows=ROWS))
+    nothing = torch.empty(0, dtype=torch.uint8)
+    receiver._apply(Record(Op.RAISE, end.side.at.FINISHED, 7, nothing))
+    assert end.flags.finished.tolist() == [0]
+    assert end.side.flags.value(end.side.at.FINISHED) == 0
+
+
+def test_kernels_are_loaded_for_wherever_books_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton has one for addresses that are multiples of 16 bytes, and one for others."""
+    end, seen = End("oracle", has_all=False), set[int]()
+    books = torch.zeros(len(end.program.selecting), 3, 1, 5, dtype=torch.int32)
+    monkeypatch.setattr(
+        contents, "take_changed_rows", lambda positions, *_: seen.add(positions.data_ptr() % 16)
+    )
+    Contents(end.side, books).rehearse()
+    assert seen == {book.data_ptr() % 16 for book in books}
+    assert len(seen) > 1

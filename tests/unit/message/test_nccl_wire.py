@@ -164,6 +164,17 @@ def test_abort_ends_a_wait_and_all_that_would_come() -> None:
     assert _num_aborts(far) == 1
 
 
+def test_who_uses_a_wire_does_not_wait_for_its_abort() -> None:
+    """It ends when graphs are dropped that the same thread has to let go of."""
+    near, _ = _pair()
+    with ThreadPoolExecutor(1) as pool, near._posting:  # as if an abort had begun
+        sending = pool.submit(near.send, torch.zeros(1, dtype=torch.uint8))
+        near.abort("the epoch is over")
+        with pytest.raises(CacheRankLostError, match="the epoch is over"):
+            sending.result(timeout=10.0)
+    assert _num_aborts(near) == 1
+
+
 def test_abort_waits_for_no_other() -> None:
     """Freeing one communicator waits for the transfers of all: both are to be under way."""
     near, far = _pair()
