@@ -24,10 +24,9 @@ from tandemkv.cache_rank.counters import Counters
 from tandemkv.cache_rank.engine.factory import make_policy
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.fault_points import enable_faults
-from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.ipc import server_pid
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes
-from tandemkv.cache_rank.protocol.model_spec import read_model_spec, shard_of
+from tandemkv.cache_rank.protocol.model_spec import part_for, read_model_spec
 from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -107,7 +106,7 @@ def run_cache_rank(
         )
     homes = _homes(device, placement, rank)  # before CUDA takes memory of the model's GPU
     if standby:
-        load_all(model_dir, settings, homes.here)
+        load_all(model_dir, settings, homes.here, rank)
         for directory in directories:
             await_turn(directory)
     services = [
@@ -118,7 +117,7 @@ def run_cache_rank(
             max_rows=max_rows,
             counters=Counters(),
             homes=homes,
-            shard=HeadShard.of_rank(rank, placement.head_shards),
+            rank=rank,
         )
         for directory in directories
     ]
@@ -134,7 +133,7 @@ def _homes(device: str, placement: Placement, rank: int) -> Homes:
     """Return where memory of cache rank `rank` lies; on a GPU it has one engine."""
     if placement.has_far_host:
         return one_gpu_homes(far_gpu(device, rank))
-    return engine_homes(torch.device(device), rank // placement.head_shards, placement.tp_size)
+    return engine_homes(torch.device(device), rank, placement.tp_size, placement.head_shards)
 
 
 def _run_all(
@@ -165,10 +164,13 @@ def _run_all(
         each.result()
 
 
-def load_all(model_dir: Path, settings: RankSettings, device: torch.device) -> None:
-    """Do what takes long before an epoch begins: imports, compiling, CUDA."""
+def load_all(model_dir: Path, settings: RankSettings, device: torch.device, rank: int = 0) -> None:
+    """Do what takes long before an epoch of cache rank `rank`: imports, compiling, CUDA."""
     whole = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
-    model = shard_of(whole, settings.placement.num_shards)
+    placement = settings.placement
+    model, _ = part_for(
+        whole, tp_size=placement.tp_size, head_shards=placement.head_shards, rank=rank
+    )
     make_policy(model, settings, model_dir, device=device)
     torch.zeros(1, device=device)
 

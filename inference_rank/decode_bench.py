@@ -194,11 +194,12 @@ def await_prompts(runner: Any) -> None:
     """
     runtime = runtime_module.current()
     client = None if runtime is None else runtime.client
-    if client is None or client.tensors.homes.here.type != "cuda":
+    if client is None or client.parts[0].tensors.homes.here.type != "cuda":
         return
-    flags, step = GpuFlags(client.tensors, runner.model_config.num_hidden_layers), client.step
+    num_layers, count = runner.model_config.num_hidden_layers, len(client.parts)
+    flags, step = GpuFlags(client.parts[0].tensors, num_layers), client.step
     deadline = time.monotonic() + _PROMPTS_S
-    while int(flags.finished[0]) < step:
+    while bool((flags.all_finished(count) < step).any()):
         if not runner.attn_backend.link.is_done(step):
             why = client.lost_reason or "the forward pass waited for a layer in vain"
         elif time.monotonic() > deadline:
@@ -206,10 +207,9 @@ def await_prompts(runner: Any) -> None:
         else:
             time.sleep(0.01)
             continue
-        layers = range(runner.model_config.num_hidden_layers)
-        num_ready = sum(int(flags.ready(layer)[0]) >= step for layer in layers)
+        ready = [bool((flags.all_ready(x, count) >= step).all()) for x in range(num_layers)]
         raise RuntimeError(
-            f"the cache rank has not got the prompts of step {step}, {num_ready} of {len(layers)} "
+            f"the cache rank has not got the prompts of step {step}, {sum(ready)} of {num_layers} "
             f"layers are ready: {why}; see pump.log and cache_rank.log"
         )
 
@@ -256,20 +256,31 @@ def device_names(runner: Any) -> list[str]:
     engine: torch.device | None = getattr(runner.attn_backend, "cache_device", None)
     if engine is not None:
         first = 0 if engine.index is None else engine.index
-        found += [("engine", first + index) for index in range(size)]
+        client = getattr(runtime_module.current(), "client", None)
+        count = size * (1 if client is None else len(client.parts))
+        found += [("engine", first + index) for index in range(count)]
     return [f"{role} on cuda:{index} {torch.cuda.get_device_name(index)}" for role, index in found]
 
 
 def counters() -> dict[str, float]:
-    """Return what the engine has counted, wherever it is; nothing for stock SGLang."""
+    """Return what the engine has counted, wherever it is; nothing for stock SGLang.
+
+    Of several engines the sum of each total, and the largest of what is none.
+    """
     runtime = runtime_module.current()
     if runtime is None:
         return {}
     if runtime.client is None:
         found: dict[str, float] = runtime.rank.counters()
         return found
-    socket = runtime_module.run_dir_from_environment().heartbeat_socket
-    return {k: v for k, v in request_status(socket, 5.0).values.items() if v}
+    run_dir = runtime_module.run_dir_from_environment()
+    sockets = [run_dir.of_rank(n).heartbeat_socket for n in range(len(runtime.client.parts))]
+    told = [request_status(socket, 5.0).values for socket in sockets]
+    together = {
+        name: (sum if name.endswith("_total") else max)(values[name] for values in told)
+        for name in told[0]
+    }
+    return {name: value for name, value in together.items() if value}
 
 
 def require_cache_rank() -> None:

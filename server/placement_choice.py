@@ -165,21 +165,14 @@ def _check_shards(settings: ServeSettings, spec: ModelSpec, placement: Placement
     count = placement.head_shards
     if count == 1:
         return
-    if placement.model_device != "cpu" or (placement.two_gpus and not placement.has_far_host):
-        raise SettingsError(
-            f"cache_ranks={count}: several cache ranks of one inference rank have their K/V in one "
-            "pool of the host's memory, and on GPUs each would need a pool of its own, which is "
-            "not available; use --cache-ranks 1, or --tp with as many --cache-ranks"
-        )
     tp_size = placement.tp_size
     heads = max(1, spec.num_kv_heads // tp_size)
-    if heads % count:
-        fits = [n * tp_size for n in range(1, heads + 1) if heads % n == 0]
+    if count > heads:
         of_each = f" that each of {tp_size} processes has" if tp_size > 1 else ""
         raise SettingsError(
-            f"cache_ranks={placement.num_cache_ranks} does not divide the {heads} KV heads of "
-            f"{settings.model}{of_each}; use --cache-ranks {' or '.join(map(str, fits))}, or as "
-            "many addresses in --cache-rank-address"
+            f"cache_ranks={placement.num_cache_ranks} is more than the {heads} KV heads of "
+            f"{settings.model}{of_each}, and each cache rank has one at least; use --cache-ranks "
+            f"{heads * tp_size} at most, or as many addresses in --cache-rank-address"
         )
     name = settings.selection.policy
     check_shards(find_policy(name), name, count)
@@ -261,18 +254,20 @@ def _check_gpus(
     # By messages the model's GPU has all K/V as well, whatever the other one has.
     has_cache_gpus = is_far and not is_on_one_device() and not placement.has_far_host
     is_far_here = placement.has_far_host and settings.cache_rank_address is None
-    num_needed = tp_size * (2 if has_cache_gpus or is_far_here else 1)
+    num_cache_gpus = tp_size * placement.head_shards if has_cache_gpus else 0
+    num_needed = tp_size * 2 if is_far_here else tp_size + num_cache_gpus
     num_gpus = torch.cuda.device_count()
     if num_gpus < num_needed:
         raise SettingsError(
-            f"tensor_parallel={tp_size} with transport={placement.link} needs {num_needed} "
-            f"GPUs, {num_gpus} seen (CUDA_VISIBLE_DEVICES counts); lower --tp"
-            + (", or use --cache-ranks 0" if is_far else "")
+            f"tensor_parallel={tp_size} and cache_ranks={placement.num_cache_ranks} with "
+            f"transport={placement.link} needs {num_needed} GPUs, {num_gpus} seen "
+            "(CUDA_VISIBLE_DEVICES counts); lower --tp"
+            + (" or --cache-ranks, or use --cache-ranks 0" if is_far else "")
         )
     planned = GpuPlacement(
         kind=PlacementKind.SEPARATE if has_cache_gpus else PlacementKind.IN_PROCESS,
         tp_size=tp_size,
-        num_cache_gpus=tp_size if has_cache_gpus else 0,
+        num_cache_gpus=num_cache_gpus,
     )
     shape = _shape(settings, spec, model_dir)
     gpu_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus))

@@ -51,9 +51,10 @@ class ServeSettings(BaseModel):
         None,
         ge=0,
         le=_MOST_CACHE_RANKS,
-        description="1: a cache rank beside SGLang, with --tp as many as that; on a CPU more, each "
-        "with a part of the KV heads, or fewer, each for several processes of --tp; 0: inside "
-        "SGLang's process. Default: what is predicted to be faster, see `tandemkv plan`.",
+        description="1: a cache rank beside SGLang, with --tp as many as that; more: each with a "
+        "part of the KV heads, on GPUs with a GPU of its own; fewer, on a CPU: each for several "
+        "processes of --tp; 0: inside SGLang's process. Default: what is predicted to be faster, "
+        "see `tandemkv plan`.",
     )
     transport: Link | None = Field(
         None,
@@ -290,11 +291,6 @@ class ServeSettings(BaseModel):
             raise ValueError(
                 f"cache_ranks={given} and tensor_parallel={tp_size}: {reason}; use --cache-ranks "
                 f"{tp_size}, or {other}, or 0 for none in a process of its own, or --tp {given}"
-            )
-        if self.head_shards > 1 and self.stress_selection:
-            raise ValueError(
-                f"cache_ranks={given}: stress_selection draws other signs for other numbers of "
-                "heads; use --cache-ranks 1"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ _PIPE_VARIABLE, _PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  
 def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.environ) -> None:
     """Refuse two processes on GPUs where they would not run, or not beside each other.
 
-    The two GPUs of a tensor-parallel rank and its engine need peer access to each other, and
+    The GPUs of a tensor-parallel rank and of its engines need peer access to each other, and
     nothing else. One GPU for both is for tests, and needs CUDA MPS. So does link ``message``, where
     a rank and its pump are on one GPU. Raises `SettingsError`, with what to use instead.
     """
@@ -31,20 +32,25 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     if is_on_one_device():
         _check_mps(environ, f"{ONE_DEVICE_VARIABLE} with transport=shared")
         return
-    num_gpus, tp_size = torch.cuda.device_count(), placement.tp_size
-    if num_gpus < 2 * tp_size:
+    num_gpus, tp_size, count = torch.cuda.device_count(), placement.tp_size, placement.head_shards
+    num_needed = tp_size * (1 + count)
+    if num_gpus < num_needed:
         raise SettingsError(
-            f"transport=shared on GPUs needs one for each process, {2 * tp_size}, {num_gpus} seen "
+            f"transport=shared on GPUs needs one for each process, {num_needed}, {num_gpus} seen "
             "(CUDA_VISIBLE_DEVICES counts); add --cache-ranks 0, or for tests set "
             f"{ONE_DEVICE_VARIABLE}=1 under CUDA MPS"
         )
-    for model, engine in zip(range(tp_size), range(tp_size, 2 * tp_size), strict=True):
-        if not are_peers(model, engine):
-            raise SettingsError(
-                f"transport=shared: cuda:{model} and cuda:{engine} cannot access the memory of "
-                "each other, which takes NVLink or PCIe peer access; add --cache-ranks 0, or name "
-                "GPUs that can in CUDA_VISIBLE_DEVICES (nvidia-smi topo -p2p rw lists them)"
-            )
+    for model in range(tp_size):
+        first = tp_size + model * count
+        # Of several engines each reads what the others' GPUs have of the pool.
+        for one, other in combinations((model, *range(first, first + count)), 2):
+            if not are_peers(one, other):
+                raise SettingsError(
+                    f"transport=shared: cuda:{one} and cuda:{other} cannot access the memory of "
+                    "each other, which takes NVLink or PCIe peer access; add --cache-ranks 0, or "
+                    "name GPUs that can in CUDA_VISIBLE_DEVICES (nvidia-smi topo -p2p rw lists "
+                    "them)"
+                )
 
 
 def are_peers(one: int, other: int) -> bool:

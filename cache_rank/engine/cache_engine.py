@@ -88,7 +88,8 @@ class CacheEngine:
             batch=self.batch,
         )  # fmt: skip
         self._windows = None if composition.selects else self._make_windows(policy)
-        self._stress = StressSigns(model, device) if settings.stress_selection else None
+        is_stressed = settings.stress_selection
+        self._stress = StressSigns(model, device, pools.shard) if is_stressed else None
         self._make_scratch(max_batch, may_repeat=composition.selects)
         # What sources chose, for those that follow; without scores it is best first.
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}

@@ -16,16 +16,17 @@ import time
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from .errors import CacheRankLostError, ProtocolError
 
 _MAX_BYTES = 1 << 16
-_MAX_DESCRIPTORS = 64
+_MAX_DESCRIPTORS = 128
 _Dim = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-Home = Literal["host", "inference", "engine"]
+Home = Annotated[str, msgspec.Meta(pattern=r"^(host|inference|engine|pool_[0-9]{1,2})\Z")]
+"""Whose memory a tensor is (`tandemkv.cache_rank.protocol.mapped_tensors.Homes`)."""
 ITEM_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4,
     "int8": 1, "uint8": 1, "bool": 1,

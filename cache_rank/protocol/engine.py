@@ -8,7 +8,7 @@ object is built by dotted path, and what it is asked for is this protocol.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, Self
@@ -17,6 +17,7 @@ import torch
 
 from .engine_program import EngineProgram
 from .errors import SettingsError
+from .head_shard import HeadShard
 from .model_spec import ModelSpec
 from .placement import Placement
 from .settings import RankSettings, SelectionSettings
@@ -99,6 +100,8 @@ class EnginePools:
     """Whether `resident` and `log_weight` do, or are to be used as if they did. Then the cache rank
     takes its GPU for its own: it chains its kernels (`tandemkv.kernels.streams.let_chain`), and
     scans keep behind the choice before them."""
+    shard: HeadShard = field(default_factory=HeadShard)
+    """Which KV heads of the inference rank these are, if another cache rank has others."""
     allocate: Allocate | None = None
     """Makes what the engine remembers of each row, so that it outlives its process."""
 

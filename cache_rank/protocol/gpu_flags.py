@@ -15,12 +15,18 @@ _LINE = 32
 """int32 words of a cache line of 128 bytes: two flags that are polled share none."""
 
 
-def flag_specs(num_layers: int, max_batch: int) -> tuple[TensorSpec, TensorSpec]:
-    """Return the tensors that the flags of either side lie in, beside the side that waits."""
-    width = -(-max_batch // _LINE) * _LINE
+def flag_specs(
+    num_layers: int, max_batch: int, num_engines: int = 1
+) -> tuple[TensorSpec, TensorSpec]:
+    """Return the tensors that the flags of either side lie in, beside the side that waits.
+
+    The second is that of all `num_engines` cache ranks of one inference rank: what the forward pass
+    waits for is raised by each of them, and one kernel polls it all.
+    """
+    width, wide = (-(-size // _LINE) * _LINE for size in (max_batch, num_engines * max_batch))
     return (
         TensorSpec("to_engine", (2 + 2 * num_layers, width), "int32", "engine"),
-        TensorSpec("to_inference", (1 + num_layers, width), "int32", "inference"),
+        TensorSpec("to_inference", (1 + num_layers, wide), "int32", "inference"),
     )
 
 
@@ -35,14 +41,16 @@ class GpuFlags:
     `finished`, once nothing that both sides use is read or written for the step any more.
 
     Between two GPUs each flag is memory of the GPU that waits for it: it polls nothing over NVLink.
-    `tensors` have those of `flag_specs`.
+    `tensors` have those of `flag_specs`. Of several cache ranks this is the one with the number
+    `index`. Flags that each raises lie side by side, in their order, so that the forward pass waits
+    for one slice (`all_ready`, `all_finished`).
     """
 
-    def __init__(self, tensors: MappedTensors, num_layers: int) -> None:
+    def __init__(self, tensors: MappedTensors, num_layers: int, index: int = 0) -> None:
         self._to_engine, self._to_inference = tensors["to_engine"], tensors["to_inference"]
-        self._num_layers = num_layers
+        self._num_layers, self._index = num_layers, index
         self.begin, self.end = self._to_engine[0, :1], self._to_engine[1, :1]
-        self.finished = self._to_inference[0, :1]
+        self.finished = self._to_inference[0, index : index + 1]
 
     def input(self, layer: int, size: int = 1) -> torch.Tensor:
         """See the class."""
@@ -54,4 +62,13 @@ class GpuFlags:
 
     def ready(self, layer: int, size: int = 1) -> torch.Tensor:
         """See the class."""
-        return self._to_inference[1 + layer, :size]
+        first = self._index * size
+        return self._to_inference[1 + layer, first : first + size]
+
+    def all_ready(self, layer: int, count: int, size: int = 1) -> torch.Tensor:
+        """Return `ready` of all `count` cache ranks, ``[count * size]``."""
+        return self._to_inference[1 + layer, : count * size]
+
+    def all_finished(self, count: int) -> torch.Tensor:
+        """Return `finished` of all `count` cache ranks."""
+        return self._to_inference[0, :count]

@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Self
@@ -44,6 +44,8 @@ class Homes:
     """Of the forward pass, and of the engine; on a CPU all memory is the host's."""
     here: torch.device
     """Whose kernels use them in this process."""
+    pools: tuple[torch.device, ...] = ()
+    """GPUs of several cache ranks of one inference rank: home ``pool_n`` is the n-th of them."""
 
     @classmethod
     def on_host(cls) -> Self:
@@ -60,15 +62,30 @@ class Homes:
         """Return what makes and maps memory of `home`; None: that is the host."""
         if home == "host" or not self.are_on_gpu:
             return None
-        return self._engine if home == "engine" else self._inference
+        owner = self._owner(home)
+        if owner not in self._memory:
+            users = (self.inference, self.engine, *self.pools)
+            self._memory[owner] = GpuMemory(owner, self.here, users)
+        return self._memory[owner]
+
+    def with_engine(self, number: int) -> Homes:
+        """Return them as the connection to cache rank `number` of several has them."""
+        return replace(self, engine=self.pools[number]) if self.pools else self
+
+    def _owner(self, home: str) -> torch.device:
+        if home in ("inference", "engine"):
+            return self.inference if home == "inference" else self.engine
+        number = int(home.removeprefix("pool_"))
+        if number >= len(self.pools):
+            raise ProtocolError(
+                f"memory of cache rank {number} is mapped, and there are {len(self.pools)} with a "
+                "part of the pool; start all ranks with the same --cache-ranks"
+            )
+        return self.pools[number]
 
     @cached_property
-    def _inference(self) -> GpuMemory:
-        return GpuMemory(self.inference, self.here, (self.inference, self.engine))
-
-    @cached_property
-    def _engine(self) -> GpuMemory:
-        return GpuMemory(self.engine, self.here, (self.inference, self.engine))
+    def _memory(self) -> dict[torch.device, GpuMemory]:
+        return {}
 
 
 class MappedTensors:

@@ -77,7 +77,8 @@ class PolicyTraits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 class Hello(_Message, frozen=True, tag=1):
     """Open an epoch.
 
-    `gpus` are the UUIDs of the model's GPU and of the engine's, as the inference rank counts them;
+    `gpus` are the UUIDs of the model's GPU, of the engine's and of those that have a part of the
+    pool, as the inference rank counts them;
     none where both are on the host.
     """
 
@@ -87,7 +88,7 @@ class Hello(_Message, frozen=True, tag=1):
     settings: Annotated[dict[ShortText, Text], msgspec.Meta(max_length=128)]
     max_rows: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     page_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
-    gpus: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=2)] = ()
+    gpus: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=66)] = ()
 
     def __repr__(self) -> str:  # the token must not reach a log
         return f"Hello(protocol_version={self.protocol_version}, model={self.model!r}, ...)"

@@ -14,7 +14,8 @@ import msgspec
 
 from .architectures import Architecture, find_architecture
 from .attention_config import check_attention, softmax_scale, windowed_layers
-from .errors import ProtocolError, UnsupportedModelError
+from .errors import ProtocolError, SettingsError, UnsupportedModelError
+from .head_shard import HeadShard
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Context = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
@@ -76,6 +77,32 @@ def shard_of(model: ModelSpec, num_ranks: int) -> ModelSpec:
         num_qo_heads=model.num_qo_heads // num_ranks,
         num_kv_heads=max(1, model.num_kv_heads // num_ranks),
     )
+
+
+def part_of(model: ModelSpec, shard: HeadShard) -> ModelSpec:
+    """Return the shape of `shard` of an inference rank's `model`; query heads go with KV heads."""
+    return msgspec.structs.replace(
+        model,
+        num_qo_heads=shard.part(model.num_qo_heads),
+        num_kv_heads=shard.part(model.num_kv_heads),
+    )
+
+
+def part_for(
+    whole: ModelSpec, *, tp_size: int, head_shards: int, rank: int
+) -> tuple[ModelSpec, HeadShard]:
+    """Return what cache rank `rank` has of `whole`, and which heads of its inference rank they are.
+
+    Each of `tp_size` inference ranks has `head_shards` cache ranks. Raises `SettingsError` if there
+    are fewer KV heads.
+    """
+    model = shard_of(whole, tp_size)
+    if head_shards > model.num_kv_heads:
+        raise SettingsError(
+            f"cache_ranks: {head_shards} share {model.num_kv_heads} KV heads, and each needs one"
+        )
+    shard = HeadShard(rank % head_shards, head_shards, model.num_kv_heads)
+    return part_of(model, shard), shard
 
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")

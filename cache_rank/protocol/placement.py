@@ -107,7 +107,12 @@ class Placement(FrozenModel):
     @property
     def shares_pool(self) -> bool:
         """Whether the pool of a cache rank has KV heads of others as well."""
-        return self.head_shards > 1 and not self.has_far_host
+        return self.num_sharing > 1
+
+    @property
+    def num_sharing(self) -> int:
+        """Cache ranks that map one pool, each for its KV heads."""
+        return 1 if self.has_far_host else self.head_shards
 
     @property
     def attends_to_pool(self) -> bool:

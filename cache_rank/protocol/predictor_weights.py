@@ -47,11 +47,14 @@ def most_bytes(model: ModelSpec, capacity_tokens: int) -> int:
 
 
 def put_weights(
-    tensors: MappedTensors, layers: Sequence[QueryWeights | None], cos_sin: torch.Tensor
+    tensors: MappedTensors,
+    layers: Sequence[QueryWeights | None],
+    cos_sin: torch.Tensor,
+    shard: HeadShard | None = None,
 ) -> None:
     """Copy the weights of the layers that are predicted for into mapped tensors.
 
-    They are of the engine's home.
+    They are of the engine's home, and of the heads of `shard`, by default of all.
 
     Parameters
     ----------
@@ -68,17 +71,25 @@ def put_weights(
     SettingsError
         If there is no memory for them.
     """
+    shard = shard or HeadShard()
     numbers = [layer for layer, weights in enumerate(layers) if weights is not None]
     kept = [weights for weights in layers if weights is not None]
     first = kept[0]
     names = ["weight", *(n for n in _OPTIONAL if getattr(first, n) is not None)]
+    norm = first.query_norm
+    is_over_all = norm is not None and len(norm) != first.head_dim
+
+    def part_of(weights: QueryWeights, name: str) -> torch.Tensor:
+        part: torch.Tensor = getattr(weights, name)
+        return shard.of(part, 0) if name in _BY_HEAD and not is_over_all else part
+
     for name in names:
-        part: torch.Tensor = getattr(first, name)
+        part = part_of(first, name)
         out = tensors.allocate(
             PREDICTOR_PREFIX + name, (len(kept), *part.shape), part.dtype, "engine"
         )
         for place, weights in enumerate(kept):
-            out[place].copy_(getattr(weights, name))
+            out[place].copy_(part_of(weights, name))
     tensors.allocate(PREDICTOR_PREFIX + _NUMBERS, (len(kept),), torch.int32, "host").copy_(
         torch.tensor(numbers, dtype=torch.int32)
     )
@@ -142,7 +153,7 @@ class MappedPredictor:
         head_dim, rotates_neighbours = tensors[PREDICTOR_PREFIX + _FORM].tolist()
         width = num_heads * head_dim
         self._predicts_all = shard.count > 1 and _is_over_all_heads(tensors)
-        is_whole = parts["weight"].shape[1] == width * shard.count
+        is_whole = parts["weight"].shape[1] == shard.whole(width)
         if not is_whole and (self._predicts_all or parts["weight"].shape[1] != width):
             wrong.append("weight")
         if wrong:

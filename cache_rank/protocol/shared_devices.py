@@ -2,15 +2,16 @@
 """Which GPUs the processes of links ``shared`` and ``message`` use.
 
 By link ``shared`` all see the same GPUs in the same order. Inference ranks have the first ones, as
-SGLang counts them, engines the next, in the order of their inference ranks; where tests have one
-GPU for both (`one_device`), it is the same. The handshake compares them by UUID, for an index means
-nothing to another process. By link ``message`` each host has one GPU for its rank and its pump, and
-all of the memory that they map is that GPU's.
+SGLang counts them, engines the next, in the order of their inference ranks; several of one have as
+many each. Where tests have one GPU for all (`one_device`), it is the same. The handshake compares
+them by UUID, for an index means nothing to another process. By link ``message`` each host has one
+GPU for its rank and its pump, and all of the memory that they map is that GPU's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +19,7 @@ from .errors import SettingsError
 from .mapped_tensors import Homes
 from .one_device import ONE_DEVICE_VARIABLE, is_on_one_device
 
-_ROLES = ("the model's", "the cache rank's")
+_ROLES = ("the model's", "the cache rank's", *["one of the cache ranks'"] * 64)
 
 
 def one_gpu_homes(device: torch.device) -> Homes:
@@ -57,46 +58,59 @@ def same_gpu(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
     )
 
 
-def inference_homes(device: torch.device, num_before: int = 1) -> Homes:
+def inference_homes(device: torch.device, num_before: int = 1, num_engines: int = 1) -> Homes:
     """Return where memory lies, as the inference rank on `device` sees it.
 
-    `num_before` is the number of GPUs that inference ranks have. Raises `SettingsError` if there is
-    no GPU for the engine.
+    `num_before` is the number of GPUs that inference ranks have, `num_engines` that of cache ranks
+    of each. Of several the first one's is `Homes.engine`. Raises `SettingsError` if there is no GPU
+    for one of them.
     """
     if device.type != "cuda":
         return Homes.on_host()
-    return Homes(inference=device, engine=_engine_of(device, num_before), here=device)
+    engines = _engines_of(device, num_before, num_engines)
+    pools = engines if num_engines > 1 else ()
+    return Homes(inference=device, engine=engines[0], here=device, pools=pools)
 
 
-def engine_homes(device: torch.device, rank: int = 0, num_before: int = 1) -> Homes:
-    """Return where memory lies, as the engine of inference rank `rank` sees it.
+def engine_homes(
+    device: torch.device, rank: int = 0, num_before: int = 1, num_engines: int = 1
+) -> Homes:
+    """Return where memory lies, as the engine of cache rank `rank` sees it.
 
-    `num_before` is the number of GPUs that inference ranks have. Raises `SettingsError` if it is on
-    a GPU, and there is none for it.
+    The other arguments are those of `inference_homes`. Raises `SettingsError` if it is on a GPU,
+    and there is none for it.
     """
     if device.type != "cuda":
         return Homes.on_host()
-    inference = torch.device("cuda", rank)
-    engine = _engine_of(inference, num_before)
-    torch.cuda.set_device(engine)
-    return Homes(inference=inference, engine=engine, here=engine)
+    inference = torch.device("cuda", rank // num_engines)
+    homes = inference_homes(inference, num_before, num_engines).with_engine(rank % num_engines)
+    torch.cuda.set_device(homes.engine)
+    return replace(homes, here=homes.engine)
 
 
 def gpu_uuids(homes: Homes) -> tuple[str, ...]:
-    """Return the UUIDs of the model's GPU and of the engine's; none where all is on a host."""
+    """Return the UUIDs of the model's GPU, of the engine's, and of those with a part of the pool.
+
+    None where all is on a host.
+    """
     if not homes.are_on_gpu:
         return ()
-    gpus = (homes.inference, homes.engine)
+    gpus = (homes.inference, homes.engine, *homes.pools)
     return tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
 
 
 def differing_gpu(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
     """Return why the GPUs of the inference rank are not those of the cache rank; None: they are."""
-    if len(theirs) != len(ours):
+    if bool(theirs) != bool(ours):
         where = {True: "GPUs", False: "the host's CPU"}
         return (
             f"the inference rank is on {where[bool(theirs)]}, the cache rank on "
             f"{where[bool(ours)]}; give both ranks the same --device"
+        )
+    if len(theirs) != len(ours):
+        return (
+            f"the inference rank counts {len(theirs)} GPUs, and the cache rank {len(ours)}; give "
+            "all ranks the same --cache-ranks"
         )
     for role, their, our in zip(_ROLES, theirs, ours, strict=False):
         if their != our:
@@ -107,14 +121,17 @@ def differing_gpu(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
     return None
 
 
-def _engine_of(device: torch.device, num_before: int) -> torch.device:
+def _engines_of(
+    device: torch.device, num_before: int, num_engines: int
+) -> tuple[torch.device, ...]:
     if is_on_one_device():
-        return device
-    engine = torch.device("cuda", device.index + num_before)
-    if engine.index >= torch.cuda.device_count():
+        return (device,) * num_engines
+    first = num_before + device.index * num_engines
+    if first + num_engines > torch.cuda.device_count():
+        wanted = "a second GPU" if num_engines == 1 else f"a GPU each, cuda:{first} and the next"
         raise SettingsError(
-            f"a cache rank in a process of its own needs a second GPU, {torch.cuda.device_count()} "
+            f"a cache rank in a process of its own needs {wanted}, {torch.cuda.device_count()} "
             "seen (CUDA_VISIBLE_DEVICES counts); use --cache-ranks 0, or for tests "
             f"{ONE_DEVICE_VARIABLE}=1 under CUDA MPS"
         )
-    return engine
+    return tuple(torch.device("cuda", first + number) for number in range(num_engines))

@@ -21,13 +21,16 @@ Where both are one device, resident sets lie behind the tokens in the same tenso
 names both by one list of slots (`RegionSizes.is_apart`).
 
 Several cache ranks of one inference rank (`RegionSizes.shard`) map one pool of all KV heads and one
-request table; each reads and writes its own heads there. Flags, ring and staging are made for each.
-On another host (link ``message``) each has a pool of its own heads instead.
+request table; each reads and writes its own heads there. Ring, staging and the flags that its GPU
+polls are made for each. Where each has a GPU the pool is in as many parts, of consecutive layers:
+K/V lie evenly however the heads are divided, and each cache rank reads most of its rows from the
+GPUs of the others. On another host (link ``message``) each has a pool of its own heads instead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -35,7 +38,7 @@ from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.engine import EnginePools
 from tandemkv.cache_rank.protocol.errors import ProtocolError
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
-from tandemkv.cache_rank.protocol.head_shard import HeadShard
+from tandemkv.cache_rank.protocol.head_shard import HeadShard, part_bounds
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
@@ -43,6 +46,8 @@ from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART
 from tandemkv.cache_rank.protocol.step_ring import ring_shape
 
+POOL = "kv"
+"""K/V of all tokens; with a number behind it, of a part of the layers."""
 STAMPS = "row_stamps"
 """Of what the engine remembers of rows: which request and which step each copy is of."""
 SEED_BUFFERS = 2
@@ -64,6 +69,13 @@ class RegionSizes:
     the model (`Placement.has_far_pool`)."""
     shard: HeadShard = field(default_factory=HeadShard)
     """Of the pool's KV heads, those that the model of this region has."""
+    num_sharing: int = 1
+    """Cache ranks that map one pool, each for its heads."""
+
+    @property
+    def num_pools(self) -> int:
+        """Parts that the layers of the pool are in."""
+        return self.num_sharing if self.is_apart else 1
 
     @property
     def max_batch(self) -> int:
@@ -111,7 +123,7 @@ def kept_specs(
 ) -> tuple[TensorSpec, ...]:
     """Return what survives an epoch: K/V, resident sets, and tables."""
     slots, layers = sizes.num_slots, model.num_layers
-    heads, dim = model.num_kv_heads * sizes.shard.count, model.head_dim
+    heads, dim = sizes.shard.whole(model.num_kv_heads), model.head_dim
     beside: tuple[TensorSpec, ...] = ()
     if sizes.is_apart:
         beside = tuple(
@@ -125,11 +137,37 @@ def kept_specs(
         slots = -(-slots // sizes.page_size) * sizes.page_size
     weights = (layers, sizes.num_rows, heads, selection.num_samples)
     return (
-        TensorSpec("kv", (layers, 2, slots, heads, dim), model.stored_dtype, "engine"),
+        *_pool_specs(sizes, (layers, 2, slots, heads, dim), model.stored_dtype),
         *beside,
         TensorSpec("req_to_token", (sizes.num_rows, model.max_context), "int32", "inference"),
         TensorSpec("sample_log_weight", weights, "float32", "inference"),
     )
+
+
+def _pool_specs(
+    sizes: RegionSizes, shape: tuple[int, int, int, int, int], dtype: str
+) -> tuple[TensorSpec, ...]:
+    count, (layers, *rest) = sizes.num_pools, shape
+    if count == 1:
+        return (TensorSpec(POOL, shape, dtype, "engine"),)
+    bounds = (part_bounds(number, count, layers) for number in range(count))
+    return tuple(
+        TensorSpec(f"{POOL}_{number}", (end - start, *rest), dtype, f"pool_{number}")
+        for number, (start, end) in enumerate(bounds)
+    )
+
+
+def is_pool(spec: TensorSpec) -> bool:
+    """Whether `spec` has K/V of all tokens, of some layers at least."""
+    return spec.name == POOL or spec.name.startswith(f"{POOL}_")
+
+
+def layers_of_pool(tensors: MappedTensors, sizes: RegionSizes) -> list[torch.Tensor]:
+    """Return K and V of each layer, ``[2, slots, H, D]``, whichever GPU has them."""
+    if sizes.num_pools == 1:
+        return list(tensors[POOL].unbind())
+    parts = (tensors[f"{POOL}_{number}"] for number in range(sizes.num_pools))
+    return [layer for part in parts for layer in part.unbind()]
 
 
 def _widths_beside(selection: SelectionSettings) -> tuple[tuple[str, int], ...]:
@@ -170,28 +208,39 @@ def staging_specs(
     )
 
 
+class RegionSpecs(NamedTuple):
+    """What is mapped, by how long it lives."""
+
+    kept: tuple[TensorSpec, ...]
+    """Survives an epoch; all cache ranks of an inference rank map it."""
+    own: tuple[TensorSpec, ...]
+    """Survives an epoch, of one cache rank."""
+    epoch: tuple[TensorSpec, ...]
+    """New in each epoch, of one cache rank."""
+
+
 def specs_by_life(
     model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes, *, on_gpu: bool
-) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+) -> RegionSpecs:
     """Return what survives an epoch, and what is new in each."""
     kept, epoch = kept_specs(model, selection, sizes), host_specs(model, sizes)
     staging = staging_specs(model, selection, sizes)
-    if on_gpu:
-        requests = tuple(
-            TensorSpec(name, (sizes.max_batch,), "int64", "engine")
-            for name in ("step_rows", "step_lengths")
-        )
-        flags = flag_specs(model.num_layers, sizes.max_batch)
-        return (*kept, *staging, *requests, *flags), epoch
-    return kept, (*epoch, *staging)
+    if not on_gpu:
+        return RegionSpecs(kept, (), (*epoch, *staging))
+    requests = tuple(
+        TensorSpec(name, (sizes.max_batch,), "int64", "engine")
+        for name in ("step_rows", "step_lengths")
+    )
+    to_engine, to_all = flag_specs(model.num_layers, sizes.max_batch, sizes.num_sharing)
+    return RegionSpecs((*kept, to_all), (*staging, *requests, to_engine), epoch)
 
 
 def part_books(
     tensors: MappedTensors, model: ModelSpec, selection: SelectionSettings, sizes: RegionSizes
 ) -> MappedTensors:
     """Take out of `tensors` what an engine of an earlier epoch made, and return it."""
-    kept, epoch = specs_by_life(model, selection, sizes, on_gpu=tensors.homes.are_on_gpu)
-    known = {spec.name for spec in (*kept, *epoch)}
+    wanted = specs_by_life(model, selection, sizes, on_gpu=tensors.homes.are_on_gpu)
+    known = {spec.name for specs in wanted for spec in specs}
     books = MappedTensors(tensors.homes)
     names = [x.name for x in tensors.specs if x.name not in known]
     tensors.hand_over([x for x in names if not x.startswith(PREDICTOR_PREFIX)], books)
@@ -206,11 +255,9 @@ def check_region(
     Weights of the prediction (`predictor_weights`) come beside them, and are checked by who reads
     them. Raises `ProtocolError`, naming the first that differs.
     """
-    on_gpu = tensors.homes.are_on_gpu
-    kept, epoch = specs_by_life(model, selection, sizes, on_gpu=on_gpu)
-    wanted = (*kept, *epoch)
+    wanted = specs_by_life(model, selection, sizes, on_gpu=tensors.homes.are_on_gpu)
     found = {x.name: x for x in tensors.specs if not x.name.startswith(PREDICTOR_PREFIX)}
-    for spec in wanted:
+    for spec in (spec for specs in wanted for spec in specs):
         if found.pop(spec.name, None) != spec:
             raise ProtocolError(
                 f"mapped tensor {spec.name!r} must be {spec.dtype}{list(spec.shape)}; start both "
@@ -225,18 +272,17 @@ def pools_of(
 ) -> EnginePools:
     """Return the engine's pools as views of the mapped tensors, of its own KV heads."""
     shard, width = sizes.shard, selection.num_resident
-    kv = shard.of(tensors["kv"], 3)
-    layers = range(model.num_layers)
+    kv = [shard.of(layer, 2) for layer in layers_of_pool(tensors, sizes)]
     if sizes.is_apart:
         sets = (shard.of(tensors[name], 3) for name in ("resident_k", "resident_v"))
         resident = list(zip(*sets, strict=True))
     else:
         shape = (sizes.num_rows, width, model.num_kv_heads, model.head_dim)
-        tail = kv[:, :, sizes.num_slots : sizes.num_slots + sizes.num_rows * width]
-        resident = [(tail[x, 0].view(shape), tail[x, 1].view(shape)) for x in layers]
+        tail = slice(sizes.num_slots, sizes.num_slots + sizes.num_rows * width)
+        resident = [(k[tail].view(shape), v[tail].view(shape)) for k, v in kv]
     return EnginePools(
-        k=[kv[x, 0, : sizes.num_slots] for x in layers],
-        v=[kv[x, 1, : sizes.num_slots] for x in layers],
+        k=[k[: sizes.num_slots] for k, _ in kv],
+        v=[v[: sizes.num_slots] for _, v in kv],
         resident=resident,
         page_size=sizes.page_size,
         log_weight=shard.of(tensors["sample_log_weight"], 2) if selection.num_samples else None,

@@ -256,9 +256,9 @@ class FarPump:
             page_size=hello.page_size,
             is_apart=True,
         )
-        kept, new = specs_by_life(hello.model, selection, sizes, on_gpu=on_gpu)
+        kept, own, new = specs_by_life(hello.model, selection, sizes, on_gpu=on_gpu)
         check_told(meet.tensors, most_told(hello.model, self._settings))
-        self._keep(kept, meet.tensors)
+        self._keep((*kept, *own), meet.tensors)
         self._receive_tensors(meet, plane)
         ours = MappedTensors(self._homes)
         ours.allocate_all(new)
@@ -330,11 +330,11 @@ def _new_name() -> int:
 def most_told(model: ModelSpec, settings: RankSettings) -> int:
     """Return the most bytes for the prediction of queries: the weights of all heads come.
 
-    `model` has those of this cache rank.
+    `model` has those of this cache rank, and others may have a KV head more.
     """
-    whole = msgspec.structs.replace(
-        model, num_qo_heads=model.num_qo_heads * settings.placement.head_shards
-    )
+    count = settings.placement.head_shards
+    most = model.gqa_group_size * (model.num_kv_heads * count + count - 1)
+    whole = msgspec.structs.replace(model, num_qo_heads=most)
     return most_bytes(whole, settings.cache.capacity_tokens)
 
 

@@ -100,7 +100,6 @@ class NearPump:
         self._homes = homes or Homes.on_host()
         self._address, self._keys, self._server = address, keys, server
         self._interface, self._rank = interface, rank
-        self._shard = HeadShard.of_rank(rank, settings.placement.head_shards)
         self._session: PumpSession | None = None
         self._caller: Caller | None = None
         self._pulse = Pulse(self._exchange)
@@ -232,7 +231,9 @@ class NearPump:
         plane: DataPlane | None = None
         try:
             is_new = STAMPS not in tensors or not int(tensors[STAMPS][0])
-            plane, wires, memory = self._meet(caller, welcome.epoch, tensors, is_new=is_new)
+            count = self._settings.placement.head_shards
+            shard = HeadShard(self._rank % count, count, tensors["kv"].shape[3])
+            plane, wires, memory = self._meet(caller, welcome.epoch, tensors, shard, is_new=is_new)
             made.allocate(STAMPS, (1,), torch.int64, "host").fill_(memory)
             send_tensors(connection, made)
         except BaseException as error:
@@ -249,7 +250,7 @@ class NearPump:
         session = PumpSession(welcome.epoch, plane, connection, (tensors, made))
         program = EngineProgram.told(hello.model, self._settings, welcome)
         selection = self._settings.selection
-        side = Side(tensors, program, selection, session.is_over, self._shard)
+        side = Side(tensors, program, selection, session.is_over, shard)
         sent, received, out = Contents(side), Contents(side), Outbox(plane)
         lanes = make_lanes(side, sent, received, out, wires, self._exchange.transfer_timeout_s)
         receiver = NearReceiver(side, received.plan, plane, lanes.receives)
@@ -262,13 +263,19 @@ class NearPump:
         return session
 
     def _meet(
-        self, caller: Caller, epoch: int, tensors: MappedTensors, *, is_new: bool
+        self,
+        caller: Caller,
+        epoch: int,
+        tensors: MappedTensors,
+        shard: HeadShard,
+        *,
+        is_new: bool,
     ) -> tuple[DataPlane, Wires, int]:
         """Return the data plane, between GPUs wires, and the name of the memory at the other end.
 
         The wires break with the data plane.
         """
-        extra = weights_for(tensors, self._shard)
+        extra = weights_for(tensors, shard)
         token = os.urandom(TOKEN_BYTES)
         limit_s = self._exchange.transfer_timeout_s
         interface = self._interface or local_address(caller.address)

@@ -39,8 +39,8 @@ from tandemkv.cache_rank.protocol.messages import (
 from tandemkv.cache_rank.protocol.model_spec import (
     ModelSpec,
     model_as_claimed,
+    part_for,
     read_model_spec,
-    shard_of,
 )
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
@@ -60,8 +60,8 @@ _MAX_REASON = 4096
 class SharedEngineService:
     """Serves one inference rank at a time, in memory that it makes.
 
-    An inference rank may have `max_rows` request rows; of its KV heads this cache rank has those of
-    `shard`.
+    An inference rank may have `max_rows` request rows; cache rank `rank` may have a part of its KV
+    heads.
 
     Raises
     ------
@@ -80,12 +80,15 @@ class SharedEngineService:
         max_rows: int,
         counters: Counters,
         homes: Homes,
-        shard: HeadShard,
+        rank: int = 0,
     ) -> None:
         self._run_dir, self._model_dir, self._settings = run_dir, model_dir, settings
         self._max_rows, self._counters, self._clock = max_rows, counters, BusyClock()
         whole = read_model_spec(model_dir, dtype="float32", kv_dtype=settings.cache.stored_dtype)
-        self._model, self._shard = shard_of(whole, settings.placement.num_shards), shard
+        placement = settings.placement
+        self._model, self._shard = part_for(
+            whole, tp_size=placement.tp_size, head_shards=placement.head_shards, rank=rank
+        )
         self._homes, self._gpus = homes, gpu_uuids(homes)
         self._make_policy(self._model)  # one that cannot be built is told now
         self._session: SharedSession | None = None
@@ -133,6 +136,7 @@ class SharedEngineService:
                 self._end_epoch("an error of our own, see above")
             if session.is_over:
                 self._end_epoch("the inference rank is gone")
+        session = None  # an engine's memory is given back before another one is built
         received = self._control.poll(0.0 if self._session is not None else _POLL_S)
         if received is not None:
             self._handle(*received)
@@ -210,6 +214,7 @@ class SharedEngineService:
             page_size=hello.page_size,
             is_apart=placement.has_far_pool,
             shard=HeadShard() if placement.has_far_host else self._shard,  # of the pool here
+            num_sharing=placement.num_sharing,
         )
         welcome = self._welcome(epoch, policy, sizes)
         self._heartbeat.expect(epoch)

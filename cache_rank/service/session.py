@@ -83,7 +83,9 @@ class SharedSession:
         check_region(tensors, model, selection, sizes)
         self.number, self._clock = epoch, clock
         self._connection, self._tensors = connection, tensors
-        pools = replace(pools_of(tensors, model, selection, sizes), allocate=self.made.allocate)
+        pools = replace(
+            pools_of(tensors, model, selection, sizes), allocate=self.made.allocate, shard=shard
+        )
         predict = _predictor(tensors, model, settings, shard)
         self.engine: Engine = create(
             model=model,
@@ -100,7 +102,7 @@ class SharedSession:
         self._runner = EntryRunner(
             self.engine,
             tensors,
-            self._make_signals(flags, settings.exchange.transfer_timeout_s),
+            self._make_signals(flags, settings.exchange.transfer_timeout_s, sizes.shard.index),
             self._versions(pools.log_weight),
             epoch=epoch,
             num_layers=model.num_layers,
@@ -116,11 +118,13 @@ class SharedSession:
         self._wake, self._waker = socket.socketpair()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
-    def _make_signals(self, flags: StepFlags, limit_s: float) -> HostSignals | StreamSignals:
+    def _make_signals(
+        self, flags: StepFlags, limit_s: float, index: int
+    ) -> HostSignals | StreamSignals:
         """Return what waits for the inference rank: the GPU's streams, or this thread."""
         tensors, num_layers = self._tensors, self.engine.program.num_layers
         if tensors.homes.are_on_gpu:
-            self._on_gpu = StreamSignals(tensors, flags, num_layers, timeout_s=limit_s)
+            self._on_gpu = StreamSignals(tensors, flags, num_layers, timeout_s=limit_s, index=index)
             return self._on_gpu
         return HostSignals(
             flags,

@@ -20,16 +20,24 @@ from tandemkv.kernels.streams import LANE_PRIORITY, shared_stream
 class StreamSignals:
     """Flags in GPU memory; waiting and raising are kernels of the current stream.
 
-    `tensors` have those of `gpu_flags.flag_specs` and the staging of a step; `host` tells the other
+    `tensors` have those of `gpu_flags.flag_specs` and the staging of a step; of several cache ranks
+    of one inference rank this is that with the number `index`. `host` tells the other
     host what has been queued. A wait that ends after `timeout_s` without the forward pass masks
     what is left of the step, and all later ones (`tandemkv.kernels.step_flags`).
     """
 
     def __init__(
-        self, tensors: MappedTensors, host: StepFlags, num_layers: int, *, timeout_s: float
+        self,
+        tensors: MappedTensors,
+        host: StepFlags,
+        num_layers: int,
+        *,
+        timeout_s: float,
+        index: int = 0,
     ) -> None:
         device = tensors.homes.here
-        self._flags, self._host, self._at = GpuFlags(tensors, num_layers), host, FlagIndex(1)
+        self._flags = GpuFlags(tensors, num_layers, index)
+        self._host, self._at = host, FlagIndex(1)
         self._rows, self._lengths = tensors["step_rows"], tensors["step_lengths"]
         self._outputs = tensors.get("remote_outputs")
         self._timeout_s = timeout_s

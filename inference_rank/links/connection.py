@@ -50,7 +50,7 @@ from .fence import Fence
 
 _LOG = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 30.0
-KEPT, BOOKS = "kept", "books"
+KEPT, OWN, BOOKS = "kept", "own", "books"
 """Groups of tensors that the launcher, or ``tandemkv memory``, holds."""
 _LONGEST_WAIT_S = 3600.0
 _MARGIN_S = 1.0
@@ -88,8 +88,9 @@ class OpenedEpoch:
 class SharedConnection:
     """Memory, flags and announcements of one inference rank, and whether its cache rank lives.
 
-    `kept` are K/V and tables (`shared_region.specs_by_life`), which stay when an epoch ends;
-    `counters` count waits, epochs and losses.
+    `kept` and `own` stay when an epoch ends (`shared_region.specs_by_life`): K/V and tables, which
+    other cache ranks of the same inference rank may map as well, and what only this one's process
+    maps. `counters` count waits, epochs and losses.
 
     Attributes
     ----------
@@ -103,6 +104,10 @@ class SharedConnection:
         There is no epoch because this rank left it: its engine lives.
     program : EngineProgram
         What the engine does in which layer.
+    shard : HeadShard
+        Whose keys, sets and queries it has.
+    own : MappedTensors
+        As above.
     end_waits : Callable or None
         Called when the epoch is lost, by whoever finds it so and before anybody else sees it: lets
         what waits for the engine on a GPU wait no longer.
@@ -118,10 +123,14 @@ class SharedConnection:
         model: ModelSpec,
         sizes: RegionSizes,
         kept: MappedTensors,
+        own: MappedTensors,
         counters: Counters,
     ) -> None:
         self._run_dir, self._settings, self._model = run_dir, settings, model
         self._sizes, self._kept, self._counters = sizes, kept, counters
+        self.shard, self.own = sizes.shard, own
+        self._staging = MappedTensors(own.homes)
+        self._staging.borrow(kept, own)
         self._at = FlagIndex(model.num_layers)
         self._lock = threading.Lock()
         self._control: ControlClient | None = None
@@ -164,7 +173,7 @@ class SharedConnection:
             self._run_dir.holder_socket,
             token=self._run_dir.token,
             group=BOOKS,
-            homes=self._kept.homes,
+            homes=self.own.homes,
         )
         self._is_first = True
 
@@ -186,17 +195,17 @@ class SharedConnection:
         if self._fence is not None:
             self._fence.close(timeout_s)
         try:
-            return self._open(timeout_s, (self._kept, self._theirs))
+            return self._open(timeout_s, (self.own, self._kept, self._theirs))
         except HandshakeRefusedError as error:
             is_far = self._settings.placement.has_far_host  # it names the K/V there, not rows
             if error.field != "memory" or not self._theirs.specs or is_far:
                 raise
             _LOG.warning("rows are seeded anew, what is known of them is of no use: %s", error)
-            return self._open(timeout_s, (self._kept,))
+            return self._open(timeout_s, (self.own, self._kept))
 
     def _open(self, timeout_s: float, survivors: tuple[MappedTensors, ...]) -> OpenedEpoch:
         deadline = time.monotonic() + timeout_s
-        ours = MappedTensors(self._kept.homes)
+        ours = MappedTensors(self.own.homes)
         control = ControlClient(self._run_dir)
         try:
             hello = make_hello(
@@ -205,15 +214,15 @@ class SharedConnection:
                 settings=self._settings,
                 max_rows=self._sizes.max_batch,
                 page_size=self._sizes.page_size,
-                gpus=gpu_uuids(self._kept.homes),
+                gpus=gpu_uuids(self.own.homes),
             )
             welcome = open_epoch(control, hello, timeout_s)
             if self._is_first and STAMPS in self._theirs:  # its engine has stopped by now
                 self._theirs[STAMPS].zero_()
-            _, new = specs_by_life(
+            specs = specs_by_life(
                 self._model, self._settings.selection, self._sizes, on_gpu=ours.homes.are_on_gpu
             )
-            ours.allocate_all(new)
+            ours.allocate_all(specs.epoch)
             if ours.homes.are_on_gpu:  # weights and zeros of tensors that survive may be queued
                 torch.cuda.synchronize(ours.homes.here)
             connection, theirs = offer_tensors(
@@ -249,7 +258,8 @@ class SharedConnection:
         self._theirs.close()  # the same memory is mapped as what came now
         self._ours, self._theirs = opened.ours, opened.theirs
         run_dir = self._run_dir
-        for group, held in ((KEPT, self._kept), (BOOKS, self._theirs)):  # it may have come anew
+        groups = ((KEPT, self._kept), (OWN, self.own), (BOOKS, self._theirs))
+        for group, held in groups:  # it may have come anew
             let_hold(run_dir.holder_socket, held, token=run_dir.token, group=group)
         self._flags = StepFlags(opened.ours["flags"])
         for flag in (at.FINISHED, at.ABORTED):
@@ -273,6 +283,11 @@ class SharedConnection:
         """End the epoch: nothing is waited for any more. Safe from any thread, idempotent."""
         if self._lose(reason):
             self._counters.cache_rank_lost_total += 1
+
+    def is_lost(self) -> bool:
+        """Whether there is no epoch, or somebody is just ending it."""
+        with self._lock:
+            return self.lost_reason is not None
 
     def leave(self, reason: str) -> None:
         """End the epoch of an engine that lives: it is told, and lets go of the memory.
@@ -318,7 +333,7 @@ class SharedConnection:
     @property
     def tensors(self) -> MappedTensors:
         """Where staging is (`shared_region.specs_by_life`)."""
-        return self._kept if self._kept.homes.are_on_gpu else self._ours
+        return self._staging if self.own.homes.are_on_gpu else self._ours
 
     @property
     def books(self) -> MappedTensors:
@@ -334,9 +349,9 @@ class SharedConnection:
         return self.books["resident_positions"][book]
 
     @property
-    def epoch_bytes(self) -> int:
-        """Bytes of mapped memory that belong to the epoch, the engine's books included."""
-        return self._ours.nbytes + self._theirs.nbytes
+    def own_bytes(self) -> int:
+        """Bytes of mapped memory of this cache rank's alone, the engine's books included."""
+        return self.own.nbytes + self._ours.nbytes + self._theirs.nbytes
 
     def prepare(self, *, variant: int, num_cold: int, size: int) -> None:
         """Let the engine make ready for decode steps of `size` requests, or prompts if 0.
@@ -345,12 +360,20 @@ class SharedConnection:
         """
         if self.lost_reason is not None:
             return
+        self.ask_to_prepare(variant=variant, num_cold=num_cold, size=size)
+        self.await_prepared()
+
+    def ask_to_prepare(self, *, variant: int, num_cold: int, size: int) -> None:
+        """Announce what `prepare` waits for, in a step of its own."""
         self.step += 1
         rows = tuple(StepRow(row=0, generation=0, length=1) for _ in range(size))
         entry = StepEntry(
             kind=EntryKind.PREPARE, step=self.step, variant=variant, num_cold=num_cold, rows=rows
         )
         self.announce(entry)
+
+    def await_prepared(self) -> None:
+        """Wait until the engine is ready; raises `CacheRankLostError` if it is lost before."""
         found = self._flags.wait(
             self._at.FINISHED, self.step, timeout_s=_LONGEST_WAIT_S,
             is_over=lambda: self.lost_reason is not None,

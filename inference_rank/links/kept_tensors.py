@@ -3,48 +3,78 @@
 
 from __future__ import annotations
 
+from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.held_tensors import let_hold, take_held
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes, specs_by_life
+from tandemkv.cache_rank.protocol.shared_region import (
+    RegionSizes,
+    is_pool,
+    specs_by_life,
+)
 
-from .connection import KEPT
+from .connection import KEPT, OWN
 
 
 def make_kept_tensors(
     model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes, run_dir: RunDir
 ) -> MappedTensors:
-    """Make what survives an epoch, where `homes` says.
+    """Make what survives an epoch and all cache ranks map, where `homes` says.
 
     What the launcher holds of an earlier inference rank is taken instead; what was stored in it is
     forgotten. The launcher holds it from then on. Raises `SettingsError` if the memory is not to be
     had; nothing is left then.
     """
+    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu).kept
+    is_sparse = settings.placement.has_far_host and not homes.are_on_gpu
+    return _have(wanted, homes, run_dir, KEPT, is_sparse=is_sparse)
+
+
+def make_own_tensors(
+    model: ModelSpec, settings: RankSettings, sizes: RegionSizes, homes: Homes, run_dir: RunDir
+) -> MappedTensors:
+    """Make what survives an epoch of the cache rank with the heads of `sizes`.
+
+    As `make_kept_tensors` does; `homes` are those of its connection, and `run_dir` is its own.
+    """
+    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu).own
+    return _have(wanted, homes, run_dir, OWN)
+
+
+def _have(
+    wanted: tuple[TensorSpec, ...],
+    homes: Homes,
+    run_dir: RunDir,
+    group: str,
+    *,
+    is_sparse: bool = False,
+) -> MappedTensors:
+    """Take `group` from the launcher, or make it; with `is_sparse` K/V take memory when written."""
+    if not wanted:
+        return MappedTensors(homes)
     holder, token = run_dir.holder_socket, run_dir.token
-    wanted = specs_by_life(model, settings.selection, sizes, on_gpu=homes.are_on_gpu)[0]
-    kept = take_held(holder, token=token, group=KEPT, homes=homes)
+    kept = take_held(holder, token=token, group=group, homes=homes)
     for spec in kept.specs:
         if spec.name.startswith(PREDICTOR_PREFIX):  # put anew, of the model that is loaded now
             kept.forget(spec.name)
     if kept.specs == wanted:
         for spec in wanted:
-            if spec.name != "kv":  # which slots hold something, the tables say
+            if not is_pool(spec):  # which slots hold something, the tables say
                 kept[spec.name].zero_()
         return kept
     kept.close()
     kept = MappedTensors(homes)
     try:
         for spec in wanted:
-            is_far = settings.placement.has_far_host
-            if spec.name == "kv" and is_far and not homes.are_on_gpu:
+            if is_sparse and is_pool(spec):
                 kept.allocate_sparse(spec)  # what prompts need: the pump gives the rest back
             else:
                 kept.allocate_all([spec])
     except BaseException:
         kept.close()
         raise
-    let_hold(holder, kept, token=token, group=KEPT)
+    let_hold(holder, kept, token=token, group=group)
     return kept

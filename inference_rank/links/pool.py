@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec, shard_of
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.shared_devices import inference_homes, one_gpu_homes
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes
+from tandemkv.cache_rank.protocol.shared_region import RegionSizes, layers_of_pool
 from tandemkv.inference_rank import runtime as runtime_module
 from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.gpu_index import with_index
@@ -26,10 +26,10 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
     """Return a subclass of SGLang's ``MHATokenToKVPool`` whose K/V are mapped tensors.
 
     On one device the resident sets lie behind the tokens. SGLang's allocator does not know them: it
-    goes by the pool's `size`. On two GPUs K/V are memory of the engine's, which SGLang's kernels
-    write over NVLink; prefixes are copied from there (`PrefixStaging`). SGLang's request table is
-    replaced by a mapped one, as the engine reads it. `req_to_token_pool`, SGLang's request table,
-    is still empty.
+    goes by the pool's `size`. On two GPUs K/V are memory of the engine's, or of several engines'
+    layer by layer, which SGLang's kernels write over NVLink; prefixes are copied from there
+    (`PrefixStaging`). SGLang's request table is replaced by a mapped one, as the engine reads it.
+    `req_to_token_pool`, SGLang's request table, is still empty.
     """
 
     class SharedKVPool(base):
@@ -50,9 +50,9 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
                 self, configurator.model_config, req_to_token_pool.req_to_token
             )
             req_to_token_pool.req_to_token = self.mapped["req_to_token"]
-            kv = self.mapped["kv"].view(self.store_dtype)
-            self.k_buffer = [kv[layer, 0] for layer in range(self.layer_num)]
-            self.v_buffer = [kv[layer, 1] for layer in range(self.layer_num)]
+            layers = layers_of_pool(self.mapped, self.mapped_sizes)
+            pairs = [layer.view(self.store_dtype).unbind() for layer in layers]
+            self.k_buffer, self.v_buffer = (list(part) for part in zip(*pairs, strict=True))
             sglang_versions.describe_buffers(self)
 
     return SharedKVPool
@@ -61,25 +61,26 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
 def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes, MappedTensors]:
     """Return what outlives an epoch, for SGLang's `pool` and request `table`."""
     settings = runtime_module.settings_from_environment()
+    placement = settings.placement
     sizes = RegionSizes(
         num_slots=int(pool.size) + int(pool.page_size),
         num_rows=int(table.shape[0]),
         page_size=int(pool.page_size),
-        is_apart=settings.placement.has_far_pool,
+        is_apart=placement.has_far_pool,
+        num_sharing=placement.num_sharing,
     )
-    tp_size = settings.placement.tp_size
     model = rank_model_spec(config, pool.dtype, table)
     device = with_index(torch.device(pool.device))
-    is_far = settings.placement.has_far_host
-    homes = one_gpu_homes(device) if is_far else inference_homes(device, tp_size)
-    run_dir = rank_run_dir(HeadShard(0, settings.placement.head_shards))
-    return sizes, make_kept_tensors(model, settings, sizes, homes, run_dir)
+    if placement.has_far_host:
+        homes = one_gpu_homes(device)
+    else:
+        homes = inference_homes(device, placement.tp_size, placement.num_sharing)
+    return sizes, make_kept_tensors(model, settings, sizes, homes, rank_run_dir(placement))
 
 
-def rank_run_dir(shard: HeadShard | None = None) -> RunDir:
-    """Return where this tensor-parallel rank meets the cache rank of `shard`, or the first."""
-    shard = shard or HeadShard()
-    number = sglang_versions.tensor_rank() * shard.count + shard.index
+def rank_run_dir(placement: Placement, index: int = 0) -> RunDir:
+    """Return where this tensor-parallel rank meets cache rank `index` of its own."""
+    number = sglang_versions.tensor_rank() * placement.head_shards + index
     return runtime_module.run_dir_from_environment().of_rank(number)
 
 

@@ -17,7 +17,7 @@ from tandemkv.cache_rank.protocol.engine_program import EngineProgram
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.head_shard import parts_of
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, shard_of
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, part_of
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes
@@ -25,6 +25,7 @@ from tandemkv.cache_rank.protocol.step_ring import StepRow
 from tandemkv.inference_rank.counters import Counters
 
 from .connection import HANDSHAKE_TIMEOUT_S, OpenedEpoch, SharedConnection
+from .kept_tensors import make_own_tensors
 
 _LEFT = "another cache rank of the same requests was lost"
 
@@ -159,9 +160,9 @@ class ShardedConnection:
         return self.parts[0].confirmed
 
     @property
-    def epoch_bytes(self) -> int:
-        """Bytes of mapped memory that belong to the epoch."""
-        return sum(part.epoch_bytes for part in self.parts)
+    def own_bytes(self) -> int:
+        """Bytes of mapped memory that a single cache rank maps."""
+        return sum(part.own_bytes for part in self.parts)
 
     @property
     def resumed_rows(self) -> tuple[int, int]:
@@ -178,9 +179,13 @@ class ShardedConnection:
         return torch.cat([part.resident_positions(book) for part in self.parts], dim=1)
 
     def prepare(self, *, variant: int, num_cold: int, size: int) -> None:
-        """See `SharedConnection.prepare`."""
+        """See `SharedConnection.prepare`; all do it at once."""
+        if self.lost_reason is not None:
+            return
         for part in self.parts:
-            part.prepare(variant=variant, num_cold=num_cold, size=size)
+            part.ask_to_prepare(variant=variant, num_cold=num_cold, size=size)
+        for part in self.parts:
+            part.await_prepared()
 
     def resume(self, rows: tuple[StepRow, ...]) -> None:
         """See `SharedConnection.resume`."""
@@ -217,17 +222,22 @@ def make_connection(
 ) -> SharedConnection | ShardedConnection:
     """Return what leads to the cache rank in each of `run_dirs`, in the order of their KV heads.
 
-    The other arguments are those of `SharedConnection`, for all heads.
+    The other arguments are those of `SharedConnection`, for all heads. Raises `SettingsError` if
+    there is no memory for what each has of its own.
     """
-    parts = [
-        SharedConnection(
-            run_dir=run_dir,
-            settings=settings,
-            model=shard_of(model, shard.count),
-            sizes=replace(sizes, shard=shard),
-            kept=kept,
-            counters=counters,
+    parts = []
+    for run_dir, shard in zip(run_dirs, parts_of(len(run_dirs), model.num_kv_heads), strict=True):
+        own_model, own_sizes = part_of(model, shard), replace(sizes, shard=shard)
+        homes = kept.homes.with_engine(shard.index)
+        parts.append(
+            SharedConnection(
+                run_dir=run_dir,
+                settings=settings,
+                model=own_model,
+                sizes=own_sizes,
+                kept=kept,
+                own=make_own_tensors(own_model, settings, own_sizes, homes, run_dir),
+                counters=counters,
+            )
         )
-        for run_dir, shard in zip(run_dirs, parts_of(len(run_dirs)), strict=True)
-    ]
     return parts[0] if len(parts) == 1 else ShardedConnection(parts)

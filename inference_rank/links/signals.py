@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
-from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex, seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import StepEntry
 from tandemkv.kernels.step_flags import StepWait, raise_flags, send_rows, wait_flags
@@ -110,7 +110,7 @@ class HostSignals:
         sends_beside: bool = False,
     ) -> None:
         self._all, self._at = tuple(connections), FlagIndex(num_layers)
-        self._shards, self.sends_beside = parts_of(len(connections)), sends_beside
+        self.sends_beside = sends_beside
 
     def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
         """See `LinkSignals.begin`: nobody hears of a step unless all have ended the one before."""
@@ -200,9 +200,9 @@ class HostSignals:
             connection.give_up()
 
     def _connected(self) -> Iterator[tuple[SharedConnection, HeadShard]]:
-        for connection, shard in zip(self._all, self._shards, strict=True):
+        for connection in self._all:
             if connection.lost_reason is None:
-                yield connection, shard
+                yield connection, connection.shard
 
     def _raise(self, flag: int) -> None:
         for connection in self._all:
@@ -215,27 +215,31 @@ class HostSignals:
 class StreamSignals:
     """Flags in GPU memory: waiting and raising are kernels of the current stream.
 
-    A wait that ends after `timeout_s` without the engine masks all that follows
-    (`tandemkv.kernels.step_flags`), and the step is lost. `sends_beside`: the engine is on another
-    GPU, or to be taken for so.
+    Of several cache ranks each gets the queries of its heads, and a wait is one kernel that polls
+    the flags of all. A wait that ends after `timeout_s` masks all that follows
+    (`tandemkv.kernels.step_flags`), and the step is lost, for all of them. `sends_beside`: the
+    engines are on other GPUs, or to be taken for so.
     """
 
     is_captured = True
 
     def __init__(
         self,
-        connection: SharedConnection,
+        connections: Sequence[SharedConnection],
         num_layers: int,
         *,
         timeout_s: float,
         sends_beside: bool = False,
     ) -> None:
-        tensors, self.sends_beside = connection.tensors, sends_beside
-        device = tensors.homes.here
-        self._beside = stream_beside(device, tensors.homes.engine) if sends_beside else None
+        self._all, self.sends_beside = tuple(connections), sends_beside
+        homes = self._all[0].tensors.homes
+        device = homes.here
+        self._beside = stream_beside(device, homes.engine) if sends_beside else None
         self._has_sent = False
-        self._connection, self._timeout_s = connection, timeout_s
-        self._flags, self._tensors = GpuFlags(tensors, num_layers), tensors
+        self._timeout_s = timeout_s
+        self._flags = [
+            GpuFlags(each.tensors, num_layers, number) for number, each in enumerate(self._all)
+        ]
 
         def word() -> torch.Tensor:
             return torch.zeros(1, dtype=torch.int32, device=device)
@@ -244,7 +248,8 @@ class StreamSignals:
         self._lost_on_host = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._is_masked = False
         self._aborts = shared_stream(device, LANE_PRIORITY, number=7)
-        connection.end_waits = self.end_waits
+        for each in self._all:
+            each.end_waits = self.end_waits
 
     def end_waits(self) -> None:
         """End the waits that are under way, and all later ones of this epoch.
@@ -267,32 +272,36 @@ class StreamSignals:
 
     def begin(self, entry: StepEntry, step: DecodeRows | None) -> bool:
         """See `LinkSignals.begin`: the GPU waits for the end of the step before."""
-        connection = self._connection
         lost = self.lost_step
-        if lost:
-            connection.mark_lost(f"step {lost} was not answered within {self._timeout_s:g} s")
-        if connection.lost_reason is not None:
+        # Whoever has found one lost has ended the waits. Only if nobody has, none answered in time.
+        if lost and not self._is_lost():
+            for each in self._all:
+                each.mark_lost(f"step {lost} was not answered within {self._timeout_s:g} s")
+        if self._is_lost():
             self.mask()
             return False
         self._unmask()
-        connection.announce(entry)
+        for each in self._all:
+            each.announce(entry)
         self._previous.fill_(entry.step - 1)
         self._step.fill_(entry.step)
-        self._wait(self._flags.finished, self._previous)
+        self._await_finished()
         if step is not None:
             size = len(step.rows)
-            self._tensors["step_rows"][:size].copy_(step.rows)
-            self._tensors["step_lengths"][:size].copy_(step.lengths)
-        self._raise(self._flags.begin)
+            for each in self._all:
+                each.tensors["step_rows"][:size].copy_(step.rows)
+                each.tensors["step_lengths"][:size].copy_(step.lengths)
+        for flags in self._flags:
+            self._raise(flags.begin)
         return True
 
     def await_finished(self, step: int) -> bool:
         """See `LinkSignals.await_finished`; not to be captured."""
-        if self._connection.lost_reason is not None:
+        if self._is_lost():
             return False
         self._unmask()
         self._previous.fill_(step)
-        self._wait(self._flags.finished, self._previous)
+        self._await_finished()
         return self.end()  # nothing else of this pass would tell what was lost
 
     def mask(self) -> None:
@@ -312,8 +321,9 @@ class StreamSignals:
     ) -> None:
         """See `LinkSignals.put_stream`."""
         size = len(hidden_states)
-        out, flags = self._tensors["streams"][layer, :size], self._flags.input(layer, size)
-        send_rows(hidden_states, residual, out, flags, step=self._step, lost=self._lost)
+        for each, flags in zip(self._all, self._flags, strict=True):
+            out, input_flags = each.tensors["streams"][layer, :size], flags.input(layer, size)
+            send_rows(hidden_states, residual, out, input_flags, step=self._step, lost=self._lost)
 
     def put_stream_beside(self, layer: int, stream: torch.Tensor) -> None:
         """See `LinkSignals.put_stream_beside`."""
@@ -333,38 +343,43 @@ class StreamSignals:
 
     def put_query(self, layer: int, query: torch.Tensor) -> None:
         """See `LinkSignals.put_query`."""
-        size, rows = len(query), query.flatten(1)
-        out = self._tensors["queries"][layer, :size].flatten(1)
-        flags = self._flags.query(layer, size)
-        send_rows(rows, None, out, flags, step=self._step, lost=self._lost)
+        size = len(query)
+        for each, flags in zip(self._all, self._flags, strict=True):
+            rows = each.shard.of(query, 1).flatten(1)
+            out = each.tensors["queries"][layer, :size].flatten(1)
+            send_rows(rows, None, out, flags.query(layer, size), step=self._step, lost=self._lost)
 
     def put_windows(self, layer: int, windows: Sequence[torch.Tensor]) -> None:
         """See `LinkSignals.put_windows`."""
-        _put_windows(seed_buffer(self._tensors, layer), windows)
+        for each in self._all:
+            own = [each.shard.of(window, 1) for window in windows]
+            _put_windows(seed_buffer(each.tensors, layer), own)
 
     def raise_input(self, layer: int) -> None:
         """See `LinkSignals.raise_input`."""
-        self._raise(self._flags.input(layer))
+        for flags in self._flags:
+            self._raise(flags.input(layer))
 
     def raise_end(self) -> None:
         """See `LinkSignals.raise_end`."""
-        self._raise(self._flags.end)
+        for flags in self._flags:
+            self._raise(flags.end)
 
     def await_ready(self, layer: int) -> bool:
-        """See `LinkSignals.await_ready`."""
-        self._wait(self._flags.ready(layer), self._step)
+        """See `LinkSignals.await_ready`: attention needs all heads."""
+        self._wait(self._ready(layer), self._step)
         return True
 
     def ready_wait(self, layer: int) -> StepWait | None:
         """See `LinkSignals.ready_wait`."""
         return StepWait(
-            flags=self._flags.ready(layer), step=self._step, lost=self._lost,
+            flags=self._ready(layer), step=self._step, lost=self._lost,
             timeout_s=self._timeout_s,
         )  # fmt: skip
 
     def await_output(self, layer: int, size: int) -> bool:
         """See `LinkSignals.await_output`: a flag a row."""
-        self._wait(self._flags.ready(layer, size), self._step)
+        self._wait(self._ready(layer, size), self._step)
         return True
 
     def end(self) -> bool:
@@ -375,10 +390,19 @@ class StreamSignals:
     def is_done(self, step: int) -> bool:
         """See `LinkSignals.is_done`: its results came with what was lost until then."""
         lost = self.lost_step
-        return self._connection.lost_reason is None and (not lost or step < lost)
+        return not self._is_lost() and (not lost or step < lost)
 
     def give_up(self) -> None:
         """See `LinkSignals.give_up`: the engine's own waits end."""
+
+    def _is_lost(self) -> bool:
+        return any(each.is_lost() for each in self._all)
+
+    def _ready(self, layer: int, size: int = 1) -> torch.Tensor:
+        return self._flags[0].all_ready(layer, len(self._all), size)
+
+    def _await_finished(self) -> None:
+        self._wait(self._flags[0].all_finished(len(self._all)), self._previous)
 
     def _unmask(self) -> None:
         if self._is_masked:

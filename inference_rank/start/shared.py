@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.engine import DenseLengths
-from tandemkv.cache_rank.protocol.head_shard import parts_of
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import num_positions, put_weights
@@ -82,7 +81,7 @@ class SharedRuntime(runtime_module.Runtime):
         own = {
             "cache_rank_up": float(self.recovery.state is State.SERVING),
             "pause_s": self.recovery.pause_s,
-            "mapped_bytes": float(self.mapped_bytes + self.client.epoch_bytes),
+            "mapped_bytes": float(self.mapped_bytes + self.client.own_bytes),
             "plan_refresh_steps": float(selection.refresh_steps),
             "plan_dense_tokens": float(dense.num_dense),
         }
@@ -119,7 +118,11 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
         layers, cos_sin = predictor.weights()
         if settings.placement.has_far_host:  # they travel, and the other host has a bound on them
             cos_sin = cos_sin[: num_positions(model, settings.cache.capacity_tokens)]
-        put_weights(pool.mapped, layers, cos_sin)
+        if pool.mapped.homes.are_on_gpu:  # what a step reads all of lies where it is read
+            for part in connection.parts:
+                put_weights(part.own, layers, cos_sin, part.shard)
+        else:
+            put_weights(pool.mapped, layers, cos_sin)
     connection.connect()
     runtime = SharedRuntime(
         settings=settings,
@@ -146,9 +149,9 @@ def _connection(
     settings: RankSettings, model: ModelSpec, pool: Any, counters: Counters
 ) -> SharedConnection | ShardedConnection:
     """Return what leads to the cache rank, or to the several that share the KV heads."""
-    shards = parts_of(settings.placement.head_shards)
+    placement = settings.placement
     return make_connection(
-        run_dirs=[rank_run_dir(shard) for shard in shards],
+        run_dirs=[rank_run_dir(placement, n) for n in range(placement.head_shards)],
         settings=settings,
         model=model,
         sizes=pool.mapped_sizes,
@@ -164,12 +167,11 @@ def _link(
     settings, num_layers = runtime.settings, runtime.model.num_layers
     is_far = settings.placement.has_far_pool
     signals: LinkSignals
-    if isinstance(connection, SharedConnection) and pool.mapped.homes.are_on_gpu:
+    if pool.mapped.homes.are_on_gpu:
         limit = limit_s(settings.exchange)
-        signals = StreamSignals(connection, num_layers, timeout_s=limit, sends_beside=is_far)
+        signals = StreamSignals(connection.parts, num_layers, timeout_s=limit, sends_beside=is_far)
     else:
-        parts = connection.parts
-        signals = HostSignals(parts, num_layers, sends_beside=is_far and len(parts) == 1)
+        signals = HostSignals(connection.parts, num_layers, sends_beside=is_far)
     return SharedLink(
         connection,
         signals,

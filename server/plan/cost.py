@@ -9,6 +9,7 @@ and for seeing what limits; it is not a measurement and is not to be quoted as o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .placement import Placement, PlacementKind
@@ -178,9 +179,8 @@ def predict_step(
         select_us, exposed_us = _remote_selection(
             placement, shape, load, scanned, model_us=model_us, sparse=sparse, cost=cost
         )
-        caches = placement.num_cache_gpus
-        remote_us = attention_us(shape, batch, load.context_tokens, caches, cost)
-        exact_us = 2 * cost.handover_us + remote_us  # the query goes there, its output comes back
+        # The query goes there, its output comes back.
+        exact_us = 2 * cost.handover_us + _remote_attention_us(placement, shape, load, cost)
     return StepTime(
         weights_ms=weights_us / 1e3,
         overhead_ms=overhead_us / 1e3,
@@ -228,9 +228,10 @@ def _remote_selection(
     """
     if not load.selects:
         return 0.0, 0.0
-    dtype = load.predictor_dtype if placement.is_paired else "native"
-    own_us = selection_us(shape, load, placement.num_cache_gpus, cost, predictor_dtype=dtype)
-    rows_us = exchange_us(shape, load, placement.num_cache_gpus, cost)
+    parts, dtype = _num_parts(placement, shape), load.predictor_dtype
+    own_us = selection_us(shape, load, parts, cost, predictor_dtype=dtype)
+    # All rows of a layer come to the model's GPU, from however many others.
+    rows_us = exchange_us(shape, load, placement.tp_size, cost)
     select_us = scanned * own_us + (1 - scanned) * gather_us(load, cost) + rows_us
     own_us += rows_us
     if load.waits:
@@ -241,13 +242,33 @@ def _remote_selection(
     # Of the first layer, which has none before it to hide behind, unless the last step has selected
     # for it; beside that step's logits one layer hides.
     has_exact = sparse < shape.num_layers
-    if not has_exact and not (placement.is_paired and load.num_late):
+    if not has_exact and not load.num_late:
         exposed_us += own_us / max(1, sparse)
     return select_us, exposed_us
 
 
+def _num_parts(placement: Placement, shape: ModelShape) -> float:
+    """Return as what fraction of the KV heads the cache GPU with the most of them has."""
+    return shape.num_kv_heads / math.ceil(shape.num_kv_heads / placement.num_cache_gpus)
+
+
+def _remote_attention_us(
+    placement: Placement, shape: ModelShape, load: Workload, cost: CostConstants
+) -> float:
+    """Return the time of an exact layer's attention where the K/V are, in us.
+
+    Of several cache GPUs one has the layer, and the others read it over NVLink.
+    """
+    parts, batch = _num_parts(placement, shape), load.concurrency
+    near_us = attention_us(shape, batch, load.context_tokens, parts, cost)
+    size = batch * load.context_tokens * shape.kv_layer_token_bytes / parts
+    far_us = cost.attention_fixed_us + size / cost.exchange_bandwidth * 1e6
+    here = placement.tp_size / placement.num_cache_gpus
+    return here * near_us + (1 - here) * far_us
+
+
 def attention_us(
-    shape: ModelShape, batch: int, tokens: int, num_shards: int, cost: CostConstants
+    shape: ModelShape, batch: int, tokens: int, num_shards: float, cost: CostConstants
 ) -> float:
     """Return the time of one layer's decode attention over `tokens` tokens of each request."""
     size = batch * tokens * shape.kv_layer_token_bytes / num_shards
@@ -257,7 +278,7 @@ def attention_us(
 def selection_us(
     shape: ModelShape,
     load: Workload,
-    num_shards: int,
+    num_shards: float,
     cost: CostConstants,
     *,
     predictor_dtype: str = "native",
@@ -275,7 +296,7 @@ def selection_us(
     return (predictor + topk) * 1e6 + scan + fixed
 
 
-def samples_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:
+def samples_us(shape: ModelShape, load: Workload, num_shards: float, cost: CostConstants) -> float:
     """Return the time of one layer's attention over samples, merged into the other."""
     if not load.num_samples:
         return 0.0
@@ -288,13 +309,13 @@ def gather_us(load: Workload, cost: CostConstants) -> float:
     return cost.gather_us + (cost.sample_weights_us if load.num_samples else 0.0)
 
 
-def exchange_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:
+def exchange_us(shape: ModelShape, load: Workload, num_shards: float, cost: CostConstants) -> float:
     """Return the time of one layer's rows from a second GPU, every head fetching its cap."""
     size = load.concurrency * load.fetch_cap_tokens * shape.kv_layer_token_bytes / num_shards
     return size / cost.exchange_bandwidth * 1e6
 
 
-def scan_us(shape: ModelShape, load: Workload, num_shards: int, cost: CostConstants) -> float:
+def scan_us(shape: ModelShape, load: Workload, num_shards: float, cost: CostConstants) -> float:
     """Return the time to score every key of one layer on one of its shards."""
     keys = load.concurrency * load.context_tokens * shape.num_kv_heads / num_shards
     size = keys * load.index_head_token_bytes(shape)

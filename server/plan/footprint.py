@@ -77,8 +77,9 @@ class PlacementMemory:
 def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> PlacementMemory:
     """Return what each GPU of `placement` holds.
 
-    KV heads, resident set and index are sharded evenly: head counts must be divisible by the shard
-    counts of `placement`. The resident set has ``concurrency + 1`` rows, as row 0 is padding.
+    Cache GPUs have equal parts of the K/V, layer by layer, and of what else they hold as much as
+    the one with the most KV heads. `tp_size` must divide the head counts. The resident set has
+    ``concurrency + 1`` rows, as row 0 is padding.
     """
     tp_size = placement.tp_size
     kv = load.total_tokens * shape.kv_token_bytes
@@ -111,17 +112,20 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     # While the start hands W_q to the cache GPU, the model's GPU holds all of it.
     model["weights"] += _shard(dequantised, tp_size)
     caches = placement.num_cache_gpus
-    dtype = load.predictor_dtype if placement.is_paired else "native"
+
+    def heads(size: int) -> int:
+        return _largest(size, shape.num_kv_heads, caches)
+
     return PlacementMemory(
         inference=Footprint(
             resident_set=resident, staging=_shard(prefix_bytes(shape, load), tp_size), **model
         ),
         cache=Footprint(
-            weights=_shard(shape.predictor_copy_bytes(dtype), caches),
-            kv=_shard(kv, caches),
-            key_index=_shard(index, caches),
-            selection_scratch=_shard(scratch, caches),
-            books=_shard(book_bytes(shape, load), caches),
+            weights=heads(shape.predictor_copy_bytes(load.predictor_dtype)),
+            kv=_shard(_largest(kv, shape.num_layers, caches // tp_size), tp_size),
+            key_index=heads(index),
+            selection_scratch=heads(scratch),
+            books=heads(book_bytes(shape, load)),
             staging=staging_bytes(shape, load, caches),
             runtime=CACHE_RUNTIME_BYTES,
         ),
@@ -165,12 +169,12 @@ def book_bytes(shape: ModelShape, load: Workload) -> int:
 
 
 def staging_bytes(shape: ModelShape, load: Workload, num_shards: int) -> int:
-    """Bytes of what the model's GPU sends to a cache GPU, which holds one of `num_shards`.
+    """Bytes of what the model's GPU sends to a cache GPU, the fullest of `num_shards`.
 
     A residual stream and a query for each layer and request, and the last queries of prompts, of
     two layers (`shared_region.staging_specs`).
     """
-    query = _shard(shape.num_qo_heads, num_shards) * shape.head_dim
+    query = _largest(shape.num_qo_heads, shape.num_kv_heads, num_shards) * shape.head_dim
     streams = shape.num_layers * load.concurrency * (shape.hidden_size + query)
     return (streams + 2 * load.concurrency * load.seed_window * query) * shape.item_bytes
 
@@ -192,6 +196,11 @@ def activation_bytes(shape: ModelShape, load: Workload, tp_size: int) -> int:
     width = 4 * shape.hidden_size + _shard(3 * shape.mlp_width, tp_size)
     logits = 2 * load.concurrency * shape.vocab_size * 4
     return load.chunk_tokens * width * shape.item_bytes + logits
+
+
+def _largest(size: int, count: int, num_parts: int) -> int:
+    """Return the largest part of `size`, which belongs to `count` things in consecutive parts."""
+    return -(-size * _shard(count, num_parts) // count)
 
 
 def _shard(size: int, num_shards: int) -> int:

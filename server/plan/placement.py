@@ -24,7 +24,7 @@ class PlacementKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """`tp_size` GPUs run the model; `num_cache_gpus` more keep KV, sharded by KV head."""
+    """`tp_size` GPUs run the model; `num_cache_gpus` more, a multiple of it, keep the K/V."""
 
     kind: PlacementKind
     tp_size: int
@@ -34,14 +34,6 @@ class Placement:
     def num_gpus(self) -> int:
         """All GPUs of the placement."""
         return self.tp_size + self.num_cache_gpus
-
-    @property
-    def is_paired(self) -> bool:
-        """Whether each inference GPU has a cache GPU of its own.
-
-        Then layers may be late, and the copy of W_q may be int8.
-        """
-        return self.kind is PlacementKind.SEPARATE and self.num_cache_gpus == self.tp_size
 
     @property
     def name(self) -> str:
@@ -61,7 +53,7 @@ class Placement:
         tensor_parallel = ("--tp", str(self.tp_size)) if self.tp_size > 1 else ()
         if self.kind is PlacementKind.IN_PROCESS:
             return ("--cache-ranks", "0", *tensor_parallel)
-        return ("--cache-ranks", str(self.tp_size), *tensor_parallel)
+        return ("--cache-ranks", str(self.num_cache_gpus), *tensor_parallel)
 
     @property
     def title(self) -> str:
@@ -80,7 +72,8 @@ def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ..
     """Return the placements that this version serves on `num_gpus`.
 
     The first is always stock SGLang. It and the cache rank in process use as many GPUs as the
-    model's heads divide into; of those with cache GPUs one pair, and as many as there are.
+    model's heads divide into; of those with cache GPUs there are one pair, as many pairs as there
+    are, and one GPU for the model with all others as cache GPUs, if there are KV heads for them.
 
     Raises
     ------
@@ -99,6 +92,8 @@ def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ..
             Placement(kind=PlacementKind.SEPARATE, tp_size=size, num_cache_gpus=size)
             for size in sorted({1, _largest_tp(shape, num_gpus // 2)})
         ]
+    if 2 < num_gpus <= shape.num_kv_heads + 1:
+        found.append(Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=num_gpus - 1))
     return tuple(found)
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Link ``shared`` laid out for two GPUs, the CPU standing for both.
+"""Link ``shared`` laid out for two GPUs and more, the CPU standing for all.
 
-Resident sets, latest tokens and samples lie apart from the pool, as on the model's GPU. Exact
-layers attend in the cache rank's process, and SGLang prepares a pass while one runs. What is
-attended to must be right, also after a cache rank was killed in the middle of steps.
+Resident sets, latest tokens and samples lie apart from the pool, as on the model's GPU; of three
+cache ranks each has a part of the KV heads, and a part of the layers lies on its GPU. Exact layers
+attend in the cache ranks' processes, and SGLang prepares a pass while one runs. What is attended to
+must be right, also after a cache rank was killed in the middle of steps.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from typing import Any
 import pytest
 from exactness import compare, run
 from nothing_lost import (
+    cache_ranks,
+    killed_while_decoding,
     killed_while_prompts_are_computed,
     make_prompts,
+    pids,
     repeat,
     settings_of,
     undisturbed,
+    values,
     wait_for,
     waiting_ranks,
 )
@@ -45,21 +50,37 @@ _COVERING = {
 _REQUESTS, _NEW_TOKENS = 6, 20
 
 
+# Two have one KV head and two.
+@pytest.mark.parametrize("count", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_tokens_equal_stock(
-    prompts: list[list[int]], new_tokens: int, reference: list[Any]
+    count: int, prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:
-    with ours({"selection": _COVERING}, environ=_ENVIRON) as server:
+    settings = {"selection": _COVERING, "cache_ranks": count}
+    with ours(settings, environ=_ENVIRON) as server:
         alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
         assert alone["pass"], alone
         together = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
         assert together["pass"], f"with radix hits, four at a time: {together}"
-        inference, cache = server.values()
+        inference, ranks = values(server), cache_ranks(server)
         _, status = server.get("/tandemkv/status")
-    assert min(inference["sparse_rows_total"], cache["fetched_rows_total"]) > 0
-    assert inference["exact_layer_rows_total"] > 0
+    assert min(inference["sparse_rows_total"], inference["exact_layer_rows_total"]) > 0
+    assert len({rank["info"]["pid"] for rank in ranks}) == count
+    assert all(rank["values"]["fetched_rows_total"] > 0 for rank in ranks)
     info = status["inference_rank"]["info"]
     assert info["link"] == "shared"
     assert "on a GPU of its own" in info["placement"]
+
+
+def test_one_of_three_killed_while_requests_decode() -> None:
+    prompts = make_prompts(_REQUESTS)
+    settings = settings_of(num_requests=_REQUESTS, standby=False, cache_ranks=3)
+    with ours(settings, environ=_ENVIRON) as server:
+        want, before = undisturbed(server, prompts, _NEW_TOKENS), pids(server)
+        grown = killed_while_decoding(server, prompts, want, pid=before[1], begin_within_s=300.0)
+        assert (grown["cache_rank_lost_total"], grown["restored_rows_total"]) == (1, _REQUESTS)
+        assert grown["reseeded_rows_total"] == 0
+        now = pids(server)
+    assert [a == b for a, b in zip(now, before, strict=True)] == [True, False, True]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from pathlib import Path
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.cache_rank_launch import SETTINGS_FILE, cache_rank_launches
-from tandemkv.server.child_process import watched
+from tandemkv.server.child_process import ChildProcess, watched
+from tandemkv.server.launch import CacheRankLaunch
 from tandemkv.server.message_launch import message_launches, with_own_link
 from tandemkv.server.settings import ServeSettings
 from tandemkv.server.settings_sources import to_yaml
@@ -21,9 +22,10 @@ _START_TIMEOUT_S = 120.0
 
 @contextlib.contextmanager
 def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) -> Iterator[None]:
-    """Run the cache rank of `settings` during the body; nothing if it is in the same process.
+    """Run the cache ranks of `settings` during the body; nothing if it is in the same process.
 
-    Its output goes to ``cache_rank.log`` in `folder`, and that of a pump to ``pump.log``. Raises
+    Their output goes to ``cache_rank.log``, of several ``cache_rank_0.log`` and so on, in `folder`,
+    and that of a pump to ``pump.log``. Raises
     `SettingsError` if it ends, or does not answer in time.
     """
     is_far = settings.rank_settings.placement.has_far_host
@@ -35,18 +37,27 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
     if not launches:
         yield
         return
-    if settings.rank_settings.placement.num_engines > 1:
+    if settings.tensor_parallel > 1 or (is_far and settings.head_shards > 1):
         raise SettingsError(
             f"{settings.rank_settings.placement.num_engines} engines are not measured here; use "
-            "cache_ranks 0, or 1 with tensor_parallel 1"
+            "cache_ranks 0, or tensor_parallel 1 with transport shared or cache_ranks 1"
         )
     (run_dir.path / SETTINGS_FILE).write_text(to_yaml(settings), encoding="utf-8")
     with contextlib.ExitStack() as running:
+        started = []
         for launch in launches:  # by messages a pump as well, and its cache rank first
             assert launch.spec is not None
             name = f"{launch.spec.name.replace(' ', '_')}.log"
             child = running.enter_context(watched(replace(launch.spec, log_path=folder / name)))
-            reason = child.await_ready(launch.detail, _START_TIMEOUT_S)
-            if reason is not None:
-                raise SettingsError(f"{reason}: {child.log_tail(1)[:300]}")
+            started.append((launch, child))
+            if is_far:
+                _await(launch, child)
+        for launch, child in started:
+            _await(launch, child)
         yield
+
+
+def _await(launch: CacheRankLaunch, child: ChildProcess) -> None:
+    reason = child.await_ready(launch.detail, _START_TIMEOUT_S)
+    if reason is not None:
+        raise SettingsError(f"{reason}: {child.log_tail(1)[:300]}")

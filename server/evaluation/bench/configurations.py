@@ -183,6 +183,11 @@ BUILT_IN: Mapping[str, Configuration] = {
         for link in ("shared", "message")
         for name, more in _VARIANTS.items()
     },
+    **{
+        f"1+{count}-shared{name}": _own(1, cache_ranks=count, transport="shared", **more)
+        for count in (2, 3, 7)
+        for name, more in _VARIANTS.items()
+    },
 }
 
 

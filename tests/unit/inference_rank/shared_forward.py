@@ -22,7 +22,7 @@ from tandemkv.cache_rank.protocol.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.model_spec import read_model_spec
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.protocol.shared_region import RegionSizes, pools_of
+from tandemkv.cache_rank.protocol.shared_region import RegionSizes, layers_of_pool, pools_of
 from tandemkv.cache_rank.protocol.step_ring import RESIDENT, StepRow
 from tandemkv.inference_rank.counters import Counters
 from tandemkv.inference_rank.links.base import DecodeRows, ExtendRow, StepLostError
@@ -102,7 +102,7 @@ class Forward:
         selection = settings.selection
         self.sizes = RegionSizes(
             num_slots=settings.cache.capacity_tokens + 1, num_rows=4, page_size=1,
-            is_apart=settings.placement.has_far_pool,
+            is_apart=settings.placement.has_far_pool, num_sharing=settings.placement.num_sharing,
         )  # fmt: skip
         self.kept = make_kept_tensors(self.model, settings, self.sizes, Homes.on_host(), run_dir)
         self.pools = pools_of(self.kept, self.model, selection, self.sizes)
@@ -140,7 +140,8 @@ class Forward:
         for position in range(first, last):
             slot = int(self.slots[row - 1, position])
             kv = self.random(row * 1000 + position, self.model.num_layers, 2, *shape)
-            self.kept["kv"][:, :, slot] = kv
+            for into, of_layer in zip(layers_of_pool(self.kept, self.sizes), kv, strict=True):
+                into[:, slot] = of_layer
         return slots.long()
 
     def prefill(self, row: int, length: int) -> None:
@@ -211,7 +212,8 @@ class Forward:
         """Return what attention to all tokens of the requests gives."""
         found = []
         for row, length, q in zip(ROWS, lengths, query, strict=True):
-            k, v = self.kept["kv"][layer, :, self.table[row, :length].long()].transpose(1, 2)
+            of_layer = layers_of_pool(self.kept, self.sizes)[layer]
+            k, v = of_layer[:, self.table[row, :length].long()].transpose(1, 2)
             group = len(q) // len(k)
             k, v = (x.repeat_interleave(group, 0) for x in (k, v))
             weights = torch.softmax(self.model.scale * (k @ q[:, :, None])[..., 0], -1)

@@ -11,15 +11,16 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from clusters import write_clusters
 from shared_forward import LENGTHS, Engines, Forward, settings_of
-from tiny_model import write_model
+from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, HandshakeRefusedError
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
@@ -108,9 +109,11 @@ class Pumps:
 
 
 @contextmanager
-def _played(folder: Path, settings: RankSettings) -> Iterator[tuple[FarForward, Engines]]:
+def _played(
+    folder: Path, settings: RankSettings, config: Mapping[str, Any] = CONFIG
+) -> Iterator[tuple[FarForward, Engines]]:
     near, far = RunDir.create(folder / "near"), RunDir.create(folder / "far")
-    model_dir, keys = write_model(folder / "model"), folder / "keys"
+    model_dir, keys = write_model(folder / "model", config), folder / "keys"
     make_keys(keys)
     engines, pumps = list[Engines](), list[Pumps]()
     try:
@@ -129,11 +132,19 @@ def _played(folder: Path, settings: RankSettings) -> Iterator[tuple[FarForward, 
 
 
 def _shared(
-    folder: Path, policy: str, *, two_gpus: bool = True, **selection: object
+    folder: Path,
+    policy: str,
+    *,
+    two_gpus: bool = True,
+    config: Mapping[str, Any] = CONFIG,
+    **selection: object,
 ) -> list[list[torch.Tensor]]:
     """Return what is attended to with link ``shared``, laid out for two GPUs or for one."""
     settings = settings_of(policy, {"two_gpus": two_gpus}, **selection)
-    run_dir, model_dir = RunDir.create(folder / "shared"), write_model(folder / "shared_model")
+    run_dir, model_dir = (
+        RunDir.create(folder / "shared"),
+        write_model(folder / "shared_model", config),
+    )
     engines = Engines(run_dir, model_dir, settings)
     try:
         played = Forward(run_dir, model_dir, settings)
@@ -172,20 +183,27 @@ def test_an_exact_layer_that_others_follow(tmp_path: Path) -> None:
     _compare(tmp_path, "kascade", _SELECTION | {"anchors": (0, 1), "exact_layers": (0,)})
 
 
-@pytest.mark.parametrize("policy", ["oracle", "quest", "lfps"])
-def test_two_cache_ranks_with_a_kv_head_each(tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "heads"),
+    [("oracle", [1, 1]), ("oracle", [1, 2]), ("quest", [1, 1]), ("lfps", [1, 1])],
+)
+def test_two_cache_ranks_with_a_part_of_the_kv_heads(
+    tmp_path: Path, policy: str, heads: list[int]
+) -> None:
     """What is attended to, samples included, is that of one cache rank."""
+    shape = {"num_key_value_heads": sum(heads), "num_attention_heads": 4 * sum(heads)}
+    config = CONFIG | shape | {"head_dim": 8}
     selection = dict(_SELECTION) if policy == "oracle" else {"index_dtype": "int8"}
     if policy == "lfps":
         pytest.importorskip("numba")
         selection = {"exact_layers": ()}
-    want = _shared(tmp_path, policy, two_gpus=policy != "lfps", **selection)
+    want = _shared(tmp_path, policy, two_gpus=policy != "lfps", config=config, **selection)
     placement = {"link": "message", "two_gpus": True, "head_shards": 2}
-    with _played(tmp_path, settings_of(policy, placement, **selection)) as (played, _):
+    with _played(tmp_path, settings_of(policy, placement, **selection), config) as (played, _):
         _same(played.run(), want)
         assert played.num_lost == 0
         own = [pumps.far._kept["kv"].shape[3] for pumps in played.pumps]
-        assert own == [1, 1], "each host has the K/V of its own heads, and no others"
+        assert own == heads, "each host has the K/V of its own heads, and no others"
 
 
 def test_another_cache_rank_than_the_one_that_is_meant_is_refused(tmp_path: Path) -> None:

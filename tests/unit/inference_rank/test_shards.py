@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ContractError
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.inference_rank.links.sharded import OpenedEpochs, ShardedConnection
@@ -22,7 +23,8 @@ ENTRY = StepEntry(kind=EntryKind.DECODE, step=7, variant=0, num_cold=0, rows=())
 class Rank:
     """The connection to one of three cache ranks; `answers` is whether it is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
+        self.shard = HeadShard(index, 3, 3)
         self.answers = True
         self.lost_reason: str | None = None
         self.calls: list[tuple[str, Any]] = []
@@ -48,7 +50,7 @@ class Rank:
 
 @pytest.fixture
 def ranks() -> list[Rank]:
-    return [Rank(), Rank(), Rank()]
+    return [Rank(index) for index in range(3)]
 
 
 def signals_of(ranks: list[Rank]) -> HostSignals:

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from shared_forward import Engines, Forward, settings_of
-from tiny_model import write_model
+from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder
 from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.shared_region import is_pool
 from tandemkv.inference_rank.links.sharded import ShardedConnection
 
 pytestmark = pytest.mark.timeout(240)
@@ -28,13 +29,15 @@ Steps = list[list[torch.Tensor]]
 
 
 @contextmanager
-def playing(folder: Path, policy: str, num_shards: int) -> Iterator[tuple[Forward, list[Engines]]]:
-    """Yield a forward pass, and the processes of each cache rank."""
-    settings = settings_of(
-        policy, {"head_shards": num_shards}, sample_tokens=8 if policy == "oracle" else 0
-    )
+def playing(
+    folder: Path, policy: str, num_shards: int, *, num_heads: int = 2, two_gpus: bool = False
+) -> Iterator[tuple[Forward, list[Engines]]]:
+    """Yield a forward pass, and the processes of each cache rank; laid out for GPUs if so asked."""
+    placement = {"head_shards": num_shards, "two_gpus": two_gpus}
+    settings = settings_of(policy, placement, sample_tokens=8 if policy == "oracle" else 0)
     run_dir = RunDir.create(folder / "run")
-    model_dir = write_model(folder / "model")
+    heads = {"num_key_value_heads": num_heads, "num_attention_heads": 4 * num_heads, "head_dim": 8}
+    model_dir = write_model(folder / "model", CONFIG | heads)
     with ExitStack() as stack:
         engines = []
         for rank in range(num_shards):
@@ -88,6 +91,23 @@ def test_what_is_attended_to_is_that_of_one_engine(
             after = [each.serving() for each in engines]
             assert after[killed] != before[killed]
             assert after[1 - killed] == before[1 - killed], "it was told, and not ended"
+
+
+@pytest.mark.parametrize(("num_heads", "two_gpus"), [(3, False), (3, True), (5, True)])
+def test_one_may_have_more_heads_than_another(
+    tmp_path: Path, num_heads: int, two_gpus: bool
+) -> None:
+    """As on GPUs of their own too, where layers of the pool lie on either."""
+    found = []
+    for count in (1, 2):
+        made = playing(
+            tmp_path / str(count), "oracle", count, num_heads=num_heads, two_gpus=two_gpus
+        )
+        with made as (played, _):
+            found.append(played.run())
+            names = [spec.name for spec in played.kept.specs if is_pool(spec)]
+            assert names == (["kv_0", "kv_1"] if two_gpus and count == 2 else ["kv"])
+    assert same(*found)
 
 
 def kill(engines: Engines, number: signal.Signals) -> None:

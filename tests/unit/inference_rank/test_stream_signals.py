@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tandemkv.cache_rank.protocol.gpu_flags import flag_specs
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
@@ -31,12 +32,16 @@ class Connection:
     lost_reason: str | None = None
     announced: list[StepEntry] = field(default_factory=list)
     end_waits: Callable[[], None] | None = None
+    shard: HeadShard = field(default_factory=HeadShard)
 
     def announce(self, entry: StepEntry) -> None:
         self.announced.append(entry)
 
     def mark_lost(self, reason: str) -> None:
         self.lost_reason = reason
+
+    def is_lost(self) -> bool:
+        return self.lost_reason is not None
 
 
 @pytest.fixture
@@ -54,7 +59,7 @@ def connection() -> Connection:
 
 @pytest.fixture
 def link(connection: Connection) -> LinkSide:
-    return LinkSide(connection, LAYERS, timeout_s=1.0)  # type: ignore[arg-type]
+    return LinkSide([connection], LAYERS, timeout_s=1.0)  # type: ignore[list-item]
 
 
 @pytest.fixture
@@ -145,7 +150,7 @@ def test_a_row_whose_output_is_missing_is_waited_for(link: LinkSide, engine: Eng
 def test_a_stream_that_is_sent_beside_arrives_before_it_is_joined(
     connection: Connection, engine: EngineSide
 ) -> None:
-    link = LinkSide(connection, LAYERS, timeout_s=1.0, sends_beside=True)  # type: ignore[arg-type]
+    link = LinkSide([connection], LAYERS, timeout_s=1.0, sends_beside=True)  # type: ignore[list-item]
     assert link.begin(_entry(1), _step())
     engine.begin(1)
     stream = torch.randn(2, HIDDEN)

@@ -90,8 +90,8 @@ class End:
         )
         sizes = RegionSizes(num_slots=257, num_rows=NUM_ROWS, page_size=1, is_apart=True)
         self.tensors = MappedTensors()
-        kept, new = specs_by_life(MODEL, settings.selection, sizes, on_gpu=True)
-        self.tensors.allocate_all((*kept, *new))
+        specs = specs_by_life(MODEL, settings.selection, sizes, on_gpu=True)
+        self.tensors.allocate_all(spec for some in specs for spec in some)
         self.program = EngineProgram(MODEL, settings, timing=TIMINGS[policy])
         self.side = Side(self.tensors, self.program, settings.selection, lambda: False)
         self.flags = GpuFlags(self.tensors, MODEL.num_layers)
@@ -100,7 +100,7 @@ class End:
         ).int()
         if has_all:
             torch.manual_seed(1)
-            for spec in kept:
+            for spec in (*specs.kept, *specs.own):
                 if spec.dtype == "float32":
                     self.tensors[spec.name].normal_()
             for row in range(1, NUM_ROWS):

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol.errors import ProtocolError
+from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError
 from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec, shard_of
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, part_for, part_of
 from tandemkv.cache_rank.protocol.predictor_weights import (
     MappedPredictor,
     put_weights,
@@ -21,6 +22,7 @@ from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.shared_region import (
     RegionSizes,
     check_region,
+    is_pool,
     kept_specs,
     pools_of,
     specs_by_life,
@@ -39,35 +41,74 @@ SIZES = RegionSizes(num_slots=20, num_rows=3, page_size=1)
 
 def test_parts_are_views_that_together_are_all() -> None:
     whole = torch.arange(24).view(2, 6, 2)
-    parts = [part.of(whole, 1) for part in parts_of(3)]
+    parts = [part.of(whole, 1) for part in parts_of(3, 3)]
     assert torch.equal(torch.cat(parts, 1), whole)
     parts[1].fill_(-1)
     assert (whole[:, 2:4] == -1).all()
     assert HeadShard().of(whole, 1) is whole
 
 
+@pytest.mark.parametrize(("count", "heads", "sizes"), [(3, 8, [2, 3, 3]), (2, 5, [2, 3])])
+def test_heads_need_not_be_divided_evenly(count: int, heads: int, sizes: list[int]) -> None:
+    """Query heads, and rows of their weights, go with the KV head that they share."""
+    parts = parts_of(count, heads)
+    for group in (1, 4):
+        whole = torch.arange(heads * group)
+        views = [part.of(whole, 0) for part in parts]
+        assert torch.equal(torch.cat(views), whole)
+        assert [len(view) for view in views] == [group * size for size in sizes]
+        assert [part.part(len(whole)) for part in parts] == [group * size for size in sizes]
+        assert all(part.whole(part.part(len(whole))) == len(whole) for part in parts)
+    model = replace_heads(MODEL, 4 * heads, heads)
+    found = [part_for(model, tp_size=1, head_shards=count, rank=rank) for rank in range(count)]
+    assert [shard for _, shard in found] == list(parts)
+    assert [own.num_qo_heads for own, _ in found] == [4 * size for size in sizes]
+    assert {own.gqa_group_size for own, _ in found} == {4}
+
+
+def test_of_each_tensor_parallel_rank_the_heads_are_divided() -> None:
+    model = replace_heads(MODEL, 16, 8)
+    found = [part_for(model, tp_size=2, head_shards=3, rank=rank) for rank in range(6)]
+    assert [own.num_kv_heads for own, _ in found] == [1, 1, 2] * 2
+    assert [shard.bounds for _, shard in found] == [(0, 1), (1, 2), (2, 4)] * 2
+    with pytest.raises(SettingsError, match="5 share 4 KV heads"):
+        part_for(model, tp_size=2, head_shards=5, rank=0)
+
+
+def replace_heads(model: ModelSpec, num_qo_heads: int, num_kv_heads: int) -> ModelSpec:
+    return msgspec.structs.replace(model, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads)
+
+
+@pytest.mark.parametrize("num_layers", [2, 5])
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("is_apart", [False, True])
-def test_every_shard_maps_one_pool_and_writes_its_own_heads(is_apart: bool) -> None:
-    sizes = replace(SIZES, is_apart=is_apart)
+def test_every_shard_maps_one_pool_and_writes_its_own_heads(
+    is_apart: bool, count: int, num_layers: int
+) -> None:
+    """Where each has a GPU, layers of the pool lie on all of them."""
+    sizes = replace(SIZES, is_apart=is_apart, num_sharing=count)
+    whole_model = msgspec.structs.replace(MODEL, num_layers=num_layers)
     kept = MappedTensors()
-    kept.allocate_all(kept_specs(MODEL, SELECTION, sizes))
-    model = shard_of(MODEL, 3)
-    for shard in parts_of(3):
-        own = replace(sizes, shard=shard)
-        assert kept_specs(model, SELECTION, own) == kept_specs(MODEL, SELECTION, sizes)
+    specs = kept_specs(whole_model, SELECTION, sizes)
+    homes = [spec.home for spec in specs if is_pool(spec)]
+    assert homes == ([f"pool_{n}" for n in range(count)] if is_apart else ["engine"])
+    kept.allocate_all(specs)
+    for shard in parts_of(count, 3):
+        model, own = part_of(whole_model, shard), replace(sizes, shard=shard)
+        assert kept_specs(model, SELECTION, own) == specs
         pools = pools_of(kept, model, SELECTION, own)
         assert pools.log_weight is not None
         number = shard.index + 1.0
-        for layer in range(2):
+        for layer in range(num_layers):
             tensors = (pools.k[layer], pools.v[layer], *pools.resident[layer])
             for tensor in tensors:
-                assert tensor.shape[-2:] == (1, 4)
+                assert tensor.shape[-2:] == (model.num_kv_heads, 4)
                 tensor.fill_(number)
         pools.log_weight.fill_(number)
-    whole = pools_of(kept, MODEL, SELECTION, sizes)
+    whole = pools_of(kept, whole_model, SELECTION, sizes)
     assert whole.log_weight is not None
-    want = torch.tensor([1.0, 2.0, 3.0])
-    for layer in range(2):
+    want = torch.tensor([1.0, 2.0, 3.0] if count == 3 else [1.0, 2.0, 2.0])
+    for layer in range(num_layers):
         for tensor in (whole.k[layer], whole.v[layer], *whole.resident[layer]):
             assert torch.equal(tensor, want[:, None].expand_as(tensor))
     assert torch.equal(whole.log_weight, want[:, None].expand_as(whole.log_weight))
@@ -75,13 +116,14 @@ def test_every_shard_maps_one_pool_and_writes_its_own_heads(is_apart: bool) -> N
 
 
 def test_staging_is_of_the_shard_and_another_shard_count_is_refused() -> None:
-    model, own = shard_of(MODEL, 3), replace(SIZES, shard=HeadShard(1, 3))
-    kept, epoch = specs_by_life(model, SELECTION, own, on_gpu=False)
-    shapes = {spec.name: spec.shape for spec in (*kept, *epoch)}
+    own = replace(SIZES, shard=HeadShard(1, 3, 3))
+    model = part_of(MODEL, own.shard)
+    specs = [x for some in specs_by_life(model, SELECTION, own, on_gpu=False) for x in some]
+    shapes = {spec.name: spec.shape for spec in specs}
     assert shapes["kv"][3] == 3
     assert shapes["queries"][2] == 2
     tensors = MappedTensors()
-    tensors.allocate_all((*kept, *epoch))
+    tensors.allocate_all(specs)
     check_region(tensors, model, SELECTION, own)
     with pytest.raises(ProtocolError, match="mapped tensor 'kv' must be"):
         check_region(tensors, model, SELECTION, SIZES)
@@ -111,22 +153,29 @@ def weights_of(norm: str, *, is_int8: bool) -> QueryWeights:
     )
 
 
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("norm", ["none", "head", "all"])
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_predicted_queries_do_not_depend_on_the_shards(norm: str, is_int8: bool) -> None:
+def test_predicted_queries_do_not_depend_on_the_shards(
+    norm: str, is_int8: bool, count: int
+) -> None:
     """A norm over all heads is over all of them, whoever predicts."""
     mapped = MappedTensors()
     angles = torch.rand(40, MODEL.head_dim)
-    put_weights(mapped, [weights_of(norm, is_int8=is_int8), None], angles)
+    layers = [weights_of(norm, is_int8=is_int8), None]
+    put_weights(mapped, layers, angles)
     hidden, positions = torch.randn(5, MODEL.hidden_size), torch.tensor([0, 3, 17, 5, 30])
-    heads = MODEL.num_qo_heads // 3
     want = MappedPredictor(mapped, 2, MODEL.num_qo_heads)(0, hidden, positions)
-    for is_alone in (False, True):
+    for whose in ("all", "sent to another host", "put for the part"):
         parts = []
-        for shard in parts_of(3):
-            own = alone_with(mapped, shard) if is_alone else mapped
+        for shard in parts_of(count, 3):
+            own = mapped if whose == "all" else alone_with(mapped, shard)
+            if whose == "put for the part":
+                own = MappedTensors()
+                put_weights(own, layers, angles, shard)
+            heads = shard.part(MODEL.num_qo_heads)
             parts.append(MappedPredictor(own, 2, heads, shard)(0, hidden, positions))
-        assert all(part.shape == (5, 2, 4) for part in parts)
+            assert parts[-1].shape == (5, heads, 4)
         torch.testing.assert_close(torch.cat(parts, 1), want)
     mapped.close()
 
@@ -145,5 +194,5 @@ def test_weights_of_other_heads_are_refused(heads: int) -> None:
     mapped = MappedTensors()
     put_weights(mapped, [weights_of("head", is_int8=False)], torch.rand(40, MODEL.head_dim))
     with pytest.raises(ProtocolError, match=r"\['weight'\] are of another model"):
-        MappedPredictor(mapped, 1, heads, HeadShard(1, 3))
+        MappedPredictor(mapped, 1, heads, HeadShard(1, 3, 3))
     mapped.close()

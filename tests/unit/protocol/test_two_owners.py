@@ -16,8 +16,9 @@ from fake_driver import GRANULARITY, FakeDriver
 from tandemkv.cache_rank.protocol import shared_devices
 from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError
 from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello
+from tandemkv.cache_rank.protocol.head_shard import parts_of
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, part_of
 from tandemkv.cache_rank.protocol.one_device import APART, ONE_DEVICE_VARIABLE
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.cache_rank.protocol.shared_devices import (
@@ -158,6 +159,59 @@ def test_what_the_engine_writes_is_what_the_model_reads(on_gpus: bool, driver: F
     seen.close()
 
 
+@pytest.fixture
+def three(driver: FakeDriver) -> FakeDriver:
+    """Three GPUs that reach each other's memory."""
+    driver.peers = {(a, b) for a in range(3) for b in range(3) if a != b}
+    return driver
+
+
+def test_several_engines_have_layers_of_the_pool_and_what_is_their_own(three: FakeDriver) -> None:
+    """Layers lie on either GPU; staging is beside the engine that reads it, flags beside both."""
+    third = torch.device("cuda", 2)
+    sizes = replace(SIZES, num_sharing=2)
+    homes = Homes(inference=FIRST, engine=SECOND, here=FIRST, pools=(SECOND, third))
+    kept = MappedTensors(homes)
+    kept.allocate_all(specs_by_life(MODEL, SELECTION, sizes, on_gpu=True).kept)
+    owner = dict(
+        zip((spec.name for spec in kept.specs), (x for x, _ in three.created), strict=True)
+    )
+    assert {owner.pop("kv_0"), owner.pop("kv_1")} == {1, 2}
+    assert set(owner.values()) == {0}
+    assert "to_inference" in owner
+    assert [len(kept[name]) for name in ("kv_0", "kv_1")] == [1, 2]
+    for shard in parts_of(2, 2):
+        three.created.clear()
+        own_homes, model = homes.with_engine(shard.index), part_of(MODEL, shard)
+        own_sizes = replace(sizes, shard=shard)
+        kept_too, own, epoch = specs_by_life(model, SELECTION, own_sizes, on_gpu=True)
+        assert kept_too == kept.specs
+        ours = MappedTensors(own_homes)
+        ours.allocate_all((*own, *epoch))
+        assert {gpu for gpu, _ in three.created} == {0, 1 + shard.index}
+        beside_it = {x.name for x in own if x.home == "engine"}
+        assert beside_it == BESIDE_THE_ENGINE - {"kv"}
+        seen = MappedTensors(replace(own_homes, here=own_homes.engine))
+        for tensors in (kept, ours):
+            for spec, descriptor in zip(tensors.specs, tensors.descriptors, strict=True):
+                seen.attach(spec, os.dup(descriptor))
+        assert part_books(seen, model, SELECTION, own_sizes).specs == ()
+        check_region(seen, model, SELECTION, own_sizes)
+        with pytest.raises(ProtocolError, match="start both ranks with the same"):
+            check_region(seen, model, SELECTION, replace(own_sizes, num_sharing=1))
+        pools = pools_of(seen, model, SELECTION, own_sizes)
+        for layer in range(3):
+            pools.k[layer][5] = 1.0 + layer + 10 * shard.index
+        seen.close()
+        ours.close()
+    whole = pools_of(kept, MODEL, SELECTION, sizes)
+    assert [k[5, :, 0].tolist() for k in whole.k] == [[1 + x, 11 + x] for x in range(3)]
+    with pytest.raises(ProtocolError, match=r"memory of cache rank 5 .* --cache-ranks"):
+        kept.allocate("kv_5", (1,), torch.float32, "pool_5")
+    kept.close()
+    assert three.num_mapped == 0
+
+
 def test_another_layout_is_refused(driver: FakeDriver) -> None:
     made = made_by(homes_of(FIRST))
     near = replace(SIZES, is_apart=False)
@@ -245,12 +299,35 @@ def test_the_engine_of_a_tensor_parallel_rank_is_behind_all_gpus_of_the_model(
         assert gpu_uuids(ours) == gpu_uuids(theirs)
 
 
+@pytest.mark.parametrize("num_before", [1, 2])
+def test_several_engines_of_a_rank_are_behind_each_other(
+    gpus: pytest.MonkeyPatch, num_before: int
+) -> None:
+    gpus.setattr(torch.cuda, "device_count", lambda: 4 * num_before)
+    for rank in range(3 * num_before):
+        ours = engine_homes(torch.device("cuda"), rank, num_before, 3)
+        model = torch.device("cuda", rank // 3)
+        theirs = inference_homes(model, num_before, 3)
+        assert ours.inference == theirs.here == model
+        assert ours.here == ours.engine == torch.device("cuda", num_before + rank)
+        first = num_before + 3 * (rank // 3)
+        assert (
+            ours.pools == theirs.pools == tuple(torch.device("cuda", first + n) for n in range(3))
+        )
+        assert gpu_uuids(ours) == gpu_uuids(theirs.with_engine(rank % 3))
+        assert len(gpu_uuids(ours)) == 5
+    gpus.setattr(torch.cuda, "device_count", lambda: 4 * num_before - 1)
+    with pytest.raises(SettingsError, match="needs a GPU each"):
+        inference_homes(torch.device("cuda", num_before - 1), num_before, 3)
+
+
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [
         (("GPU-0", "GPU-1"), None),
         (("GPU-1", "GPU-0"), r"the model's GPU is GPU-1 as .* GPU-0 as .*CUDA_VISIBLE_DEVICES"),
         (("GPU-0", "GPU-2"), r"the cache rank's GPU is GPU-2 as .*same GPUs in the same order"),
+        (("GPU-0",) * 5, r"inference rank counts 5 GPUs, .* rank 2; .*same --cache-ranks"),
         ((), r"the inference rank is on the host's CPU, the cache rank on GPUs; .*--device"),
     ],
 )

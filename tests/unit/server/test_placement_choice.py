@@ -218,10 +218,32 @@ def test_cache_ranks_share_the_heads_of_one_rank_on_a_cpu(tmp_path: Path) -> Non
     assert "4 cache ranks, each with its part of the KV heads" in said[0]
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_cache_ranks_share_the_heads_of_one_rank_on_gpus(
+    tmp_path: Path, gpus: Any, tp_size: int
+) -> None:
+    """Each has a GPU of its own, behind those of the model; heads need not divide evenly."""
+    gpus(4 * tp_size)
+    given = {"tensor_parallel": tp_size, "cache_ranks": 3 * tp_size}
+    settings, said = resolve(tmp_path, **given)
+    placement = settings.rank_settings.placement
+    assert (placement.head_shards, placement.num_cache_ranks) == (3, 3 * tp_size)
+    assert placement.two_gpus
+    assert placement.num_sharing == 3
+    assert "each with its part of the KV heads, in a process of its own, on a GPU" in said[0]
+    assert settings.selection.num_late == 1
+    gpus(4 * tp_size - 1)
+    with pytest.raises(SettingsError, match=f"needs {4 * tp_size} GPUs, {4 * tp_size - 1} seen"):
+        resolve(tmp_path, **given)
+    gpus(32)
+    with pytest.raises(SettingsError, match=r"more than the .* KV heads"):
+        resolve(tmp_path, tensor_parallel=tp_size, cache_ranks=16)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"cache_ranks": 3}, "does not divide the 8 KV heads of .*; use --cache-ranks 1 or 2 or 4"),
+        ({"cache_ranks": 9}, "more than the 8 KV heads of .*; use --cache-ranks 8 at most"),
         ({"cache_ranks": 2, "selection": {"policy": "sfi"}}, "policy=sfi .*use --cache-ranks 1"),
         ({"cache_ranks": 2, "selection": {"policy": "sync_kv"}}, "policy=sync_kv does not declare"),
     ],
@@ -260,13 +282,18 @@ def test_by_messages_the_other_gpu_may_be_another_hosts(tmp_path: Path, gpus: An
         resolve(tmp_path, transport="message")
 
 
-def test_gpus_do_not_share_a_pool(tmp_path: Path, gpus: Any, monkeypatch: Any) -> None:
+def test_by_messages_gpus_do_not_share_the_heads(tmp_path: Path, gpus: Any) -> None:
     gpus(4)
-    with pytest.raises(SettingsError, match="on GPUs each would need a pool of its own"):
-        resolve(tmp_path, cache_ranks=2)
+    with pytest.raises(SettingsError, match="between GPUs transport=message has one cache rank"):
+        resolve(tmp_path, cache_ranks=3, transport="message")
+
+
+def test_one_device_stands_for_several_gpus(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv(ONE_DEVICE_VARIABLE, "apart")
-    with pytest.raises(SettingsError, match="use --cache-ranks 1"):
-        resolve(tmp_path, "cpu", cache_ranks=2, selection={"budget_tokens": 2048})
+    selection = {"budget_tokens": 2048}
+    settings, _ = resolve(tmp_path, "cpu", cache_ranks=3, selection=selection)
+    placement = settings.rank_settings.placement
+    assert (placement.num_sharing, placement.has_far_pool) == (3, True)
 
 
 def test_processes_on_a_cpu_have_a_cache_rank_each(

@@ -153,7 +153,6 @@ _OTHER_LINKS = ["transport=peer", "'shared', 'message' or 'local'"]
             {"cache_ranks": "2", "tensor_parallel": "3"},
             ["cache_ranks=2", "one has to divide", "use --cache-ranks 3,", "--tp 2"],
         ),
-        ("stress_selection: true", {}, {"cache_ranks": "3"}, ["other signs", "--cache-ranks 1"]),
         (
             "",
             {},

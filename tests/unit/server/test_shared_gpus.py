@@ -60,6 +60,21 @@ def test_each_tensor_parallel_rank_needs_access_to_the_gpu_of_its_own_engine(
         check_shared_gpus(split, {})
 
 
+def test_several_engines_need_access_to_the_gpus_of_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placement = _placement(two_gpus=True, head_shards=2)
+    pairs = {(a, b) for a in range(3) for b in range(3) if a != b}
+    _pretend(monkeypatch, 3, pairs)
+    check_shared_gpus(placement, {})
+    _pretend(monkeypatch, 3, pairs - {(2, 1)})
+    with pytest.raises(SettingsError, match="cuda:1 and cuda:2"):
+        check_shared_gpus(placement, {})
+    _pretend(monkeypatch, 2, pairs)
+    with pytest.raises(SettingsError, match="needs one for each process, 3, 2 seen"):
+        check_shared_gpus(placement, {})
+
+
 @pytest.mark.parametrize("value", ["1", "apart"])
 def test_one_gpu_needs_mps(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(ONE_DEVICE_VARIABLE, value)

@@ -338,8 +338,9 @@ def test_every_placement_can_be_started() -> None:
         for placement in own:
             flags = dict(pairwise(placement.flags))
             is_separate = placement.kind is PlacementKind.SEPARATE
-            assert flags["--cache-ranks"] == (str(placement.tp_size) if is_separate else "0")
-            assert int(flags.get("--tp", "1")) * (1 + is_separate) == placement.num_gpus
+            want = placement.num_cache_gpus if is_separate else 0
+            assert flags["--cache-ranks"] == str(want)
+            assert int(flags.get("--tp", "1")) + want == placement.num_gpus
             settings = load_settings(
                 {
                     "model": Sourced("m", "test"),

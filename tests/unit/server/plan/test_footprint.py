@@ -105,7 +105,7 @@ def test_separate_ranks_by_hand() -> None:
     # Two lanes, 300 tokens, two heads: two float16, two pairs of float32 for 16 tokens, two bits.
     assert memory.cache.selection_scratch == 2 * 300 * 2 * (4 + 1 + 1 / 4) // 2
     assert memory.inference.selection_scratch == 0
-    assert memory.cache.weights == TINY.predictor_bytes // 2  # processes of their own
+    assert memory.cache.weights == -(-TINY.predictor_copy_bytes("int8") // 2)
     for limit, longest in ((250, 250), (1000, 300)):  # no request is longer than all K/V
         longer = memory_of(placement, TINY, replace(LOAD, max_context=limit))
         assert longer.inference.staging == 2 * longest * 32
@@ -119,6 +119,23 @@ def test_separate_ranks_by_hand() -> None:
     idle = memory_of(placement, TINY, replace(LOAD, selects=False)).cache
     assert idle is not None
     assert idle.books == 0
+
+
+def test_the_fullest_of_several_cache_gpus_counts() -> None:
+    """K/V are divided by layers, 36 over 5, and all else by the 8 heads."""
+    five = Placement(kind=PlacementKind.SEPARATE, tp_size=1, num_cache_gpus=5)
+    memory, one = (
+        memory_of(replace(five, num_cache_gpus=count), QWEN, LOAD).cache for count in (5, 1)
+    )
+    assert memory is not None
+    assert one is not None
+    assert memory.kv == one.kv * 8 // 36
+    assert memory.key_index == one.key_index * 2 // 8
+    assert memory.books == one.books * 2 // 8
+    assert (
+        memory_of(five, QWEN, LOAD).inference
+        == memory_of(replace(five, num_cache_gpus=1), QWEN, LOAD).inference
+    )
 
 
 def test_in_process_keeps_everything_on_the_inference_gpus() -> None:
@@ -194,14 +211,15 @@ def test_memory_is_monotone(
 
 
 @given(gpus=st.integers(1, 64))
-def test_placements_divide_the_heads_and_use_no_more_gpus(gpus: int) -> None:
+def test_placements_have_heads_for_all_and_use_no_more_gpus(gpus: int) -> None:
     for shape in BUILT_IN_SHAPES.values():
         placements = possible_placements(shape, gpus)
         assert len({item.name for item in placements}) == len(placements)
         for item in placements:
             assert item.num_gpus <= gpus
-            for shards in (item.tp_size, item.num_cache_gpus or 1):
-                assert shape.num_kv_heads % shards == 0
+            assert shape.num_kv_heads % item.tp_size == 0
+            assert item.num_cache_gpus % item.tp_size == 0
+            assert item.num_cache_gpus <= shape.num_kv_heads
 
 
 @pytest.mark.parametrize(
@@ -209,9 +227,10 @@ def test_placements_divide_the_heads_and_use_no_more_gpus(gpus: int) -> None:
     [
         (1, ["dense-tp1", "in-process-tp1"]),
         (2, ["dense-tp2", "in-process-tp2", "1+1"]),
-        (3, ["dense-tp2", "in-process-tp2", "1+1"]),
-        (4, ["dense-tp4", "in-process-tp4", "1+1", "tp2+2"]),
-        (6, ["dense-tp4", "in-process-tp4", "1+1", "tp2+2"]),
+        (3, ["dense-tp2", "in-process-tp2", "1+1", "1+2"]),
+        (4, ["dense-tp4", "in-process-tp4", "1+1", "tp2+2", "1+3"]),
+        (6, ["dense-tp4", "in-process-tp4", "1+1", "tp2+2", "1+5"]),
+        (16, ["dense-tp8", "in-process-tp8", "1+1", "tp8+8"]),
     ],
 )
 def test_placements_of_few_gpus(gpus: int, names: list[str]) -> None:
