@@ -15,7 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
-from tandemkv.cache_rank.protocol.placement import Link, Placement, lies_on_two_gpus
+from tandemkv.cache_rank.protocol.placement import (
+    Link,
+    Placement,
+    has_host_engine,
+    lies_on_two_gpus,
+)
 from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
     SelectionSettings,
@@ -190,12 +195,14 @@ class ServeSettings(BaseModel):
 
     def placement_on(self, device: str, reason: str = "it was not decided here") -> Placement:
         """Return the placement that these settings lead to, with the model on `device`."""
-        link = self.wished_link or "shared"
+        link, attends = self.wished_link or "shared", self.selection.declared.attends
+        host_engine = has_host_engine(link, device, attends=attends)
         return Placement.model_validate(
             {
                 "link": link,
                 "model_device": device,
-                "two_gpus": lies_on_two_gpus(link, device),
+                "two_gpus": not host_engine and lies_on_two_gpus(link, device),
+                "host_engine": host_engine,
                 "tp_size": self.tensor_parallel,
                 "head_shards": self.head_shards,
                 "engines_per_rank": self.engines_per_rank,
