@@ -97,9 +97,9 @@ class OwnSet:
     """Tensors of their own, because the pool is another GPU's memory.
 
     Whatever decode attends to is copied here: the latest tokens in a ring, and requests that
-    fit, as a whole. Slots are those of `ResidentSet`. With `keeps_sink` the first R tokens of every
-    request are the resident ones, and nobody else writes them. It has SGLang's pool interface itself: reads
-    are of the resident sets, writes go to pool and ring.
+    fit, as a whole. Slots are those of `ResidentSet`. It has SGLang's pool interface itself: reads
+    are of the resident sets, writes go to pool and ring. With `keeps_sink` the first R tokens of
+    every request are its resident ones, and no engine writes them.
     """
 
     holds_dense = True
@@ -127,7 +127,7 @@ class OwnSet:
         return self._resident.nbytes
 
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
-        """See `ResidentHome.fill`: all of a dense prompt, sink and latest tokens of a sparse one."""
+        """See `ResidentHome.fill`: a dense prompt, or sink and latest tokens of a sparse one."""
         resident, length = self._resident, len(slots)
         is_dense = resident.is_dense(length)
         start = 0 if is_dense else max(0, length - resident.ring)

@@ -28,8 +28,9 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
     On one device the resident sets lie behind the tokens. SGLang's allocator does not know them: it
     goes by the pool's `size`. On two GPUs K/V are memory of the engine's, or of several engines'
     layer by layer, which SGLang's kernels write over NVLink; prefixes are copied from there
-    (`PrefixStaging`). Beside an engine on the CPU they are host memory, written over PCIe. SGLang's request table is replaced by a mapped one, as the engine reads it.
-    `req_to_token_pool`, SGLang's request table, is still empty.
+    (`PrefixStaging`). Beside an engine on the CPU they are host memory, written over PCIe. SGLang's
+    request table is replaced by a mapped one, as the engine reads it. `req_to_token_pool`, SGLang's
+    request table, is still empty.
     """
 
     class SharedKVPool(base):

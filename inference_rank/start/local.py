@@ -257,17 +257,15 @@ def make_home(
     longest = model.max_context if selection.declared.has_slow_steps else 0
     mapped = getattr(pool, "mapped", None)
     if settings.placement.has_far_pool:
-        is_own = mapped is None or settings.placement.host_engine
-        allocate = None if is_own else _beside_the_model(mapped)
+        keeps_sink = settings.placement.host_engine  # and no engine writes to the sets
+        allocate = None if mapped is None or keeps_sink else _beside_the_model(mapped)
         resident = ResidentSet(model, selection, rows1 - 1, device, allocate)
         own = None
         if resident.samples is not None:
             own = OwnSamples(
                 resident.samples, num_resident=width, num_dense=num_dense, **sample_sizes
             )
-        return OwnSet(
-            pool, RingTable(**sizes), resident, own, keeps_sink=settings.placement.host_engine
-        )
+        return OwnSet(pool, RingTable(**sizes), resident, own, keeps_sink=keeps_sink)
     shape = (rows1, width, model.num_kv_heads, model.head_dim)
     sets = _behind_tokens(pool, num_slots, shape, model.windowed_layers)
     samples = None

@@ -59,7 +59,7 @@ def test_on_a_cpu_every_policy_runs_in_the_process(model_dir: Path) -> None:
         if policy != "lfps":
             preflight.check_runs_on(settings, "cuda")
             continue
-        with pytest.raises(SettingsError, match="lfps.*use --cache-ranks 1, or --device cpu"):
+        with pytest.raises(SettingsError, match=r"lfps.*use --cache-ranks 1, or --device cpu"):
             preflight.check_runs_on(settings, "cuda")
 
 
