@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # who reads shapes of models alone needs no torch
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

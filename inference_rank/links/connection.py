@@ -54,8 +54,9 @@ KEPT, OWN, BOOKS = "kept", "own", "books"
 """Groups of tensors that the launcher, or ``tandemkv memory``, holds."""
 _LONGEST_WAIT_S = 3600.0
 _MARGIN_S = 1.0
-_GRACE_S = 1.0
-"""For an engine that was told that its epoch ends; it looks for messages ten times a second."""
+_GRACE_S, _GPU_GRACE_S = 1.0, 5.0
+"""For an engine that was told that its epoch ends; it looks for messages ten times a second. On a
+GPU it has a prompt's kernels to queue first, and hundreds of GiB to unmap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +301,7 @@ class SharedConnection:
         self.has_left = True
         self._flags.raise_to(self._at.ABORTED, self.step)  # it may wait in a broken step
         if self._fence is not None:
-            self._fence.grace_s = _GRACE_S
+            self._fence.grace_s = _GPU_GRACE_S if self.own.homes.are_on_gpu else _GRACE_S
         self._say_goodbye()
 
     def _lose(self, reason: str) -> bool:

@@ -150,7 +150,8 @@ def _where(settings: RankSettings) -> str:
     placement = settings.placement
     if placement.host_engine:
         return ", on the host's CPU"
-    return ", on a second GPU" if placement.has_far_pool else ""
+    on_gpus = ", on GPUs of their own" if placement.shares_pool else ", on a second GPU"
+    return on_gpus if placement.has_far_pool else ""
 
 
 def _connection(

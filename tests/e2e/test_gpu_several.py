@@ -33,8 +33,8 @@ from stock_agreement import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-_TWO = pytest.param(2, marks=pytest.mark.multi_gpu(3, or_one_device=True))
-_THREE = pytest.param(3, marks=pytest.mark.multi_gpu(4, or_one_device=True))
+_TWO = pytest.param(2, id="two", marks=pytest.mark.multi_gpu(3, or_one_device=True))
+_THREE = pytest.param(3, id="three", marks=pytest.mark.multi_gpu(4, or_one_device=True))
 _SPARSE = {"policy": "look_ahead", "dense_tokens": 0, "exact_layers": [], "late_layers": 0}
 _SPARSE |= (
     {"budget_tokens": 256} if DEVICE == "cuda" else {"budget_tokens": 64, "num_recent_tokens": 16}
@@ -77,11 +77,13 @@ def check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], what: 
 @pytest.mark.parametrize(
     "selection",
     [
-        *({"index_dtype": index, "predictor_dtype": "native"} for index in _INDEXES),
-        {"policy": "async_spade", "index_dtype": "native"},
-        {"policy": "oracle", "index_dtype": "int8"},
+        *(
+            pytest.param({"index_dtype": index, "predictor_dtype": "native"}, id=index)
+            for index in _INDEXES
+        ),
+        pytest.param({"policy": "async_spade", "index_dtype": "native"}, id="async_spade"),
+        pytest.param({"policy": "oracle", "index_dtype": "int8"}, id="oracle"),
     ],
-    ids=str,
 )
 def test_tokens_and_rows_are_those_of_one_cache_rank(
     selection: dict[str, Any], count: int, prompts: list[list[int]]
@@ -124,7 +126,7 @@ def reference(prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("count", [_TWO, _THREE])
-@pytest.mark.parametrize("exact_layers", [[], [0, 1]], ids=["as served", "layers 0 and 1 exact"])
+@pytest.mark.parametrize("exact_layers", [[], [0, 1]], ids=["as_served", "exact_layers"])
 def test_tokens_are_those_of_stock_where_everything_is_covered(
     exact_layers: list[int], count: int, prompts: list[list[int]], reference: list[dict[str, Any]]
 ) -> None:

@@ -32,7 +32,9 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
     if is_far:
         settings = with_own_link(settings, run_dir)
         launches = message_launches(settings, run_dir, is_far_here=True)
-    else:
+    else:  # decided settings, as `serve` hands them over
+        placement = settings.rank_settings.placement
+        settings = settings.model_copy(update={"placement": placement})
         launches = cache_rank_launches(settings, run_dir)
     if not launches:
         yield

@@ -34,6 +34,7 @@ def connection(tmp_path: Path, counters: Counters) -> Iterator[SharedConnection]
         model=model,
         sizes=RegionSizes(num_slots=9, num_rows=2, page_size=1),
         kept=MappedTensors(),
+        own=MappedTensors(),
         counters=counters,
     )
     # As after `adopt`.

@@ -38,12 +38,15 @@ def test_norms_of_dummy_models_have_weight_one(monkeypatch: pytest.MonkeyPatch) 
         (1, None, ["model on cuda:0 H0"]),
         (2, None, ["model on cuda:0 H0", "model on cuda:1 H1"]),
         (1, "cuda:0", ["model on cuda:0 H0", "engine on cuda:0 H0"]),
-        (1, "cuda:1", ["model on cuda:0 H0", "engine on cuda:1 H1"]),
+        (1, "cuda:1", ["model on cuda:0 H0", *(f"engine on cuda:{n} H{n}" for n in (1, 2, 3))]),
     ],
 )
 def test_each_figure_says_which_gpus_worked(
     tp_size: int, engine: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    client = SimpleNamespace(parts=[None] * (len(names) - 1))
+    runtime = SimpleNamespace(client=client if engine else None)
+    monkeypatch.setattr(decode_bench.runtime_module, "current", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"H{index}")
     more: dict[str, Any] = {} if engine is None else {"cache_device": torch.device(engine)}
     runner = SimpleNamespace(
@@ -61,13 +64,15 @@ def test_prompts_that_do_not_come_are_told_of(
 ) -> None:
     words = torch.zeros((5, 32), dtype=torch.int32)
     words[1:3] = 7  # layers 0 and 1 are ready
+    words[3, 0] = 7  # layer 2 as far as one of two cache ranks goes
     gpu = SimpleNamespace(here=torch.device("cuda"))
 
     class Mapped(dict[str, torch.Tensor]):
         homes = gpu
 
     tensors = Mapped(to_engine=torch.zeros((10, 32), dtype=torch.int32), to_inference=words)
-    client = SimpleNamespace(tensors=tensors, step=7, lost_reason=None)
+    parts = [SimpleNamespace(tensors=tensors)] * 2  # which have their flags side by side
+    client = SimpleNamespace(parts=parts, step=7, lost_reason=None)
     monkeypatch.setattr(
         decode_bench.runtime_module, "current", lambda: SimpleNamespace(client=client)
     )
@@ -77,6 +82,9 @@ def test_prompts_that_do_not_come_are_told_of(
         model_config=SimpleNamespace(num_hidden_layers=4), attn_backend=SimpleNamespace(link=link)
     )
     with pytest.raises(RuntimeError, match=rf"step 7, 2 of 4 layers are ready: .*{said}"):
+        decode_bench.await_prompts(runner)
+    words[0, 0] = 7
+    with pytest.raises(RuntimeError, match=said):
         decode_bench.await_prompts(runner)
     words[0] = 7
     decode_bench.await_prompts(runner)

@@ -3,83 +3,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import torch
+from placement_world import SPEC, resolve
+from placement_world import gpus as gpus
 from timings import A100, profile_of
 
 from tandemkv.cache_rank.policies.base import LayerShare
 from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE
 from tandemkv.server import placement_choice
-from tandemkv.server.placement_choice import resolve_placement
 from tandemkv.server.plan import constants as constants_module
 from tandemkv.server.plan.cost import H200
 from tandemkv.server.plan.profile_file import write_profile
-from tandemkv.server.settings import ServeSettings
 from tandemkv.server.sglang_command import sglang_argv, sglang_env
-
-SPEC = ModelSpec(
-    architecture="Qwen3ForCausalLM",
-    num_layers=36,
-    num_qo_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    hidden_size=4096,
-    max_context=131072,
-    dtype="bfloat16",
-    model_hash="0",
-)
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "max_position_embeddings": 131072,
-}
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretend that there are some GPUs of 139 GiB, with peer access unless told otherwise."""
-    monkeypatch.delenv(ONE_DEVICE_VARIABLE, raising=False)
-
-    def pretend(count: int, gib: int = 139, *, peers: bool = True) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: peers)
-        memory = SimpleNamespace(total_memory=gib << 30)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
-
-    return pretend
-
-
-def resolve(
-    tmp_path: Path, device: str = "cuda", **changes: Any
-) -> tuple[ServeSettings, list[str]]:
-    """Resolve settings for 8 requests that share 512K tokens."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    given: dict[str, Any] = {
-        "model": str(tmp_path),
-        "cache": {"capacity_tokens": 8 * 65536},
-        "selection": {"budget_tokens": 2048, "index_dtype": "int4", "exact_layers": []},
-    }
-    settings = ServeSettings.model_validate(given | changes)
-    said: list[str] = []
-    resolved = resolve_placement(settings, SPEC, tmp_path, device=device, progress=said.append)
-    return resolved, said
 
 
 def test_a_cpu_gets_a_process(tmp_path: Path) -> None:
@@ -142,18 +84,15 @@ def test_two_gpus_split_the_heads(tmp_path: Path, gpus: Any) -> None:
     assert "1+1" in said[0]
 
 
-def test_a_model_with_windows_stays_on_one_gpu(
-    tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_windows_stays_on_one_gpu(tmp_path: Path, gpus: Any) -> None:
     gpus(2)
     spec = msgspec.structs.replace(SPEC, windowed_layers=tuple(range(0, 36, 2)))
-    monkeypatch.setitem(globals(), "SPEC", spec)
-    settings, said = resolve(tmp_path)
+    settings, said = resolve(tmp_path, spec=spec)
     assert settings.cache_ranks == 0
     assert "1+1" not in said[0].split("; ", 1)[0]
     for given in ({"cache_ranks": 1}, {"transport": "shared"}):
         with pytest.raises(SettingsError, match=r"sliding window.*--cache-ranks 0"):
-            resolve(tmp_path, **given)
+            resolve(tmp_path, spec=spec, **given)
 
 
 @pytest.mark.parametrize("given", [{"cache_ranks": 1}, {"transport": "shared"}])
@@ -210,52 +149,6 @@ def test_tp_that_was_given_stays(tmp_path: Path, gpus: Any) -> None:
             resolve(tmp_path, tensor_parallel=2, cache_ranks=count)
 
 
-def test_cache_ranks_share_the_heads_of_one_rank_on_a_cpu(tmp_path: Path) -> None:
-    settings, said = resolve(tmp_path, "cpu", cache_ranks=4, selection={"budget_tokens": 2048})
-    placement = settings.rank_settings.placement
-    assert (placement.head_shards, placement.num_cache_ranks, placement.tp_size) == (4, 4, 1)
-    assert settings.cache_ranks == 4
-    assert "4 cache ranks, each with its part of the KV heads" in said[0]
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_cache_ranks_share_the_heads_of_one_rank_on_gpus(
-    tmp_path: Path, gpus: Any, tp_size: int
-) -> None:
-    """Each has a GPU of its own, behind those of the model; heads need not divide evenly."""
-    gpus(4 * tp_size)
-    given = {"tensor_parallel": tp_size, "cache_ranks": 3 * tp_size}
-    settings, said = resolve(tmp_path, **given)
-    placement = settings.rank_settings.placement
-    assert (placement.head_shards, placement.num_cache_ranks) == (3, 3 * tp_size)
-    assert placement.two_gpus
-    assert placement.num_sharing == 3
-    assert "each with its part of the KV heads, in a process of its own, on a GPU" in said[0]
-    assert settings.selection.num_late == 1
-    gpus(4 * tp_size - 1)
-    with pytest.raises(SettingsError, match=f"needs {4 * tp_size} GPUs, {4 * tp_size - 1} seen"):
-        resolve(tmp_path, **given)
-    gpus(32)
-    with pytest.raises(SettingsError, match=r"more than the .* KV heads"):
-        resolve(tmp_path, tensor_parallel=tp_size, cache_ranks=16)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"cache_ranks": 9}, "more than the 8 KV heads of .*; use --cache-ranks 8 at most"),
-        ({"cache_ranks": 2, "selection": {"policy": "sfi"}}, "policy=sfi .*use --cache-ranks 1"),
-        ({"cache_ranks": 2, "selection": {"policy": "sync_kv"}}, "policy=sync_kv does not declare"),
-    ],
-)
-def test_heads_that_cannot_be_shared_are_refused(
-    tmp_path: Path, given: dict[str, Any], message: str
-) -> None:
-    selection = {"budget_tokens": 2048, **given.get("selection", {})}
-    with pytest.raises(SettingsError, match=message):
-        resolve(tmp_path, "cpu", **given | {"selection": selection})
-
-
 def test_a_standby_is_kept_where_the_cache_rank_is_started(tmp_path: Path) -> None:
     given: dict[str, Any] = {"standby": True, "selection": {"budget_tokens": 2048}}
     settings, _ = resolve(tmp_path, "cpu", transport="message", **given)
@@ -280,20 +173,6 @@ def test_by_messages_the_other_gpu_may_be_another_hosts(tmp_path: Path, gpus: An
     gpus(2, gib=80)
     with pytest.raises(SettingsError):  # the model's GPU has all K/V as well
         resolve(tmp_path, transport="message")
-
-
-def test_by_messages_gpus_do_not_share_the_heads(tmp_path: Path, gpus: Any) -> None:
-    gpus(4)
-    with pytest.raises(SettingsError, match="between GPUs transport=message has one cache rank"):
-        resolve(tmp_path, cache_ranks=3, transport="message")
-
-
-def test_one_device_stands_for_several_gpus(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv(ONE_DEVICE_VARIABLE, "apart")
-    selection = {"budget_tokens": 2048}
-    settings, _ = resolve(tmp_path, "cpu", cache_ranks=3, selection=selection)
-    placement = settings.rank_settings.placement
-    assert (placement.num_sharing, placement.has_far_pool) == (3, True)
 
 
 def test_processes_on_a_cpu_have_a_cache_rank_each(
@@ -509,19 +388,16 @@ def test_a_first_layer_is_late_between_two_gpus(
     assert alone.selection.num_late == 0
 
 
-def test_a_model_of_few_layers_has_no_late_ones(
-    tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_few_layers_has_no_late_ones(tmp_path: Path, gpus: Any) -> None:
     """By default none, and where they are asked for it says what to do."""
     gpus(2)
-    spec = msgspec.structs.replace(SPEC, num_layers=4)
-    monkeypatch.setattr(sys.modules[__name__], "SPEC", spec)
+    few: dict[str, Any] = {"spec": msgspec.structs.replace(SPEC, num_layers=4), "cache_ranks": 1}
     selection = {"budget_tokens": 2048, "options": {"distance": 3}}
-    settings, _ = resolve(tmp_path, "cuda", selection=selection, cache_ranks=1)
+    settings, _ = resolve(tmp_path, "cuda", selection=selection, **few)
     assert settings.selection.late_layers is None
     with pytest.raises(SettingsError, match=r"too many for 4 layers.*use --late-layers 0"):
-        resolve(tmp_path, "cuda", selection={**selection, "late_layers": 1}, cache_ranks=1)
+        resolve(tmp_path, "cuda", selection={**selection, "late_layers": 1}, **few)
     enough, _ = resolve(
-        tmp_path, "cuda", selection={**selection, "options": {"distance": 2}}, cache_ranks=1
+        tmp_path, "cuda", selection={**selection, "options": {"distance": 2}}, **few
     )
     assert enough.selection.late_layers == 1

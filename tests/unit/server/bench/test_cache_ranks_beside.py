@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache ranks beside a benchmark that is the inference rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import CONFIG, write_model
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.heartbeat import request_status
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.server.evaluation.bench.cache_rank import cache_rank_beside
+from tandemkv.server.evaluation.bench.configurations import BUILT_IN, Configuration
+from tandemkv.server.settings import ServeSettings
+
+
+def settings_of(model_dir: Path, **more: Any) -> ServeSettings:
+    given = {"device": "cpu", "transport": "shared", "selection.index_dtype": "int8"}
+    configuration = Configuration(settings=given | more)
+    return configuration.serve_settings(model_dir=model_dir, capacity_tokens=4096, batch=2)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_all_cache_ranks_answer(count: int, tmp_path: Path) -> None:
+    """Of three KV heads one of two has two, and the other one."""
+    heads = {"num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 8}
+    model_dir = write_model(tmp_path / "model", CONFIG | heads)
+    run_dir = RunDir.create(tmp_path / "run")
+    with cache_rank_beside(settings_of(model_dir, cache_ranks=count), run_dir, tmp_path):
+        found = [request_status(run_dir.of_rank(n).heartbeat_socket, 5.0) for n in range(count)]
+        assert len({status.info["pid"] for status in found}) == count
+        assert {status.info["cache_ranks"] for status in found} == {str(count)}
+    logs = sorted(path.name for path in tmp_path.glob("*.log"))
+    assert logs == (["cache_rank.log"] if count == 1 else ["cache_rank_0.log", "cache_rank_1.log"])
+
+
+def test_what_is_not_measured_is_refused(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, cache_ranks=2, tensor_parallel=2)
+    run_dir = RunDir.create(tmp_path / "run")
+    with (
+        pytest.raises(SettingsError, match="2 engines are not measured here"),
+        cache_rank_beside(settings, run_dir, tmp_path),
+    ):
+        pass
+
+
+def test_three_cache_gpus_are_built_in(tmp_path: Path) -> None:
+    """As served, with queries that jump: signs of a head do not depend on the cache ranks."""
+    settings = BUILT_IN["1+3-shared-served"].serve_settings(
+        model_dir=tmp_path, capacity_tokens=1 << 20, batch=36
+    )
+    placement = settings.rank_settings.placement
+    assert (placement.head_shards, placement.two_gpus, placement.model_device) == (3, True, "cuda")
+    assert settings.stress_selection
+    assert settings.selection.num_late == 1
+    assert BUILT_IN["dense-tp4"].is_reference
