@@ -46,7 +46,7 @@ def sglang_argv(
     """
     selection = settings.selection
     page_size = 1
-    if device != "cpu":
+    if device != "cpu" and not selection.declared.attends:  # which scans no pages
         page_size = page_tokens(selection.index_dtype, selection.num_recent_tokens)
     argv = [
         sys.executable, "-P", "-m", "sglang.launch_server",
