@@ -291,7 +291,7 @@ class FlashInferResident:
         if rest is not None:
             rest = rest.clone()  # it is host memory, and read more than once
             out, _ = merge_attention(out, lse * LOG2_UNIT, rest[..., :-1], rest[..., -1])
-        return out.view(len(query), -1)
+        return out.reshape(len(query), -1)
 
 
 class PagedResident:
