@@ -42,8 +42,8 @@ class ServeSettings(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Device of the model and, unless the policy attends on a CPU (lfps), of "
-        "all K/V. auto: a GPU if there is one.",
+        description="Device of the model, and of all K/V but with lfps, which has them on the "
+        "host. auto: a GPU if there is one.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and K/V. auto: float32 on a CPU, the model's own on a GPU."
@@ -59,8 +59,8 @@ class ServeSettings(BaseModel):
         ge=0,
         le=_MOST_CACHE_RANKS,
         description="1: a cache rank beside SGLang, with --tp as many as that; more: each with a "
-        "part of the KV heads, on GPUs with a GPU of its own (with lfps one, on the host's CPU); fewer, on a CPU: each for several "
-        "processes of --tp; 0: inside SGLang's process. Default: what is predicted to be faster, "
+        "part of the KV heads, on GPUs with a GPU of its own; fewer, on a CPU: each for several "
+        "processes of --tp; lfps on a GPU has one, on the host's CPU; 0: inside SGLang's process. Default: what is predicted to be faster, "
         "see `tandemkv plan`.",
     )
     transport: Link | None = Field(
