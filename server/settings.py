@@ -60,8 +60,8 @@ class ServeSettings(BaseModel):
         le=_MOST_CACHE_RANKS,
         description="1: a cache rank beside SGLang, with --tp as many as that; more: each with a "
         "part of the KV heads, on GPUs with a GPU of its own; fewer, on a CPU: each for several "
-        "processes of --tp; lfps on a GPU has one, on the host's CPU; 0: inside SGLang's process. Default: what is predicted to be faster, "
-        "see `tandemkv plan`.",
+        "processes of --tp; 0: inside SGLang's process. Beside a GPU lfps has one, on the host's "
+        "CPU. Default: what is predicted to be faster, see `tandemkv plan`.",
     )
     transport: Link | None = Field(
         None,
