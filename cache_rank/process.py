@@ -67,7 +67,7 @@ def run_cache_rank(
     max_rows : int
         Most request rows of the inference rank.
     device : {"cpu", "cuda"}
-        Where the cache is; cuda is the GPU behind those of the model (`shared_devices`).
+        Where the engine works; cuda is the GPU behind those of the model (`shared_devices`).
     on_ready : Callable, optional
         Called once the sockets of all engines answer.
     drain_timeout_s : float
@@ -133,6 +133,9 @@ def _homes(device: str, placement: Placement, rank: int) -> Homes:
     """Return where memory of cache rank `rank` lies; on a GPU it has one engine."""
     if placement.has_far_host:
         return one_gpu_homes(far_gpu(device, rank))
+    if placement.host_engine:
+        cpu = torch.device("cpu")
+        return Homes.beside_gpu(torch.device(placement.model_device), here=cpu)
     return engine_homes(torch.device(device), rank, placement.tp_size, placement.head_shards)
 
 

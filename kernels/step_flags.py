@@ -122,7 +122,7 @@ def wait_flags(
         ``[1]`` int32; `lost` is set to the step if the flags do not come in time. Setting it from
         another stream ends a wait that is under way.
     timeout_s : float
-        Longest wait. On a CPU nobody could raise them meanwhile: the wait is over at once.
+        Longest wait.
 
     Raises
     ------

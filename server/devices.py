@@ -42,6 +42,8 @@ def resolve_device(
 def cache_rank_device(settings: ServeSettings) -> str:
     """Return the device of a cache rank that is started by itself: its GPU, if any, is here.
 
+    The CPU for a policy that attends, whatever the model is on.
+
     Raises `SettingsError` if it is to be on a GPU, and there is none or the link has none.
     """
     from tandemkv.cache_rank.policies.registry import find_policy
@@ -61,9 +63,10 @@ def placed_alone(settings: ServeSettings, device: str) -> ServeSettings:
         return settings
     if settings.wished_link != "message":  # by which each is started by itself
         check_one_cache_rank(settings)
-    placement = settings.placement_on(
-        settings.device_or(device), "the cache rank was started by itself"
-    )
+    model_device = settings.device_or(device)
+    if settings.selection.declared.attends and settings.wished_link != "message":
+        model_device = settings.device_or(resolve_device("auto"))  # it is on the CPU beside both
+    placement = settings.placement_on(model_device, "the cache rank was started by itself")
     return settings.model_copy(update={"placement": placement})
 
 

@@ -65,22 +65,30 @@ def estimate_memory(
     *,
     device: str,
 ) -> MemoryEstimate:
-    """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs."""
+    """Return what the launch needs of the host's memory; on cuda the ranks check their GPUs.
+
+    Beside an engine on the host's CPU the K/V of all tokens are the host's.
+    """
     tp_size, nodes = settings.tensor_parallel, settings.nnodes  # as much on each of them
     processes = PROCESS_TREE_BYTES + (tp_size // nodes - 1) * RANK_BYTES
-    num_cache_ranks = settings.rank_settings.placement.num_cache_ranks
+    placement = settings.rank_settings.placement
+    num_cache_ranks = placement.num_cache_ranks
     extra_ranks = (num_cache_ranks - tp_size) // nodes if num_cache_ranks else 0
     processes += extra_ranks * CACHE_RANK_BYTES
-    if device != "cpu":
+    if device != "cpu" and not placement.host_engine:
         return MemoryEstimate(process_bytes=processes)
     item = _ITEM_BYTES.get(spec.dtype, 4)
     kv_item = 1 if settings.cache.stored_dtype else item
     num_heads = max(spec.num_kv_heads, tp_size)  # each rank has one at least
     layer_bytes = 2 * num_heads * spec.head_dim * kv_item
+    is_far = settings.cache_rank_address is not None
+    cached = 0 if is_far else settings.cache.capacity_tokens * spec.num_layers * layer_bytes
+    if device != "cpu":
+        return MemoryEstimate(process_bytes=processes, cache_bytes=cached)
     # In memory that two processes map each layer has as many slots.
-    is_local = settings.rank_settings.placement.link == "local"
+    is_local = placement.link == "local"
     num_full = spec.num_layers - (len(spec.windowed_layers) if is_local else 0)
-    selection, is_far = settings.selection, settings.cache_rank_address is not None
+    selection = settings.selection
     files = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     config = read_config(model_dir)
     saved = str(config.get("dtype") or config.get("torch_dtype"))
@@ -88,9 +96,8 @@ def estimate_memory(
     predicts = selection.declared.predicts_from_hidden and is_quantised
     projection = spec.num_qo_heads * spec.head_dim * spec.hidden_size * item
     rows = settings.max_running_requests * selection.row_tokens
-    cached = 0 if is_far else settings.cache.capacity_tokens
     return MemoryEstimate(
-        cache_bytes=cached * spec.num_layers * layer_bytes // nodes,
+        cache_bytes=cached // nodes,
         resident_bytes=rows * num_full * layer_bytes // nodes,
         process_bytes=processes,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) // nodes,

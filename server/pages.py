@@ -25,9 +25,10 @@ def on_device(selection: SelectionSettings, device: str) -> SelectionSettings:
     """Fill in `index_dtype` and `num_recent_tokens` where they are open: on a GPU an int4 index.
 
     Neither is touched if another index is asked for, or fewer recent tokens than any page has;
-    recent tokens are not if the budget has no room for more of them.
+    recent tokens are not if the budget has no room for more of them. A policy that attends has no
+    index.
     """
-    if device != "cuda":
+    if device != "cuda" or selection.declared.attends:
         return selection
     has_index = "index_dtype" in selection.model_fields_set
     if has_index and selection.index_dtype != "int4":

@@ -54,7 +54,8 @@ def resolve_placement(
     Every setting that was left open is decided then: `tandemkv serve` starts with the result, and
     `tandemkv quality` names it.
     `placement`: the one value that says where the cache rank works, and why. `cache_ranks`,
-    `transport` and `tensor_parallel`: on a CPU one cache rank process; on GPUs what `tandemkv plan`
+    `transport` and `tensor_parallel`: on a CPU, and of a policy that attends, one cache rank
+    process; on GPUs what `tandemkv plan`
     predicts to be fastest for `max_running_requests` requests that share the cache. `dense_tokens`,
     `dense_batch_tokens`, in-process on a GPU: the context of each request, and the tokens of a
     whole step, from which selecting is predicted to pay. Predictions have the constants of this
@@ -65,7 +66,7 @@ def resolve_placement(
     GPU selects, for nothing hides a first selection there. Raises `SettingsError` if nothing fits
     these GPUs, with the numbers.
     """
-    check_runs_on(settings.selection, device)
+    check_runs_on(settings, device)
     settings = _with_index(_with_anchors(settings, spec), device)
     if device == "cpu":
         _check_without_gpus(settings)
@@ -76,10 +77,11 @@ def resolve_placement(
     )
     progress(f"placement: {placement.describe()}")
     if placement.has_far_pool and is_on_one_device():
-        progress(
-            f"{ONE_DEVICE_VARIABLE}: the model's own device stands for the second GPU; that is "
-            "for tests, and slow"
-        )
+        played = "the model's own device stands for the second GPU"
+        if placement.host_engine and device == "cpu":
+            played = "the CPU stands for the model's GPU"
+        if not placement.host_engine or device == "cpu":
+            progress(f"{ONE_DEVICE_VARIABLE}: {played}; that is for tests, and slow")
     _check_contradictions(settings, spec, placement)
     settings = _told_of_late_layers(settings, spec, progress)
     if device == "cuda":
@@ -107,9 +109,28 @@ def resolve_alone(
     return _with_dense_tokens(settings, spec, model_dir, lambda _: None)
 
 
-def check_runs_on(selection: SelectionSettings, device: str) -> None:
-    """Refuse a policy that cannot run in an engine on `device`; see `check_device`."""
-    check_device(find_policy(selection.policy), selection.policy, device)
+def check_runs_on(settings: ServeSettings, device: str) -> None:
+    """Refuse a policy that cannot be served with a model on `device`; see `check_device`.
+
+    One that attends does so on the host's CPU, in a process of its own.
+    """
+    selection, link = settings.selection, settings.wished_link
+    if device == "cpu" or not selection.declared.attends:
+        check_device(find_policy(selection.policy), selection.policy, device)
+        return
+    check_device(find_policy(selection.policy), selection.policy, "cpu")
+    if link in ("local", "message"):
+        raise SettingsError(
+            f"policy={selection.policy} attends on a CPU. Beside a model on {device} its cache "
+            f"rank is a process on this host that maps the same memory, and link={link} has none; "
+            "use --cache-ranks 1, or --device cpu"
+        )
+    if settings.tensor_parallel > 1 or (settings.cache_ranks or 1) > 1:
+        raise SettingsError(
+            f"policy={selection.policy} attends on the host's CPU, in one cache rank beside one "
+            f"GPU; tensor_parallel={settings.tensor_parallel} and "
+            f"cache_ranks={settings.cache_ranks} are not available; use --tp 1 --cache-ranks 1"
+        )
 
 
 def _told_of_late_layers(
@@ -257,6 +278,8 @@ def _check_gpus(
 ) -> None:
     """Refuse what these GPUs cannot hold, before SGLang loads the weights."""
     tp_size, is_far = placement.tp_size, placement.has_far_pool
+    if placement.host_engine:  # K/V are host memory: `check_memory`
+        return
     # By messages the model's GPU has all K/V as well, whatever the other one has.
     has_cache_gpus = is_far and not is_on_one_device() and not placement.has_far_host
     is_far_here = placement.has_far_host and settings.cache_rank_address is None
@@ -337,6 +360,9 @@ def _choose(
         return settings, f"--cache-ranks {settings.cache_ranks} was given"
     if device == "cpu":
         return settings, "on a CPU both processes can map the same memory"
+    if settings.selection.declared.attends:
+        reason = f"policy {settings.selection.policy} attends on the host's CPU"
+        return settings.model_copy(update={"cache_ranks": 1, "transport": "shared"}), reason
     reason = ""
     if settings.tensor_parallel > 1:
         reason = f"--tp {settings.tensor_parallel} splits the cache as well"

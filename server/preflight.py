@@ -63,12 +63,13 @@ def resolve_launch(
     """
     check_policy(settings.selection.policy)
     on_one_device = settings.wished_link != "local" and is_on_one_device()
+    needs_one = on_one_device or settings.selection.declared.attends  # on the host's CPU
     device = resolve_device(
         settings.device,
         cache_ranks=settings.cache_ranks,
-        num_ranks_here=1 if on_one_device else num_ranks_here,
+        num_ranks_here=1 if needs_one else num_ranks_here,
     )
-    check_runs_on(settings.selection, device)
+    check_runs_on(settings, device)
     check_sglang_args(settings.sglang_args, device=device)
     check_adapters(settings.sglang_args)
     Keys.read(settings.edge)  # SGLang's process would fail at them half a minute later

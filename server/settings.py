@@ -15,7 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from tandemkv.cache_rank.protocol.exchange_settings import CacheSettings, ExchangeSettings
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
-from tandemkv.cache_rank.protocol.placement import Link, Placement, lies_on_two_gpus
+from tandemkv.cache_rank.protocol.placement import (
+    Link,
+    Placement,
+    has_host_engine,
+    lies_on_two_gpus,
+)
 from tandemkv.cache_rank.protocol.settings import (
     RankSettings,
     SelectionSettings,
@@ -36,7 +41,9 @@ class ServeSettings(BaseModel):
         min_length=1, description="Model directory in Hugging Face layout, or smollm2 (embedded)."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the model and of all K/V. auto: a GPU if there is one."
+        "auto",
+        description="Device of the model, and of all K/V but with lfps, which has them on the "
+        "host. auto: a GPU if there is one.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and K/V. auto: float32 on a CPU, the model's own on a GPU."
@@ -53,8 +60,8 @@ class ServeSettings(BaseModel):
         le=_MOST_CACHE_RANKS,
         description="1: a cache rank beside SGLang, with --tp as many as that; more: each with a "
         "part of the KV heads, on GPUs with a GPU of its own; fewer, on a CPU: each for several "
-        "processes of --tp; 0: inside SGLang's process. Default: what is predicted to be faster, "
-        "see `tandemkv plan`.",
+        "processes of --tp; 0: inside SGLang's process. Beside a GPU lfps has one, on the host's "
+        "CPU. Default: what is predicted to be faster, see `tandemkv plan`.",
     )
     transport: Link | None = Field(
         None,
@@ -210,12 +217,14 @@ class ServeSettings(BaseModel):
 
     def placement_on(self, device: str, reason: str = "it was not decided here") -> Placement:
         """Return the placement that these settings lead to, with the model on `device`."""
-        link = self.wished_link or "shared"
+        link, attends = self.wished_link or "shared", self.selection.declared.attends
+        host_engine = has_host_engine(link, device, attends=attends)
         return Placement.model_validate(
             {
                 "link": link,
                 "model_device": device,
-                "two_gpus": lies_on_two_gpus(link, device),
+                "two_gpus": not host_engine and lies_on_two_gpus(link, device),
+                "host_engine": host_engine,
                 "tp_size": self.tensor_parallel,
                 "num_nodes": self.nnodes,
                 "head_shards": self.head_shards,

@@ -57,7 +57,7 @@ def sglang_argv(
     """
     selection = settings.selection
     page_size = 1
-    if device != "cpu":
+    if device != "cpu" and not selection.declared.attends:  # which scans no pages
         page_size = page_tokens(selection.index_dtype, selection.num_recent_tokens)
     argv = [
         sys.executable, "-P", "-m", "sglang.launch_server",
@@ -76,7 +76,8 @@ def sglang_argv(
         "--disable-hybrid-swa-memory",
     ]  # fmt: skip
     argv += _CPU_FLAGS if device == "cpu" else _CUDA_FLAGS
-    if device != "cpu" and not captures_steps(selection.policy):
+    is_captured = settings.rank_settings.placement.host_engine or captures_steps(selection.policy)
+    if device != "cpu" and not is_captured:
         argv.append("--disable-cuda-graph")
     argv += _overlap_flags(settings, device)
     if settings.tensor_parallel > 1:
@@ -111,7 +112,7 @@ def _overlap_flags(settings: ServeSettings, device: str) -> tuple[str, ...]:
         # SGLang gives a prompt's chunk to the radix tree while the next pass is prepared: before it
         # is known that the other host has its K/V.
         return ("--disable-overlap-schedule",)
-    is_paired = placement.maps_memory and is_apart_on_one_device()
+    is_paired = placement.host_engine or (placement.maps_memory and is_apart_on_one_device())
     return () if device != "cpu" or is_paired else ("--disable-overlap-schedule",)
 
 

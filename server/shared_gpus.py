@@ -24,7 +24,7 @@ def check_shared_gpus(placement: Placement, environ: Mapping[str, str] = os.envi
     nothing else. One GPU for both is for tests, and needs CUDA MPS. So does link ``message``, where
     a rank and its pump are on one GPU. Raises `SettingsError`, with what to use instead.
     """
-    if placement.model_device != "cuda" or not placement.maps_memory:
+    if placement.engine_device != "cuda" or not placement.maps_memory:
         return
     if placement.has_far_host:
         _check_mps(environ, "transport=message, whose pump is on the GPU of its rank")

@@ -121,6 +121,8 @@ class Seeder:
         self, layer: int, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> None:
         k_res, v_res = self._pools.resident[layer]
+        if not k_res.shape[1]:
+            return
         targets = torch.where(positions >= 0, self._all_slots, -1)
         exchange_rows(
             self._pools.k[layer], self._pools.v[layer], slots, positions, targets, k_res, v_res,

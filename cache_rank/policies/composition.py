@@ -95,7 +95,11 @@ def check_placement(policy: type[Policy], name: str, placement: Placement) -> No
     Raises `PolicyError`, saying what to do.
     """
     is_apart = placement.model_device == "cuda" and placement.maps_memory
-    if is_apart and not is_captured(policy):
+    # What an engine on the CPU does is captured by nobody.
+    is_safe = is_captured(policy) or (
+        placement.host_engine and not policy.capabilities.has_slow_steps
+    )
+    if is_apart and not is_safe:
         raise PolicyError(
             f"policy={name}: its decode steps are not captured, and two processes with GPUs wait "
             "for each other in captured steps; use --cache-ranks 0, or another --policy"

@@ -90,7 +90,8 @@ class EnginePools:
     `num_slots` a multiple of `page_size`."""
     resident: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """Per layer K and V ``[rows, slots, H, D]``, the first R slots of each row being the cache
-    rank's (row 0 is padding). They may lie in another GPU's memory."""
+    rank's (row 0 is padding). They may lie in another GPU's memory. Without a slot they are the
+    inference rank's to fill."""
     page_size: int
     """Tokens that lie in consecutive slots."""
     log_weight: torch.Tensor | None = None

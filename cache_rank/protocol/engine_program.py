@@ -69,7 +69,7 @@ class EngineProgram:
         selects nothing.
     is_far : bool
         Whether K/V lie on another GPU or host than the model: exact layers, and requests whose step
-        is slow, attend there.
+        is slow, attend there (`attends_remotely`).
     tells_all : bool
         Whether every step is announced: K/V are on another host, and those of each step go there.
     slow_steps : RefreshRule
@@ -115,6 +115,8 @@ class EngineProgram:
         self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
         self.attends = timing is Timing.SAME_STEP_ATTENTION
         self.is_far = settings.placement.has_far_pool
+        # Host memory is read by the model's GPU faster than by a CPU that attends to all of it.
+        self._is_remote = self.is_far and not settings.placement.host_engine
         self.tells_all = settings.placement.has_far_host
         self.slow_steps = selection.declared.refresh
         # A policy that attends selects nothing for the inference rank to attend to.
@@ -245,14 +247,14 @@ class EngineProgram:
         """Whether `layer` attends to all tokens where its K/V are, on another GPU or host.
 
         All requests of a decode step of a kind do in an exact layer, in others those whose step is
-        slow.
+        slow. Host memory beside the model's GPU is read by that GPU itself.
         """
         has_slow = bool(self.slow_steps) and kind is DecodeKind.SELECTING
-        return self.is_far and (has_slow or not self.is_sparse_layer(layer))
+        return self._is_remote and (has_slow or not self.is_sparse_layer(layer))
 
     def asks(self, kind: DecodeKind) -> bool:
         """Whether a decode step of a kind has any work for the engine."""
-        is_exact = self.is_far and len(self._sparse) < self.num_layers
+        is_exact = self._is_remote and len(self._sparse) < self.num_layers
         return kind is not DecodeKind.DENSE or self.attends or is_exact or self.tells_all
 
     def attends_in(self, layer: int) -> bool:

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named tensors in memory that several processes of one host map.
 
-On a host each tensor is an anonymous file (``memfd_create``). Its pages exist from the start and
-its size is sealed, so that no access can end in SIGBUS later. On a GPU it is memory of CUDA's
-virtual memory management (`gpu_memory`). Either lives as long as any process has it mapped or
-holds its descriptor; descriptors travel over a Unix socket (`descriptor_socket`).
+On a host each tensor is an anonymous file (`host_memory`), which a GPU may use too
+(`pinned_memory`). On a GPU it is memory of CUDA's virtual memory management (`gpu_memory`). Either
+lives as long as any process has it mapped or holds its descriptor; descriptors travel over a Unix
+socket (`descriptor_socket`).
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import mmap
 import os
-import stat
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -23,13 +18,11 @@ from typing import Self
 
 import torch
 
-from .available_memory import available_bytes
 from .descriptor_messages import Home, TensorSpec
-from .errors import ProtocolError, SettingsError
+from .errors import ProtocolError
 from .gpu_memory import GpuMemory
-
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_GIB = 1 << 30
+from .host_memory import check_memory, create_memory, map_memory
+from .pinned_memory import PinnedMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +39,9 @@ class Homes:
     """Whose kernels use them in this process."""
     pools: tuple[torch.device, ...] = ()
     """GPUs of several cache ranks of one inference rank: home ``pool_n`` is the n-th of them."""
+    host_engine: bool = False
+    """Whether the engine is on the host's CPU and the model on a GPU (`Placement.host_engine`).
+    All that both map is the host's memory then: the engine's process maps no GPU's."""
 
     @classmethod
     def on_host(cls) -> Self:
@@ -53,19 +49,32 @@ class Homes:
         cpu = torch.device("cpu")
         return cls(inference=cpu, engine=cpu, here=cpu)
 
+    @classmethod
+    def beside_gpu(cls, inference: torch.device, here: torch.device) -> Self:
+        """Return them of a model on `inference` and an engine on the CPU; `here` is one of both."""
+        return cls(inference=inference, engine=torch.device("cpu"), here=here, host_engine=True)
+
     @property
     def are_on_gpu(self) -> bool:
-        """Whether there is GPU memory among it."""
-        return self.here.type == "cuda"
+        """Whether the forward pass is queued on a GPU, or to be taken for it.
 
-    def gpu(self, home: str) -> GpuMemory | None:
-        """Return what makes and maps memory of `home`; None: that is the host."""
-        if home == "host" or not self.are_on_gpu:
+        Its kernels poll and raise flags then, at addresses that outlive an epoch.
+        """
+        return self.host_engine or self.here.type == "cuda"
+
+    def gpu(self, home: str) -> GpuMemory | PinnedMemory | None:
+        """Return what makes memory of `home` and maps it for a GPU; None: it is the host's alone.
+
+        In an engine's process on the CPU all of it is.
+        """
+        if home == "host" or self.here.type != "cuda":
             return None
         owner = self._owner(home)
         if owner not in self._memory:
             users = (self.inference, self.engine, *self.pools)
-            self._memory[owner] = GpuMemory(owner, self.here, users)
+            self._memory[owner] = (
+                PinnedMemory(self.here) if self.host_engine else GpuMemory(owner, self.here, users)
+            )
         return self._memory[owner]
 
     def with_engine(self, number: int) -> Homes:
@@ -73,6 +82,8 @@ class Homes:
         return replace(self, engine=self.pools[number]) if self.pools else self
 
     def _owner(self, home: str) -> torch.device:
+        if self.host_engine:
+            return self.engine
         if home in ("inference", "engine"):
             return self.inference if home == "inference" else self.engine
         number = int(home.removeprefix("pool_"))
@@ -84,7 +95,7 @@ class Homes:
         return self.pools[number]
 
     @cached_property
-    def _memory(self) -> dict[torch.device, GpuMemory]:
+    def _memory(self) -> dict[torch.device, GpuMemory | PinnedMemory]:
         return {}
 
 
@@ -148,7 +159,8 @@ class MappedTensors:
         gpu = self.homes.gpu(home)
         if gpu is None:
             return self._keep(spec, create_memory(name, spec.nbytes))
-        return self._keep(spec, gpu.create(name, spec.nbytes)).zero_()
+        made = self._keep(spec, gpu.create(name, spec.nbytes))
+        return made.zero_() if isinstance(gpu, GpuMemory) else made
 
     def allocate_all(self, specs: Iterable[TensorSpec]) -> None:
         """`allocate` a tensor for each of `specs`."""
@@ -171,8 +183,8 @@ class MappedTensors:
         try:
             if spec.name in self._specs:
                 raise ProtocolError(f"mapped tensor {spec.name!r} came twice")
-            if self.homes.gpu(spec.home) is None:
-                _check_memory(spec, descriptor)
+            if not isinstance(self.homes.gpu(spec.home), GpuMemory):
+                check_memory(spec, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -222,76 +234,7 @@ class MappedTensors:
         if gpu is not None:
             whole, self._addresses[spec.name] = gpu.map(spec.name, descriptor, spec.nbytes)
             return whole.view(dtype)
-        try:
-            data = torch.frombuffer(mmap.mmap(descriptor, spec.nbytes), dtype=torch.uint8)
-            return data.view(dtype)
-        except OSError as error:
-            raise SettingsError(
-                f"memory of {spec.name} ({spec.nbytes} bytes) cannot be mapped: {error.strerror}; "
-                "raise the process's limit of address space (ulimit -v)"
-            ) from error
-
-
-def create_memory(name: str, nbytes: int, *, is_sparse: bool = False) -> int:
-    """Return the descriptor of `nbytes` zeroed bytes of memory that can be mapped.
-
-    With `is_sparse` pages are taken when they are written. Raises `SettingsError` if they are not
-    to be had; nothing is left then.
-    """
-    free = available_bytes()
-    if free is not None and nbytes > free and not is_sparse:
-        raise SettingsError(
-            f"shared memory of {name} needs {nbytes / _GIB:.2f} GiB, the host has "
-            f"{free / _GIB:.2f} GiB available (control group included); lower --cache-tokens or "
-            "--max-running-requests"
-        )
-    with _explained(name, nbytes):
-        descriptor = os.memfd_create(f"tandemkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with _explained(name, nbytes):
-            if is_sparse:
-                os.ftruncate(descriptor, nbytes)
-            else:
-                os.posix_fallocate(descriptor, 0, nbytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-@contextmanager
-def _explained(name: str, nbytes: int) -> Iterator[None]:
-    advice = {
-        errno.EMFILE: "raise the limit of open files (ulimit -n)",
-        errno.ENFILE: "the host has too many open files",
-        errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
-        errno.ENOSPC: "lower --cache-tokens or --max-running-requests",
-        errno.ENOMEM: "lower --cache-tokens or --max-running-requests",
-    }
-    try:
-        yield
-    except OSError as error:
-        raise SettingsError(
-            f"shared memory of {name} ({nbytes} bytes) cannot be made: {error.strerror}; "
-            + advice.get(error.errno or 0, "see memfd_create(2)")
-        ) from error
-
-
-def _check_memory(spec: TensorSpec, descriptor: int) -> None:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != spec.nbytes:
-        raise ProtocolError(
-            f"mapped tensor {spec.name!r}: its memory has {found.st_size} bytes, "
-            f"{spec.dtype}{list(spec.shape)} needs {spec.nbytes}; start both ranks with the same "
-            "settings"
-        )
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0
-    if seals & _SEALS != _SEALS:
-        raise ProtocolError(f"mapped tensor {spec.name!r}: its size is not sealed")
+        return map_memory(spec.name, descriptor, spec.nbytes).view(dtype)
 
 
 def _require_same(known: TensorSpec, asked: TensorSpec) -> None:

@@ -10,8 +10,16 @@ from typing import Literal
 
 from pydantic import Field
 
+from .errors import SettingsError
 from .frozen_model import FrozenModel
-from .one_device import is_apart_on_one_device, is_on_one_device
+from .one_device import (
+    APART,
+    HOST,
+    ONE_DEVICE_VARIABLE,
+    is_apart_on_one_device,
+    is_beside_host_on_one_device,
+    is_on_one_device,
+)
 
 Link = Literal["shared", "message", "local"]
 Device = Literal["cpu", "cuda"]
@@ -21,6 +29,7 @@ _WHERE = {
     "shared": "in a process of its own, in memory that both processes map",
     "message": "in a process of its own, on another host or address, met by messages",
     "shared, two GPUs": "in a process of its own, on a GPU of its own, in memory that both map",
+    "shared, host": "in a process of its own, on the host's CPU, in host memory that both map",
 }
 _HOSTS = {"cpu": "processes", "cuda": "GPUs"}
 
@@ -35,6 +44,20 @@ def lies_on_two_gpus(link: str, model_device: str) -> bool:
     return is_apart_on_one_device() or (model_device == "cuda" and not is_on_one_device())
 
 
+def has_host_engine(link: str, model_device: str, *, attends: bool) -> bool:
+    """Return `Placement.host_engine` of a link, the model's device and whether the policy attends.
+
+    Raises `SettingsError` if the environment asks for it (`one_device`), and the policy cannot.
+    """
+    is_played = is_beside_host_on_one_device() and link == "shared"
+    if is_played and not attends:
+        raise SettingsError(
+            f"{ONE_DEVICE_VARIABLE}={HOST} is for policies that attend on the host's CPU; use "
+            f"--policy lfps, or {ONE_DEVICE_VARIABLE}={APART}"
+        )
+    return link == "shared" and attends and (is_played or model_device == "cuda")
+
+
 class Placement(FrozenModel):
     """One placement of model and cache rank, and why it was chosen."""
 
@@ -42,7 +65,8 @@ class Placement(FrozenModel):
         default="shared", description="How the inference rank reaches the cache rank."
     )
     model_device: Device = Field(
-        default="cpu", description="Device of the forward pass, and of the cache rank."
+        default="cpu",
+        description="Device of the forward pass; and of the cache rank, but for `host_engine`.",
     )
     tp_size: int = Field(
         default=1,
@@ -71,6 +95,11 @@ class Placement(FrozenModel):
     two_gpus: bool = Field(
         default=False,
         description="Whether the processes of link shared have a GPU each, or are laid out so.",
+    )
+    host_engine: bool = Field(
+        default=False,
+        description="Whether the cache rank is on the host's CPU beside a model on a GPU, or is "
+        "laid out so.",
     )
     reason: str = Field(
         default="it was not decided here", max_length=2048, description="Why it is so."
@@ -108,12 +137,17 @@ class Placement(FrozenModel):
 
     @property
     def has_far_pool(self) -> bool:
-        """Whether K/V lie on another GPU than the model.
+        """Whether K/V lie on another GPU than the model, or in host memory beside its GPU.
 
         What decode attends to is kept beside the model then, apart from the pool. In tests both may
         be one device (`one_device`), and all is done as if they were two.
         """
-        return self.maps_memory and self.two_gpus
+        return self.maps_memory and (self.two_gpus or self.host_engine)
+
+    @property
+    def engine_device(self) -> Device:
+        """Device of the cache rank."""
+        return "cpu" if self.host_engine else self.model_device
 
     @property
     def maps_memory(self) -> bool:
@@ -152,7 +186,8 @@ class Placement(FrozenModel):
         if self.head_shards > 1:
             of_each = " of each" if self.tp_size > 1 else ""
             ranks = f"{self.head_shards} cache ranks{of_each}, each with its part of the KV heads,"
-        where = _WHERE["shared, two GPUs" if self.link == "shared" and self.two_gpus else self.link]
+        layout = ", host" if self.host_engine else ", two GPUs" if self.two_gpus else ""
+        where = _WHERE[self.link + (layout if self.link == "shared" else "")]
         return f"link {self.link}: model on {model}, {ranks} {where}; {self.reason}"
 
     def info(self) -> dict[str, str]:

@@ -350,7 +350,7 @@ class RankSettings(FrozenModel):
                 flat[prefix] = str(value)
 
         tree = self.model_dump(mode="json")
-        names = ("link", "two_gpus", "tp_size", "head_shards")
+        names = ("link", "two_gpus", "host_engine", "tp_size", "head_shards")
         tree["placement"] = {name: getattr(self.placement, name) for name in names}
         enter("", tree)
         return flat

@@ -91,9 +91,9 @@ def engine_homes(
 def gpu_uuids(homes: Homes) -> tuple[str, ...]:
     """Return the UUIDs of the model's GPU, of the engine's, and of those with a part of the pool.
 
-    None where all is on a host.
+    None where all is on a host, or the engine is.
     """
-    if not homes.are_on_gpu:
+    if homes.host_engine or not homes.are_on_gpu:
         return ()
     gpus = (homes.inference, homes.engine, *homes.pools)
     return tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)

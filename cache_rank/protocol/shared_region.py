@@ -17,6 +17,9 @@ inference
 host
     Ring and flags of the two hosts.
 
+With an engine on the host's CPU beside a model on a GPU all of it is the host's memory
+(`Homes.host_engine`), and resident sets, which such an engine does not write, are not mapped.
+
 Where both are one device, resident sets lie behind the tokens in the same tensor, so that attention
 names both by one list of slots (`RegionSizes.is_apart`).
 
@@ -71,6 +74,9 @@ class RegionSizes:
     """Of the pool's KV heads, those that the model of this region has."""
     num_sharing: int = 1
     """Cache ranks that map one pool, each for its heads."""
+    maps_sets: bool = True
+    """Whether resident sets are mapped; not where the engine writes none of them
+    (`Placement.host_engine`)."""
 
     @property
     def num_pools(self) -> int:
@@ -131,6 +137,7 @@ def kept_specs(
                 name, (layers, sizes.num_rows, width, heads, dim), model.stored_dtype, "inference"
             )
             for name, width in _widths_beside(selection)
+            if sizes.maps_sets
         )
     else:
         slots += sizes.num_rows * selection.num_resident
@@ -273,7 +280,10 @@ def pools_of(
     """Return the engine's pools as views of the mapped tensors, of its own KV heads."""
     shard, width = sizes.shard, selection.num_resident
     kv = [shard.of(layer, 2) for layer in layers_of_pool(tensors, sizes)]
-    if sizes.is_apart:
+    if not sizes.maps_sets:
+        shape = (sizes.num_rows, 0, model.num_kv_heads, model.head_dim)
+        resident = [(k.new_empty(shape), v.new_empty(shape)) for k, v in kv]
+    elif sizes.is_apart:
         sets = (shard.of(tensors[name], 3) for name in ("resident_k", "resident_v"))
         resident = list(zip(*sets, strict=True))
     else:

@@ -215,6 +215,7 @@ class SharedEngineService:
             is_apart=placement.has_far_pool,
             shard=HeadShard() if placement.has_far_host else self._shard,  # of the pool here
             num_sharing=placement.num_sharing,
+            maps_sets=not placement.host_engine,
         )
         welcome = self._welcome(epoch, policy, sizes)
         self._heartbeat.expect(epoch)

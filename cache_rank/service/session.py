@@ -39,6 +39,7 @@ from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
 
 from .announcements import AnnouncementDelays
 from .entry_runner import EntryRunner
+from .polled_signals import PolledSignals
 from .row_versions import RowVersions
 from .signals import HostSignals, StepAbortedError
 from .stream_signals import StreamSignals
@@ -129,6 +130,10 @@ class SharedSession:
     ) -> HostSignals | StreamSignals:
         """Return what waits for the inference rank: the GPU's streams, or this thread."""
         tensors, num_layers = self._tensors, self.engine.program.num_layers
+        if tensors.homes.host_engine:
+            return PolledSignals(
+                tensors, flags, num_layers, is_gone=self._over.is_set, clock=self._clock
+            )
         if tensors.homes.are_on_gpu:
             self._on_gpu = StreamSignals(tensors, flags, num_layers, timeout_s=limit_s, index=index)
             return self._on_gpu

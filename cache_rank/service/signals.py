@@ -140,8 +140,7 @@ class HostSignals:
     def raise_ready(self, layer: int) -> None:
         """See `EngineSignals.raise_ready`."""
         reach("cache_rank.layer")
-        self._progress += 1
-        self._flags.raise_to(self._at.PROGRESS, self._progress)
+        self._note_progress()
         self._flags.raise_to(self._at.ready(layer), self._step)
 
     def put_output(self, layer: int, output: torch.Tensor) -> None:
@@ -156,6 +155,10 @@ class HostSignals:
     def finish(self) -> None:
         """See `EngineSignals.finish`."""
         self._flags.raise_to(self._at.FINISHED, self._step)
+
+    def _note_progress(self) -> None:
+        self._progress += 1
+        self._flags.raise_to(self._at.PROGRESS, self._progress)
 
     def _wait(self, flag: int) -> None:
         with self._clock.waiting():  # for the forward pass, however long it takes

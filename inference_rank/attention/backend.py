@@ -42,7 +42,7 @@ class ResidentBackend(AttentionBackend):
     cache_device : torch.device
         Where the engine works.
     is_far : bool
-        Whether that is another GPU, or to be taken for one.
+        Whether exact layers attend there: on another GPU, or what is taken for one.
     probe : AttentionProbe, optional
         Measures what decode attends to.
     staging : PrefixStaging, optional
@@ -75,7 +75,7 @@ class ResidentBackend(AttentionBackend):
         self._num_layers = int(runner.model_config.num_hidden_layers)
         self._is_sparse = [self._program.is_sparse_layer(x) for x in range(self._num_layers)]
         self._windowed: tuple[int, ...] = runtime.model.windowed_layers
-        # Exact layers: by SGLang's backend here, or by the GPU that has the K/V.
+        # Exact layers: by SGLang's backend here, or where the K/V are.
         self._needs_full = not (all(self._is_sparse) or is_far)
         self._kind = self.captured_kind = DecodeKind.DENSE
         self.cache_device, self.shares_gpu = cache_device, cache_device == device
@@ -278,6 +278,8 @@ class ResidentBackend(AttentionBackend):
             self._table.attend_whole(slow, rows, lengths, req_to_token)
             if self._home.samples is not None:
                 self._home.samples.leave_out(slow)
+        if self._staging is not None and self._needs_full:
+            self._staging.begin(())  # exact layers read the pool, whatever a pass has left
         self._home.begin_step()
         self._num_steps += 1
         kind = self._kind = self.captured_kind if in_capture else self.kind_of(on_host, slow)

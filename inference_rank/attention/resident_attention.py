@@ -156,7 +156,7 @@ class ResidentAttention(Protocol):
 
         Samples, if there are any, are left out unless `with_samples`. `rest`
         ``[B, Hq, D + 1]`` float32 is output and natural log-sum-exp over tokens that are attended
-        to elsewhere, on a CPU only. `sinks` ``[Hq]`` are those of a model that has them.
+        to elsewhere. `sinks` ``[Hq]`` are those of a model that has them.
         """
 
 
@@ -266,9 +266,8 @@ class FlashInferResident:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See `ResidentAttention.attend`."""
-        assert rest is None  # whatever attends elsewhere does so on a CPU
         samples = self._samples if with_samples else None
-        if samples is None and sinks is None:
+        if samples is None and sinks is None and rest is None:
             found: torch.Tensor = self._backend.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache
             )
@@ -289,7 +288,10 @@ class FlashInferResident:
             out, lse = join_sinks(out, lse, sinks, lse_unit=LOG2_UNIT)
         if samples is not None:
             samples.attend(layer.layer_id, query, out, lse, scale=layer.scaling, lse_unit=LOG2_UNIT)
-        return out.view(len(query), -1)
+        if rest is not None:
+            rest = rest.clone()  # it is host memory, and read more than once
+            out, _ = merge_attention(out, lse * LOG2_UNIT, rest[..., :-1], rest[..., -1])
+        return out.reshape(len(query), -1)
 
 
 class PagedResident:

@@ -98,15 +98,18 @@ class OwnSet:
 
     Whatever decode attends to is copied here: the latest tokens in a ring, and requests that
     fit, as a whole. Slots are those of `ResidentSet`. It has SGLang's pool interface itself: reads
-    are of the resident sets, writes go to pool and ring.
+    are of the resident sets, writes go to pool and ring. With `keeps_sink` the first R tokens of
+    every request are its resident ones, and no engine writes them.
     """
 
     holds_dense = True
 
     def __init__(
-        self, pool: Any, table: RingTable, resident: ResidentSet, samples: OwnSamples | None = None
-    ) -> None:
+        self, pool: Any, table: RingTable, resident: ResidentSet, samples: OwnSamples | None = None,
+        *, keeps_sink: bool = False,
+    ) -> None:  # fmt: skip
         self._far, self._resident, self._samples = pool, resident, samples
+        self._num_sink = resident.num_resident if keeps_sink else 0
         self.table: RingTable = table
         self.samples: StepSamples | None = samples
         self.sets = list(zip(resident.k, resident.v, strict=True))
@@ -124,16 +127,18 @@ class OwnSet:
         return self._resident.nbytes
 
     def fill(self, layer: int, row: int, slots: torch.Tensor) -> None:
-        """See `ResidentHome.fill`: all of a dense prompt, the latest tokens of a sparse one."""
+        """See `ResidentHome.fill`: a dense prompt, or sink and latest tokens of a sparse one."""
         resident, length = self._resident, len(slots)
         is_dense = resident.is_dense(length)
         start = 0 if is_dense else max(0, length - resident.ring)
-        positions = torch.arange(start, length, device=slots.device)
+        sink = torch.arange(min(self._num_sink, start), device=slots.device)
+        positions = torch.cat((sink, torch.arange(start, length, device=slots.device)))
+        is_whole = torch.full_like(positions, is_dense, dtype=torch.bool)
+        is_whole[: len(sink)] = True
         targets = latest_slots(
-            positions, torch.full_like(positions, is_dense, dtype=torch.bool),
-            num_resident=resident.num_resident, num_recent=resident.ring,
-        )  # fmt: skip
-        index, far = slots[start:].long(), self._far.get_kv_buffer(layer)
+            positions, is_whole, num_resident=resident.num_resident, num_recent=resident.ring
+        )
+        index, far = slots[positions].long(), self._far.get_kv_buffer(layer)
         for own, theirs in zip(self.sets[layer], far, strict=True):
             own[row][targets] = theirs[index]
         if self._samples is not None:

@@ -224,7 +224,8 @@ class SharedConnection:
                 self._model, self._settings.selection, self._sizes, on_gpu=ours.homes.are_on_gpu
             )
             ours.allocate_all(specs.epoch)
-            if ours.homes.are_on_gpu:  # weights and zeros of tensors that survive may be queued
+            # Weights and zeros of tensors that survive may be queued.
+            if ours.homes.here.type == "cuda":
                 torch.cuda.synchronize(ours.homes.here)
             connection, theirs = offer_tensors(
                 self._run_dir.memory_socket,

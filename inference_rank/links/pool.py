@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec, shard_of
 from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.cache_rank.protocol.run_dir import RunDir
@@ -28,8 +28,9 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
     On one device the resident sets lie behind the tokens. SGLang's allocator does not know them: it
     goes by the pool's `size`. On two GPUs K/V are memory of the engine's, or of several engines'
     layer by layer, which SGLang's kernels write over NVLink; prefixes are copied from there
-    (`PrefixStaging`). SGLang's request table is replaced by a mapped one, as the engine reads it.
-    `req_to_token_pool`, SGLang's request table, is still empty.
+    (`PrefixStaging`). Beside an engine on the CPU they are host memory, written over PCIe. SGLang's
+    request table is replaced by a mapped one, as the engine reads it. `req_to_token_pool`, SGLang's
+    request table, is still empty.
     """
 
     class SharedKVPool(base):
@@ -68,11 +69,14 @@ def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes,
         page_size=int(pool.page_size),
         is_apart=placement.has_far_pool,
         num_sharing=placement.num_sharing,
+        maps_sets=not placement.host_engine,
     )
     model = rank_model_spec(config, pool.dtype, table)
     device = with_index(torch.device(pool.device))
     if placement.has_far_host:
         homes = one_gpu_homes(device)
+    elif placement.host_engine:
+        homes = Homes.beside_gpu(device, here=device)
     else:
         homes = inference_homes(device, placement.tp_size, placement.num_sharing)
     return sizes, make_kept_tensors(model, settings, sizes, homes, rank_run_dir(placement))

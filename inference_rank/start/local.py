@@ -257,14 +257,15 @@ def make_home(
     longest = model.max_context if selection.declared.has_slow_steps else 0
     mapped = getattr(pool, "mapped", None)
     if settings.placement.has_far_pool:
-        allocate = None if mapped is None else _beside_the_model(mapped)
+        keeps_sink = settings.placement.host_engine  # and no engine writes to the sets
+        allocate = None if mapped is None or keeps_sink else _beside_the_model(mapped)
         resident = ResidentSet(model, selection, rows1 - 1, device, allocate)
         own = None
         if resident.samples is not None:
             own = OwnSamples(
                 resident.samples, num_resident=width, num_dense=num_dense, **sample_sizes
             )
-        return OwnSet(pool, RingTable(**sizes), resident, own)
+        return OwnSet(pool, RingTable(**sizes), resident, own, keeps_sink=keeps_sink)
     shape = (rows1, width, model.num_kv_heads, model.head_dim)
     sets = _behind_tokens(pool, num_slots, shape, model.windowed_layers)
     samples = None
@@ -387,8 +388,9 @@ def check_sizes(runner: Any, settings: RankSettings) -> None:
     check_dense(selection, settings.placement)
     placement, declared = settings.placement, selection.declared
     # Of link message on CPUs the engine attends, and what it selects comes here behind the step.
+    # So does an engine on the CPU beside a GPU.
     attends_there = placement.has_far_host and placement.model_device == "cpu"
-    is_apart = placement.has_far_pool and not attends_there
+    is_apart = placement.has_far_pool and not (attends_there or placement.host_engine)
     if is_apart and (declared.has_slow_steps or declared.attends):
         raise SettingsError(
             f"policy={selection.policy} attends to tokens that are not resident, and with "

@@ -85,13 +85,10 @@ class SharedRuntime(runtime_module.Runtime):
             "plan_refresh_steps": float(selection.refresh_steps),
             "plan_dense_tokens": float(dense.num_dense),
         }
-        placement = self.settings.placement
-        on_gpus = ", on GPUs of their own" if placement.shares_pool else ", on a second GPU"
         told = {
             "lost_reason": self.client.lost_reason or "",
             "state": "no cache rank" if self.recovery.is_down else self.recovery.state.value,
-            "plan_placement": "a process of its own, in shared memory"
-            + (on_gpus if placement.has_far_pool else ""),
+            "plan_placement": "a process of its own, in shared memory" + _where(self.settings),
             "plan_note": "not measured in another process; see exchange_wait_us_total",
         }
         return StatusReply(
@@ -141,10 +138,20 @@ def create_shared_backend(runner: Any, settings: RankSettings) -> ResidentBacken
     link.hook(runner.model)
     is_far = settings.placement.has_far_pool
     cache_device = pool.mapped.homes.engine if is_far else device
+    # Exact layers read host memory from here.
+    is_far = is_far and not settings.placement.host_engine
     backend = backend_of(runner, runtime, link, home, cache_device=cache_device, is_far=is_far)
     runtime.follow(link, backend)
     runtime_module.set_current(runtime)
     return backend
+
+
+def _where(settings: RankSettings) -> str:
+    placement = settings.placement
+    if placement.host_engine:
+        return ", on the host's CPU"
+    on_gpus = ", on GPUs of their own" if placement.shares_pool else ", on a second GPU"
+    return on_gpus if placement.has_far_pool else ""
 
 
 def _connection(
@@ -171,6 +178,8 @@ def _link(
     signals: LinkSignals
     if pool.mapped.homes.are_on_gpu:
         limit = limit_s(settings.exchange)
+        if pool.mapped.homes.host_engine:  # as a CPU takes its time: one that is lost is noticed
+            limit = max(limit, settings.exchange.transfer_timeout_s)
         signals = StreamSignals(connection.parts, num_layers, timeout_s=limit, sends_beside=is_far)
     else:
         signals = HostSignals(connection.parts, num_layers, sends_beside=is_far)

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference of `tandemkv.kernels.step_flags`, for a device that does one thing after another."""
+"""Reference of `tandemkv.kernels.step_flags`, for flags that another process or thread raises."""
+
+import time
 
 import torch
+
+_PAUSE_S = 20e-6
 
 
 def send_rows(
@@ -30,7 +34,10 @@ def raise_flags(
 def wait_flags(
     flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor, timeout_s: float
 ) -> None:
-    """Compare; see `tandemkv.kernels.step_flags.wait_flags`."""
-    del timeout_s
-    if not lost.any() and bool((flags - step < 0).any()):
-        lost.copy_(step)
+    """Poll; see `tandemkv.kernels.step_flags.wait_flags`."""
+    deadline = time.monotonic() + timeout_s
+    while not lost.any() and bool((flags - step < 0).any()):
+        if time.monotonic() > deadline:
+            lost.copy_(step)
+            return
+        time.sleep(_PAUSE_S)

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.settings import SelectionSettings
 from tandemkv.cache_rank.protocol.token_count import read_token_count
 from tandemkv.server.evaluation.request_options import option
@@ -196,9 +197,15 @@ def _constants(measure: bool) -> Constants:
 
 def _selection(selection: SelectionSettings, index_dtype: str | None) -> SelectionSettings:
     """Return what would be served on a GPU with `selection`."""
-    from tandemkv.server.placement_choice import check_runs_on
+    from tandemkv.cache_rank.policies.composition import check_device
+    from tandemkv.cache_rank.policies.registry import find_policy
 
-    check_runs_on(selection, "cuda")
+    if selection.declared.attends:
+        raise SettingsError(
+            f"policy={selection.policy} attends on the host's CPU, and plan predicts what GPUs do; "
+            "use another --policy, or start `tandemkv serve` without a plan"
+        )
+    check_device(find_policy(selection.policy), selection.policy, "cuda")
     if index_dtype is not None:
         selection = selection.model_copy(update={"index_dtype": index_dtype})
     return on_device(selection, "cuda")

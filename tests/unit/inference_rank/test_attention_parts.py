@@ -82,8 +82,8 @@ def test_table_lists_the_set_and_the_latest_tokens(length: int, num_dense: int) 
     assert listed == [*range(start, start + filled), *recent]
 
 
-@given(prompt=st.integers(1, 50), steps=st.integers(1, 14))
-def test_own_set_holds_what_the_table_lists(prompt: int, steps: int) -> None:
+@given(prompt=st.integers(1, 50), steps=st.integers(1, 14), keeps_sink=st.booleans())
+def test_own_set_holds_what_the_table_lists(prompt: int, steps: int, keeps_sink: bool) -> None:
     """After a prefill and some decode steps every listed slot holds the token it stands for."""
     resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
     lengths = DenseLengths.of(SELECTION, NUM_RESIDENT)
@@ -98,10 +98,10 @@ def test_own_set_holds_what_the_table_lists(prompt: int, steps: int) -> None:
         max_batch=3,
         device=CPU,
     )
-    home = OwnSet(far, table, resident)
+    home = OwnSet(far, table, resident, keeps_sink=keeps_sink)
     slots, row = slot_table(), 1
     home.fill(0, row, slots[row, :prompt])
-    if prompt > lengths.num_dense:  # as the cache rank would: the first R tokens
+    if prompt > lengths.num_dense and not keeps_sink:  # as the cache rank would: R tokens
         resident.k[0, row, :NUM_RESIDENT] = pool[slots[row, :NUM_RESIDENT].long()]
     for length in range(prompt + 1, min(CONTEXT, prompt + steps) + 1):
         table.load(torch.tensor([row]), torch.tensor([length]), slots, lengths.num_dense)
@@ -122,7 +122,7 @@ def test_a_write_waits_for_flags() -> None:
     home = OwnSet(far, RingTable(max_batch=3, device=CPU, **sizes), resident)
     layer, token = SimpleNamespace(layer_id=0), torch.ones(1, 1, 4)
     flags, step, lost = (torch.tensor([x], dtype=torch.int32) for x in (4, 5, 0))
-    wait = StepWait(flags=flags, step=step, lost=lost, timeout_s=1.0)
+    wait = StepWait(flags=flags, step=step, lost=lost, timeout_s=0.01)
     home.await_in_write(wait)
     with pytest.raises(ContractError, match="left out the write"):
         home.await_in_write(wait)

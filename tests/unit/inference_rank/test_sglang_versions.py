@@ -7,6 +7,7 @@ One version is installed. What the others want is tried on stand-ins with their 
 from __future__ import annotations
 
 import importlib
+import math
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -227,6 +228,56 @@ def test_flashinfer_reads_our_table_and_sglang_its_own(monkeypatch: pytest.Monke
     assert found._backend.kv_index_translator.req_to_token is table.slots
     assert runner.translator.req_to_token is runner.table, "prefill goes on with SGLang's"
     assert not table.slots.any(), "what it was shown with is gone"
+
+
+class Wrapper:
+    """FlashInfer's, over a set whose attention is known; its log-sum-exp is to the base 2."""
+
+    def __init__(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        self._found = out, lse / math.log(2.0)
+
+    def forward_return_lse(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._found
+
+
+def test_what_the_engine_attended_to_is_merged_with_what_flashinfer_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assume(monkeypatch, 19)
+    found, _, _ = resident(monkeypatch, FlashInfer)
+    size, heads, dim = 2, 4, 8
+    query, keys, values = torch.randn(size, heads, dim), *torch.randn(2, heads, 12, dim)
+    logits = torch.einsum("bhd,hkd->bhk", query, keys)
+
+    def attention(some: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = logits[..., some].softmax(-1)
+        out = torch.einsum("bhk,hkd->bhd", weights, values[:, some])
+        return out, logits[..., some].logsumexp(-1)
+
+    rest_out, rest_lse = attention(slice(5, 12))
+    rest = torch.cat((rest_out, rest_lse[..., None]), -1)
+    rest[1, :, -1], rest[1, :, :-1] = float("-inf"), float("nan")  # nothing of the second request
+    written: list[Any] = []
+    pool = SimpleNamespace(
+        get_kv_buffer=lambda _layer: None, set_kv_buffer=lambda *given: written.append(given)
+    )
+    found._pool = pool
+    found._backend._kv_write_scales = lambda _layer: (None, None)
+    found._backend._get_wrapper_idx = lambda _layer: 0
+    found._backend.forward_metadata = SimpleNamespace(
+        decode_wrappers=[Wrapper(*attention(slice(0, 5)))]
+    )
+    layer = SimpleNamespace(
+        layer_id=0, tp_q_head_num=heads, head_dim=dim, scaling=1.0, logit_cap=0.0,
+        k_scale_float=None, v_scale_float=None,
+    )  # fmt: skip
+    out = found.attend(
+        query, query, query, layer, SimpleNamespace(out_cache_loc=None), True,
+        with_samples=False, rest=rest,
+    ).view(size, heads, dim)  # fmt: skip
+    torch.testing.assert_close(out[0], attention(slice(0, 12))[0][0])
+    torch.testing.assert_close(out[1], attention(slice(0, 5))[0][1])
+    assert len(written) == 1
 
 
 def test_what_is_attended_to_as_a_whole_is_planned_so(monkeypatch: pytest.MonkeyPatch) -> None:

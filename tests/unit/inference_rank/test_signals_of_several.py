@@ -71,14 +71,14 @@ def connections() -> list[Connection]:
 
 @pytest.fixture
 def link(connections: list[Connection]) -> LinkSide:
-    return LinkSide(connections, LAYERS, timeout_s=1.0, sends_beside=True)  # type: ignore[arg-type]
+    return LinkSide(connections, LAYERS, timeout_s=0.02, sends_beside=True)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def engines(connections: list[Connection]) -> list[EngineSide]:
     return [
         EngineSide(
-            each.tensors, StepFlags(each.tensors["flags"]), LAYERS, timeout_s=1.0, index=number
+            each.tensors, StepFlags(each.tensors["flags"]), LAYERS, timeout_s=0.02, index=number
         )
         for number, each in enumerate(connections)
     ]

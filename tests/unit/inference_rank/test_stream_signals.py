@@ -59,13 +59,13 @@ def connection() -> Connection:
 
 @pytest.fixture
 def link(connection: Connection) -> LinkSide:
-    return LinkSide([connection], LAYERS, timeout_s=1.0)  # type: ignore[list-item]
+    return LinkSide([connection], LAYERS, timeout_s=0.05)  # type: ignore[list-item]
 
 
 @pytest.fixture
 def engine(connection: Connection) -> EngineSide:
     flags = StepFlags(connection.tensors["flags"])
-    return EngineSide(connection.tensors, flags, LAYERS, timeout_s=1.0)
+    return EngineSide(connection.tensors, flags, LAYERS, timeout_s=0.05)
 
 
 def _entry(step: int) -> StepEntry:
@@ -150,7 +150,7 @@ def test_a_row_whose_output_is_missing_is_waited_for(link: LinkSide, engine: Eng
 def test_a_stream_that_is_sent_beside_arrives_before_it_is_joined(
     connection: Connection, engine: EngineSide
 ) -> None:
-    link = LinkSide([connection], LAYERS, timeout_s=1.0, sends_beside=True)  # type: ignore[list-item]
+    link = LinkSide([connection], LAYERS, timeout_s=0.05, sends_beside=True)  # type: ignore[list-item]
     assert link.begin(_entry(1), _step())
     engine.begin(1)
     stream = torch.randn(2, HIDDEN)

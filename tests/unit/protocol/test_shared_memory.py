@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandemkv.cache_rank.protocol import mapped_tensors
+from tandemkv.cache_rank.protocol import host_memory
 from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
 from tandemkv.cache_rank.protocol.descriptor_socket import (
     DescriptorListener,
@@ -28,7 +28,8 @@ from tandemkv.cache_rank.protocol.errors import (
     ProtocolError,
     SettingsError,
 )
-from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors, create_memory
+from tandemkv.cache_rank.protocol.host_memory import create_memory
+from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import (
     NUM_ENTRIES,
@@ -89,10 +90,10 @@ def test_another_shape_or_size_is_refused_and_nothing_stays_open() -> None:
 
 
 def test_memory_that_is_not_to_be_had_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_tensors, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
     with pytest.raises(SettingsError, match=r"kv needs 0\.01 GiB, .*lower --cache-tokens"):
         create_memory("kv", 8 << 20)
-    monkeypatch.setattr(mapped_tensors, "available_bytes", lambda: None)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:

@@ -126,10 +126,21 @@ def test_both_ranks_see_the_same_gpus_in_the_same_order() -> None:
     assert "CUDA_MPS_CLIENT_PRIORITY" not in cache_rank_env(environ, device="cpu")
 
 
-def test_a_policy_for_cpus_is_refused_on_a_gpu(gpus: pytest.MonkeyPatch, model_dir: Path) -> None:
-    given = {"model": str(model_dir), "port": 0, "selection": {"policy": "lfps"}}
-    with pytest.raises(SettingsError, match="policy=lfps does not run on cuda; use --device cpu"):
-        resolve_launch(ServeSettings.model_validate(given), lambda _: None)
+def test_a_policy_that_attends_has_its_cache_rank_on_the_cpu_beside_a_gpu(
+    gpus: pytest.MonkeyPatch, model_dir: Path
+) -> None:
+    """One GPU is enough, and what each process is started with says so."""
+    given = {"model": str(model_dir), "port": 0, "selection": {"policy": "lfps"}, "cache_ranks": 1}
+    for device in ("auto", "cuda"):
+        settings = ServeSettings.model_validate(given | {"device": device})
+        launch = resolve_launch(settings, lambda _: None)
+        placement = launch.placement
+        assert (launch.device, placement.model_device) == ("cuda", "cuda")
+        assert (placement.host_engine, placement.engine_device) == (True, "cpu")
+        alone = placed_alone(settings, cache_rank_device(settings))
+        assert alone.rank_settings.flat() == launch.settings.rank_settings.flat()
+    with pytest.raises(SettingsError, match=r"lfps attends on a CPU.*use --cache-ranks 1, or"):
+        resolve_launch(settings.model_copy(update={"cache_ranks": 0}), lambda _: None)
 
 
 def test_a_cache_rank_by_itself_takes_its_own_gpu(gpus: pytest.MonkeyPatch) -> None:

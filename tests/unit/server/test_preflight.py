@@ -55,12 +55,12 @@ def test_on_a_cpu_every_policy_runs_in_the_process(model_dir: Path) -> None:
         settings = ServeSettings(
             model=str(model_dir), cache_ranks=0, selection={"policy": policy, "exact_layers": []}
         )
-        preflight.check_runs_on(settings.selection, "cpu")
+        preflight.check_runs_on(settings, "cpu")
         if policy != "lfps":
-            preflight.check_runs_on(settings.selection, "cuda")
+            preflight.check_runs_on(settings, "cuda")
             continue
-        with pytest.raises(SettingsError, match=f"policy={policy}.*use --device cpu"):
-            preflight.check_runs_on(settings.selection, "cuda")
+        with pytest.raises(SettingsError, match=r"lfps.*use --cache-ranks 1, or --device cpu"):
+            preflight.check_runs_on(settings, "cuda")
 
 
 @pytest.mark.parametrize(("tp_size", "divides"), [(1, True), (2, True), (4, True), (3, False)])
