@@ -250,13 +250,19 @@ def measure(runner: Any, batch_size: int, context: int, steps: int) -> dict[str,
 
 
 def device_names(runner: Any) -> list[str]:
-    """Return the GPUs that work, by name: those of the model, then those of the engine, if any."""
+    """Return the GPUs that work, by name: those of the model, then those of the engine, if any.
+
+    By messages the engine's GPU is another host's, and not known here.
+    """
     size = int(runner.server_args.tp_size)
     found = [("model", index) for index in range(size)]
     engine: torch.device | None = getattr(runner.attn_backend, "cache_device", None)
+    runtime = runtime_module.current()
+    if runtime is not None and runtime.settings.placement.has_far_host:
+        engine = None
     if engine is not None:
         first = 0 if engine.index is None else engine.index
-        client = getattr(runtime_module.current(), "client", None)
+        client = getattr(runtime, "client", None)
         count = size * (1 if client is None else len(client.parts))
         found += [("engine", first + index) for index in range(count)]
     return [f"{role} on cuda:{index} {torch.cuda.get_device_name(index)}" for role, index in found]

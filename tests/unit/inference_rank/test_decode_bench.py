@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_loader import loader
 
+from tandemkv.cache_rank.protocol.placement import Placement
 from tandemkv.inference_rank import decode_bench
 
 
@@ -33,19 +34,24 @@ def test_norms_of_dummy_models_have_weight_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "engine", "names"),
+    ("link", "tp_size", "engine", "names"),
     [
-        (1, None, ["model on cuda:0 H0"]),
-        (2, None, ["model on cuda:0 H0", "model on cuda:1 H1"]),
-        (1, "cuda:0", ["model on cuda:0 H0", "engine on cuda:0 H0"]),
-        (1, "cuda:1", ["model on cuda:0 H0", *(f"engine on cuda:{n} H{n}" for n in (1, 2, 3))]),
+        (None, 1, None, ["model on cuda:0 H0"]),
+        (None, 2, None, ["model on cuda:0 H0", "model on cuda:1 H1"]),
+        ("local", 1, "cuda:0", ["model on cuda:0 H0", "engine on cuda:0 H0"]),
+        (
+            *("shared", 1, "cuda:1"),
+            ["model on cuda:0 H0", *(f"engine on cuda:{n} H{n}" for n in (1, 2, 3))],
+        ),
+        ("message", 1, "cuda:0", ["model on cuda:0 H0"]),
     ],
 )
 def test_each_figure_says_which_gpus_worked(
-    tp_size: int, engine: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
+    link: Any, tp_size: int, engine: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = SimpleNamespace(parts=[None] * (len(names) - 1))
-    runtime = SimpleNamespace(client=client if engine else None)
+    settings = SimpleNamespace(placement=Placement(link=link or "shared", model_device="cuda"))
+    runtime = SimpleNamespace(client=client, settings=settings) if link else None
     monkeypatch.setattr(decode_bench.runtime_module, "current", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"H{index}")
     more: dict[str, Any] = {} if engine is None else {"cache_device": torch.device(engine)}
