@@ -40,3 +40,8 @@ ITEMS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "frames": frames.run,
     "numerics": numerics.run,
 }
+ON_GPUS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "nothing_lost_gpu": nothing_lost.run_gpu,
+    "nothing_lost_gpu_message": nothing_lost.run_gpu_message,
+}
+"""Items that run only if they are named."""

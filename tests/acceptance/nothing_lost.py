@@ -5,6 +5,10 @@ Requests decode together, each of at least twice its resident and recent tokens.
 the cache rank gets SIGKILL at a seeded moment within a step; the streams have to end with the
 tokens of a run in which nothing was killed. *nothing_lost_message*: it is met by messages, and its
 engine is killed. *nothing_lost_shards*: one of three that share the KV heads is.
+
+*nothing_lost_gpu* and *nothing_lost_gpu_message* are the same between GPUs, in bfloat16 at the
+defaults of ``serve``, with prompts of about 16K: two GPUs, by messages under CUDA MPS, and a model
+for 17K tokens at least in ``TANDEMKV_TEST_MODEL``. They run if they are named.
 """
 
 from __future__ import annotations
@@ -42,9 +46,36 @@ SELECTION = {
 SHORTEST, LONGEST = 120, 240  # resident and recent tokens are 52
 BLOCKER_TOKENS = 1500
 NEW_TOKENS = 24
-LIMITS_S = {"cold": 12.0, "standby": 3.0, "message": 12.0, "message_standby": 6.0, "shards": 12.0}
+LIMITS_S = {
+    "cold": 12.0, "standby": 3.0, "message": 12.0, "message_standby": 6.0, "shards": 12.0,
+    "gpu": 15.0, "gpu_standby": 3.0, "gpu_message": 15.0,
+}  # fmt: skip
 _READY_S, _PROMPTS_S = 120.0, 400.0
 _APART_S = 0.02
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a campaign asks, and of what server."""
+
+    shortest: int = SHORTEST
+    longest: int = LONGEST
+    new_tokens: int = NEW_TOKENS
+    letters: int = 120_000
+    """Of the text that prompts are cut out of."""
+    device: str = "cpu"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+ON_GPU = Load(
+    shortest=15_000, longest=16_000, new_tokens=400, letters=600_000, device="cuda",
+    settings={
+        "selection": {"dense_tokens": 0},
+        "dtype": "bfloat16",
+        "cache": {"capacity_tokens": 192 * 1024},
+    },
+)  # fmt: skip
+"""Every request selects, though `serve` would attend densely to so little."""
 
 
 @dataclass
@@ -71,11 +102,11 @@ def settings_of(*, num_requests: int, standby: bool, **more: Any) -> dict[str, A
     } | more
 
 
-def make_prompts(num_requests: int, seed: int = 11) -> list[list[int]]:
+def make_prompts(num_requests: int, seed: int = 11, load: Load = Load()) -> list[list[int]]:
     """Unrelated pieces of a text."""
-    ids, rng = long_ids(), random.Random(seed)
-    lengths = [rng.randrange(SHORTEST, LONGEST) for _ in range(num_requests)]
-    starts = [rng.randrange(len(ids) - LONGEST) for _ in range(num_requests)]
+    ids, rng = long_ids(load.letters), random.Random(seed)
+    lengths = [rng.randrange(load.shortest, load.longest) for _ in range(num_requests)]
+    starts = [rng.randrange(len(ids) - load.longest) for _ in range(num_requests)]
     return [ids[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
@@ -296,11 +327,14 @@ def repeat(
 
 
 def campaign(
-    *, num_requests: int, repetitions: int, standby: bool, seed: int, **more: Any
-) -> dict[str, Any]:
+    *, num_requests: int, repetitions: int, standby: bool, seed: int, load: Load = Load(),
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Run the repetitions on one server, with `more` settings; look at what it leaves."""
-    prompts, rng, new_tokens = make_prompts(num_requests), random.Random(seed), NEW_TOKENS
-    with ours(settings_of(num_requests=num_requests, standby=standby, **more)) as server:
+    prompts, rng = make_prompts(num_requests, load=load), random.Random(seed)
+    new_tokens, given = load.new_tokens, load.settings | more
+    settings = settings_of(num_requests=num_requests, standby=standby, **given)
+    with ours(settings, device=load.device) as server:
         want = undisturbed(server, prompts, new_tokens)
         is_stable = undisturbed(server, prompts, new_tokens) == want
         rows = []
@@ -390,3 +424,15 @@ def run_shards(bench: Bench) -> dict[str, Any]:
     """16 requests, 10 repetitions; a cache rank for each of the model's KV heads."""
     given: dict[str, Any] = {"num_requests": 16, "repetitions": 5, "cache_ranks": 3}
     return _run(bench, "nothing_lost_shards", ["shards"] * 2, **given)
+
+
+def run_gpu(bench: Bench) -> dict[str, Any]:
+    """8 requests of 16K, 5 repetitions with a standby cache rank and 5 without; two GPUs."""
+    given: dict[str, Any] = {"num_requests": 8, "repetitions": 5, "load": ON_GPU, "cache_ranks": 1}
+    return _run(bench, "nothing_lost_gpu", ["gpu", "gpu_standby"], transport="shared", **given)
+
+
+def run_gpu_message(bench: Bench) -> dict[str, Any]:
+    """The same by messages between two GPUs, without a standby."""
+    given: dict[str, Any] = {"num_requests": 8, "repetitions": 5, "load": ON_GPU}
+    return _run(bench, "nothing_lost_gpu_message", ["gpu_message"], transport="message", **given)

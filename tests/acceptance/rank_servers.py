@@ -155,6 +155,7 @@ def ours(
     *,
     environ: dict[str, str] | None = None,
     start: Sequence[str] = ("-m", "tandemkv.server", "serve"),
+    device: str = "cpu",
 ) -> Iterator[Server]:
     """Start ``tandemkv serve`` with a settings tree; ends it as Ctrl-C does.
 
@@ -171,10 +172,11 @@ def ours(
     config = work / "settings.yaml"
     config.write_text(yaml.safe_dump(tree))
     argv = [
-        *(sys.executable, "-P", *start, model_dir(), "--device", "cpu"),
+        *(sys.executable, "-P", *start, model_dir(), "--device", device),
         *("--config", str(config), "--port", str(port), "--run-dir", str(run_dir)),
     ]
-    with _running(argv, work / "serve.log", signal.SIGINT, environ) as pid:
+    given = (environ or {}) | ({} if device == "cpu" else {"SGLANG_USE_CPU_ENGINE": "0"})
+    with _running(argv, work / "serve.log", signal.SIGINT, given) as pid:
         server = Server(f"http://127.0.0.1:{port}", pid, work / "serve.log", run_dir, admin_key)
         _wait(server, "/tandemkv/ready")
         yield server

@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -34,8 +35,9 @@ from rank_servers import model_dir
 from tandemkv.server.evaluation.compact_json import compact_json
 
 
-def stamp(arguments: list[str], seconds: float) -> dict[str, Any]:
+def stamp(arguments: list[str], seconds: float, name: str) -> dict[str, Any]:
     """What made a result: command, versions, machine size."""
+    is_on_gpu = name in items.ON_GPUS
     return {
         "command": " ".join(["python", "tests/acceptance/run.py", *arguments]),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
@@ -43,7 +45,10 @@ def stamp(arguments: list[str], seconds: float) -> dict[str, Any]:
         "versions": {n: version(n) for n in ("torch", "sglang", "transformers", "tandemkv")},
         "cores": os.cpu_count(),
         "threads_per_process": 1,
-        "model": "SmolLM2-135M-Instruct, float32",
+        "model": f"{Path(model_dir()).name}, bfloat16"
+        if is_on_gpu
+        else "SmolLM2-135M-Instruct, float32",
+        **({"gpu": torch.cuda.get_device_name()} if is_on_gpu else {}),
         "seconds": round(seconds, 1),
     }
 
@@ -62,8 +67,9 @@ def scrub(text: str) -> str:
 
 def main() -> int:
     """Return 0 if every item passed."""
+    every = items.ITEMS | items.ON_GPUS
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="*", choices=sorted(items.ITEMS), help="items to run")
+    parser.add_argument("--only", nargs="*", choices=sorted(every), help="items to run")
     parser.add_argument("--jobs", type=int, default=1, help="servers at once, where items allow it")
     parser.add_argument("--out", type=Path, default=workbench.ROOT / "docs/acceptance")
     parser.add_argument(
@@ -78,7 +84,7 @@ def main() -> int:
     for name in args.only or list(items.ITEMS):
         start = time.monotonic()
         try:
-            result = items.ITEMS[name](bench)
+            result = every[name](bench)
         except Exception as error:
             traceback.print_exc()
             failed += 1
@@ -87,7 +93,7 @@ def main() -> int:
         seconds = time.monotonic() - start
         failed += not result["pass"]
         arguments = ["--only", name, "--jobs", str(args.jobs)]
-        text = scrub(compact_json(stamp(arguments, seconds) | result))
+        text = scrub(compact_json(stamp(arguments, seconds, name) | result))
         (args.out / f"{name}.json").write_text(text)
         for i, row in enumerate(result["checks"]):
             verdict = "yes" if row["pass"] else "[red]NO[/]"

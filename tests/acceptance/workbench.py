@@ -121,6 +121,6 @@ def tokenizer() -> Any:
 
 
 @cache
-def long_ids() -> list[int]:
-    """Some ten thousand tokens of real prose."""
-    return list(tokenizer()(quality.texts()["language reference"][:120_000])["input_ids"])
+def long_ids(num_letters: int = 120_000) -> list[int]:
+    """Some ten thousand tokens of real prose, or of more letters."""
+    return list(tokenizer()(quality.texts()["language reference"][:num_letters])["input_ids"])
