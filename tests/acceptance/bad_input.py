@@ -40,7 +40,7 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "budget below sink + recent": (["--budget-tokens", "20"], "budget_tokens"),
     "unknown policy": (["--policy", "clairvoyant"], "clairvoyant"),
     "layer that does not exist": (["--exact-layers", "0,99"], "exact_layers"),
-    "cache ranks that do not divide the heads": (["--cache-ranks", "2"], "cache_ranks"),
+    "more cache ranks than KV heads": (["--cache-ranks", "4"], "cache_ranks"),
     "speculative decoding": (["--", "--speculative-algorithm", "EAGLE"], "speculative"),
     "host open to others": (["--host", "10.0.0.1"], "allow-remote"),
     "context longer than the model's": (["--max-context", "100000"], "max_context"),
