@@ -131,14 +131,17 @@ class OwnSet:
         resident, length = self._resident, len(slots)
         is_dense = resident.is_dense(length)
         start = 0 if is_dense else max(0, length - resident.ring)
-        sink = torch.arange(min(self._num_sink, start), device=slots.device)
-        positions = torch.cat((sink, torch.arange(start, length, device=slots.device)))
+        positions, stored = torch.arange(start, length, device=slots.device), slots[start:]
         is_whole = torch.full_like(positions, is_dense, dtype=torch.bool)
-        is_whole[: len(sink)] = True
+        num_sink = min(self._num_sink, start)
+        if num_sink:  # by launches of each layer that other policies are spared
+            sink = torch.arange(num_sink, device=slots.device)
+            positions, stored = torch.cat((sink, positions)), torch.cat((slots[:num_sink], stored))
+            is_whole = torch.cat((torch.ones_like(sink, dtype=torch.bool), is_whole))
         targets = latest_slots(
             positions, is_whole, num_resident=resident.num_resident, num_recent=resident.ring
         )
-        index, far = slots[positions].long(), self._far.get_kv_buffer(layer)
+        index, far = stored.long(), self._far.get_kv_buffer(layer)
         for own, theirs in zip(self.sets[layer], far, strict=True):
             own[row][targets] = theirs[index]
         if self._samples is not None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.engine import WARM_UP_STEPS, DenseLengths
@@ -113,6 +114,43 @@ def test_own_set_holds_what_the_table_lists(prompt: int, steps: int, keeps_sink:
         if length > lengths.num_dense:
             expected = [*range(min(NUM_RESIDENT, length - NUM_RECENT)), *recent]
         assert sorted(held[:, 0, 0].tolist()) == sorted(slots[row, list(expected)].tolist())
+
+
+class _Called(TorchDispatchMode):
+    """Which operations of torch are called: on a GPU most are a launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("prompt", [3, 40])
+def test_a_set_that_an_engine_fills_takes_no_launches_for_a_sink(prompt: int) -> None:
+    """It is filled in each layer of each prompt."""
+    found = {}
+    for keeps_sink in (False, True):
+        resident = ResidentSet(MODEL, SELECTION, ROWS1 - 1, CPU)
+        pool = torch.zeros(NUM_SLOTS, 1, 4)
+        far = SimpleNamespace(get_kv_buffer=lambda _layer, pool=pool: (pool, pool))
+        sizes = {"num_resident": NUM_RESIDENT, "num_recent": NUM_RECENT, "num_dense": 0}
+        table = RingTable(max_batch=3, device=CPU, **sizes)
+        home = OwnSet(far, table, resident, keeps_sink=keeps_sink)
+        slots = slot_table()[1, :prompt]
+        with _Called() as called:
+            home.fill(0, 1, slots)
+        found[keeps_sink] = called.names
+    assert found[False].count("index") == 2, "K and V of the pool, and no slots"
+    assert "cat" not in found[False]
+    has_sink = not resident.is_dense(prompt)
+    assert ("cat" in found[True]) == has_sink
+    assert has_sink == (prompt == 40)
 
 
 def test_a_write_waits_for_flags() -> None:

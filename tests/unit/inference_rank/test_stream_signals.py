@@ -18,6 +18,7 @@ from tandemkv.cache_rank.protocol.shared_region import FlagIndex
 from tandemkv.cache_rank.protocol.step_flags import WORDS_APART, StepFlags
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
 from tandemkv.cache_rank.service.stream_signals import StreamSignals as EngineSide
+from tandemkv.inference_rank.links import signals as link_signals
 from tandemkv.inference_rank.links.base import DecodeRows
 from tandemkv.inference_rank.links.signals import StreamSignals as LinkSide
 
@@ -112,6 +113,48 @@ def test_a_step_goes_from_one_side_to_the_other(
     assert link.lost_step == 0
     assert not _is_lost(engine)
     assert [entry.step for entry in connection.announced] == [1, 2]
+
+
+def test_what_one_engine_is_told_takes_one_launch_each(
+    link: LinkSide, engine: EngineSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in every layer of every step; a wait in another kernel is of one word."""
+    launched: list[str] = []
+
+    def counted(name: str) -> Callable[..., None]:
+        run: Callable[..., None] = getattr(link_signals, name)
+
+        def call(*args: object, **kwargs: object) -> None:
+            launched.append(name)
+            run(*args, **kwargs)
+
+        return call
+
+    for name in ("send_rows", "raise_flags", "wait_flags"):
+        monkeypatch.setattr(link_signals, name, counted(name))
+
+    def launches(made: Callable[[], object]) -> list[str]:
+        launched.clear()
+        made()
+        return launched.copy()
+
+    hidden, query = torch.randn(2, HIDDEN), torch.randn(2, HEADS, DIM)
+    assert launches(lambda: link.begin(_entry(1), _step())) == ["wait_flags", "raise_flags"]
+    assert launches(lambda: link.put_stream(1, hidden, hidden)) == ["send_rows"]
+    assert launches(lambda: link.put_stream_beside(2, hidden)) == ["send_rows"]
+    assert launches(lambda: link.put_query(1, query)) == ["send_rows"]
+    assert launches(lambda: link.ready_wait(1)) == []
+    engine.begin(1)
+    engine.raise_ready(1)
+    assert launches(lambda: link.await_ready(1)) == ["wait_flags"]
+    engine.put_output(2, query)
+    assert launches(lambda: link.await_output(2, 2)) == ["wait_flags"]
+    assert launches(link.raise_end) == ["raise_flags"]
+    assert launches(link.end) == []
+    awaited, raised = link.ready_wait(1), engine._flags.ready(1)
+    assert awaited is not None
+    assert (awaited.flags.data_ptr(), len(awaited.flags)) == (raised.data_ptr(), 1)
+    assert link.lost_step == 0
 
 
 def test_an_exact_layer_gets_its_output_from_where_the_k_v_are(
