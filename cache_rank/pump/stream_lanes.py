@@ -2,10 +2,10 @@
 """One direction of an epoch between two GPUs: a stream in which a step is queued ahead of time.
 
 The host queues, as far ahead as `QueueDepth` lets it: flags are waited for and raised by kernels,
-as captured graphs do it (`tandemkv.kernels.step_flags`), and messages travel by NCCL. A wait has an
-end. When it is reached nothing is raised any more, here and at the other end, whose messages then
-lack the number of their step; but they go on, so that no transfer is left waiting for its other
-half.
+as captured graphs do it (`tandemkv.kernels.step_flags`), and messages travel by NCCL. What recurs
+in decode steps was captured before (`captured_steps`), and takes one call. A wait has an end. When
+it is reached nothing is raised any more, here and at the other end, whose messages then lack the
+number of their step; but they go on, so that no transfer is left waiting for its other half.
 
 CUDA may load a kernel, and give memory, only when all that runs has ended. Where a lane waits, that
 may be for what the other lane cannot send before. So kernels are loaded before there are lanes
