@@ -15,6 +15,7 @@ lane has memory from the start.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -45,7 +46,7 @@ least; beside it the room of a message."""
 _REPLAY_CALLS = 16
 """What a graph takes of the room of a stream, about."""
 _KEPT_STEPS = 16
-"""Latest steps whose flags are known by name."""
+"""Latest steps of which it is known what was queued."""
 
 
 def rehearse_flags(device: torch.device, timeout_s: float) -> None:
@@ -95,7 +96,7 @@ class Wire(Protocol):
         """Return what keeps it from being freed while transfers are queued; raises if it broke."""
 
 
-class StreamLane:
+class StreamLane(ABC):
     """A stream with the number of its step, and the word that tells whether it is lost.
 
     A rank of this host is waited for at most `timeout_s`. `number` is the stream's; a process has
@@ -127,7 +128,7 @@ class StreamLane:
         self._lost = torch.zeros(1, dtype=torch.int32, device=device)
         self._told = torch.zeros(1, dtype=torch.int32, pin_memory=self._stream is not None)
         self._depth = QueueDepth(self._record, side.is_over)
-        self._queued_flags: deque[tuple[int, list[Flag]]] = deque(maxlen=_KEPT_STEPS)
+        self._queued: deque[tuple[int, list[Message]]] = deque(maxlen=_KEPT_STEPS)
         self._is_aborted = False
         contents.rehearse()
         side.settle()  # these, and what `contents` has made: the stream waits for no other
@@ -149,10 +150,11 @@ class StreamLane:
 
     def standing(self) -> str:
         """Return what of the latest step has not come to pass, if anything; as `lost_step`."""
-        if not self._queued_flags:
+        if not self._queued:
             return ""
-        step, flags = self._queued_flags[-1]
-        label = self._missing(step, flags.copy())
+        step, messages = self._queued[-1]
+        flags = self._flags_of(messages)
+        label = self._missing(step, flags)
         return label and f"step {step}: {label} is not raised, of {len(flags)} flags in the queue"
 
     def _missing(self, step: int, flags: list[Flag]) -> str:
@@ -189,7 +191,8 @@ class StreamLane:
             self._step.fill_(entry.step)
             self._contents.begin(entry)
             self._keeps = entry.kind is EntryKind.DECODE
-            self._queued_flags.append((entry.step, []))
+            queued: list[Message] = []
+            self._queued.append((entry.step, queued))
             key = entry.variant, len(entry.rows)
             captured = self._captured.part_of(key, messages) if self._keeps else ()
             for message in messages[: len(messages) - len(captured)]:
@@ -197,13 +200,12 @@ class StreamLane:
                     return
                 self._move(message)
                 self._depth.note(calls_of(message))
-                self._note(message)
+                queued.append(message)
             if captured and self._depth.make_room(_REPLAY_CALLS):
                 with self._wire.held():
                     self._captured.replay(key)
                 self._depth.note(_REPLAY_CALLS)
-                for message in captured:
-                    self._note(message)
+                queued.extend(captured)
 
     def _prepare(self, entry: StepEntry) -> None:
         """Capture what recurs in decode steps such as `entry`."""
@@ -220,13 +222,13 @@ class StreamLane:
 
         self._captured.capture((entry.variant, len(entry.rows)), messages, move)
 
+    @abstractmethod
     def _move(self, message: Message) -> None:
         """Queue a message."""
-        raise NotImplementedError
 
-    def _note(self, message: Message) -> None:
-        """Note which flags a message that was queued waits for, or raises."""
-        raise NotImplementedError
+    @abstractmethod
+    def _flags_of(self, messages: list[Message]) -> list[Flag]:
+        """Return the flags that messages wait for, or raise."""
 
     def _body(self, message: Message) -> Body:
         """Return where a message goes; of a decode step's that recurs always the same."""
@@ -286,16 +288,16 @@ class StreamSendLane(StreamLane):
         self._raise(body.stamp)
         self._wire.send(body.whole)
 
-    def _note(self, message: Message) -> None:
-        self._queued_flags[-1][1].extend(message.waits)
+    def _flags_of(self, messages: list[Message]) -> list[Flag]:
+        return [flag for message in messages.copy() for flag in message.waits]
 
     def lost_reason(self) -> str:
         """Return what was waited for in vain; nothing while nothing was. As `lost_step`."""
         step = self.lost_step()
         if not step:
             return ""
-        flags = dict(self._queued_flags.copy()).get(step, [])
-        label = self._missing(step, flags.copy()) or "a flag, which came later,"
+        flags = self._flags_of(dict(self._queued.copy()).get(step, []))
+        label = self._missing(step, flags) or "a flag, which came later,"
         return f"step {step}: {label} was not raised within {self._timeout_s:g} s"
 
 
@@ -316,8 +318,8 @@ class StreamReceiveLane(StreamLane):
         for flag in message.raises:
             self._raise(self._words_of(flag))
 
-    def _note(self, message: Message) -> None:
-        self._queued_flags[-1][1].extend(message.raises)
+    def _flags_of(self, messages: list[Message]) -> list[Flag]:
+        return [flag for message in messages.copy() for flag in message.raises]
 
     def lost_reason(self) -> str:
         """Return of which step a message came without its number; as `lost_step`."""
