@@ -8,7 +8,7 @@ which knows the rehearsal alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -162,13 +162,30 @@ class Played:
         return found
 
 
+Play = Callable[[str], Played]
+
+
+@pytest.fixture
+def play() -> Iterator[Play]:
+    """Make what is played, with its memory until the test's end."""
+    made: list[Played] = []
+
+    def playing(policy: str) -> Played:
+        made.append(Played(policy))
+        return made[-1]
+
+    yield playing
+    for played in made:
+        played.tensors.close()
+
+
 def _are_equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_step_that_is_replayed_does_what_one_does_that_is_queued(policy: str) -> None:
-    queued, replayed = Played(policy), Played(policy)
+def test_a_step_that_is_replayed_does_what_one_does_that_is_queued(policy: str, play: Play) -> None:
+    queued, replayed = play(policy), play(policy)
     graphs = replayed.prepare(2)
     queued.prepare(2).forget()  # a rehearsal counts as a step in the books
     before = queued.state(ROWS)
@@ -187,9 +204,9 @@ def test_a_step_that_is_replayed_does_what_one_does_that_is_queued(policy: str) 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_rehearsal_leaves_the_requests_of_the_step_before_alone(policy: str) -> None:
+def test_a_rehearsal_leaves_the_requests_of_the_step_before_alone(policy: str, play: Play) -> None:
     """What the step before was about is still where the next one's requests will come."""
-    played = Played(policy)
+    played = play(policy)
     played.decode(ROWS, [n + 1 for n in LENGTHS])
     before = played.state([1, 2, 3])
     played.prepare(2)
@@ -201,10 +218,10 @@ def test_a_rehearsal_leaves_the_requests_of_the_step_before_alone(policy: str) -
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_copies_are_of_the_step_that_ended_though_the_next_has_sent_its_requests(
-    policy: str, monkeypatch: pytest.MonkeyPatch
+    policy: str, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing holds the other GPU back once the step is finished."""
-    undisturbed, overtaken = Played(policy), Played(policy)
+    undisturbed, overtaken = play(policy), play(policy)
     settle = overtaken.signals.settle
 
     def settle_and_go_on() -> None:
@@ -221,8 +238,8 @@ def test_copies_are_of_the_step_that_ended_though_the_next_has_sent_its_requests
     assert _are_equal(undisturbed.state([1, 2, 3]), overtaken.state([1, 2, 3]))
 
 
-def test_a_replayed_step_goes_by_the_longest_request_of_its_announcement() -> None:
-    played = Played("look_ahead")
+def test_a_replayed_step_goes_by_the_longest_request_of_its_announcement(play: Play) -> None:
+    played = play("look_ahead")
     played.prepare(2)
     selections = []
     for number, num_cold in enumerate([None, 1000, LENGTHS[0] + 5, None], 1):
@@ -232,8 +249,8 @@ def test_a_replayed_step_goes_by_the_longest_request_of_its_announcement() -> No
     assert selections == [2 * layers, 2 * layers, 3 * layers, 5 * layers]
 
 
-def test_a_size_that_was_not_prepared_is_queued() -> None:
-    played = Played("look_ahead")
+def test_a_size_that_was_not_prepared_is_queued(play: Play) -> None:
+    played = play("look_ahead")
     graphs = played.prepare(2)
     played.decode([1], [LENGTHS[1] + 1])
     assert graphs.num_replayed == 0

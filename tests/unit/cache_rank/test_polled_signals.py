@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -48,8 +49,10 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.tensors.close()
 
 
 def test_a_step_goes_to_and_fro_between_two_threads(world: World) -> None:

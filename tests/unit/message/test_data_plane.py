@@ -15,6 +15,7 @@ import time
 import psutil
 import pytest
 import torch
+from descriptors import open_descriptors
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError, SettingsError
 from tandemkv.cache_rank.protocol.message import data_plane
@@ -135,14 +136,14 @@ def test_once_both_have_met_nobody_else_gets_a_descriptor() -> None:
     ours, theirs = _pair()
     addresses = _listening(process) - before
     assert len(addresses) == 2
-    held = process.num_fds()
+    held = open_descriptors()
     for address in addresses:
         for _ in range(20):
             with socket.socket() as stranger:
                 stranger.settimeout(0.01)
                 with pytest.raises(TimeoutError):
                     stranger.connect(address)
-    assert process.num_fds() == held
+    assert open_descriptors() == held
     assert torch.equal(_move(ours, theirs, _bytes(3_000_000, 1)), _bytes(3_000_000, 1))
     ours.close()
     theirs.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from descriptors import open_descriptors
 
 from tandemkv.cache_rank.protocol.descriptor_holder import DescriptorHolder, ask_holder
 from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
@@ -24,7 +25,7 @@ def num_descriptors() -> int:
     """Open ones, once the holder has closed its ends of connections."""
     counts = [0]
     while len(counts) < 3 or len(set(counts[-3:])) > 1:
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        counts.append(open_descriptors())
         time.sleep(0.05)
     return counts[-1]
 

@@ -166,18 +166,24 @@ def test_predicted_queries_do_not_depend_on_the_shards(
     put_weights(mapped, layers, angles)
     hidden, positions = torch.randn(5, MODEL.hidden_size), torch.tensor([0, 3, 17, 5, 30])
     want = MappedPredictor(mapped, 2, MODEL.num_qo_heads)(0, hidden, positions)
+    made = [mapped]
     for whose in ("all", "sent to another host", "put for the part"):
         parts = []
         for shard in parts_of(count, 3):
-            own = mapped if whose == "all" else alone_with(mapped, shard)
-            if whose == "put for the part":
+            if whose == "all":
+                own = mapped
+            elif whose == "sent to another host":
+                own = alone_with(mapped, shard)
+            else:
                 own = MappedTensors()
                 put_weights(own, layers, angles, shard)
+            made.append(own)
             heads = shard.part(MODEL.num_qo_heads)
             parts.append(MappedPredictor(own, 2, heads, shard)(0, hidden, positions))
             assert parts[-1].shape == (5, heads, 4)
         torch.testing.assert_close(torch.cat(parts, 1), want)
-    mapped.close()
+    for tensors in made:
+        tensors.close()
 
 
 def alone_with(mapped: MappedTensors, shard: HeadShard) -> MappedTensors:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from descriptors import open_descriptors
 
 from tandemkv.cache_rank.protocol import host_memory
 from tandemkv.cache_rank.protocol.descriptor_messages import TensorSpec
@@ -47,10 +48,6 @@ TOKEN = b"t" * 32
 
 def never() -> bool:
     return False
-
-
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def lowest_free_descriptor() -> int:
