@@ -22,8 +22,10 @@ compile() { # OUTPUT ARGUMENT...
 
 # Serving and testing without a GPU, on Python 3.11 and 3.12. torch is left out, because its builds
 # have different hashes; setup.sh installs it. SGLang runs on Linux, so colorama is left out as well.
+# rfc3987-syntax checks IRIs for jsonschema, which does without. It compiles a grammar when it is imported,
+# two seconds in each process of each server that is tested; nothing else needs its parser, lark.
 for_cpu=(--universal --python-version 3.11 --config-file "$cpu/uv.toml")
-left_out=(torch colorama win32-setctime)
+left_out=(torch colorama win32-setctime rfc3987-syntax lark)
 for_cpu+=("${left_out[@]/#/--no-emit-package=}")
 torch=$(sed -n 's/^torch_version=/torch==/p' "$cpu/setup.sh")
 compile "$cpu/requirements.lock" "${for_cpu[@]}" "$cpu/requirements.txt" - <<<"$torch"
