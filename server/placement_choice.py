@@ -58,7 +58,8 @@ def resolve_placement(
     process; on GPUs what `tandemkv plan`
     predicts to be fastest for `max_running_requests` requests that share the cache. `dense_tokens`,
     `dense_batch_tokens`, in-process on a GPU: the context of each request, and the tokens of a
-    whole step, from which selecting is predicted to pay. Predictions have the constants of this
+    whole step, from which selecting is predicted to pay; on a CPU as many tokens as a step with
+    samples attends to. Predictions have the constants of this
     machine's profile, or those of one H200 (`constants_here`). `anchors`: those of a calibration
     that maps every head to itself, which tensor-parallel ranks can use as well. `index_dtype`: int4
     where a GPU scans pages, a quarter of the bytes of bf16 keys; what is attended to is never
@@ -86,9 +87,7 @@ def resolve_placement(
     settings = _told_of_late_layers(settings, spec, progress)
     if device == "cuda":
         _check_gpus(settings, spec, model_dir, placement)
-    if device == "cpu" or not placement.attends_to_pool:
-        return settings
-    return _with_dense_tokens(settings, spec, model_dir, progress)
+    return _with_dense_tokens(settings, spec, model_dir, progress, device=device)
 
 
 def resolve_alone(
@@ -104,9 +103,7 @@ def resolve_alone(
         return settings
     settings = placed_alone(_with_index(_with_anchors(settings, spec), device), device)
     settings = with_late_layers(settings, spec.num_layers)
-    if device == "cpu" or not settings.rank_settings.placement.attends_to_pool:
-        return settings
-    return _with_dense_tokens(settings, spec, model_dir, lambda _: None)
+    return _with_dense_tokens(settings, spec, model_dir, lambda _: None, device=device)
 
 
 def check_runs_on(settings: ServeSettings, device: str) -> None:
@@ -321,12 +318,26 @@ def _load(settings: ServeSettings, spec: ModelSpec) -> Workload:
     )
 
 
+def _with_dense_samples(settings: ServeSettings) -> ServeSettings:
+    """Attend to everything up to as many tokens as a step with samples attends to anyway."""
+    selection = settings.selection
+    if not selection.num_samples:
+        return settings
+    changed = selection.model_copy(update={"dense_tokens": selection.row_tokens})
+    return settings.model_copy(update={"selection": changed})
+
+
 def _with_dense_tokens(
-    settings: ServeSettings, spec: ModelSpec, model_dir: Path, progress: Callable[[str], None]
-) -> ServeSettings:
+    settings: ServeSettings, spec: ModelSpec, model_dir: Path, progress: Callable[[str], None],
+    *, device: str,
+) -> ServeSettings:  # fmt: skip
     selection = settings.selection
     if selection.dense_tokens is not None or not selection.dense_while_fits:
         return settings
+    if not settings.rank_settings.placement.attends_to_pool:
+        return settings
+    if device == "cpu":
+        return _with_dense_samples(settings)
     shape = _shape(settings, spec, model_dir)
     if selection.declared.keeps_sink_only:  # which attend to so much at any length
         return settings

@@ -144,7 +144,8 @@ class SelectionSettings(FrozenModel):
         ge=0,
         le=1 << 24,
         description="Requests up to this length attend to everything (not with a second GPU); "
-        "default what is resident anyway, with serve the length from which selecting is faster.",
+        "default what is resident anyway, with serve the length from which selecting is faster, or "
+        "on a CPU what a step attends to anyway.",
     )
     dense_batch_tokens: TokenCount | None = Field(
         default=None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three minutes of ``tandemkv soak``: mixed load, kills, stops, delays and lost messages."""
+"""Ninety seconds of ``tandemkv soak``: mixed load, kills, stops, delays and lost messages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SERVE = (
 )
 
 
-def test_three_minutes_of_load_and_faults_leave_a_server_as_it_was(tmp_path: Path) -> None:
+def test_ninety_seconds_of_load_and_faults_leave_a_server_as_it_was(tmp_path: Path) -> None:
     report = tmp_path / "soak.json"
     argv = [
-        *(sys.executable, "-P", "-m", "tandemkv.server", "soak", "smollm2", "--duration", "180"),
+        *(sys.executable, "-P", "-m", "tandemkv.server", "soak", "smollm2", "--duration", "90"),
         *("--seed", "25", "--calm", "15", "--json", str(report)),
         # Twice what is asked for: another test computes on the same two cores.
         *("--ready-within", "120", "--expect-no-loss", "--", *SERVE),

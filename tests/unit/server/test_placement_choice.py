@@ -26,7 +26,9 @@ from tandemkv.server.sglang_command import sglang_argv, sglang_env
 
 def test_a_cpu_gets_a_process(tmp_path: Path) -> None:
     settings, said = resolve(tmp_path, device="cpu", selection={"budget_tokens": 2048})
-    assert (settings.cache_ranks, settings.selection.dense_tokens) == (1, None)
+    selection = settings.selection
+    assert (settings.cache_ranks, selection.dense_batch_tokens) == (1, None)
+    assert selection.dense_tokens == selection.row_tokens == 4 + 2048 + 64 + 1024
     placement = settings.rank_settings.placement
     assert (placement.link, placement.num_cache_ranks, placement.tp_size) == ("shared", 1, 1)
     assert placement.model_device == "cpu"
