@@ -10,6 +10,7 @@ socket (`descriptor_socket`).
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -111,6 +112,8 @@ class MappedTensors:
         self._addresses: dict[str, int] = {}
         self._descriptors: dict[str, int] = {}
         self._specs: dict[str, TensorSpec] = {}
+        # Who is gone cannot `close`; what it had mapped may still be in use.
+        weakref.finalize(self, _close_descriptors, self._descriptors).atexit = False
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -235,6 +238,11 @@ class MappedTensors:
             whole, self._addresses[spec.name] = gpu.map(spec.name, descriptor, spec.nbytes)
             return whole.view(dtype)
         return map_memory(spec.name, descriptor, spec.nbytes).view(dtype)
+
+
+def _close_descriptors(descriptors: dict[str, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
 def _require_same(known: TensorSpec, asked: TensorSpec) -> None:

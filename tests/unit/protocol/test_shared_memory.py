@@ -266,3 +266,15 @@ def test_every_kind_and_flag_of_an_entry_arrives_and_damaged_ones_are_refused() 
         with pytest.raises(ProtocolError, match="out of bounds"):
             reader.read(timeout_s=1, is_over=never)
         reader._num = writer._num
+
+
+def test_tensors_that_nobody_has_leave_no_descriptor() -> None:
+    before = open_descriptors()
+    tensors = MappedTensors()
+    kept = tensors.allocate("kept", (4,), torch.float32).fill_(2.0)
+    assert open_descriptors() == before + 2
+    del tensors
+    assert open_descriptors() == before + 1, "that of the mapping, which is in use"
+    assert kept.tolist() == [2.0] * 4
+    del kept
+    assert open_descriptors() == before
