@@ -6,9 +6,10 @@
 Two processes with a GPU each are connected as two pumps are, by a wire of NCCL in each direction.
 ``gb_per_s_<programs>_<KiB>kib`` is of messages queued one behind another; a round is a message of
 64 KiB there and one of 1 MiB back, as a layer of a decode step has them. Of captured rounds each
-direction is a CUDA graph, and so is what they wait for, with flags between them. They are measured
-first: there it shows whether graphs of one process that wait for each other run beside each other.
-Under CUDA MPS, as served.
+direction is a CUDA graph, and so is what they wait for, with flags between them; ``--ahead`` steps
+of a graph are queued before the next graph, as threads may do it. They are measured first: there it
+shows whether graphs of one process that wait for each other run beside each other, and whether the
+host can queue so much. Under CUDA MPS, as served.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ from tandemkv.server.evaluation.provenance import visible_gpu
 from tandemkv.server.evaluation.spread import Spread
 
 REPEATS, ROUNDS, WAIT_S, FLAG_S = 9, 36, 60.0, 5.0
-STEPS, CALLS, KEY = 4, 20, (0, 1)
-"""Steps that are queued at once; kernels beside each transfer of a captured one; what it is called.
-"""
+CALLS, KEY = 20, (0, 1)
+"""Kernels beside each transfer of a captured step; what that is called."""
 OUT_BYTES, BACK_BYTES = 64 << 10, 1 << 20
 
 
@@ -111,31 +111,32 @@ class End:
 
         return self._timed([one] * ROUNDS)
 
-    def captured_rounds(self) -> list[float]:
-        """Seconds of a round whose two directions, and the ends of both, are CUDA graphs.
+    def captured_rounds(self, ahead: int) -> tuple[list[float], list[float]]:
+        """Seconds of a round whose directions, and their ends, are CUDA graphs; and of a replay.
 
-        Raises `RuntimeError` if one of them waited for another in vain.
+        `ahead` steps are queued at once. Raises `RuntimeError` if one waited for another in vain.
         """
         rehearse_flags(self.device, FLAG_S)
         streams = [torch.cuda.Stream(self.device, priority=n) for n in (-1, -1, -2)]
         graphs = [CapturedSteps(stream) for stream in streams]
         for graph, body in zip(graphs, self._bodies(), strict=True):
             graph.capture(KEY, (), body)
-        took = []
+        took, queued = [], []
         for _ in range(REPEATS):
             self.meet()
             begin = time.perf_counter()
-            for _ in range(STEPS):
-                for graph, stream in zip(graphs, streams, strict=True):
-                    with torch.cuda.stream(stream):
+            for graph, stream in zip(graphs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    for _ in range(ahead):
                         graph.replay(KEY)
+            queued.append((time.perf_counter() - begin) / (ahead * len(graphs)))
             torch.cuda.synchronize(self.device)
-            took.append((time.perf_counter() - begin) / (STEPS * ROUNDS))
+            took.append((time.perf_counter() - begin) / (ahead * ROUNDS))
         for graph in graphs:
             graph.close()
         if int(self._lost):
             raise RuntimeError(f"step {int(self._lost)}: a graph waited for another in vain")
-        return took
+        return took, queued
 
     def _bodies(self) -> list[Callable[[], None]]:
         """Return a step of each direction, and of what asks or answers."""
@@ -195,14 +196,15 @@ class End:
         return self._pipe.recv()
 
 
-def run(number: int, pipe: Connection, ctas: list[int], sizes: list[int]) -> list[Row]:
+def run(number: int, pipe: Connection, ctas: list[int], sizes: list[int], ahead: int) -> list[Row]:
     """Measure at one end; rows of the inference rank's."""
     prepare_nccl("127.0.0.1")
     rows = []
     for most in ctas:
         end = End(number, pipe, most)
-        micros = [1e6 * seconds for seconds in end.captured_rounds()]
-        rows.append(Row.of(f"captured_round_us_{most}", Spread.of(micros), "us"))
+        for name, found in zip(("round", "queue"), end.captured_rounds(ahead), strict=True):
+            micros = [1e6 * seconds for seconds in found]
+            rows.append(Row.of(f"captured_{name}_us_{most}", Spread.of(micros), "us"))
         for kib in sizes:
             took, queued = end.times(kib << 10, 64 if kib <= 4096 else 16)
             speeds = [(kib << 10) / seconds / 1e9 for seconds in took]
@@ -221,15 +223,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ctas", default="2,4,8,16")
     parser.add_argument("--kib", default="64,1024,4096,16384,65536")
+    parser.add_argument("--ahead", type=int, default=2, help="captured steps queued at once")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     ctas, sizes = ([int(x) for x in text.split(",")] for text in (args.ctas, args.kib))
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    other = context.Process(target=run, args=(CACHE_END, there, ctas, sizes), daemon=True)
+    other = context.Process(
+        target=run, args=(CACHE_END, there, ctas, sizes, args.ahead), daemon=True
+    )
     other.start()
     try:
-        rows = run(INFERENCE_END, here, ctas, sizes)
+        rows = run(INFERENCE_END, here, *given)
     finally:
         other.join(WAIT_S)
         other.kill()
