@@ -118,8 +118,8 @@ class End:
         """
         rehearse_flags(self.device, FLAG_S)
         streams = [torch.cuda.Stream(self.device, priority=n) for n in (-1, -1, -2)]
-        graphs = [CapturedSteps(stream) for stream in streams]
-        for graph, body in zip(graphs, self._bodies(), strict=True):
+        graphs, bodies = [CapturedSteps(stream) for stream in streams], self._bodies()
+        for graph, body in zip(graphs, bodies, strict=True):  # which have what graphs name
             graph.capture(KEY, (), body)
         took, queued = [], []
         for _ in range(REPEATS):
@@ -229,9 +229,8 @@ def main() -> None:
     ctas, sizes = ([int(x) for x in text.split(",")] for text in (args.ctas, args.kib))
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    other = context.Process(
-        target=run, args=(CACHE_END, there, ctas, sizes, args.ahead), daemon=True
-    )
+    given = ctas, sizes, args.ahead
+    other = context.Process(target=run, args=(CACHE_END, there, *given), daemon=True)
     other.start()
     try:
         rows = run(INFERENCE_END, here, *given)
