@@ -162,14 +162,15 @@ class End:
 
     def _body(self, do: Callable[[Any, Any], Any]) -> Callable[[], None]:
         """Return what does so in each round of a step, with a number of the step of its own."""
-        step, beside = self._words(1), self._words(1)
+        step, (here, there) = self._words(1), self._words(OUT_BYTES // 2).view(2, -1)
 
         def body() -> None:
             step.add_(1)
             for number in range(ROUNDS):
                 flag = slice(number, number + 1)
                 for _ in range(CALLS):
-                    beside.add_(1)
+                    here.add_(1)
+                there.copy_(here)  # no kernel
                 do(
                     lambda words, at=flag: wait_flags(
                         words[at], step=step, lost=self._lost, timeout_s=FLAG_S
