@@ -43,8 +43,9 @@ _MOST_WORDS = 256
 _BESIDE_BYTES, _SMALL_BYTES, _NUM_SMALL = 2 * PIECE_BYTES, 512 << 10, 32
 """What a lane's stream has of the GPU's memory from the start for what is made on the way, at
 least; beside it the room of a message."""
-_REPLAY_CALLS = 16
-"""What a graph takes of the room of a stream, about."""
+REPLAY_CALLS = 200
+"""What a graph counts as. How much of a stream's room one takes that has thousands of nodes nobody
+says: two are queued at most, the one that runs and the next."""
 _KEPT_STEPS = 16
 """Latest steps of which it is known what was queued."""
 
@@ -201,10 +202,10 @@ class StreamLane(ABC):
                 self._move(message)
                 self._depth.note(calls_of(message))
                 queued.append(message)
-            if captured and self._depth.make_room(_REPLAY_CALLS):
+            if captured and self._depth.make_room(REPLAY_CALLS):
                 with self._wire.held():
                     self._captured.replay(key)
-                self._depth.note(_REPLAY_CALLS)
+                self._depth.note(REPLAY_CALLS)
                 queued.extend(captured)
 
     def _prepare(self, entry: StepEntry) -> None:

@@ -35,8 +35,8 @@ from rank_servers import model_dir
 from tandemkv.server.evaluation.compact_json import compact_json
 
 
-def stamp(arguments: list[str], seconds: float, name: str) -> dict[str, Any]:
-    """What made a result: command, versions, machine size."""
+def stamp(arguments: list[str], name: str) -> dict[str, Any]:
+    """What makes a result: command, versions, machine size."""
     is_on_gpu = name in items.ON_GPUS
     return {
         "command": " ".join(["python", "tests/acceptance/run.py", *arguments]),
@@ -49,7 +49,6 @@ def stamp(arguments: list[str], seconds: float, name: str) -> dict[str, Any]:
         if is_on_gpu
         else "SmolLM2-135M-Instruct, float32",
         **({"gpu": torch.cuda.get_device_name()} if is_on_gpu else {}),
-        "seconds": round(seconds, 1),
     }
 
 
@@ -82,6 +81,8 @@ def main() -> int:
     table = Table("item", "figure", "value", "required", "passed", title="Acceptance")
     failed = 0
     for name in args.only or list(items.ITEMS):
+        # Before what may take long: its result would be lost with it.
+        made = stamp(["--only", name, "--jobs", str(args.jobs)], name)
         start = time.monotonic()
         try:
             result = every[name](bench)
@@ -90,10 +91,9 @@ def main() -> int:
             failed += 1
             table.add_row(name, "did not finish", shown(error), "", "[red]NO[/]")
             continue
-        seconds = time.monotonic() - start
+        made["seconds"] = round(time.monotonic() - start, 1)
         failed += not result["pass"]
-        arguments = ["--only", name, "--jobs", str(args.jobs)]
-        text = scrub(compact_json(stamp(arguments, seconds, name) | result))
+        text = scrub(compact_json(made | result))
         (args.out / f"{name}.json").write_text(text)
         for i, row in enumerate(result["checks"]):
             verdict = "yes" if row["pass"] else "[red]NO[/]"

@@ -123,4 +123,4 @@ def tokenizer() -> Any:
 @cache
 def long_ids(num_letters: int = 120_000) -> list[int]:
     """Some ten thousand tokens of real prose, or of more letters."""
-    return list(tokenizer()(quality.texts()["language reference"][:num_letters])["input_ids"])
+    return list(tokenizer()(quality.language_reference()[:num_letters])["input_ids"])

@@ -32,6 +32,14 @@ CITIES = (
 )
 
 
+def language_reference() -> str:
+    """The first of `texts`, which every Python has: some come without idlelib."""
+    if os.environ.get("TANDEMKV_CORPUS"):
+        return texts()["language reference"]
+    topics = importlib.import_module("pydoc_data.topics").topics
+    return "\n\n".join(t for _, t in sorted(topics.items()) if len(t) > 4000)
+
+
 def texts() -> dict[str, str]:
     """Four real texts of Python and scikit-learn: prose, code, change log, data notes.
 
@@ -40,7 +48,6 @@ def texts() -> dict[str, str]:
     if os.environ.get("TANDEMKV_CORPUS"):
         found: dict[str, str] = json.loads(Path(os.environ["TANDEMKV_CORPUS"]).read_text())
         return found
-    topics = importlib.import_module("pydoc_data.topics").topics
     idle = importlib.util.find_spec("idlelib")
     sklearn = importlib.util.find_spec("sklearn")
     code = importlib.util.find_spec("argparse")
@@ -50,7 +57,7 @@ def texts() -> dict[str, str]:
         raise SystemExit("scikit-learn is needed for its data set descriptions: make setup")
     notes = sorted((Path(sklearn.origin).parent / "datasets" / "descr").glob("*.rst"))
     return {
-        "language reference": "\n\n".join(t for _, t in sorted(topics.items()) if len(t) > 4000),
+        "language reference": language_reference(),
         "argparse source": Path(code.origin).read_text(encoding="utf-8"),
         "change log": (Path(idle.origin).parent / "NEWS.txt").read_text(encoding="utf-8"),
         "data set notes": "\n\n".join(p.read_text(encoding="utf-8") for p in notes),

@@ -61,6 +61,11 @@ _LEFT_TO_US = {
 _UNUSED = {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}
 """A port that listens for as long as the process lives, multicast memory, which is nothing for two,
 and handles of a graph's buffers, which the other end would have to open while it is captured."""
+_ON_ONE_HOST = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
+"""Events of a graph that keep its transfers in order with others of their communicator. They lie
+beside its chain of kernels, and CUDA may queue them behind what the other direction waits in: NCCL
+warns of deadlocks. A direction is one stream, which keeps that order, but for what a host does for
+transfers over a network."""
 
 
 class NcclWire:
@@ -231,7 +236,8 @@ def prepare_nccl(interface: str) -> None:
     """
     name = interface_name(interface)
     os.environ.update(_LEFT_TO_US)
-    for variable, value in _UNUSED.items():
+    is_here = ipaddress.ip_address(interface).is_loopback
+    for variable, value in (_UNUSED | (_ON_ONE_HOST if is_here else {})).items():
         os.environ.setdefault(variable, value)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     if ":" in interface:

@@ -216,13 +216,36 @@ def test_a_torch_without_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_meets_on_the_interface_of_an_address(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("NCCL_SOCKET_IFNAME", *nccl_wire._LEFT_TO_US, *nccl_wire._UNUSED):
-        monkeypatch.setenv(name, "1")
-        monkeypatch.delenv(name)
+    _forget_all(monkeypatch)
     assert interface_name(address) == "lo"
     prepare_nccl(address)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def _forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what `prepare_nccl` sets be unset, now and behind the test."""
+    known = nccl_wire._LEFT_TO_US, nccl_wire._UNUSED, nccl_wire._ON_ONE_HOST
+    for name in ("NCCL_SOCKET_IFNAME", *(name for names in known for name in names)):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+
+
+def test_graphs_have_nothing_beside_their_chain_where_no_network_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two hosts NCCL keeps the order of what these do; a user's own wish stays."""
+    name = "NCCL_GRAPH_MIXING_SUPPORT"
+    _forget_all(monkeypatch)
+    prepare_nccl("127.0.0.1")
+    assert os.environ[name] == "0"
+    monkeypatch.setenv(name, "1")
+    prepare_nccl("127.0.0.1")
+    assert os.environ[name] == "1"
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(nccl_wire, "interface_name", lambda _: "eth0")
+    prepare_nccl("192.0.2.1")
+    assert name not in os.environ
 
 
 @pytest.mark.parametrize("call", [interface_name, prepare_nccl])

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from tandemkv.cache_rank.pump.queue_depth import QueueDepth
+from tandemkv.cache_rank.pump.plan import Flag, FlagKind, Message, Part, PartKind
+from tandemkv.cache_rank.pump.queue_depth import QueueDepth, calls_of
+from tandemkv.cache_rank.pump.stream_lanes import REPLAY_CALLS
 
 
 def test_no_more_is_queued_than_a_stream_takes() -> None:
@@ -50,3 +52,32 @@ def test_events_are_asked_for_seldom() -> None:
         assert depth.make_room(3)
         depth.note(3)
     assert num_events == 1000 // 4
+
+
+def test_two_captured_steps_are_queued_and_no_third() -> None:
+    """Where steps are announced far ahead the third waits for the first, whatever a graph takes."""
+    ended: set[int] = set()
+    made: list[int] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = len(made)
+            made.append(self.number)
+
+        def query(self) -> bool:
+            return self.number in ended
+
+    requests = Message((Flag(FlagKind.BEGIN),), (Part(PartKind.REQUESTS),), ())
+
+    def queue(depth: QueueDepth) -> bool:
+        for calls in (calls_of(requests), REPLAY_CALLS):
+            if not depth.make_room(calls):
+                return False
+            depth.note(calls)
+        return True
+
+    depth = QueueDepth(Event, lambda: True)  # it is over: nobody waits
+    assert [queue(depth) for _ in range(3)] == [True, True, False]
+    ended.add(0)
+    assert queue(depth)
+    assert not queue(depth)
