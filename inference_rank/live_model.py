@@ -37,6 +37,20 @@ def layers_of(model: Any) -> Sequence[Any]:
     return layers
 
 
+def attention_of(layer: Any) -> Any:
+    """Return what of an SGLang decoder layer attends to K/V, None if nothing does.
+
+    Some models have its modules in the layer itself.
+    """
+    found = getattr(layer, "self_attn", None)
+    return layer if found is None and hasattr(layer, "attn") else found
+
+
+def own_backend(backend: Any) -> Any:
+    """Return our attention backend of a model; beside linear attention SGLang has wrapped it."""
+    return getattr(backend, "full_attn_backend", backend)
+
+
 def check_live_attention(model: Any, spec: ModelSpec) -> None:
     """Compare each layer's attention, as SGLang has built it, with what `spec` says of it.
 
@@ -45,12 +59,15 @@ def check_live_attention(model: Any, spec: ModelSpec) -> None:
     `ContractError`, naming the layer and the difference.
     """
     for index, layer in enumerate(layers_of(model)):
-        attention = getattr(getattr(layer, "self_attn", None), "attn", None)
-        if attention is None:
+        attention = getattr(attention_of(layer), "attn", None)
+        if (attention is None) != (index in spec.linear_layers):
             raise ContractError(
-                f"{type(model).__name__}, layer {index} has no self_attn.attn; serve this model "
-                "with stock SGLang"
+                f"{type(model).__name__}, layer {index}: SGLang has built "
+                f"{'no ' if attention is None else ''}attention over K/V, and config.json says "
+                "otherwise (see docs/models.md); serve this model with stock SGLang"
             )
+        if attention is None:
+            continue
         found = {
             "query heads": (int(attention.tp_q_head_num), spec.num_qo_heads),
             "KV heads": (int(attention.tp_k_head_num), spec.num_kv_heads),

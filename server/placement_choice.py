@@ -13,7 +13,7 @@ import torch
 from tandemkv.cache_rank.policies.composition import check_device, check_placement, check_shards
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.engine import check_dense
-from tandemkv.cache_rank.protocol.engine_program import check_windows
+from tandemkv.cache_rank.protocol.engine_program import check_other_layers
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_on_one_device
@@ -176,8 +176,8 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
     check_placement(find_policy(settings.selection.policy), settings.selection.policy, placement)
     _check_shards(settings, spec, placement)
     check_dense(settings.selection, placement)
-    check_windows(spec, placement)
-    most_late = settings.selection.most_late(spec.num_layers, spec.windowed_layers)
+    check_other_layers(spec, placement)
+    most_late = settings.selection.most_late(spec.num_layers, spec.other_layers)
     if settings.selection.num_late > most_late:
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: too many for {spec.num_layers} layers: "
@@ -358,6 +358,9 @@ def _choose(
         return settings, f"--transport {settings.transport} was given"
     if settings.cache_ranks is not None:
         return settings, f"--cache-ranks {settings.cache_ranks} was given"
+    if spec.linear_layers and not settings.selection.declared.attends:
+        reason = "the state of linear attention cannot be taken back if a cache rank is lost"
+        return settings.model_copy(update={"cache_ranks": 0}), reason
     if device == "cpu":
         return settings, "on a CPU both processes can map the same memory"
     if settings.selection.declared.attends:

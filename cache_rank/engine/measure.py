@@ -62,7 +62,7 @@ def measure(
         make_sets=make_sets,
     )  # fmt: skip
     rank = create(
-        model=msgspec.structs.replace(model, num_layers=1, windowed_layers=()),
+        model=msgspec.structs.replace(model, num_layers=1, windowed_layers=(), linear_layers=()),
         settings=_every_step(settings), pools=scratch.pools, max_batch=scratch.batch,
         predict_query=predict_query, model_dir=model_dir, calibrated=model,
     )  # fmt: skip

@@ -57,8 +57,12 @@ class Architecture:
     window_counts: bool = False
     """Whether a `sliding_window` is one without `use_sliding_window`."""
     full_every: int = 0
-    """Every so many layers one attends to the whole context, where ``layer_types`` does not say
-    which. The others attend to a sliding window and are SGLang's. 0: all are alike."""
+    """Every so many layers one attends to the whole context, where ``config.json`` does not say
+    which. The others are SGLang's. 0: all are alike."""
+    others: Literal["sliding_attention", "linear_attention"] = "sliding_attention"
+    """What the others do, as ``layer_types`` names it."""
+    gates_heads: bool = False
+    """Whether ``q_proj`` has, behind the rows of each head's query, as many of a gate."""
     has_sinks: bool = False
     """Whether each query head has a learned logit that takes a share of its softmax."""
     scales_rope: bool = True
@@ -203,6 +207,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             has_sinks=True,
             experts=Experts(count="num_local_experts", size="intermediate_size"),
         ),
+        Architecture(
+            name="Qwen3NextForCausalLM",
+            models="Qwen3-Next-80B-A3B",
+            query_norm="head",
+            full_every=4,
+            others="linear_attention",
+            gates_heads=True,
+            experts=Experts(count="num_experts", shared_size="shared_expert_intermediate_size"),
+        ),
     )
 }
 
@@ -222,7 +235,6 @@ REFUSED: Mapping[str, str] = {
     "Exaone4ForCausalLM": _SLIDING,
     "Olmo3ForCausalLM": _SLIDING,
     "Llama4ForConditionalGeneration": "some of its layers attend in chunks",
-    "Qwen3NextForCausalLM": _LINEAR,
     "Qwen3_5ForConditionalGeneration": _LINEAR,
     "Qwen3_5MoeForConditionalGeneration": _LINEAR,
     "FalconH1ForCausalLM": _LINEAR,
