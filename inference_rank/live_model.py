@@ -60,14 +60,13 @@ def check_live_attention(model: Any, spec: ModelSpec) -> None:
     """
     for index, layer in enumerate(layers_of(model)):
         attention = getattr(attention_of(layer), "attn", None)
-        if (attention is None) != (index in spec.linear_layers):
-            raise ContractError(
-                f"{type(model).__name__}, layer {index}: SGLang has built "
-                f"{'no ' if attention is None else ''}attention over K/V, and config.json says "
-                "otherwise (see docs/models.md); serve this model with stock SGLang"
-            )
-        if attention is None:
+        if index in spec.linear_layers and hasattr(layer, "linear_attn") and attention is None:
             continue
+        if attention is None:
+            raise ContractError(
+                f"{type(model).__name__}, layer {index} has no self_attn.attn; serve this model "
+                "with stock SGLang"
+            )
         found = {
             "query heads": (int(attention.tp_q_head_num), spec.num_qo_heads),
             "KV heads": (int(attention.tp_k_head_num), spec.num_kv_heads),
@@ -76,6 +75,8 @@ def check_live_attention(model: Any, spec: ModelSpec) -> None:
             "cap of logits": (float(attention.logit_cap), 0.0),
         }
         wrong = [f"{name} {a}, not {b}" for name, (a, b) in found.items() if a != b]
+        if index in spec.linear_layers:
+            wrong.append("K and V, not a state")
         window, has_window = int(attention.sliding_window_size), index in spec.windowed_layers
         if (window >= 0) != has_window:
             wrong.append(f"window {window}, not {'one' if has_window else -1}")

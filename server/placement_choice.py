@@ -29,11 +29,13 @@ from .plan.choose import (
     choose_placement,
 )
 from .plan.constants import constants_here
+from .plan.footprint import num_states
 from .plan.placement import Placement as GpuPlacement
 from .plan.placement import PlacementKind, possible_placements
 from .plan.shape import ModelShape, shape_of_model
 from .plan.workload import Workload
 from .settings import ServeSettings
+from .sglang_args import value_of
 from .sglang_command import captures_steps
 from .shared_gpus import are_peers
 
@@ -63,7 +65,8 @@ def resolve_placement(
     that maps every head to itself, which tensor-parallel ranks can use as well. `index_dtype`: int4
     where a GPU scans pages, a quarter of the bytes of bf16 keys; what is attended to is never
     quantised. `num_recent_tokens`: with it as many as a page has. `late_layers`: 1 where another
-    GPU selects, for nothing hides a first selection there. Raises `SettingsError` if nothing fits
+    GPU selects, for nothing hides a first selection there. `sglang_args`: how many recurrent states
+    SGLang keeps, of a model with linear attention. Raises `SettingsError` if nothing fits
     these GPUs, with the numbers.
     """
     check_runs_on(settings, device)
@@ -83,7 +86,7 @@ def resolve_placement(
         if not placement.host_engine or device == "cpu":
             progress(f"{ONE_DEVICE_VARIABLE}: {played}; that is for tests, and slow")
     _check_contradictions(settings, spec, placement)
-    settings = _told_of_late_layers(settings, spec, progress)
+    settings = _with_states(_told_of_late_layers(settings, spec, progress), spec, device)
     if device == "cuda":
         _check_gpus(settings, spec, model_dir, placement)
     if device == "cpu" or not placement.attends_to_pool:
@@ -143,6 +146,19 @@ def _told_of_late_layers(
             "--late-layers 0 turns that off"
         )
     return found
+
+
+def _with_states(settings: ServeSettings, spec: ModelSpec, device: str) -> ServeSettings:
+    """Say how many recurrent states SGLang keeps, if the model has some.
+
+    Left alone it gives them nearly half of the memory that is free, where the key index is to be.
+    Without a radix cache it keeps one for each request.
+    """
+    given, flag = settings.sglang_args, "--max-mamba-cache-size"
+    if not spec.linear_layers or value_of(given, flag) or "--disable-radix-cache" in given:
+        return settings
+    count = num_states(settings.max_running_requests, device) - 1  # SGLang adds the padding
+    return settings.model_copy(update={"sglang_args": (*given, flag, str(count))})
 
 
 def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:

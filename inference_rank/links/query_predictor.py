@@ -26,9 +26,9 @@ class LiveQueryPredictor:
     parallelism each rank predicts its own heads. A norm over all heads is then taken over the
     rank's own, which changes a query's length, and not its direction. On the model's own GPU no
     weight is held twice, but for an int8 copy, for a W_q that has gates between its rows, and for
-    that of a quantised model, which is dequantised once (`read_projection`). Where a layer is built of plain RMS norms and rotary
-    embeddings its query is made in one operation (`tandemkv.kernels.query`), else by calling the
-    layer's modules.
+    that of a quantised model, which is dequantised once (`read_projection`). Where a layer is built
+    of plain RMS norms and rotary embeddings its query is made in one operation
+    (`tandemkv.kernels.query`), else by calling the layer's modules.
 
     With ``place.is_int8``, where a query is made in one operation, ``W_q`` is a copy with a scale
     per row, made by `load` and not refreshed: reading it is most of the operation's time, and what

@@ -40,7 +40,7 @@ def read_projection(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``W_q`` and its bias, the rows of this rank.
 
-    An unquantised module's are views of its tensors, and copies where a gate's rows lie behind those
+    An unquantised module's are views of its tensors, or a copy where a gate's rows lie behind those
     of each head. What is quantised is read from the checkpoint and dequantised here, once. Where
     SGLang has loaded no files (``--load-format dummy``), the module's float8 blocks are
     dequantised, the one layout that its kernels leave as it was. `name` and `layer` are for errors,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import types
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ def _convolve_prompts(
     conv_states: torch.Tensor, has_initial_state: torch.Tensor, cache_indices: torch.Tensor,
     query_start_loc: torch.Tensor, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Return ``x [channels, n]`` convolved along each request's tokens; their last ones are kept"""
+    """Return ``x [channels, n]`` convolved along each request's tokens; their last are kept."""
     found, starts = torch.empty_like(x), query_start_loc.tolist()
-    for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(starts)):
         window = conv_states[cache_indices[i]]
         before = window.to(x.dtype) * has_initial_state[i]
         found[:, start:end] = _convolve(x[:, start:end], before, window, weight, bias, activation)
@@ -94,7 +95,7 @@ def _rule_for_prompts(
 
 
 def _rule_for_tokens(
-    *, A_log: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor,  # noqa: N803
+    *, A_log: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
     v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, initial_state_source: torch.Tensor,
     initial_state_indices: torch.Tensor, use_qk_l2norm_in_kernel: bool, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
