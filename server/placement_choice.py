@@ -374,8 +374,8 @@ def _choose(
         return settings, f"--transport {settings.transport} was given"
     if settings.cache_ranks is not None:
         return settings, f"--cache-ranks {settings.cache_ranks} was given"
-    if spec.linear_layers and not settings.selection.declared.attends:
-        reason = "the state of linear attention cannot be taken back if a cache rank is lost"
+    if device == "cpu" and spec.linear_layers and settings.tensor_parallel == 1:
+        reason = "states of linear attention cannot be taken back if a cache rank is lost"
         return settings.model_copy(update={"cache_ranks": 0}), reason
     if device == "cpu":
         return settings, "on a CPU both processes can map the same memory"
@@ -405,7 +405,7 @@ def _predicted_fastest(
         for planned in possible_placements(shape, num_gpus)
         if planned.kind is PlacementKind.IN_PROCESS and (planned.tp_size == 1 or not crosses)
     }
-    if num_gpus >= 2 and are_peers(0, 1) and not spec.windowed_layers:
+    if num_gpus >= 2 and are_peers(0, 1) and not spec.other_layers:
         available.add("1+1")
     if not available:  # neither GPU can use the other
         num_gpus, available = 1, {"in-process-tp1"}

@@ -222,6 +222,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 _MLA = "its attention is over compressed K/V (MLA), not over K/V heads"
 _SLIDING = "some of its layers attend to a sliding window"
 _LINEAR = "some of its layers are linear attention or state-space layers"
+_IMAGES = f"it reads images, whose tokens have three positions each, and {_LINEAR}"
+_UNPREPARED = "SGLang 0.5.17 does not prepare its passes for the recurrent states that it has"
 REFUSED: Mapping[str, str] = {
     "DeepseekV2ForCausalLM": _MLA,
     "DeepseekV3ForCausalLM": _MLA,
@@ -235,8 +237,10 @@ REFUSED: Mapping[str, str] = {
     "Exaone4ForCausalLM": _SLIDING,
     "Olmo3ForCausalLM": _SLIDING,
     "Llama4ForConditionalGeneration": "some of its layers attend in chunks",
-    "Qwen3_5ForConditionalGeneration": _LINEAR,
-    "Qwen3_5MoeForConditionalGeneration": _LINEAR,
+    "Qwen3_5ForConditionalGeneration": _IMAGES,
+    "Qwen3_5MoeForConditionalGeneration": _IMAGES,
+    "Qwen3_5ForCausalLM": _UNPREPARED,
+    "Qwen3_5MoeForCausalLM": _UNPREPARED,
     "FalconH1ForCausalLM": _LINEAR,
     "GraniteMoeHybridForCausalLM": _LINEAR,
     "JambaForCausalLM": _LINEAR,
