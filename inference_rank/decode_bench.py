@@ -34,6 +34,7 @@ from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
 from tandemkv.cache_rank.protocol.heartbeat import request_status
 
 from . import runtime as runtime_module
+from .live_model import own_backend
 
 _LOG = logging.getLogger(__name__)
 _WARMUP_STEPS = 8
@@ -173,7 +174,7 @@ def prepare(runner: Any, batch_size: int, context: int) -> Any:
     if batch.input_ids is None:
         batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
         batch.prefill_input_ids_cpu = None
-    adopt = getattr(runner.attn_backend, "adopt", None)
+    adopt = getattr(own_backend(runner.attn_backend), "adopt", None)
     if adopt is not None:
         started = time.perf_counter()
         adopt(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
@@ -256,7 +257,8 @@ def device_names(runner: Any) -> list[str]:
     """
     size = int(runner.server_args.tp_size)
     found = [("model", index) for index in range(size)]
-    engine: torch.device | None = getattr(runner.attn_backend, "cache_device", None)
+    backend = own_backend(runner.attn_backend)
+    engine: torch.device | None = getattr(backend, "cache_device", None)
     runtime = runtime_module.current()
     if runtime is not None and runtime.settings.placement.has_far_host:
         engine = None

@@ -33,6 +33,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _BUILD_POOLS = f"{_CONFIGURATOR}._build_token_to_kv_pool"
 _BUILD_POOL = f"{_CONFIGURATOR}._build_mha_kv_pool"
+_BUILD_HYBRID_POOL = f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool"
 _CELL_SIZE = (
     "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 )
@@ -94,6 +95,7 @@ def scheduler_hooks(backend: str) -> list[Hook]:
         (f"{_GRAPHS}.capture", _after_capture, HookType.AFTER),
         (_BUILD_POOLS, _note_rows, HookType.BEFORE),
         (_BUILD_POOL, _build_pool, HookType.AROUND),
+        (_BUILD_HYBRID_POOL, _build_pool, HookType.AROUND),
         (f"{_SCHEDULER}.run_batch", _run_batch, HookType.AROUND),
         *(resume_hooks.hooks() if settings.placement.maps_memory else []),
         *_group_hooks(),

@@ -37,6 +37,20 @@ def layers_of(model: Any) -> Sequence[Any]:
     return layers
 
 
+def attention_of(layer: Any) -> Any:
+    """Return what of an SGLang decoder layer attends to K/V, None if nothing does.
+
+    Some models have its modules in the layer itself.
+    """
+    found = getattr(layer, "self_attn", None)
+    return layer if found is None and hasattr(layer, "attn") else found
+
+
+def own_backend(backend: Any) -> Any:
+    """Return our attention backend of a model; beside linear attention SGLang has wrapped it."""
+    return getattr(backend, "full_attn_backend", backend)
+
+
 def check_live_attention(model: Any, spec: ModelSpec) -> None:
     """Compare each layer's attention, as SGLang has built it, with what `spec` says of it.
 
@@ -45,7 +59,9 @@ def check_live_attention(model: Any, spec: ModelSpec) -> None:
     `ContractError`, naming the layer and the difference.
     """
     for index, layer in enumerate(layers_of(model)):
-        attention = getattr(getattr(layer, "self_attn", None), "attn", None)
+        attention = getattr(attention_of(layer), "attn", None)
+        if index in spec.linear_layers and hasattr(layer, "linear_attn") and attention is None:
+            continue
         if attention is None:
             raise ContractError(
                 f"{type(model).__name__}, layer {index} has no self_attn.attn; serve this model "
@@ -59,6 +75,8 @@ def check_live_attention(model: Any, spec: ModelSpec) -> None:
             "cap of logits": (float(attention.logit_cap), 0.0),
         }
         wrong = [f"{name} {a}, not {b}" for name, (a, b) in found.items() if a != b]
+        if index in spec.linear_layers:
+            wrong.append("K and V, not a state")
         window, has_window = int(attention.sliding_window_size), index in spec.windowed_layers
         if (window >= 0) != has_window:
             wrong.append(f"window {window}, not {'one' if has_window else -1}")

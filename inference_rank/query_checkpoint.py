@@ -56,8 +56,9 @@ class QueryCheckpoint:
 
     @property
     def num_query_rows(self) -> int:
-        """Rows of W_q: all query heads of the model."""
-        return self._spec.num_qo_heads * self._spec.head_dim
+        """Rows of W_q: all query heads of the model, and their gates if it has some."""
+        per_query = 2 if architecture_of_config(self._config).gates_heads else 1
+        return per_query * self._spec.num_qo_heads * self._spec.head_dim
 
     def check(self) -> None:
         """Refuse what `weight` would, from headers alone.
@@ -65,7 +66,7 @@ class QueryCheckpoint:
         Raises `UnsupportedModelError`, naming the format or the tensor, with the reason and what to
         do.
         """
-        for layer in range(self._spec.num_layers):
+        for layer in sorted(set(range(self._spec.num_layers)) - set(self._spec.linear_layers)):
             self._check_layer(self._parts(layer))
 
     def weight(

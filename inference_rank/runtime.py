@@ -74,6 +74,7 @@ class Runtime:
             "sample_tokens": str(selection.num_samples),
             "exact_layers": ",".join(map(str, selection.exact_layer_ids)) or "none",
             "windowed_layers": ",".join(map(str, self.model.windowed_layers)) or "none",
+            "linear_layers": ",".join(map(str, self.model.linear_layers)) or "none",
             "late_layers": str(selection.num_late),
             **self.settings.placement.info(),
             "index_dtype": selection.index_dtype,

@@ -63,6 +63,20 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "max_total_num_tokens",
         "mha_pool_class",
     ),
+    # For models some of whose layers are linear attention.
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_linear_kv_pool": (
+        "max_total_num_tokens",
+        "mha_pool_class",
+    ),
+    "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool": (
+        "full_attention_layer_ids",
+        "full_kv_pool_class",
+    ),
+    "sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend": (
+        "full_attn_backend",
+        "linear_attn_backend",
+    ),
+    "sglang.srt.layers.layernorm.GemmaRMSNorm": ("hidden_size", "eps"),
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool": (
         "req_to_token_pool",
     ),

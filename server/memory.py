@@ -6,9 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandemkv.cache_rank.protocol.architectures import find_architecture
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_config
 from tandemkv.cache_rank.protocol.weight_formats import read_weight_format
 
+from .plan.footprint import num_states
+from .plan.shape import linear_shape
 from .settings import ServeSettings
 
 GIB = 1 << 30
@@ -26,26 +29,30 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class MemoryEstimate:
     """Host memory of both processes, in bytes.
 
-    `predictor_bytes` is the dequantised W_q of a quantised model whose queries are predicted.
+    `predictor_bytes` is the W_q that queries are predicted with, where it is a copy; `state_bytes`
+    what layers of linear attention keep of requests.
     """
 
     cache_bytes: int = 0
     resident_bytes: int = 0
     weight_bytes: int = 0
     predictor_bytes: int = 0
+    state_bytes: int = 0
     process_bytes: int = PROCESS_TREE_BYTES
 
     @property
     def total_bytes(self) -> int:
         """Sum of the parts."""
         weights = self.weight_bytes + self.predictor_bytes
-        return self.cache_bytes + self.resident_bytes + weights + self.process_bytes
+        kept = self.cache_bytes + self.resident_bytes + self.state_bytes
+        return kept + weights + self.process_bytes
 
     def describe(self) -> str:
         """Return the parts in GiB."""
         parts = {
             "cache": self.cache_bytes,
             "resident set": self.resident_bytes,
+            "states": self.state_bytes,
             "weights": self.weight_bytes,
             "W_q": self.predictor_bytes,
             "processes": self.process_bytes,
@@ -82,24 +89,30 @@ def estimate_memory(
     num_heads = max(spec.num_kv_heads, tp_size)  # each rank has one at least
     layer_bytes = 2 * num_heads * spec.head_dim * kv_item
     is_far = settings.cache_rank_address is not None
-    cached = 0 if is_far else settings.cache.capacity_tokens * spec.num_layers * layer_bytes
+    stored = spec.num_layers - len(spec.linear_layers)
+    cached = 0 if is_far else settings.cache.capacity_tokens * stored * layer_bytes
     if device != "cpu":
         return MemoryEstimate(process_bytes=processes, cache_bytes=cached)
     # In memory that two processes map each layer has as many slots.
     is_local = placement.link == "local"
-    num_full = spec.num_layers - (len(spec.windowed_layers) if is_local else 0)
+    num_full = spec.num_layers - len(spec.other_layers)
+    num_sets = num_full if is_local else spec.num_layers
     selection = settings.selection
     files = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     config = read_config(model_dir)
     saved = str(config.get("dtype") or config.get("torch_dtype"))
-    is_quantised = read_weight_format(model_dir, config) is not None
-    predicts = selection.declared.predicts_from_hidden and is_quantised
+    entry = find_architecture(spec.architecture)
+    linear = linear_shape(config, entry) if spec.linear_layers else None
+    states = 0 if linear is None else len(spec.linear_layers) * linear.state_bytes
+    is_copied = entry.gates_heads or read_weight_format(model_dir, config) is not None
+    predicts = selection.declared.predicts_from_hidden and is_copied
     projection = spec.num_qo_heads * spec.head_dim * spec.hidden_size * item
     rows = settings.max_running_requests * selection.row_tokens
     return MemoryEstimate(
         cache_bytes=cached // nodes,
-        resident_bytes=rows * num_full * layer_bytes // nodes,
+        resident_bytes=rows * num_sets * layer_bytes // nodes,
+        state_bytes=states * num_states(settings.max_running_requests, "cpu") // nodes,
         process_bytes=processes,
         weight_bytes=files * item // _ITEM_BYTES.get(saved, item) // nodes,
-        predictor_bytes=spec.num_layers * projection // nodes if predicts else 0,
+        predictor_bytes=num_full * projection // nodes if predicts else 0,
     )

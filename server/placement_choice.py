@@ -13,7 +13,7 @@ import torch
 from tandemkv.cache_rank.policies.composition import check_device, check_placement, check_shards
 from tandemkv.cache_rank.policies.registry import find_policy
 from tandemkv.cache_rank.protocol.engine import check_dense
-from tandemkv.cache_rank.protocol.engine_program import check_windows
+from tandemkv.cache_rank.protocol.engine_program import check_other_layers
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.one_device import ONE_DEVICE_VARIABLE, is_on_one_device
@@ -29,11 +29,13 @@ from .plan.choose import (
     choose_placement,
 )
 from .plan.constants import constants_here
+from .plan.footprint import num_states
 from .plan.placement import Placement as GpuPlacement
 from .plan.placement import PlacementKind, possible_placements
 from .plan.shape import ModelShape, shape_of_model
 from .plan.workload import Workload
 from .settings import ServeSettings
+from .sglang_args import value_of
 from .sglang_command import captures_steps
 from .shared_gpus import are_peers
 
@@ -64,7 +66,8 @@ def resolve_placement(
     that maps every head to itself, which tensor-parallel ranks can use as well. `index_dtype`: int4
     where a GPU scans pages, a quarter of the bytes of bf16 keys; what is attended to is never
     quantised. `num_recent_tokens`: with it as many as a page has. `late_layers`: 1 where another
-    GPU selects, for nothing hides a first selection there. Raises `SettingsError` if nothing fits
+    GPU selects, for nothing hides a first selection there. `sglang_args`: how many recurrent states
+    SGLang keeps, of a model with linear attention. Raises `SettingsError` if nothing fits
     these GPUs, with the numbers.
     """
     check_runs_on(settings, device)
@@ -84,7 +87,7 @@ def resolve_placement(
         if not placement.host_engine or device == "cpu":
             progress(f"{ONE_DEVICE_VARIABLE}: {played}; that is for tests, and slow")
     _check_contradictions(settings, spec, placement)
-    settings = _told_of_late_layers(settings, spec, progress)
+    settings = _with_states(_told_of_late_layers(settings, spec, progress), spec, device)
     if device == "cuda":
         _check_gpus(settings, spec, model_dir, placement)
     return _with_dense_tokens(settings, spec, model_dir, progress, device=device)
@@ -142,6 +145,19 @@ def _told_of_late_layers(
     return found
 
 
+def _with_states(settings: ServeSettings, spec: ModelSpec, device: str) -> ServeSettings:
+    """Say how many recurrent states SGLang keeps, if the model has some.
+
+    Left alone it gives them nearly half of the memory that is free, where the key index is to be.
+    Without a radix cache it keeps one for each request.
+    """
+    given, flag = settings.sglang_args, "--max-mamba-cache-size"
+    if not spec.linear_layers or value_of(given, flag) or "--disable-radix-cache" in given:
+        return settings
+    count = num_states(settings.max_running_requests, device) - 1  # SGLang adds the padding
+    return settings.model_copy(update={"sglang_args": (*given, flag, str(count))})
+
+
 def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: Placement) -> None:
     """Refuse options that the placement, or the model, has no use for."""
     if settings.standby and not placement.num_cache_ranks:
@@ -173,8 +189,8 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
     check_placement(find_policy(settings.selection.policy), settings.selection.policy, placement)
     _check_shards(settings, spec, placement)
     check_dense(settings.selection, placement)
-    check_windows(spec, placement)
-    most_late = settings.selection.most_late(spec.num_layers, spec.windowed_layers)
+    check_other_layers(spec, placement)
+    most_late = settings.selection.most_late(spec.num_layers, spec.other_layers)
     if settings.selection.num_late > most_late:
         raise SettingsError(
             f"late_layers={settings.selection.num_late}: too many for {spec.num_layers} layers: "
@@ -369,6 +385,9 @@ def _choose(
         return settings, f"--transport {settings.transport} was given"
     if settings.cache_ranks is not None:
         return settings, f"--cache-ranks {settings.cache_ranks} was given"
+    if device == "cpu" and spec.linear_layers and settings.tensor_parallel == 1:
+        reason = "states of linear attention cannot be taken back if a cache rank is lost"
+        return settings.model_copy(update={"cache_ranks": 0}), reason
     if device == "cpu":
         return settings, "on a CPU both processes can map the same memory"
     if settings.selection.declared.attends:
@@ -397,7 +416,7 @@ def _predicted_fastest(
         for planned in possible_placements(shape, num_gpus)
         if planned.kind is PlacementKind.IN_PROCESS and (planned.tp_size == 1 or not crosses)
     }
-    if num_gpus >= 2 and are_peers(0, 1) and not spec.windowed_layers:
+    if num_gpus >= 2 and are_peers(0, 1) and not spec.other_layers:
         available.add("1+1")
     if not available:  # neither GPU can use the other
         num_gpus, available = 1, {"in-process-tp1"}

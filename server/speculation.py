@@ -37,8 +37,9 @@ def check_speculation(settings: ServeSettings, spec: ModelSpec) -> None:
             f"SGLang argument {ALGORITHM} cannot be passed with --evaluation, which chooses tokens "
             "one at a time; drop one of them"
         )
-    if spec.windowed_layers:
+    if spec.other_layers:
+        kind = "linear attention" if spec.linear_layers else "a sliding window"
         raise SettingsError(
             f"SGLang argument {ALGORITHM} cannot be passed with {spec.architecture}: drafts are "
-            "not verified in layers with a sliding window; drop the argument"
+            f"not verified in layers with {kind}; drop the argument"
         )

@@ -13,9 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandemkv.cache_rank.protocol.architectures import Architecture
+from tandemkv.cache_rank.protocol.attention_config import linear_layers
 from tandemkv.cache_rank.protocol.model_spec import architecture_of_config
 
+from .plan.shape import linear_shape
+
 Shape = tuple[int, ...]
+
+_ATTENTION, _LINEAR = "self_attn.", "linear_attn."
 
 _LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<part>.+)")
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -34,9 +39,10 @@ def check_shapes(tensors: Mapping[str, Shape], config: Mapping[str, Any]) -> Non
         if match is not None:
             layers.setdefault(int(match["layer"]), {})[match["part"]] = shape
     parts, others = _expected(config)
+    linear = frozenset(linear_layers(config, architecture_of_config(config)))
     is_known = any(part in parts for found in layers.values() for part in found)
     if is_known:
-        _check_layers(layers, parts, config)
+        _check_layers(layers, parts, config, linear)
     for layer, found in sorted(layers.items()):
         for part, shape in found.items():
             _check_shape(f"model.layers.{layer}.{part}", shape, parts.get(part))
@@ -58,16 +64,21 @@ def _expected(config: Mapping[str, Any]) -> tuple[dict[str, Shape | None], dict[
     norms = (entry.attention_norm, *entry.other_norms)
     layer: dict[str, Shape | None] = {f"{name}.weight": (hidden,) for name in norms if name}
     query, key = heads * head_dim, kv_heads * head_dim
+    asked = 2 * query if entry.gates_heads else query
     layer |= {f"self_attn.{name}.weight": shape for name, shape in (
         (("qkv_proj", (query + 2 * key, hidden)),)
         if entry.fused_qkv
-        else (("q_proj", (query, hidden)), ("k_proj", (key, hidden)), ("v_proj", (key, hidden)))
+        else (("q_proj", (asked, hidden)), ("k_proj", (key, hidden)), ("v_proj", (key, hidden)))
     )}  # fmt: skip
     layer["self_attn.o_proj.weight"] = (hidden, query)
     if entry.query_norm != "none":
         is_whole = entry.query_norm == "layer"
         layer["self_attn.q_norm.weight"] = (query if is_whole else head_dim,)
         layer["self_attn.k_norm.weight"] = (key if is_whole else head_dim,)
+    linear = linear_shape(config, entry)
+    if linear is not None:
+        own = linear.tensors(hidden)
+        layer |= {f"{_LINEAR}{name}": shape for name, shape in own.items()}
     if entry.experts is None:
         layer |= _mlp(entry, hidden, _number(config, "intermediate_size"))
     return layer, {_EMBEDDING: table, _NORM: (hidden,), _HEAD: table}
@@ -90,19 +101,24 @@ def _check_layers(
     layers: Mapping[int, Mapping[str, Shape]],
     parts: Mapping[str, Shape | None],
     config: Mapping[str, Any],
+    linear: frozenset[int],
 ) -> None:
-    """Each layer has the known parts that any layer has, and there are as many as config says."""
+    """Each layer has the known parts that any of its kind has, and config says how many there are.
+
+    Layers of `linear` attention have no `self_attn`, and the others no `linear_attn`.
+    """
     wanted = int(config["num_hidden_layers"])
     used = [part for part in parts if any(part in found for found in layers.values())]
     for layer in range(wanted):
         for part in used:
-            if part not in layers.get(layer, {}):
+            other_kind = _ATTENTION if layer in linear else _LINEAR
+            if not part.startswith(other_kind) and part not in layers.get(layer, {}):
                 raise ValueError(
                     f"num_hidden_layers={wanted}, but the checkpoint has no tensor "
                     f"model.layers.{layer}.{part} (it has {_count_attention(layers)} layers)"
                 )
     # Layers for predicting several tokens may follow; those are counted elsewhere.
-    projection = next(part for part in parts if part.startswith("self_attn."))
+    projection = next(part for part in parts if part.startswith(_ATTENTION))
     beyond = [layer for layer in layers if layer >= wanted and projection in layers[layer]]
     if beyond and not config.get("num_nextn_predict_layers"):
         raise ValueError(
@@ -112,7 +128,9 @@ def _check_layers(
 
 
 def _count_attention(layers: Mapping[int, Mapping[str, Shape]]) -> int:
-    return sum(any(part.startswith("self_attn.") for part in found) for found in layers.values())
+    return sum(
+        any(part.startswith((_ATTENTION, _LINEAR)) for part in found) for found in layers.values()
+    )
 
 
 def _check_shape(name: str, shape: Shape, wanted: Shape | None) -> None:

@@ -58,7 +58,7 @@ def resolve_calibration(
         found, origin = _find("kascade", selection, model)
         assert found.kascade is not None
         share = share_of(found.kascade.anchors, found.kascade.head_maps)
-    _check_windows(share, model)
+    _check_full_anchors(share, model)
     if capabilities.timing is not Timing.SAME_STEP_QUERY:
         _check_exact_anchors(share, selection)
     return Resolved(share=share, origin=origin)
@@ -131,13 +131,15 @@ def check_model(found: Calibration, model: ModelSpec, policy: str, name: str) ->
         )
 
 
-def _check_windows(share: LayerShare, model: ModelSpec) -> None:
-    windowed = set(model.windowed_layers)
+def _check_full_anchors(share: LayerShare, model: ModelSpec) -> None:
+    others = set(model.other_layers)
     for layer, source in enumerate(share.sources):
-        if source in windowed and layer not in windowed:
-            full = ",".join(str(x) for x in range(model.num_layers) if x not in windowed)
+        if source in others and layer not in others:
+            full = ",".join(str(x) for x in range(model.num_layers) if x not in others)
+            is_linear = source in model.linear_layers
             raise CalibrationError(
-                f"layer {layer} follows anchor {source}, which attends to a sliding window and "
+                f"layer {layer} follows anchor {source}, which "
+                f"{'is linear attention' if is_linear else 'attends to a sliding window'} and "
                 f"selects nothing; use --anchors with some of {full}"
             )
 

@@ -61,10 +61,12 @@ def measure(
         model, settings, num_slots=num_slots, page_size=page_size, load=load, device=device,
         make_sets=make_sets,
     )  # fmt: skip
+    # Its layer is none of those that are not selected for.
+    alike = msgspec.structs.replace(model, windowed_layers=(), linear_layers=())
     rank = create(
-        model=msgspec.structs.replace(model, num_layers=1, windowed_layers=()),
-        settings=_every_step(settings), pools=scratch.pools, max_batch=scratch.batch,
-        predict_query=predict_query, model_dir=model_dir, calibrated=model,
+        model=msgspec.structs.replace(alike, num_layers=1), settings=_every_step(settings),
+        pools=scratch.pools, max_batch=scratch.batch, predict_query=predict_query,
+        model_dir=model_dir, calibrated=alike,
     )  # fmt: skip
     if not rank.program.selects:
         return None

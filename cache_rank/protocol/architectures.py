@@ -57,8 +57,12 @@ class Architecture:
     window_counts: bool = False
     """Whether a `sliding_window` is one without `use_sliding_window`."""
     full_every: int = 0
-    """Every so many layers one attends to the whole context, where ``layer_types`` does not say
-    which. The others attend to a sliding window and are SGLang's. 0: all are alike."""
+    """Every so many layers one attends to the whole context, where ``config.json`` does not say
+    which. The others are SGLang's. 0: all are alike."""
+    others: Literal["sliding_attention", "linear_attention"] = "sliding_attention"
+    """What the others do, as ``layer_types`` names it."""
+    gates_heads: bool = False
+    """Whether ``q_proj`` has, behind the rows of each head's query, as many of a gate."""
     has_sinks: bool = False
     """Whether each query head has a learned logit that takes a share of its softmax."""
     scales_rope: bool = True
@@ -203,12 +207,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             has_sinks=True,
             experts=Experts(count="num_local_experts", size="intermediate_size"),
         ),
+        Architecture(
+            name="Qwen3NextForCausalLM",
+            models="Qwen3-Next-80B-A3B",
+            query_norm="head",
+            full_every=4,
+            others="linear_attention",
+            gates_heads=True,
+            experts=Experts(count="num_experts", shared_size="shared_expert_intermediate_size"),
+        ),
     )
 }
 
 _MLA = "its attention is over compressed K/V (MLA), not over K/V heads"
 _SLIDING = "some of its layers attend to a sliding window"
 _LINEAR = "some of its layers are linear attention or state-space layers"
+_IMAGES = f"it reads images, whose tokens have three positions each, and {_LINEAR}"
+_UNPREPARED = "SGLang 0.5.17 does not prepare its passes for the recurrent states that it has"
 REFUSED: Mapping[str, str] = {
     "DeepseekV2ForCausalLM": _MLA,
     "DeepseekV3ForCausalLM": _MLA,
@@ -222,9 +237,10 @@ REFUSED: Mapping[str, str] = {
     "Exaone4ForCausalLM": _SLIDING,
     "Olmo3ForCausalLM": _SLIDING,
     "Llama4ForConditionalGeneration": "some of its layers attend in chunks",
-    "Qwen3NextForCausalLM": _LINEAR,
-    "Qwen3_5ForConditionalGeneration": _LINEAR,
-    "Qwen3_5MoeForConditionalGeneration": _LINEAR,
+    "Qwen3_5ForConditionalGeneration": _IMAGES,
+    "Qwen3_5MoeForConditionalGeneration": _IMAGES,
+    "Qwen3_5ForCausalLM": _UNPREPARED,
+    "Qwen3_5MoeForCausalLM": _UNPREPARED,
     "FalconH1ForCausalLM": _LINEAR,
     "GraniteMoeHybridForCausalLM": _LINEAR,
     "JambaForCausalLM": _LINEAR,

@@ -24,6 +24,11 @@ _OTHER_ATTENTION = {
 mean nothing."""
 _OTHER_SCALES = ("attention_multiplier", "query_pre_attn_scalar")
 _BATCH_DEPENDENT_ROPE = ("longrope", "su")
+_PATTERNS = {
+    "sliding_attention": "sliding_window_pattern",
+    "linear_attention": "full_attention_interval",
+}
+"""The field that says which layers attend to the whole context, where ``layer_types`` does not."""
 
 
 def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str) -> None:
@@ -33,7 +38,7 @@ def check_attention(config: Mapping[str, Any], entry: Architecture, *, name: str
     """
     other = _layer_kinds(config) - {"full_attention"}
     if entry.full_every:
-        other -= {"sliding_attention"}
+        other -= {entry.others}
     if "sliding_attention" in other or _has_window(config, entry):
         raise UnsupportedModelError(
             f"model={name}: sliding-window attention is not supported; {_STOCK}"
@@ -71,16 +76,26 @@ def windowed_layers(config: Mapping[str, Any], entry: Architecture) -> tuple[int
     Raises `KeyError`, `TypeError` or `ValueError` if ``config.json`` does not say it, or all layers
     do.
     """
+    return _other_layers(config, entry) if entry.others == "sliding_attention" else ()
+
+
+def linear_layers(config: Mapping[str, Any], entry: Architecture) -> tuple[int, ...]:
+    """Return the layers of linear attention, ascending; errors as of `windowed_layers`."""
+    return _other_layers(config, entry) if entry.others == "linear_attention" else ()
+
+
+def _other_layers(config: Mapping[str, Any], entry: Architecture) -> tuple[int, ...]:
     if not entry.full_every:
         return ()
     count, kinds = int(config["num_hidden_layers"]), config.get("layer_types")
     if kinds is None:
-        every = int(config.get("sliding_window_pattern") or entry.full_every)
+        pattern = _PATTERNS[entry.others]
+        every = int(config.get(pattern) or entry.full_every)
         found = tuple(x for x in range(count) if (x + 1) % every)
     elif len(kinds) < count:
         raise ValueError(f"layer_types has {len(kinds)} entries for {count} layers")
     else:
-        found = tuple(x for x in range(count) if kinds[x] == "sliding_attention")
+        found = tuple(x for x in range(count) if kinds[x] == entry.others)
     if len(found) == count:
         raise ValueError("no layer attends to the whole context, so there is nothing to select")
     return found

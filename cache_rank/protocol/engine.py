@@ -87,7 +87,7 @@ class EnginePools:
     k: Sequence[torch.Tensor]
     v: Sequence[torch.Tensor]
     """Per layer ``[num_slots, H, D]``, on the cache rank's device; the padding page is slot 0's,
-    `num_slots` a multiple of `page_size`."""
+    `num_slots` a multiple of `page_size`. A layer of linear attention has no slots."""
     resident: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """Per layer K and V ``[rows, slots, H, D]``, the first R slots of each row being the cache
     rank's (row 0 is padding). They may lie in another GPU's memory. Without a slot they are the
@@ -109,7 +109,7 @@ class EnginePools:
     @property
     def num_slots(self) -> int:
         """Slots of tokens."""
-        return int(self.k[0].shape[0])
+        return max(len(k) for k in self.k)
 
     @property
     def num_rows(self) -> int:

@@ -30,11 +30,17 @@ class DecodeKind(StrEnum):
     """Indexes, too."""
 
 
-def check_windows(model: ModelSpec, placement: Placement) -> None:
-    """Refuse a model with sliding-window layers whose K/V would be on another GPU.
+def check_other_layers(model: ModelSpec, placement: Placement) -> None:
+    """Refuse a model whose other layers the cache rank of `placement` is in the way of.
 
     Raises `SettingsError`, with what to pass.
     """
+    if model.linear_layers and placement.maps_memory:
+        raise SettingsError(
+            f"{model.architecture} has layers of linear attention. If a cache rank in a process of "
+            "its own is lost, its passes are done again, and the recurrent state from before them "
+            f"has been overwritten; so transport={placement.link} is refused; use --cache-ranks 0"
+        )
     if model.windowed_layers and placement.has_far_pool:
         raise SettingsError(
             f"{model.architecture} has layers with a sliding window, which attend where the model "
@@ -81,8 +87,8 @@ class EngineProgram:
     Raises
     ------
     SettingsError
-        If a late layer has not attended where the last layer with targets begins, or a
-        sliding-window layer's K/V are on another GPU.
+        If a late layer has not attended where the last layer with targets begins, or
+        `check_other_layers` refuses.
     """
 
     @classmethod
@@ -107,9 +113,9 @@ class EngineProgram:
     ) -> None:
         selection = settings.selection
         self.num_layers, self._num_kv_heads = model.num_layers, model.num_kv_heads
-        check_windows(model, settings.placement)
-        # To the engine a layer with a window is one that SGLang attends in.
-        self._exact_layers = frozenset((*selection.exact_layer_ids, *model.windowed_layers))
+        check_other_layers(model, settings.placement)
+        # To the engine a layer with a window, or a state, is one that SGLang attends in.
+        self._exact_layers = frozenset((*selection.exact_layer_ids, *model.other_layers))
         self._traits = traits
         self._ahead = selection.declared.layers_ahead
         self.timing, self.all_exact, self.keeps_queries = timing, all_exact, keeps_queries
@@ -134,7 +140,7 @@ class EngineProgram:
         self.index_interval = 1 if keeps_queries else index_interval
         self.refresh_every = selection.refresh_steps
         count = selection.num_late
-        most = selection.most_late(model.num_layers, model.windowed_layers)
+        most = selection.most_late(model.num_layers, model.other_layers)
         if count > most:
             raise SettingsError(
                 f"late_layers={count}: too many for {model.num_layers} layers; use at most {most}"

@@ -15,7 +15,7 @@ import msgspec
 from .errors import ProtocolError
 from .model_spec import ModelSpec
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_FRAME_BYTES = 1 << 20
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from .architectures import Architecture, find_architecture
-from .attention_config import check_attention, softmax_scale, windowed_layers
+from .attention_config import check_attention, linear_layers, softmax_scale, windowed_layers
 from .errors import ProtocolError, SettingsError, UnsupportedModelError
 from .head_shard import HeadShard
 
@@ -33,7 +33,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     `max_context` is in tokens; `dtype` is the torch name of the dtype that the model computes in,
     e.g. ``float32``; `kv_dtype` that of K and V in the pool and in resident sets, None for the
     same; `softmax_scale` is None where it is ``1 / sqrt(head_dim)``; `windowed_layers` attend to a
-    sliding window, by SGLang's own backend.
+    sliding window, by SGLang's own backend; `linear_layers` have a state in place of K and V.
     """
 
     architecture: Text
@@ -48,6 +48,12 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     softmax_scale: Scale | None = None
     kv_dtype: Text | None = None
     windowed_layers: Layers = ()
+    linear_layers: Layers = ()
+
+    @property
+    def other_layers(self) -> tuple[int, ...]:
+        """Layers that do not attend to the whole context: SGLang's, and nothing is selected."""
+        return (*self.windowed_layers, *self.linear_layers)
 
     @property
     def stored_dtype(self) -> str:
@@ -204,6 +210,7 @@ def _spec_of(
         model_hash=model_hash(model_dir),
         softmax_scale=softmax_scale(config, entry),
         windowed_layers=windowed_layers(config, entry),
+        linear_layers=linear_layers(config, entry),
     )
 
 

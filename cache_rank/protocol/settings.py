@@ -220,13 +220,13 @@ class SelectionSettings(FrozenModel):
         may = self.declared.predicts_from_hidden and 0 not in self.exact_layer_ids
         return int(may and not self.share_layers)
 
-    def most_late(self, num_layers: int, windowed: Collection[int] = ()) -> int:
+    def most_late(self, num_layers: int, others: Collection[int] = ()) -> int:
         """Return how many late layers a model of `num_layers` may have.
 
         All must have attended where the last layer that is selected for has its selection begun.
-        Nothing is selected for `windowed` layers.
+        Nothing is selected for `others`.
         """
-        selecting = set(range(num_layers)) - {*self.exact_layer_ids, *windowed}
+        selecting = set(range(num_layers)) - {*self.exact_layer_ids, *others}
         return max(0, max(selecting, default=0) - self.declared.layers_ahead)
 
     def predictor_dtype_of(self, *, on_second_gpu: bool) -> str:

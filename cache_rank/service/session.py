@@ -246,7 +246,7 @@ def _load_kernels(
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return k, v
 
-    exact = {*settings.selection.exact_layer_ids, *model.windowed_layers}
+    exact = {*settings.selection.exact_layer_ids, *model.other_layers}
     layers = (x for x in range(model.num_layers) if x not in exact)
     layer = next(layers, 0)
     measure_selection(

@@ -74,7 +74,9 @@ class ResidentBackend(AttentionBackend):
         )
         self._num_layers = int(runner.model_config.num_hidden_layers)
         self._is_sparse = [self._program.is_sparse_layer(x) for x in range(self._num_layers)]
-        self._windowed: tuple[int, ...] = runtime.model.windowed_layers
+        self._num_others = len(runtime.model.other_layers)
+        linear = runtime.model.linear_layers
+        self._last_layer = max(x for x in range(self._num_layers) if x not in linear)
         # Exact layers: by SGLang's backend here, or where the K/V are.
         self._needs_full = not (all(self._is_sparse) or is_far)
         self._kind = self.captured_kind = DecodeKind.DENSE
@@ -195,7 +197,7 @@ class ResidentBackend(AttentionBackend):
             self.link.extend(index, slots, ())
 
     def _after(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        if index == self._num_layers - 1:
+        if index == self._last_layer:
             self._home.end_step()
             if self._is_decode:
                 self.link.end_step()
@@ -418,7 +420,7 @@ class ResidentBackend(AttentionBackend):
         num_sparse = int((lengths > num_dense).sum())
         counters.decode_steps_total += 1
         counters.dense_rows_total += len(lengths) - num_sparse
-        num_exact = self._is_sparse.count(False) - len(self._windowed)
+        num_exact = self._is_sparse.count(False) - self._num_others
         counters.exact_layer_rows_total += num_sparse * num_exact
         if not any(self._is_sparse):
             counters.exact_rows_total += num_sparse

@@ -18,6 +18,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.inference_rank.live_model import own_backend
 from tandemkv.kernels.streams import FORWARD_PRIORITY, shared_stream
 
 
@@ -81,7 +82,7 @@ def capture_each(
             f"SGLang captures decode graphs of variant {variant_label!r}; tandemkv needs that "
             "label: serve without LoRA"
         )
-    backend = runner.attn_backend
+    backend = own_backend(runner.attn_backend)
     # Those that have nothing beside them as well, so that all are captured on one stream.
     goes_first = backend.shares_gpu and backend.kinds != (DecodeKind.DENSE,)
     for kind in backend.kinds:
@@ -115,5 +116,5 @@ def _captured_first(runner: Any) -> Iterator[None]:
 def resolve(original: Callable[..., str | None], runner: Any, forward_batch: Any) -> str:
     """Return the variant that a batch needs."""
     del original
-    backend, lengths = runner.attn_backend, forward_batch.seq_lens_cpu
+    backend, lengths = own_backend(runner.attn_backend), forward_batch.seq_lens_cpu
     return str(backend.kinds[0] if lengths is None else backend.kind_of(lengths))

@@ -74,6 +74,26 @@ def as_stored(pool: Any, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [buffer.view(pool.dtype) for buffer in buffers]
 
 
+def layers_of_pool(
+    pool: Any, num_layers: int
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return K and V of each layer of a model ``[slots, H, D]``, in the dtype that they hold.
+
+    Where some layers are linear attention SGLang's pool has one of the others inside, which numbers
+    them among themselves. Linear ones have no slots.
+    """
+    places = getattr(pool, "full_attention_layer_id_mapping", None)
+    if places is None:
+        return as_stored(pool, pool.k_buffer), as_stored(pool, pool.v_buffer)
+    own = pool.full_kv_pool
+    keys, values = as_stored(own, own.k_buffer), as_stored(own, own.v_buffer)
+    none, layers = keys[0][:0], range(num_layers)
+    return (
+        [keys[places[x]] if x in places else none for x in layers],
+        [values[places[x]] if x in places else none for x in layers],
+    )
+
+
 def token_slots(pool: Any) -> int:
     """Slots of `pool` that hold tokens, its padding page included."""
     return int(pool.size) + int(pool.page_size)

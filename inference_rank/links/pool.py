@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tandemkv.cache_rank.protocol.engine_program import check_other_layers
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec, read_model_spec, shard_of
@@ -60,7 +61,10 @@ def make_shared_pool_class(base: Any, configurator: Any, req_to_token_pool: Any)
 
 
 def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes, MappedTensors]:
-    """Return what outlives an epoch, for SGLang's `pool` and request `table`."""
+    """Return what outlives an epoch, for SGLang's `pool` and request `table`.
+
+    Raises `SettingsError` if the model has layers that a cache rank is in the way of.
+    """
     settings = runtime_module.settings_from_environment()
     placement = settings.placement
     sizes = RegionSizes(
@@ -72,6 +76,7 @@ def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes,
         maps_sets=not placement.host_engine,
     )
     model = rank_model_spec(config, pool.dtype, table)
+    check_other_layers(model, placement)
     device = with_index(torch.device(pool.device))
     if placement.has_far_host:
         homes = one_gpu_homes(device)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tandemkv.cache_rank.protocol.architectures import Architecture
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.inference_rank import sglang_versions
+from tandemkv.inference_rank.live_model import attention_of
 from tandemkv.kernels.query import QueryWeights, quantize_query_weight
 
 from .query_projection import QueryPlace, read_projection
@@ -26,7 +27,7 @@ _PLAIN_ROTARY = {
 """SGLang's rotary embeddings that do no more than look up `cos_sin_cache`."""
 _PLAIN_NORMS = {"RMSNorm", "MiniMaxM2RMSNormTP"}
 """SGLang's norms that are an RMS norm; their relatives weigh otherwise."""
-_OFFSET_NORMS = {"Gemma3RMSNorm"}
+_OFFSET_NORMS = {"Gemma3RMSNorm", "GemmaRMSNorm"}
 """Those whose weights count from one."""
 
 
@@ -53,7 +54,7 @@ class QueryLayer:
         `UnsupportedModelError` if the layer is not built as `entry` says, or its projection cannot
         be read.
         """
-        attention: Any = getattr(layer, "self_attn", None)
+        attention = attention_of(layer)
         weight, bias = read_projection(name, index, attention, place)
         norm = _attention_norm(name, layer, entry)
         query_norm = getattr(attention, "q_norm", None)
@@ -154,5 +155,4 @@ def _weight_of(norm: Any) -> torch.Tensor:
 def _epsilon_of(norm: Any) -> float:
     if norm is None:
         return 0.0
-    is_offset = type(norm).__name__ in _OFFSET_NORMS
-    return float(norm.eps if is_offset else norm.variance_epsilon)
+    return float(norm.eps if type(norm).__name__ == "Gemma3RMSNorm" else norm.variance_epsilon)

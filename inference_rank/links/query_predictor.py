@@ -25,16 +25,16 @@ class LiveQueryPredictor:
     The model's architecture tells what of that a layer has (`Architecture`). Under tensor
     parallelism each rank predicts its own heads. A norm over all heads is then taken over the
     rank's own, which changes a query's length, and not its direction. On the model's own GPU no
-    weight is held twice, but for an int8 copy, and for the W_q of a quantised model, which is
-    dequantised once (`read_projection`). Where a layer is built of plain RMS norms and rotary
-    embeddings its query is made in one operation (`tandemkv.kernels.query`), else by calling the
-    layer's modules.
+    weight is held twice, but for an int8 copy, for a W_q that has gates between its rows, and for
+    that of a quantised model, which is dequantised once (`read_projection`). Where a layer is built
+    of plain RMS norms and rotary embeddings its query is made in one operation
+    (`tandemkv.kernels.query`), else by calling the layer's modules.
 
     With ``place.is_int8``, where a query is made in one operation, ``W_q`` is a copy with a scale
     per row, made by `load` and not refreshed: reading it is most of the operation's time, and what
-    is predicted only chooses tokens. `model`'s class has the name of an `Architecture`; the
-    ``self_attn`` of its decoder layers must have ``qkv_proj``, ``rotary_emb`` and, where there is
-    one, ``q_norm``. `skipped` layers attend to a sliding window, and nothing is predicted for them.
+    is predicted only chooses tokens. `model`'s class has the name of an `Architecture`; what
+    attends in its decoder layers must have ``qkv_proj``, ``rotary_emb`` and, where there is one,
+    ``q_norm``. Nothing is predicted for `skipped` layers: a sliding window, or linear attention.
     """
 
     def __init__(self, model: Any, place: QueryPlace, *, skipped: Collection[int] = ()) -> None:

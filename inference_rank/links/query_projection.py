@@ -40,10 +40,11 @@ def read_projection(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return ``W_q`` and its bias, the rows of this rank.
 
-    An unquantised module's are views of its tensors. What is quantised is read from the checkpoint
-    and dequantised here, once. Where SGLang has loaded no files (``--load-format dummy``), the
-    module's float8 blocks are dequantised, the one layout that its kernels leave as it was. `name`
-    and `layer` are for errors, and in the checkpoint; `attention` is the layer's ``self_attn``.
+    An unquantised module's are views of its tensors, or a copy where a gate's rows lie behind those
+    of each head. What is quantised is read from the checkpoint and dequantised here, once. Where
+    SGLang has loaded no files (``--load-format dummy``), the module's float8 blocks are
+    dequantised, the one layout that its kernels leave as it was. `name` and `layer` are for errors,
+    and in the checkpoint; `attention` is what of the layer attends (`attention_of`).
 
     Returns
     -------
@@ -69,21 +70,35 @@ def read_projection(
             f"{name} has no self_attn.qkv_proj.weight or rotary_emb; look_ahead cannot read "
             "its query projection"
         )
+    # Rows of each head in its order: the query's, then as many of its gate.
+    per_query = 2 if getattr(attention, "attn_output_gate", False) else 1
     bias = getattr(projection, "bias", None)
-    own = None if bias is None else bias.detach()[: place.width]
+    num_rows = per_query * place.width
+    if per_query > 1 and bias is not None:
+        raise ContractError(f"{name} has a bias of its queries and gates (see docs/models.md)")
+    own = None if bias is None else bias.detach()[:num_rows]
     if weight is not None and weight.is_floating_point() and weight.element_size() >= 2:
         if getattr(projection, "use_intel_amx_backend", False):
             raise ContractError(
                 f"{name}: SGLang has packed qkv_proj for AMX, and look_ahead cannot read it; use "
                 "--dtype float32, which SGLang leaves as it is"
             )
-        return weight.detach()[: place.width], own
+        return _without_gates(weight.detach()[:num_rows], place, per_query), own
     if place.checkpoint is None:
-        return _live_blocks(name, projection, place), own
-    rows, where = _own_rows(name, place.checkpoint, place.width), place.device
+        found = _live_blocks(name, projection, place, num_rows)
+        return _without_gates(found, place, per_query), own
+    rows, where = _own_rows(name, place.checkpoint, num_rows), place.device
     if own is not None:  # kernels permute a bias with its matrix
         own = place.checkpoint.bias(layer, rows, dtype=place.dtype, device=where)
-    return place.checkpoint.weight(layer, rows, dtype=place.dtype, device=where), own
+    found = place.checkpoint.weight(layer, rows, dtype=place.dtype, device=where)
+    return _without_gates(found, place, per_query), own
+
+
+def _without_gates(rows: torch.Tensor, place: QueryPlace, per_query: int) -> torch.Tensor:
+    """Return W_q of ``rows [per_query * width, hidden]``; a copy, if gates are left out."""
+    if per_query == 1:
+        return rows
+    return rows.view(place.num_heads, per_query, place.head_dim, -1)[:, 0].flatten(0, 1)
 
 
 def _own_rows(name: str, checkpoint: QueryCheckpoint, width: int) -> range:
@@ -99,7 +114,7 @@ def _own_rows(name: str, checkpoint: QueryCheckpoint, width: int) -> range:
     return range(rank * width, (rank + 1) * width)
 
 
-def _live_blocks(name: str, projection: Any, place: QueryPlace) -> torch.Tensor:
+def _live_blocks(name: str, projection: Any, place: QueryPlace, num_rows: int) -> torch.Tensor:
     """Dequantise float8 blocks ``[rows, columns]`` of a module, whose first rows are q's."""
     weight = getattr(projection, "weight", None)
     method = getattr(projection, "quant_method", None)
@@ -122,7 +137,7 @@ def _live_blocks(name: str, projection: Any, place: QueryPlace) -> torch.Tensor:
             f"{list(scale.shape)}, {scale.dtype}); {WITHOUT_PREDICTION}"
         )
     return dequantize_fp8(
-        weight.detach()[: place.width],
+        weight.detach()[:num_rows],
         scale.detach(),
         first_row=0,
         block=(int(block[0]), int(block[1])),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.native_sinks import NativeSinks
 from tandemkv.inference_rank.attention.native_verify import NativeVerify
-from tandemkv.inference_rank.attention.pool import as_stored, token_slots
+from tandemkv.inference_rank.attention.pool import layers_of_pool, token_slots
 from tandemkv.inference_rank.attention.prefix_staging import PrefixStaging
 from tandemkv.inference_rank.attention.probe import AttentionProbe
 from tandemkv.inference_rank.attention.resident_attention import AttendTable, RingTable
@@ -45,6 +45,7 @@ from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace
 from tandemkv.inference_rank.live_model import (
     architecture_of,
+    attention_of,
     check_live_attention,
     layers_of,
 )
@@ -148,7 +149,7 @@ def live_predictor(
             dtype=runner.dtype,
             checkpoint=checkpoint_of(runner),
         ),
-        skipped=model.windowed_layers,
+        skipped=model.other_layers,
     )
 
 
@@ -195,7 +196,7 @@ def _engine_pools(runner: Any, home: ResidentHome) -> EnginePools:
     """Return SGLang's K and V, and the resident sets."""
     pool = runner.token_to_kv_pool
     num_slots = token_slots(pool)
-    keys, values = as_stored(pool, pool.k_buffer), as_stored(pool, pool.v_buffer)
+    keys, values = layers_of_pool(pool, len(home.sets))
     return EnginePools(
         k=[t[:num_slots] for t in keys],
         v=[t[:num_slots] for t in values],
@@ -213,7 +214,7 @@ def attention_probe(
     return AttentionProbe.from_environment(
         model=model,
         settings=settings,
-        keys=as_stored(runner.token_to_kv_pool, runner.token_to_kv_pool.k_buffer),
+        keys=layers_of_pool(runner.token_to_kv_pool, model.num_layers)[0],
         resident_positions=link.resident_positions,
         log_weight=None if home.samples is None else home.samples.log_weight,
         has_graphs=str(runner.device) != "cpu" and not args.disable_cuda_graph,
@@ -267,7 +268,7 @@ def make_home(
             )
         return OwnSet(pool, RingTable(**sizes), resident, own, keeps_sink=keeps_sink)
     shape = (rows1, width, model.num_kv_heads, model.head_dim)
-    sets = _behind_tokens(pool, num_slots, shape, model.windowed_layers)
+    sets = _behind_tokens(layers_of_pool(pool, model.num_layers), num_slots, shape, model)
     samples = None
     if selection.num_samples:
         if mapped is not None:
@@ -281,18 +282,20 @@ def make_home(
 
 
 def _behind_tokens(
-    pool: Any, num_slots: int, shape: tuple[int, int, int, int], windowed: Collection[int]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each layer's resident sets of `shape` ``[rows, R, H, D]``; R is 0 in `windowed` ones.
+    stored: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]], num_slots: int,
+    shape: tuple[int, int, int, int], model: ModelSpec,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Return each layer's resident sets of `shape` ``[rows, R, H, D]``; R is 0 in other layers.
+
+    `stored`: K and V of the layers of SGLang's pool.
 
     Raises `ContractError` if there is no room for them behind the `num_slots` of tokens.
     """
     sets = []
-    stored = (as_stored(pool, pool.k_buffer), as_stored(pool, pool.v_buffer))
     for layer, buffers in enumerate(zip(*stored, strict=True)):
-        width = 0 if layer in windowed else shape[1]
+        width = 0 if layer in model.other_layers else shape[1]
         needed = num_slots + shape[0] * width
-        if len(buffers[0]) < needed:
+        if width and len(buffers[0]) < needed:
             raise ContractError(
                 f"SGLang's pool has {len(buffers[0])} slots, resident sets need {needed}: it was "
                 "not built by the plugin"
@@ -363,7 +366,7 @@ def check_kv_dtype(runner: Any, settings: RankSettings) -> None:
             "convert FP8; use --kv-cache-dtype auto"
         )
     for index, layer in enumerate(layers_of(runner.model)):
-        attention = layer.self_attn.attn
+        attention = getattr(attention_of(layer), "attn", None)
         scales = [getattr(attention, f"{kind}_scale_float", None) for kind in "kv"]
         if any(scale not in (None, 1.0) for scale in scales):
             raise SettingsError(

@@ -21,6 +21,7 @@ from tandemkv.cache_rank.protocol.engine import (
 )
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.inference_rank.live_model import own_backend
 
 from .layer_time import LayerTime, measure_layer, measure_replay
 from .plan import StartPlan, make_plan
@@ -139,7 +140,7 @@ class StartMeasurement:
         self._has_graph = True  # a later capture would disturb requests
         sizes = sorted(graphs.capture_bs)
         size = next((n for n in sizes if n >= self._selection.batch), sizes[-1])
-        least = graphs.attn_backend.kinds[-1]
+        least = own_backend(graphs.attn_backend).kinds[-1]
         key = graphs._make_graph_key(size, None, str(least))
         with graphs.backend.replay_session():
             total = measure_replay(lambda: graphs.backend.replay(key, None), self._device)

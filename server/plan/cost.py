@@ -155,22 +155,24 @@ def predict_step(
     dense_us = attention_us(shape, batch, load.context_tokens, tp_size, cost)
     full = shape.num_full_layers
     window_tokens = min(load.context_tokens, shape.window)
-    windows_us = (layers - full) * attention_us(shape, batch, window_tokens, tp_size, cost)
+    windows = len(shape.windowed_layers)
+    others_us = windows * attention_us(shape, batch, window_tokens, tp_size, cost)
+    others_us += states_us(shape, batch, tp_size, cost)
     if placement.kind is PlacementKind.DENSE or not load.is_sparse:
         return StepTime(
             weights_ms=weights_us / 1e3,
             overhead_ms=overhead_us / 1e3,
-            attention_ms=(full * dense_us + windows_us) / 1e3,
+            attention_ms=(full * dense_us + others_us) / 1e3,
         )
     overhead_us += full * batch * cost.sparse_request_us
-    exact = min(len(set(load.exact_layers) - set(shape.windowed_layers)), full)
+    exact = min(len(set(load.exact_layers) - set(shape.other_layers)), full)
     sparse = full - exact
     set_tokens = min(load.context_tokens, load.set_tokens)
     resident_us = attention_us(shape, batch, set_tokens, tp_size, cost)
     resident_us += samples_us(shape, load, tp_size, cost)
     model_us = (weights_us + overhead_us) / layers + resident_us
     # What follows an anchor takes its rows and no more.
-    num_scanned = load.num_scanned(layers, shape.windowed_layers)
+    num_scanned = load.num_scanned(layers, shape.other_layers)
     scanned = min(1.0, num_scanned / max(1, sparse))
     if placement.kind is PlacementKind.IN_PROCESS:
         select_us, exposed_us = _own_selection(placement, shape, load, scanned, cost)
@@ -184,7 +186,7 @@ def predict_step(
     return StepTime(
         weights_ms=weights_us / 1e3,
         overhead_ms=overhead_us / 1e3,
-        attention_ms=(sparse * resident_us + windows_us) / 1e3,
+        attention_ms=(sparse * resident_us + others_us) / 1e3,
         exact_layers_ms=exact * exact_us / 1e3,
         exposed_selection_ms=sparse * exposed_us / 1e3,
         selection_ms=sparse * select_us / 1e3,
@@ -273,6 +275,16 @@ def attention_us(
     """Return the time of one layer's decode attention over `tokens` tokens of each request."""
     size = batch * tokens * shape.kv_layer_token_bytes / num_shards
     return cost.attention_fixed_us + size / cost.attention_bandwidth * 1e6
+
+
+def states_us(shape: ModelShape, batch: int, num_shards: float, cost: CostConstants) -> float:
+    """Return the time in which all layers of linear attention read and write their states.
+
+    An estimate: it was not measured. A kernel's fixed part is taken to be that of attention.
+    """
+    size = 2 * batch * shape.state_bytes / num_shards
+    fixed = len(shape.linear_layers) * cost.attention_fixed_us
+    return fixed + size / cost.attention_bandwidth * 1e6
 
 
 def selection_us(

@@ -22,6 +22,9 @@ BOOK_COPIES = 3
 """The books of each row, and two versions of them in memory that outlives the cache rank."""
 NUM_LANES = 2
 """Selections at once, each with a scratch of its own (`CacheEngine`)."""
+STATES_PER_REQUEST = {"cpu": 3, "cuda": 5}
+"""Recurrent states that SGLang keeps of each running request: its own, two that the radix tree may
+have of it, and with overlapping passes two that are being copied."""
 PREFIX_BUFFERS = 2
 """Layers whose prefixes the model's GPU holds at once (`PrefixStaging`)."""
 
@@ -32,6 +35,7 @@ class Footprint:
 
     weights: int = 0
     kv: int = 0
+    states: int = 0
     key_index: int = 0
     resident_set: int = 0
     selection_scratch: int = 0
@@ -85,6 +89,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     kv = load.total_tokens * shape.kv_token_bytes
     model = {
         "weights": _shard(shape.weight_bytes, tp_size),
+        "states": _shard(shape.state_bytes * num_states(load.concurrency, "cuda"), tp_size),
         "activations": activation_bytes(shape, load, tp_size),
         "runtime": RUNTIME_BYTES,
     }
@@ -95,10 +100,10 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     rows = (load.concurrency + 1) * (load.row_tokens if is_own else load.set_tokens)
     resident = _shard(rows * shape.set_token_bytes, tp_size)
     index, scratch = index_bytes(shape, load), scratch_bytes(shape, load)
-    dequantised = shape.predictor_bytes if shape.is_quantised and load.predicts else 0
+    copied = shape.predictor_bytes if shape.copies_query_weights and load.predicts else 0
     if placement.kind is PlacementKind.IN_PROCESS:
         dtype = load.own_predictor_dtype
-        copy = dequantised if dtype == "native" else shape.predictor_copy_bytes(dtype)
+        copy = copied if dtype == "native" else shape.predictor_copy_bytes(dtype)
         model["weights"] += _shard(copy, tp_size)
         return PlacementMemory(
             inference=Footprint(
@@ -110,7 +115,7 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
             )
         )
     # While the start hands W_q to the cache GPU, the model's GPU holds all of it.
-    model["weights"] += _shard(dequantised, tp_size)
+    model["weights"] += _shard(copied, tp_size)
     caches = placement.num_cache_gpus
 
     def heads(size: int) -> int:
@@ -132,13 +137,21 @@ def memory_of(placement: Placement, shape: ModelShape, load: Workload) -> Placem
     )
 
 
+def num_states(max_running: int, device: str) -> int:
+    """Return how many recurrent states SGLang has room for, if it serves so many requests.
+
+    One is padding.
+    """
+    return STATES_PER_REQUEST[device] * max_running + 1
+
+
 def index_bytes(shape: ModelShape, load: Workload) -> int:
     """Bytes of the key index beside the KV, unsharded; none if keys are scanned as they are."""
     if load.index_dtype == "native" or not load.selects:
         return 0
     layers = shape.num_full_layers
     if load.anchors is not None:
-        layers = load.num_scanned(shape.num_layers, shape.windowed_layers)
+        layers = load.num_scanned(shape.num_layers, shape.other_layers)
     heads = layers * shape.num_kv_heads
     return math.ceil(load.total_tokens * heads * load.index_head_token_bytes(shape))
 
@@ -184,7 +197,7 @@ def prefix_bytes(shape: ModelShape, load: Workload) -> int:
 
     The longest request's K/V of two layers.
     """
-    return PREFIX_BUFFERS * load.longest_tokens * shape.kv_token_bytes // shape.num_layers
+    return PREFIX_BUFFERS * load.longest_tokens * shape.kv_layer_token_bytes
 
 
 def activation_bytes(shape: ModelShape, load: Workload, tp_size: int) -> int:

@@ -73,7 +73,8 @@ def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ..
 
     The first is always stock SGLang. It and the cache rank in process use as many GPUs as the
     model's heads divide into; of those with cache GPUs there are one pair, as many pairs as there
-    are, and one GPU for the model with all others as cache GPUs, if there are KV heads for them.
+    are, and one GPU for the model with all others as cache GPUs, if there are KV heads for them;
+    none if some layers do not attend to the whole context.
 
     Raises
     ------
@@ -87,6 +88,8 @@ def possible_placements(shape: ModelShape, num_gpus: int) -> tuple[Placement, ..
         Placement(kind=PlacementKind.DENSE, tp_size=whole),
         Placement(kind=PlacementKind.IN_PROCESS, tp_size=whole),
     ]
+    if shape.other_layers:  # which attend where the model is
+        return tuple(found)
     if num_gpus >= 2:
         found += [
             Placement(kind=PlacementKind.SEPARATE, tp_size=size, num_cache_gpus=size)

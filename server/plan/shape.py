@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.architectures import Architecture
-from tandemkv.cache_rank.protocol.attention_config import check_attention, windowed_layers
+from tandemkv.cache_rank.protocol.attention_config import (
+    check_attention,
+    linear_layers,
+    windowed_layers,
+)
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
 from tandemkv.cache_rank.protocol.model_spec import architecture_of_config, read_config
 from tandemkv.cache_rank.protocol.weight_formats import read_weight_format
@@ -38,6 +43,49 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """A layer of linear attention: a gated delta net, with heads of keys and of values."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    """Heads, and their sizes."""
+    kernel: int
+    """Tokens that its convolution takes together."""
+    state_item_bytes: int = 4
+    """Of an element of the recurrent state."""
+
+    @property
+    def value_width(self) -> int:
+        """Elements of the values of a token, and of the gate of its output."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token that are convolved: query, key and value."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_width
+
+    def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its tensors in Hugging Face's files, by name."""
+        return {
+            "in_proj_qkvz.weight": (self.channels + self.value_width, hidden_size),
+            "in_proj_ba.weight": (2 * self.num_value_heads, hidden_size),
+            "conv1d.weight": (self.channels, 1, self.kernel),
+            "A_log": (self.num_value_heads,),
+            "dt_bias": (self.num_value_heads,),
+            "norm.weight": (self.value_dim,),
+            "out_proj.weight": (hidden_size, self.value_width),
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """What SGLang keeps of a request in one layer: its state, and what is convolved next."""
+        state = self.value_width * self.key_dim * self.state_item_bytes
+        return state + self.channels * (self.kernel - 1) * ITEM_BYTES["bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder with grouped-query attention that matter for a plan.
 
@@ -45,8 +93,9 @@ class ModelShape:
     otherwise; `mlp_matrices` is 3 with a gate, else 2; `experts` is None for a dense model.
     `matrix_bits` is the size of an element of the layers' matrices if those are quantised, else 0;
     their norms and routers are counted with them, embeddings and output are not quantised.
-    `windowed_layers` attend to `window` tokens, and nothing is selected for them. `max_context`:
-    tokens that its ``config.json`` allows a request, 0 if it does not say.
+    `windowed_layers` attend to `window` tokens, and `linear_layers`, each a `linear`, have a state
+    in place of K and V; nothing is selected for either. `gates_heads`: whether q has a gate of its
+    size. `max_context`: tokens that its ``config.json`` allows a request, 0 if it does not say.
     """
 
     name: str
@@ -65,6 +114,9 @@ class ModelShape:
     matrix_bits: float = 0.0
     windowed_layers: tuple[int, ...] = ()
     window: int = 0
+    linear_layers: tuple[int, ...] = ()
+    linear: LinearShape | None = None
+    gates_heads: bool = False
     max_context: int = 0
 
     def with_kv_dtype(self, kv_dtype: str) -> ModelShape:
@@ -78,20 +130,48 @@ class ModelShape:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the layers' matrices are, so that W_q is held once more to predict queries."""
+        """Whether the layers' matrices are."""
         return self.matrix_bits > 0
+
+    @property
+    def copies_query_weights(self) -> bool:
+        """Whether W_q is held once more to predict queries: dequantised, or without gates."""
+        return self.is_quantised or self.gates_heads
+
+    @property
+    def other_layers(self) -> tuple[int, ...]:
+        """Layers that do not attend to the whole context."""
+        return (*self.windowed_layers, *self.linear_layers)
 
     @property
     def num_full_layers(self) -> int:
         """Layers that attend to the whole context."""
-        return self.num_layers - len(self.windowed_layers)
+        return self.num_layers - len(self.other_layers)
+
+    @property
+    def num_stored_layers(self) -> int:
+        """Layers that have K and V."""
+        return self.num_layers - len(self.linear_layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """What one request has in all layers of linear attention, however long it is."""
+        return 0 if self.linear is None else len(self.linear_layers) * self.linear.state_bytes
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one decoder layer besides its MLP: q, k, v, o and two norms."""
-        qo = 2 * self.hidden_size * self.num_qo_heads * self.head_dim
+        """Parameters of one layer with K and V besides its MLP: q, k, v, o and two norms."""
+        qo = (3 if self.gates_heads else 2) * self.hidden_size * self.num_qo_heads * self.head_dim
         kv = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
         return qo + kv + 2 * self.hidden_size
+
+    @property
+    def _linear_parameters(self) -> int:
+        """Parameters of all layers of linear attention besides their MLPs."""
+        if self.linear is None:
+            return 0
+        own = sum(math.prod(x) for x in self.linear.tensors(self.hidden_size).values())
+        return len(self.linear_layers) * (own + 2 * self.hidden_size)
 
     @property
     def weight_bytes(self) -> int:
@@ -128,7 +208,8 @@ class ModelShape:
 
     def _all_layers(self, experts_read: float | None) -> float:
         """Parameters of all layers, with so many experts in each that has some."""
-        total = self.num_layers * (self.attention_parameters + self._mlp_parameters(experts_read))
+        total = self.num_layers * self._mlp_parameters(experts_read) + self._linear_parameters
+        total += self.num_stored_layers * self.attention_parameters
         if self.experts is not None:
             surplus = self._mlp_parameters(None) - self._mlp_parameters(experts_read)
             total += self.experts.num_dense_layers * surplus
@@ -144,7 +225,7 @@ class ModelShape:
 
     @property
     def predictor_bytes(self) -> int:
-        """What queries are predicted with: W_q, dequantised, and norm of the full layers."""
+        """What queries are predicted with: W_q, as it is multiplied, and norm of full layers."""
         width = self.num_qo_heads * self.head_dim + 1
         return self.num_full_layers * self.hidden_size * width * self.item_bytes
 
@@ -164,7 +245,7 @@ class ModelShape:
     @property
     def kv_token_bytes(self) -> int:
         """K and V of one token, all layers."""
-        return self.num_layers * self.kv_layer_token_bytes
+        return self.num_stored_layers * self.kv_layer_token_bytes
 
     @property
     def set_token_bytes(self) -> int:
@@ -262,11 +343,37 @@ def shape_of_config(config: Mapping[str, Any], *, name: str, dtype: str) -> Mode
             experts=_experts(config, entry),
             windowed_layers=windowed_layers(config, entry),
             window=int(config.get("sliding_window") or 0) if entry.full_every else 0,
+            linear_layers=linear_layers(config, entry),
+            linear=linear_shape(config, entry),
+            gates_heads=entry.gates_heads,
             max_context=int(config.get("max_position_embeddings") or 0),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UnsupportedModelError(
             f"model={name}: config.json lacks or garbles a field of the model's shape "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def linear_shape(config: Mapping[str, Any], entry: Architecture) -> LinearShape | None:
+    """Return what a ``config.json`` says of linear attention; None if the model has none.
+
+    Raises `UnsupportedModelError` if a field is missing or garbled.
+    """
+    if entry.others != "linear_attention":
+        return None
+    try:
+        return LinearShape(
+            num_key_heads=int(config["linear_num_key_heads"]),
+            num_value_heads=int(config["linear_num_value_heads"]),
+            key_dim=int(config["linear_key_head_dim"]),
+            value_dim=int(config["linear_value_head_dim"]),
+            kernel=int(config["linear_conv_kernel_dim"]),
+            state_item_bytes=ITEM_BYTES[str(config.get("mamba_ssm_dtype") or "float32")],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            "config.json lacks or garbles a field of the shape of linear attention "
             f"({type(error).__name__}: {error})"
         ) from error
 

@@ -125,9 +125,9 @@ class Workload:
         """Tokens of the longest request that there is room for."""
         return min(self.max_context or self.context_tokens, self.total_tokens)
 
-    def num_scanned(self, num_layers: int, windowed: Sequence[int] = ()) -> int:
-        """Layers whose keys are scanned, of `num_layers`; those of `windowed` are not."""
-        others = {*self.exact_layers, *windowed}
+    def num_scanned(self, num_layers: int, without: Sequence[int] = ()) -> int:
+        """Layers whose keys are scanned, of `num_layers`; those `without` a selection are not."""
+        others = {*self.exact_layers, *without}
         sparse = max(0, num_layers - len(others))
         if self.anchors is None:
             return sparse

@@ -24,6 +24,7 @@ STAND_INS = {
     "MiniMaxM2ForCausalLM": "2",
     "Ernie4_5_MoeForCausalLM": "3",
     "GptOssForCausalLM": "4",
+    "Qwen3NextForCausalLM": "1, 5",
 }
 """Numbers of the page's notes on parts of SGLang that do not run on every CPU."""
 
@@ -47,8 +48,11 @@ def differs(entry: Architecture) -> str:
         found.append("experts")
     if entry.mlp_matrices == 2:
         found.append("MLP without a gate")
+    if entry.gates_heads:
+        found.append("a gate of each query head")
     if entry.full_every:
-        found.append("layers with a sliding window")
+        is_linear = entry.others == "linear_attention"
+        found.append("layers of linear attention" if is_linear else "layers with a sliding window")
     if entry.has_sinks:
         found.append("attention sinks")
     return "; ".join(found)

@@ -91,6 +91,12 @@ def measure(model_dir: Path, request: Request, console: Console) -> Calibration:
     from .corpus import cut_texts
 
     spec = read_model_spec(model_dir, dtype=request.dtype)
+    if spec.linear_layers:
+        raise CalibrationError(
+            f"model={model_dir.name}: calibration reads the attention of every layer, and "
+            f"{len(spec.linear_layers)} of {spec.num_layers} are linear attention; give --anchors "
+            "to `tandemkv serve`"
+        )
     if request.tokens > spec.max_context:
         raise CalibrationError(
             f"tokens={request.tokens}: the model takes {spec.max_context} at most"

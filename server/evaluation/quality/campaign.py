@@ -281,7 +281,7 @@ def _configurations(
         )
     if not found:
         raise SettingsError("nothing to measure: no policy is given and dense is left out")
-    windowed = list(spec.windowed_layers)
+    windowed = list(spec.other_layers)
     return [msgspec.structs.replace(x, windowed_layers=windowed) for x in found]
 
 

@@ -45,7 +45,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     exact_layers: list[int] = []
     """Layers that attend to everything."""
     windowed_layers: list[int] = []
-    """Those that attend to a sliding window, as stock SGLang does. They do not count."""
+    """Those that do not attend to the whole context in stock SGLang either. They do not count."""
     selection: dict[str, Setting] = {}
     """Settings of the group ``selection``."""
     sees_question: str = ""
@@ -70,7 +70,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.system == "sglang" and self.policy == DENSE
 
     def attended_share(self, share_elsewhere: float) -> float:
-        """Share over all layers without a window, given that of layers that are not exact."""
+        """Share over all other layers, given that of layers that are not exact."""
         exact = len(set(self.exact_layers) - set(self.windowed_layers))
         num_layers = self.num_layers - len(self.windowed_layers)
         return (exact + (num_layers - exact) * share_elsewhere) / num_layers

@@ -174,10 +174,17 @@ def test_a_file_of_another_model_or_policy_is_refused(tmp_path: Path) -> None:
     resolve(path, msgspec.structs.replace(MODEL, dtype="bfloat16", max_context=64))
 
 
-def test_an_anchor_with_a_window_is_refused() -> None:
-    model = msgspec.structs.replace(MODEL, windowed_layers=(0,))
+@pytest.mark.parametrize(
+    ("others", "what"),
+    [
+        ({"windowed_layers": (0,)}, "attends to a sliding window"),
+        ({"linear_layers": (0,)}, "is linear attention"),
+    ],
+)
+def test_an_anchor_that_selects_nothing_is_refused(others: dict[str, Any], what: str) -> None:
+    model = msgspec.structs.replace(MODEL, **others)
     capabilities = find_policy("kascade").capabilities
-    with pytest.raises(CalibrationError, match=r"layer 1 follows anchor 0.*--anchors.*1,2"):
+    with pytest.raises(CalibrationError, match=rf"layer 1 follows anchor 0.*{what}.*anchors.*1,2"):
         resolve_calibration(SelectionSettings(policy="kascade", anchors=(0,)), model, capabilities)
     found = resolve_calibration(
         SelectionSettings(policy="kascade", anchors=(1,)), model, capabilities

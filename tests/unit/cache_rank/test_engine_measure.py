@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -133,6 +134,18 @@ def test_selection_is_timed(
     assert sets[0][0].eq(0).all()
     assert sets[0][1:].ne(0).any()  # rows were copied there, and nowhere else
     assert set(hidden_shapes) == ({(3, QUERY_HEADS * DIM)} if policy == "look_ahead" else set())
+
+
+@pytest.mark.parametrize("others", [{"windowed_layers": (0,)}, {"linear_layers": (0, 1)}])
+def test_the_layer_that_is_measured_is_one_that_selects(others: dict[str, Any]) -> None:
+    """Whatever the first layers of the model are, it may be an anchor."""
+    found = measure_selection(
+        model=msgspec.structs.replace(MODEL, **others), settings=settings_of(policy="kascade"),
+        num_slots=2 * CONTEXT, page_size=16, max_batch=2, device=CPU,
+        make_sets=lambda shape: (torch.zeros(shape), torch.zeros(shape)),
+        predict_query=lambda _layer, hidden, _positions: hidden.view(-1, QUERY_HEADS, DIM),
+    )  # fmt: skip
+    assert found is not None
 
 
 @pytest.mark.parametrize("two_gpus", [False, True])

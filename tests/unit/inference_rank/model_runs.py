@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import adapters_without_a_gpu
+import linear_without_a_gpu
 import quantised_without_a_gpu
 import sglang_without_a_gpu
 import torch
@@ -291,6 +292,7 @@ def do(given: argparse.Namespace) -> None:
 def main() -> None:
     """Do each line of standard input."""
     sglang_without_a_gpu.install()
+    linear_without_a_gpu.install()
     quantised_without_a_gpu.install()
     check_contract()  # imports all that the plugin does
     for line in sys.stdin:

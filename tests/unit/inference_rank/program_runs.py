@@ -67,7 +67,7 @@ def _program() -> subprocess.Popen[str]:
     here = Path(__file__).parent
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1",
-        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH")))),
     }  # fmt: skip
     program = subprocess.Popen(

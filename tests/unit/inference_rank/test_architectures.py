@@ -92,7 +92,7 @@ def test_queries_equal_float64_of_their_streams(found: Found) -> None:
     """In one operation, in another process, and module by module."""
     reference, sparse = Reference(found.name, found.folder), found.sparse
     spec = read_model_spec(found.folder, dtype="float32")
-    full = set(range(spec.num_layers)) - set(spec.windowed_layers)
+    full = set(range(spec.num_layers)) - set(spec.other_layers)
     assert set(sparse["layers"].tolist()) == full
     assert len(sparse["layers"]) == len(full) * STEPS
     for at, layer in enumerate(sparse["layers"].tolist()):

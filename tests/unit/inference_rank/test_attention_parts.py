@@ -273,7 +273,7 @@ def test_slow_requests_take_what_was_attended_to_where_k_and_v_are() -> None:
         **dict.fromkeys(calls, lambda *_: None), remote_output=lambda _: torch.ones(3, 8)
     )
     backend._sparse = SimpleNamespace(attend=lambda *_, **__: torch.zeros(3, 8))
-    backend._is_sparse, backend._num_layers, backend._probe = [True], 2, None
+    backend._is_sparse, backend._last_layer, backend._probe = [True], 1, None
     backend._kind, backend._slow = DecodeKind.SELECTING, torch.tensor([False, True, False])
     backend._program = SimpleNamespace(selects_for_next_step=True)
     layer = SimpleNamespace(layer_id=0, tp_q_head_num=2, head_dim=4)
@@ -395,11 +395,15 @@ class _Backend:
         return DecodeKind.SELECTING if bool((lengths > 10).any()) else DecodeKind.DENSE
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["plain", "beside linear attention"])
 @pytest.mark.parametrize("shares_gpu", [True, False])
 def test_each_batch_size_is_captured_for_each_kind_of_step(
-    shares_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    shares_gpu: bool, is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where both share a GPU, on a stream that goes first."""
+    backend = _Backend()
+    backend.shares_gpu = shares_gpu
+    seen_by_sglang = SimpleNamespace(full_attn_backend=backend) if is_wrapped else backend
     made: list[Any] = []
     own = SimpleNamespace(device=torch.device("cuda", 1))
 
@@ -410,11 +414,9 @@ def test_each_batch_size_is_captured_for_each_kind_of_step(
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     streams._stream.cache_clear()
     graphs = SimpleNamespace(_capture_stream=own)
-    runner, seen = SimpleNamespace(attn_backend=_Backend(), backend=graphs), []
-    runner.attn_backend.shares_gpu = shares_gpu
+    runner, seen = SimpleNamespace(attn_backend=seen_by_sglang, backend=graphs), []
 
     def original(_runner: Any, size: int, *_: Any) -> None:
-        backend = runner.attn_backend
         seen.append((size, _[-1], backend.captured_kind, graphs._capture_stream))
 
     for size in (8, 4):
@@ -430,11 +432,11 @@ def test_each_batch_size_is_captured_for_each_kind_of_step(
     # One for all: graphs share memory within a stream only.
     assert [(x.device, x.priority) for x in made] == [(own.device, -2)] * shares_gpu
     streams._stream.cache_clear()
-    runner.attn_backend.kinds = (DecodeKind.DENSE,)  # nothing goes on beside it
+    backend.kinds = (DecodeKind.DENSE,)  # nothing goes on beside it
     seen.clear()
     graph_variants.capture_each(original, runner, 8, print)
     assert seen == [(8, "tandemkv-dense", DecodeKind.DENSE, own)]
-    runner.attn_backend.kinds = _Backend.kinds
+    backend.kinds = _Backend.kinds
     if shares_gpu:
         seen.clear()
         graph_variants.capture_each(original, runner, 8, print, None, None, "newer")

@@ -11,7 +11,7 @@ import pytest
 
 from tandemkv.cache_rank.protocol.errors import ContractError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.inference_rank.live_model import check_live_attention
+from tandemkv.inference_rank.live_model import attention_of, check_live_attention, own_backend
 
 SPEC = ModelSpec(
     architecture="GraniteForCausalLM",
@@ -70,6 +70,27 @@ def test_layers_with_a_window_are_those_of_the_configuration() -> None:
     check_live_attention(make_model(sliding_window_size=1023), spec)
     with pytest.raises(ContractError, match=r"layer 1.*window -1, not one"):
         check_live_attention(make_model(), spec)
+
+
+def test_layers_of_linear_attention_are_those_of_the_configuration() -> None:
+    """The others have their modules in the layer itself, as SGLang builds Qwen3-Next."""
+    spec, model = msgspec.structs.replace(SPEC, linear_layers=(0,)), make_model()
+    full = SimpleNamespace(attn=model.model.layers[1].self_attn.attn)
+    linear = SimpleNamespace(linear_attn=SimpleNamespace(attn=None))
+    model.model.layers = [linear, full]
+    check_live_attention(model, spec)
+    assert (attention_of(full), attention_of(linear)) == (full, None)
+    with pytest.raises(ContractError, match=r"layer 0 has no self_attn\.attn"):
+        check_live_attention(model, SPEC)
+    model.model.layers = [full, full]
+    with pytest.raises(ContractError, match=r"layer 0.*has K and V, not a state"):
+        check_live_attention(model, spec)
+
+
+def test_our_backend_is_found_in_sglangs() -> None:
+    own = SimpleNamespace()
+    assert own_backend(own) is own
+    assert own_backend(SimpleNamespace(full_attn_backend=own)) is own
 
 
 def test_layers_without_attention_are_refused() -> None:

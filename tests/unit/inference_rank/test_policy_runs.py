@@ -39,6 +39,16 @@ ALL: dict[str, dict[str, Any]] = {
     "lfps": {"policy": "lfps"},
 }  # fmt: skip
 """Everything is selected, nothing skipped; int8, so that the index is kept as well."""
+LINEAR = "qwen3-next"
+OF_LINEAR: dict[str, dict[str, Any]] = {
+    "late_layers": {"policy": "look_ahead", "late_layers": 2},
+    "kascade": {"policy": "kascade", "anchors": [1]},
+    "shared_async_spade": {"policy": "async_spade", "share_layers": True, "anchors": [1]},
+    "quest": {"policy": "quest"},
+    "exact_layer": {"policy": "look_ahead", "exact_layers": [0, 1]},
+}
+"""The same for a model whose layers 1 and 3 have K and V, and no others."""
+ANOTHER_PROCESS = {"selection": COVERING | {"policy": "look_ahead"}, "cache_ranks": 1}
 STRIDE = 4
 SLOW = {"policy": "sync_kv", "budget_tokens": 96, "options": {"stride": STRIDE}}
 
@@ -62,6 +72,34 @@ def test_all_selected_gives_the_tokens_of_stock(runs: Path, way: str) -> None:
     assert torch.equal(found["tokens"], stock["tokens"])
     assert float((found["logits"] - stock["logits"]).abs().max()) < 1e-4
     assert found["rows"].tolist() == [0, STEPS * len(LENGTHS), 0], "nothing was selected"
+
+
+@pytest.fixture(scope="module")
+def linear_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("linear")
+    write_model(LINEAR, folder / "models" / LINEAR)
+    base = COVERING | {"exact_layers": []}
+    trees: dict[str, Any] = {way: {"selection": base | more} for way, more in OF_LINEAR.items()}
+    (folder / "ways.json").write_text(json.dumps(trees | {"another": ANOTHER_PROCESS}))
+    run_program(folder, LINEAR, "--ways", str(folder / "ways.json"))
+    return folder
+
+
+@pytest.mark.parametrize("way", OF_LINEAR)
+def test_all_selected_beside_linear_attention(linear_runs: Path, way: str) -> None:
+    stock = result(linear_runs / f"{LINEAR}-stock.safetensors")
+    found = result(linear_runs / f"{LINEAR}-{way}.safetensors")
+    assert torch.equal(found["tokens"], stock["tokens"])
+    assert float((found["logits"] - stock["logits"]).abs().max()) < 1e-4
+    assert found["rows"].tolist() == [0, STEPS * len(LENGTHS), 0], "nothing was selected"
+
+
+def test_a_cache_rank_in_another_process_is_refused_by_the_inference_rank(
+    linear_runs: Path,
+) -> None:
+    assert not (linear_runs / f"{LINEAR}-another.safetensors").exists()
+    log = (linear_runs / f"{LINEAR}-another.log").read_text()
+    assert "SettingsError: Qwen3NextForCausalLM has layers of linear attention" in log
 
 
 def test_slow_steps_attend_to_everything(runs: Path) -> None:

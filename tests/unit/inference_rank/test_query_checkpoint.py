@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tandemkv.cache_rank.protocol.errors import ContractError, UnsupportedModelError
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
-from tandemkv.inference_rank.links.query_projection import QueryPlace
+from tandemkv.inference_rank.links.query_projection import QueryPlace, read_projection
 from tandemkv.inference_rank.query_checkpoint import QueryCheckpoint, checkpoint_of
 
 HEADS, KV_HEADS, DIM, HIDDEN, LAYERS = 4, 2, 16, 96, 2
@@ -174,6 +174,36 @@ def test_each_rank_reads_its_rows_and_their_bias(
             assert torch.equal(read.bias, (bias + layer)[own].bfloat16())
     with pytest.raises(ContractError, match=r"2 ranks of 48 query rows are not the 64"):
         load(model, QueryCheckpoint(tmp_path), 3)
+
+
+def test_gates_are_left_out_and_linear_layers_have_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-Next in FP8: rows of a head's query, then as many of its gate; layer 0 has no q."""
+    from sglang.srt import runtime_context
+
+    quantise, says = FORMATS["fp8-blocks"]
+    both = quantise(torch.randn(2 * ROWS, HIDDEN) * 0.1)
+    write(tmp_path, says, [Quantised({}, both.meaning), both])
+    config = json.loads((tmp_path / "config.json").read_text())
+    more = {"architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | more))
+    checkpoint = QueryCheckpoint(tmp_path)
+    checkpoint.check()
+    wanted = both.meaning.view(HEADS, 2, DIM, HIDDEN)[:, 0].flatten(0, 1)
+    projection = SimpleNamespace(quant_method=object(), bias=None, qweight=torch.zeros(1))
+    attention = SimpleNamespace(qkv_proj=projection, rotary_emb=None, attn_output_gate=True)
+    for rank, num_ranks in ((0, 1), (0, 2), (1, 2)):
+        group = SimpleNamespace(tp_rank=rank, tp_size=num_ranks)
+        monkeypatch.setattr(runtime_context, "get_parallel", lambda group=group: group)
+        place = QueryPlace(
+            num_heads=HEADS // num_ranks, head_dim=DIM, device=CPU, dtype=torch.bfloat16,
+            checkpoint=checkpoint,
+        )  # fmt: skip
+        weight, bias = read_projection("model, layer 1", 1, attention, place)
+        own = slice(rank * ROWS // num_ranks, (rank + 1) * ROWS // num_ranks)
+        assert torch.equal(weight, wanted[own].bfloat16())
+        assert bias is None
 
 
 def test_a_bias_that_the_files_lack_is_refused(tmp_path: Path) -> None:

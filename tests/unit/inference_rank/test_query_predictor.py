@@ -218,6 +218,33 @@ def load(model: Any) -> None:
     ).load()
 
 
+@pytest.mark.parametrize("norm", [Norm, RMSNorm])
+def test_gates_between_the_rows_of_heads_are_left_out(norm: type[Norm | RMSNorm]) -> None:
+    """Modules in the layer itself; the rows of a head's gate follow those of its query."""
+    rotary: type[Rotary | RotaryEmbedding] = RotaryEmbedding if norm is RMSNorm else Rotary
+    plain = make_model(has_bias=False, has_norm=True, norm=norm, rotary=rotary)
+    gated = make_model(has_bias=False, has_norm=True, norm=norm, rotary=rotary)
+    for own, other in zip(plain.model.layers, gated.model.layers, strict=True):
+        weight = own.self_attn.qkv_proj.weight
+        query = weight[: HEADS * DIM].view(HEADS, DIM, HIDDEN)
+        both = torch.stack((query, torch.randn_like(query)), 1).flatten(0, 2)
+        other.qkv_proj = SimpleNamespace(weight=torch.cat((both, weight[HEADS * DIM :])), bias=None)
+        other.attn, other.attn_output_gate = None, True
+        other.rotary_emb, other.q_norm = own.self_attn.rotary_emb, own.self_attn.q_norm
+        other.input_layernorm = own.input_layernorm
+        del other.self_attn
+    hidden, positions = torch.randn(5, HIDDEN), torch.arange(5) * 7
+    place = QueryPlace(num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"))
+    wanted, found = (LiveQueryPredictor(model, place) for model in (plain, gated))
+    wanted.load()
+    found.load()
+    for layer in range(2):
+        assert torch.equal(found(layer, hidden, positions), wanted(layer, hidden, positions))
+    gated.model.layers[0].qkv_proj.bias = torch.zeros(1)
+    with pytest.raises(ContractError, match="bias of its queries and gates"):
+        LiveQueryPredictor(gated, place).load()
+
+
 def test_a_projection_that_is_packed_for_amx_is_refused() -> None:
     model = make_model(has_bias=False, has_norm=False)
     model.model.layers[0].self_attn.qkv_proj.use_intel_amx_backend = True

@@ -19,7 +19,7 @@ from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor, put_weights
 from tandemkv.inference_rank import hooks, sglang_versions
 from tandemkv.inference_rank.attention.native_sinks import attend_with_sinks
-from tandemkv.inference_rank.attention.pool import make_local_pool_class
+from tandemkv.inference_rank.attention.pool import layers_of_pool, make_local_pool_class
 from tandemkv.inference_rank.attention.sinks import join_sinks
 from tandemkv.inference_rank.links.query_predictor import LiveQueryPredictor
 from tandemkv.inference_rank.links.query_projection import QueryPlace
@@ -112,6 +112,19 @@ def test_only_full_layers_have_room_for_resident_sets(windowed: tuple[int, ...])
     assert pool._kv_buffer_descs == 2 * wanted
     assert pool.data_ptrs == [x.data_ptr() for x in (*pool.k_buffer, *pool.v_buffer)]
     assert len(set(pool.data_ptrs)) == 6
+
+
+def test_layers_of_linear_attention_have_no_slots() -> None:
+    """SGLang's pool numbers the others among themselves; ours is inside."""
+    own = make_local_pool_class(Pool, 24)(100, 4, 2)
+    own.dtype = torch.float32
+    pool = SimpleNamespace(full_kv_pool=own, full_attention_layer_id_mapping={1: 0, 3: 1})
+    for stored, buffers in zip(layers_of_pool(pool, 5), (own.k_buffer, own.v_buffer), strict=True):
+        assert [len(layer) for layer in stored] == [0, 128, 0, 128, 0]
+        assert [stored[x].data_ptr() for x in (1, 3)] == [x.data_ptr() for x in buffers]
+        assert {layer.shape[1:] for layer in stored} == {(KV_HEADS, WIDTH)}
+    plain = layers_of_pool(own, 2)
+    assert [x.data_ptr() for x in plain[0]] == [x.data_ptr() for x in own.k_buffer]
 
 
 class Args:

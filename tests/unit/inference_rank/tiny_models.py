@@ -48,6 +48,13 @@ _WINDOWS = {
 }  # fmt: skip
 """The first and the last layer have a window, which both prompts are longer than."""
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_DELTA_NETS = {
+    "num_hidden_layers": 5, "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+"""The first and the last layer are gated delta nets."""
 _GRANITE = {
     "attention_multiplier": 0.11, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
     "logits_scaling": 2.0, "rope_parameters": _PLAIN,
@@ -145,6 +152,18 @@ MODELS = {
         {**_WINDOWS, **_LOCAL, "rope_parameters": _YARN | {"truncate": False}},
         {"swiglu_limit": 7.0},
     ),
+    "qwen3-next": TinyModel(
+        "Qwen3NextForCausalLM",
+        "Qwen3Next",
+        {
+            **_DELTA_NETS, **_EXPERTS, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32, "rope_parameters": _HALF,
+        },
+        {
+            "full_attention_interval": 2, "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+            "rope_scaling": None,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -172,6 +191,8 @@ def write_model(name: str, folder: Path) -> None:
             elif "sinks" in key:  # as SGLang keeps them, and large enough to matter
                 parameter.uniform_(0.0, 6.0)
                 parameter.copy_(parameter.bfloat16())
+            elif key.endswith("A_log"):  # some states last for hundreds of tokens
+                parameter.uniform_(-5.0, 0.0)
             else:
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(folder)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgra
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.messages import PolicyTraits, RefreshRule, Timing
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
-from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.cache_rank.protocol.placement import Link, Placement
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 
 
@@ -29,6 +31,7 @@ def program_of(
     keeps_queries: bool = False,
     all_exact: bool = False,
     windowed: tuple[int, ...] = (),
+    linear: tuple[int, ...] = (),
     placement: Placement | None = None,
 ) -> EngineProgram:
     model = ModelSpec(
@@ -42,6 +45,7 @@ def program_of(
         dtype="bfloat16",
         model_hash="0",
         windowed_layers=tuple(x for x in windowed if x < num_layers),
+        linear_layers=linear,
     )
     rule = RefreshRule.PERIOD if timing is Timing.EXACT_STEP else RefreshRule.NEVER
     selection = SelectionSettings(
@@ -106,13 +110,15 @@ def test_streams_reach_each_layer_that_is_predicted_for_before_it_attends(
         assert program.reads_stream(entry) == program.needs_hidden
 
 
-def test_layers_with_a_window_are_left_to_sglang() -> None:
-    program = program_of(windowed=(0, 2, 4), exact_layers=())
+@pytest.mark.parametrize("kind", ["windowed", "linear"])
+def test_other_layers_are_left_to_sglang(kind: str) -> None:
+    others: dict[str, Any] = {kind: (0, 2, 4), "placement": Placement(link="local")}
+    program = program_of(**others, exact_layers=())
     assert program.selecting == program.sources == [1, 3, 5]
     assert [program.is_sparse_layer(x) for x in range(6)] == [False, True] * 3
-    # Each from the stream of the layer before, which has a window.
+    # Each from the stream of the layer before, which is another one.
     assert [program.targets_of(x) for x in range(6)] == [(1,), (), (3,), (), (5,), ()]
-    assert program_of(windowed=(0, 2, 4), all_exact=True).selecting == [1, 3, 5]
+    assert program_of(**others, all_exact=True).selecting == [1, 3, 5]
 
 
 def test_late_layers_are_those_without_a_window() -> None:
@@ -126,6 +132,14 @@ def test_windows_do_not_reach_another_gpu() -> None:
     with pytest.raises(SettingsError, match=r"sliding window.*--cache-ranks 0"):
         program_of(windowed=(0,), placement=far)
     program_of(placement=far)
+
+
+@pytest.mark.parametrize("link", ["shared", "message"])
+def test_states_cannot_be_taken_back_if_a_cache_rank_is_lost(link: Link) -> None:
+    reason = rf"linear attention.*passes are done again.*transport={link}.*--cache-ranks 0"
+    with pytest.raises(SettingsError, match=reason):
+        program_of(linear=(0,), placement=Placement(link=link))
+    program_of(linear=(0,), placement=Placement(link="local"))
 
 
 @given(programs(), st.sampled_from(DecodeKind))

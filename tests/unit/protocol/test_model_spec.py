@@ -137,6 +137,41 @@ def test_layers_with_a_window_are_named(
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
 
 
+NEXT = {"architectures": ["Qwen3NextForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "linear"),
+    [
+        ({**NEXT, "num_hidden_layers": 5}, (0, 1, 2, 4)),  # each fourth has K and V
+        ({**NEXT, "full_attention_interval": 2}, (0, 2)),
+        ({**NEXT, "layer_types": ["full_attention"] + ["linear_attention"] * 2}, (1, 2)),
+    ],
+)
+def test_layers_of_linear_attention_are_named(
+    tmp_path: Path, changes: dict[str, object], linear: tuple[int, ...]
+) -> None:
+    spec = read_model_spec(_write(tmp_path, **changes), dtype="float32")
+    assert (spec.linear_layers, spec.windowed_layers) == (linear, ())
+    assert spec.other_layers == linear
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "sliding-window attention"),
+        ({"layer_types": ["linear_attention"] * 3}, "no layer attends to the whole context"),
+        ({"num_hidden_layers": 3}, "no layer attends to the whole context"),
+    ],
+)
+def test_models_of_linear_attention_alone_are_refused(
+    tmp_path: Path, changes: dict[str, object], match: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        read_model_spec(_write(tmp_path, **NEXT, **changes), dtype="float32")
+
+
 def test_gemma_scales_by_a_field_of_its_own(tmp_path: Path) -> None:
     changes = {**GEMMA, "sliding_window_pattern": 3}
     assert read_model_spec(_write(tmp_path, **changes), dtype="float32").scale == 256**-0.5

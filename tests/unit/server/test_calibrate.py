@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.calibration.format import CalibrationError, read_calibration
@@ -21,6 +22,7 @@ from tandemkv.server.evaluation.calibrate.attention import (
     max_of_group,
     mean_of_group,
 )
+from tandemkv.server.evaluation.calibrate.command import Request, measure
 from tandemkv.server.evaluation.calibrate.corpus import cut_texts
 from tandemkv.server.evaluation.calibrate.kascade import (
     KascadeMeasurement,
@@ -221,6 +223,18 @@ def test_the_recorder_sees_what_the_model_computes(tiny_model: Path, pool) -> No
     added = layer.self_attn(layer.input_layernorm(embedded[None]), rope, mask)[0][0]
     cosine = torch.cosine_similarity(embedded, embedded + added, dim=-1).mean()
     assert seen.importance[0] == pytest.approx(1 - float(cosine), abs=1e-5)
+
+
+def test_a_model_with_linear_attention_is_refused(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 4096, "intermediate_size": 64, "vocab_size": 256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    request = Request(model=str(tmp_path), policy="kascade", out=tmp_path / "out.json")
+    with pytest.raises(CalibrationError, match="3 of 4 are linear attention; give --anchors"):
+        measure(tmp_path, request, Console())
 
 
 @pytest.mark.parametrize("policy", ["kascade", "sync_kv"])

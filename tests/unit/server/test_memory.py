@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from tandemkv.cache_rank.protocol.errors import UnsupportedModelError
 from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.server.memory import CACHE_RANK_BYTES, MemoryEstimate, estimate_memory
 from tandemkv.server.settings import ServeSettings
@@ -28,9 +30,10 @@ LAYER_BYTES = 2 * 2 * 8 * 4
 
 
 def estimate(
-    folder: Path, spec: ModelSpec, cache_ranks: int, tensor_parallel: int = 1
-) -> MemoryEstimate:
-    (folder / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    folder: Path, spec: ModelSpec, cache_ranks: int, tensor_parallel: int = 1,
+    config: dict[str, int] | None = None,
+) -> MemoryEstimate:  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({"dtype": "float32"} | (config or {})))
     settings = ServeSettings.model_validate(
         {
             "model": str(folder), "device": "cpu", "cache_ranks": cache_ranks,
@@ -51,6 +54,24 @@ def test_layers_with_a_window_have_room_for_sets_only_in_mapped_memory(tmp_path:
         found = estimate(tmp_path, spec, cache_ranks)
         assert found.cache_bytes == 4096 * 6 * LAYER_BYTES
         assert found.resident_bytes == num_layers * one_layer
+
+
+def test_states_take_the_place_of_k_and_v(tmp_path: Path) -> None:
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+              "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}  # fmt: skip
+    spec = msgspec.structs.replace(
+        SPEC, architecture="Qwen3NextForCausalLM", linear_layers=(0, 1, 3, 4)
+    )
+    found = estimate(tmp_path, spec, 0, config=linear)
+    assert found.cache_bytes == 4096 * 2 * LAYER_BYTES
+    # A float32 state and three bfloat16 tokens to convolve, of three states for each of four.
+    assert found.state_bytes == 4 * (4 * 16 * 8 * 4 + 3 * (2 * 2 * 8 + 4 * 16) * 2) * (3 * 4 + 1)
+    # W_q without its gates is a copy.
+    projection = SPEC.num_qo_heads * SPEC.head_dim * SPEC.hidden_size * 4
+    assert found.predictor_bytes == 2 * projection
+    assert "states 0.00 GiB" in found.describe()
+    with pytest.raises(UnsupportedModelError, match=r"linear attention .*linear_num_key_heads"):
+        estimate(tmp_path, spec, 0)
 
 
 def test_each_cache_rank_is_a_process(tmp_path: Path) -> None:

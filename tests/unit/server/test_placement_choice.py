@@ -97,6 +97,31 @@ def test_a_model_with_windows_stays_on_one_gpu(tmp_path: Path, gpus: Any) -> Non
             resolve(tmp_path, spec=spec, **given)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_with_linear_attention_is_served_in_one_process(
+    tmp_path: Path, gpus: Any, device: str
+) -> None:
+    gpus(2)
+    spec = msgspec.structs.replace(SPEC, linear_layers=(0, 1, 2))
+    of_model: dict[str, Any] = {"spec": spec, "device": device}
+    of_model["selection"] = {"budget_tokens": 2048}
+    settings, said = resolve(tmp_path, **of_model)
+    assert (settings.cache_ranks, settings.rank_settings.placement.link) == (0, "local")
+    assert settings.tensor_parallel == {"cpu": 1, "cuda": 2}[device]
+    if device == "cpu":
+        assert "states of linear attention cannot be taken back" in said[0]
+    count = str({"cpu": 3, "cuda": 5}[device] * settings.max_running_requests)
+    argv = sglang_argv(settings, model_dir=tmp_path, device=device, dtype="bfloat16", port=1)
+    assert argv[argv.index("--max-mamba-cache-size") + 1] == count
+    for given in ({"cache_ranks": 1}, {"transport": "shared"}, {"transport": "message"}):
+        with pytest.raises(SettingsError, match=r"linear attention.*--cache-ranks 0"):
+            resolve(tmp_path, **of_model, **given)
+    own = ("--max-mamba-cache-size", "7")
+    for mine in (own, ("--disable-radix-cache",)):
+        settings, _ = resolve(tmp_path, **of_model, sglang_args=mine)
+        assert settings.sglang_args == mine
+
+
 @pytest.mark.parametrize("given", [{"cache_ranks": 1}, {"transport": "shared"}])
 def test_a_cache_rank_on_two_gpus_is_a_process_that_maps_memory(
     tmp_path: Path, gpus: Any, given: dict[str, Any]

@@ -226,6 +226,9 @@ def test_drafts_are_not_verified_in_a_window(model_dir: Path) -> None:
     spec = msgspec.structs.replace(settings.spec, windowed_layers=(1,))
     with pytest.raises(SettingsError, match="layers with a sliding window; drop the argument"):
         check_speculation(settings.settings, spec)
+    spec = msgspec.structs.replace(settings.spec, linear_layers=(1,))
+    with pytest.raises(SettingsError, match="layers with linear attention; drop the argument"):
+        check_speculation(settings.settings, spec)
 
 
 def test_key_files_are_read_before_anything_starts(model_dir: Path, tmp_path: Path) -> None:

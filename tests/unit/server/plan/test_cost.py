@@ -20,7 +20,7 @@ from tandemkv.server.plan.cost import (
     selection_us,
 )
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES, ModelShape
+from tandemkv.server.plan.shape import BUILT_IN_SHAPES, LinearShape, ModelShape
 from tandemkv.server.plan.workload import Workload
 
 QWEN = BUILT_IN_SHAPES["qwen3-8b"]
@@ -66,6 +66,15 @@ def test_layers_with_a_window_attend_to_it_and_select_nothing() -> None:
     assert found.attention_ms == pytest.approx(one.attention_ms + 3 * (1 + 3 * 10 * 16) / 1e3)
     exact = replace(TINY_LOAD, exact_layers=(0, 1))
     assert predict_step(own, hybrid, exact, UNIT).selection_ms == 0
+
+
+def test_layers_of_linear_attention_read_and_write_their_states() -> None:
+    linear = LinearShape(num_key_heads=1, num_value_heads=1, key_dim=4, value_dim=4, kernel=2)
+    hybrid = replace(TINY, num_layers=4, linear_layers=(0, 2, 3), linear=linear)
+    one = predict_step(dense(1), TINY, TINY_LOAD, UNIT)
+    found = predict_step(dense(1), hybrid, TINY_LOAD, UNIT)
+    state = 4 * 4 * 4 + 12 * 2  # float32, and a bfloat16 token to convolve
+    assert found.attention_ms == pytest.approx(one.attention_ms + 3 * (1 + 2 * 3 * state) / 1e3)
 
 
 def test_dense_by_hand() -> None:

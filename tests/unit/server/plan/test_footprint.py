@@ -22,7 +22,13 @@ from tandemkv.server.plan.footprint import (
     scratch_bytes,
 )
 from tandemkv.server.plan.placement import Placement, PlacementKind, possible_placements
-from tandemkv.server.plan.shape import BUILT_IN_SHAPES, ModelShape, find_shape, shape_of_config
+from tandemkv.server.plan.shape import (
+    BUILT_IN_SHAPES,
+    LinearShape,
+    ModelShape,
+    find_shape,
+    shape_of_config,
+)
 from tandemkv.server.plan.workload import Workload
 
 QWEN = BUILT_IN_SHAPES["qwen3-8b"]
@@ -72,6 +78,37 @@ def test_only_full_layers_have_sets_and_an_index() -> None:
     assert found.key_index == other.key_index
     assert found.kv == 3 * other.kv  # SGLang keeps all tokens of all layers
     assert hybrid.predictor_copy_bytes("int8") == full.predictor_copy_bytes("int8")
+
+
+LINEAR = LinearShape(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=8, kernel=3)
+
+
+def test_layers_of_linear_attention_have_states() -> None:
+    hybrid = replace(
+        TINY, num_layers=6, linear_layers=(0, 1, 3, 5), linear=LINEAR, gates_heads=True
+    )
+    full = replace(TINY, gates_heads=True)
+    placement = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
+    found, other = (memory_of(placement, x, LOAD).inference for x in (hybrid, full))
+    assert (found.resident_set, found.key_index) == (other.resident_set, other.key_index)
+    assert found.kv == other.kv
+    # 2 x 8 x 4 float32 and two tokens of 4 + 4 + 16 bfloat16, five for each of three and padding.
+    assert found.states == 4 * (256 + 96) * (5 * 3 + 1)
+    assert other.states == 0
+    # qkv and z 24 + 16, b and a 4, convolution 3 x 24, two of 2, 8, out 16, MLP and norms
+    linear = 8 * (40 + 4) + 72 + 4 + 8 + 8 * 16 + 3 * 128 + 16
+    gate = 8 * 16
+    assert hybrid.weight_bytes == full.weight_bytes + 2 * 4 * linear
+    assert full.weight_bytes == TINY.weight_bytes + 2 * 2 * gate
+    assert found.weights == hybrid.weight_bytes + hybrid.predictor_bytes  # without gates
+    assert hybrid.predictor_bytes == TINY.predictor_bytes
+
+
+def test_other_layers_attend_where_the_model_is() -> None:
+    for others in ({"windowed_layers": (0,)}, {"linear_layers": (0,)}):
+        hybrid = replace(TINY, **others)
+        kinds = {x.kind for x in possible_placements(hybrid, 2)}
+        assert kinds == {PlacementKind.DENSE, PlacementKind.IN_PROCESS}
 
 
 def test_windows_are_read_from_the_configuration() -> None:
