@@ -7,6 +7,7 @@ two.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,14 @@ from two_hosts import COLD, DECODE, EXTEND, MODEL, POLICIES, WAYS, End, Way, ste
 
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind
 from tandemkv.cache_rank.protocol.head_shard import HeadShard, parts_of
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.model_spec import part_of
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 from tandemkv.cache_rank.pump.contents import Contents
 from tandemkv.cache_rank.pump.near import NearReceiver
 from tandemkv.cache_rank.pump.plan import Flag, FlagKind
 from tandemkv.cache_rank.pump.records import Op, Record
+from tandemkv.cache_rank.pump.session import PumpSession
 from tandemkv.inference_rank.links.base import DecodeRows
 from tandemkv.inference_rank.links.signals import StreamSignals
 
@@ -213,3 +216,24 @@ def test_the_end_of_a_step_without_messages_is_that_of_its_own_cache_rank(
     receiver = NearReceiver(side, Contents(side).plan, None, lane)  # type: ignore[arg-type]
     receiver._apply(Record(Op.RAISE, side.at.FINISHED, 7, torch.empty(0, dtype=torch.uint8)))
     assert host.near.kept["to_inference"][0, :2].tolist() == [0, 7]
+
+
+@pytest.mark.parametrize("here", [torch.device("cpu"), torch.device("cuda", 1)], ids=str)
+def test_threads_of_a_pump_work_on_its_gpu(
+    here: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a second tensor-parallel rank is not the one that a thread begins with."""
+    current: list[tuple[int, torch.device]] = []
+
+    def set_device(device: torch.device) -> None:
+        current.append((threading.get_ident(), device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    tensors: Any = SimpleNamespace(homes=Homes(inference=here, engine=here, here=here))
+    tensors.close = lambda: None
+    unused: Any = SimpleNamespace(abort=lambda _: None, close=lambda: None)
+    session, worked = PumpSession(1, unused, unused, (tensors,)), list[int]()
+    session.start(*[lambda: worked.append(threading.get_ident())] * 2)
+    session.close()
+    assert len(worked) == 2
+    assert set(current) == (set() if here.type == "cpu" else {(x, here) for x in worked})
