@@ -131,9 +131,9 @@ def open_wires(
 
 
 def most_ctas(num_sharing: int) -> int:
-    """Return what each of `num_sharing` transfers of one GPU may take of it: `MOST_CTAS` in all.
+    """Return what each of `num_sharing` transfers of one GPU may take of it.
 
-    A power of two, because NCCL rounds up to one.
+    `MOST_CTAS` in all, but one at least; a power of two, because NCCL rounds up to one.
     """
     return 1 << (max(1, MOST_CTAS // num_sharing).bit_length() - 1)
 
