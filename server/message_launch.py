@@ -144,8 +144,9 @@ def run_pump(settings: ServeSettings, path: Path, rank: int = 0) -> None:
     await_entry(address, own, server, stop)
     if not stop.is_set():
         run_dir, ours = RunDir.open(path), settings.rank_settings
+        model = torch.device(ours.placement.model_device, rank // ours.placement.head_shards)
         with _loading_at_once():
-            homes = one_gpu_homes(torch.device(ours.placement.model_device, rank))
+            homes = one_gpu_homes(model)
         NearPump(run_dir, ours, address, own, server, rank=rank, homes=homes).run(stop)
 
 

@@ -170,11 +170,6 @@ def _check_contradictions(settings: ServeSettings, spec: ModelSpec, placement: P
             f"standby is for the host of the cache rank, and that at {settings.cache_rank_address} "
             "is not started here; give --standby to `tandemkv cache-rank --address` there"
         )
-    if placement.has_far_host and placement.model_device == "cuda" and placement.num_shards > 1:
-        raise SettingsError(
-            f"cache_ranks={placement.num_shards}: between GPUs transport=message has one cache "
-            "rank in this version; use --tp 1 and one address, or --device cpu"
-        )
     if placement.num_nodes > 1 and placement.model_device == "cuda":
         raise SettingsError(
             f"nnodes={placement.num_nodes}: over several hosts SGLang is served on CPUs only in "
@@ -296,8 +291,8 @@ def _check_gpus(
     # By messages the model's GPU has all K/V as well, whatever the other one has.
     has_cache_gpus = is_far and not is_on_one_device() and not placement.has_far_host
     is_far_here = placement.has_far_host and settings.cache_rank_address is None
-    num_cache_gpus = tp_size * placement.head_shards if has_cache_gpus else 0
-    num_needed = tp_size * 2 if is_far_here else tp_size + num_cache_gpus
+    num_cache_gpus = placement.num_shards if has_cache_gpus else 0
+    num_needed = tp_size + (placement.num_shards if is_far_here else num_cache_gpus)
     num_gpus = torch.cuda.device_count()
     if num_gpus < num_needed:
         raise SettingsError(

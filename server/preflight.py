@@ -63,7 +63,8 @@ def resolve_launch(
     """
     check_policy(settings.selection.policy)
     on_one_device = settings.wished_link != "local" and is_on_one_device()
-    needs_one = on_one_device or settings.selection.declared.attends  # on the host's CPU
+    is_elsewhere = on_one_device or settings.cache_rank_address is not None
+    needs_one = is_elsewhere or settings.selection.declared.attends  # on the host's CPU
     device = resolve_device(
         settings.device,
         cache_ranks=settings.cache_ranks,

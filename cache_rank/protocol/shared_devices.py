@@ -4,8 +4,8 @@
 By link ``shared`` all see the same GPUs in the same order. Inference ranks have the first ones, as
 SGLang counts them, engines the next, in the order of their inference ranks; several of one have as
 many each. Where tests have one GPU for all (`one_device`), it is the same. The handshake compares
-them by UUID, for an index means nothing to another process. By link ``message`` each host has one
-GPU for its rank and its pump, and all of the memory that they map is that GPU's.
+them by UUID, for an index means nothing to another process. By link ``message`` a rank and its pump
+have one GPU, and all of the memory that they map is that GPU's.
 """
 
 from __future__ import annotations

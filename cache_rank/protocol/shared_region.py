@@ -27,7 +27,8 @@ Several cache ranks of one inference rank (`RegionSizes.shard`) map one pool of 
 request table; each reads and writes its own heads there. Ring, staging and the flags that its GPU
 polls are made for each. Where each has a GPU the pool is in as many parts, of consecutive layers:
 K/V lie evenly however the heads are divided, and each cache rank reads most of its rows from the
-GPUs of the others. On another host (link ``message``) each has a pool of its own heads instead.
+GPUs of the others. On another host (link ``message``) each has a pool of its own heads instead;
+beside the model their pumps map one pool, which lies whole on the model's GPU.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class RegionSizes:
     """Of the pool's KV heads, those that the model of this region has."""
     num_sharing: int = 1
     """Cache ranks that map one pool, each for its heads."""
+    has_whole_pool: bool = False
+    """Whether one GPU has all layers of the pool, whoever maps it."""
     maps_sets: bool = True
     """Whether resident sets are mapped; not where the engine writes none of them
     (`Placement.host_engine`)."""
@@ -81,7 +84,7 @@ class RegionSizes:
     @property
     def num_pools(self) -> int:
         """Parts that the layers of the pool are in."""
-        return self.num_sharing if self.is_apart else 1
+        return self.num_sharing if self.is_apart and not self.has_whole_pool else 1
 
     @property
     def max_batch(self) -> int:

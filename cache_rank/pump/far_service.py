@@ -193,8 +193,9 @@ class FarPump:
                 self._door.address.host, CACHE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
             )
             wires = open_wires(
-                CACHE_END, self._homes.here, self._door.address.host, _TIMEOUT_S, meet.wires
-            )
+                CACHE_END, self._homes.here, self._door.address.host, _TIMEOUT_S, meet.wires,
+                num_sharing=self._settings.placement.head_shards,
+            )  # fmt: skip
             try:
                 self._door.send(guest.peer, Met(guest.welcome.epoch, point.place))
                 plane = point.meet(meet.place, meet.token)

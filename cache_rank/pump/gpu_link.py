@@ -11,7 +11,7 @@ import torch
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError
 from tandemkv.cache_rank.protocol.message.data_plane import INFERENCE_END
-from tandemkv.cache_rank.protocol.message.nccl_wire import NcclWire, prepare_nccl
+from tandemkv.cache_rank.protocol.message.nccl_wire import MOST_CTAS, NcclWire, prepare_nccl
 
 from .contents import Contents
 from .lanes import HostReceiveLane, HostSendLane, ReceiveLane, SendLane
@@ -95,12 +95,12 @@ def make_lanes(
 
 def open_wires(
     end: int, device: torch.device, interface: str, timeout_s: float,
-    places: tuple[bytes, ...] = (),
+    places: tuple[bytes, ...] = (), num_sharing: int = 1,
 ) -> Wires:  # fmt: skip
     """Begin to connect GPU `device` with that of the other host; on a CPU there is nothing to.
 
     Both have met within `timeout_s`. The cache rank's end needs the `places` of the inference
-    rank's.
+    rank's. So many cache ranks share the model's GPU, and what a transfer may take of it.
 
     Raises
     ------
@@ -119,11 +119,23 @@ def open_wires(
     try:
         for goes_outward in (True, False):
             sends = goes_outward == is_near
-            wires.append(NcclWire(end, device, sends=sends, timeout_s=timeout_s))
+            wires.append(
+                NcclWire(
+                    end, device, sends=sends, timeout_s=timeout_s, most_ctas=most_ctas(num_sharing)
+                )
+            )
     except BaseException:
         break_wires(tuple(wires), "the two hosts do not meet")
         raise
     return tuple(wires)
+
+
+def most_ctas(num_sharing: int) -> int:
+    """Return what each of `num_sharing` transfers of one GPU may take of it.
+
+    `MOST_CTAS` in all, but one at least; a power of two, because NCCL rounds up to one.
+    """
+    return 1 << (max(1, MOST_CTAS // num_sharing).bit_length() - 1)
 
 
 def break_wires(wires: Wires, reason: str) -> None:

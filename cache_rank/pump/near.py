@@ -171,7 +171,8 @@ class NearReceiver:
         self._queued, self._expected = StepCount(), 0
         self._slots = torch.empty(0, dtype=torch.int64)
         if side.on_gpu:
-            self._finished = GpuFlags(side.tensors, side.program.num_layers).finished
+            flags = GpuFlags(side.tensors, side.program.num_layers, side.shard.index)
+            self._finished = flags.finished
         self._progress = 0
 
     def expect(self, entry: StepEntry) -> None:

@@ -275,7 +275,8 @@ class NearPump:
 
         The wires break with the data plane.
         """
-        extra = weights_for(tensors, shard)
+        # Beside a GPU each cache rank has weights of its own, of its heads alone.
+        extra = weights_for(tensors, HeadShard() if self._homes.are_on_gpu else shard)
         token = os.urandom(TOKEN_BYTES)
         limit_s = self._exchange.transfer_timeout_s
         interface = self._interface or local_address(caller.address)
@@ -287,7 +288,9 @@ class NearPump:
             TensorSpec(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), homes[name])
             for name, x in extra.items()
         )
-        wires = open_wires(INFERENCE_END, self._homes.here, interface, _TIMEOUT_S)
+        wires = open_wires(
+            INFERENCE_END, self._homes.here, interface, _TIMEOUT_S, num_sharing=shard.count
+        )
         try:
             places = tuple(wire.place for wire in wires)
             meet = Meet(epoch, point.place, token, specs, is_new, places)

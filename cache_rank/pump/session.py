@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.cache_rank.protocol.exchange_settings import ExchangeSettings
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
@@ -112,7 +114,10 @@ class PumpSession:
         self.connection.close()
 
     def _run(self, work: Callable[[], None]) -> None:
+        here = self._tensors[0].homes.here
         try:
+            if here.type == "cuda":  # a thread begins with the first GPU that is seen
+                torch.cuda.set_device(here)
             work()
         except CacheRankLostError as error:
             self.end(str(error))

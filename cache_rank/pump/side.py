@@ -61,7 +61,7 @@ class Side:
         )
         self.log_weight = shard.of(tensors["sample_log_weight"], 2)
         self.has_samples = selection.num_samples > 0
-        self.on_gpu = self.kv.is_cuda
+        self.on_gpu = tensors.homes.are_on_gpu
         self.requests = (tensors["step_rows"], tensors["step_lengths"]) if self.on_gpu else None
         self.most_changes = min(selection.fetch_cap_tokens, width)
         self._num_slots = int(self.kv.shape[2])

@@ -116,7 +116,7 @@ class StreamLane(ABC):
     ) -> None:
         device = side.kv.device
         self._contents, self._wire, self._timeout_s = contents, wire, timeout_s
-        self._flags = GpuFlags(side.tensors, side.program.num_layers)
+        self._flags = GpuFlags(side.tensors, side.program.num_layers, side.shard.index)
         self._stream = shared_stream(device, LANE_PRIORITY, number)
         self._beside = shared_stream(device, LANE_PRIORITY, number + 1)
         with self._on(self._stream):

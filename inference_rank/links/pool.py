@@ -72,7 +72,8 @@ def _kept_for(pool: Any, config: Any, table: torch.Tensor) -> tuple[RegionSizes,
         num_rows=int(table.shape[0]),
         page_size=int(pool.page_size),
         is_apart=placement.has_far_pool,
-        num_sharing=placement.num_sharing,
+        num_sharing=placement.head_shards,
+        has_whole_pool=placement.has_far_host,
         maps_sets=not placement.host_engine,
     )
     model = rank_model_spec(config, pool.dtype, table)

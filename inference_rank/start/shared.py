@@ -150,7 +150,8 @@ def _where(settings: RankSettings) -> str:
     placement = settings.placement
     if placement.host_engine:
         return ", on the host's CPU"
-    on_gpus = ", on GPUs of their own" if placement.shares_pool else ", on a second GPU"
+    is_one = placement.head_shards == 1
+    on_gpus = ", on a second GPU" if is_one else ", on GPUs of their own"
     return on_gpus if placement.has_far_pool else ""
 
 

@@ -18,13 +18,13 @@ SHAPE = {
 }  # fmt: skip
 
 
-def make_random_model(folder: Path) -> None:
-    """Write it into `folder`, with the tokenizer of the embedded model."""
+def make_random_model(folder: Path, **shape: int) -> None:
+    """Write it into `folder`, of `SHAPE` or another, with the tokenizer of the embedded model."""
     long_ids()  # of that tokenizer
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(model_dir()) / file, folder / file)
     torch.manual_seed(0)
-    net = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
+    net = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE | shape))
     with torch.no_grad():
         for key, parameter in net.named_parameters():
             if "norm" in key:

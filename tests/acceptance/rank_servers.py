@@ -95,13 +95,21 @@ class Server:
         return [main, *main.children(recursive=True)]
 
     def cache_rank_pid(self) -> int:
-        """Process id of the cache rank; not of the launch of one that is met by messages."""
+        """Process id of the cache rank, of several the first one's."""
+        found = self.cache_rank_pids()
+        assert found, "no cache rank process"
+        return found[0]
+
+    def cache_rank_pids(self) -> list[int]:
+        """Process ids of cache ranks, by their numbers; not of launches of those behind pumps."""
+        found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
                 if "cache-rank" in words and "--address" not in words:
-                    return process.pid
-        raise AssertionError("no cache rank process")
+                    number = words[words.index("--rank") + 1] if "--rank" in words else 0
+                    found.append((int(number), process.pid))
+        return [pid for _, pid in sorted(found)]
 
 
 def _call(request: urllib.request.Request, timeout_s: float) -> tuple[int, Any]:

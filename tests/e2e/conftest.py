@@ -15,6 +15,12 @@ import pytest
 from exactness import make_prompts, run
 from random_model import make_random_model
 from rank_servers import SMALL_SELECTION, Server, model_dir, ours, stock
+from stock_agreement import DEVICE
+
+from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.one_device import is_on_one_device
+from tandemkv.cache_rank.protocol.placement import Placement
+from tandemkv.server.shared_gpus import check_shared_gpus
 
 Once = Callable[[str, Callable[[], list[Any]]], list[Any]]
 
@@ -101,6 +107,21 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANDEMKV_TEST_MODEL", str(folder))
         yield folder
+
+
+@pytest.fixture(params=["shared", "message"])
+def link(request: pytest.FixtureRequest) -> str:
+    """A link between two processes, if these GPUs have it."""
+    name: str = request.param
+    if name == "message" and DEVICE == "cuda":
+        if is_on_one_device():
+            pytest.skip("NCCL connects two GPUs")
+        placement = Placement(link="message", model_device="cuda", two_gpus=True)
+        try:
+            check_shared_gpus(placement)
+        except SettingsError as error:
+            pytest.skip(str(error))
+    return name
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several cache ranks of one inference rank, each on a GPU of its own, give the tokens of one.
 
-The embedded model has three KV heads: of two cache ranks one has two of them. That one cache rank
-gives the tokens of one process says `test_gpu_shared.py`. As that does, this runs on one GPU too,
-under CUDA MPS with ``TANDEMKV_ONE_DEVICE``, and on a CPU with ``apart`` and
-``TANDEMKV_TEST_DEVICE=cpu``.
+They map memory, or are met by messages, which needs CUDA MPS. The embedded model has three KV
+heads: of two cache ranks one has two of them. That one cache rank gives the tokens of one process
+says `test_gpu_shared.py`. As that does, this runs on one GPU too, under CUDA MPS with
+``TANDEMKV_ONE_DEVICE``, and on a CPU with ``apart`` and ``TANDEMKV_TEST_DEVICE=cpu``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from exactness import flush, make_families, run
+from random_model import make_random_model
 from rank_servers import Server
 from stock_agreement import (
     COUNT,
@@ -49,9 +51,9 @@ def prompts(token_ids: list[int]) -> list[list[int]]:
     return prompts_of(token_ids)
 
 
-def several(count: int) -> dict[str, Any]:
+def several(count: int, link: str) -> dict[str, Any]:
     """The placement of so many cache ranks."""
-    return {"cache_ranks": count, "transport": "shared"}
+    return {"cache_ranks": count, "transport": link, "evaluation": link == "shared"}
 
 
 def cache_ranks(server: Server) -> list[dict[str, Any]]:
@@ -60,8 +62,8 @@ def cache_ranks(server: Server) -> list[dict[str, Any]]:
 
 
 def fetched_rows(server: Server) -> float:
-    """Rows that the engines have sent to resident sets."""
-    return sum(rank["values"]["fetched_rows_total"] for rank in cache_ranks(server))
+    """Rows that the engines have sent to resident sets; pumps have no counters of theirs."""
+    return sum(rank["values"].get("fetched_rows_total", 0) for rank in cache_ranks(server))
 
 
 def check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], what: str) -> None:
@@ -86,33 +88,33 @@ def check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], what: 
     ],
 )
 def test_tokens_and_rows_are_those_of_one_cache_rank(
-    selection: dict[str, Any], count: int, prompts: list[list[int]]
+    selection: dict[str, Any], count: int, prompts: list[list[int]], link: str
 ) -> None:
     alone, together, fetched = {}, {}, {}
     for number in (1, count):
-        with served(_SPARSE | selection, **several(number)) as server:
+        with served(_SPARSE | selection, **several(number, link)) as server:
             alone[number] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
             fetched[number] = fetched_rows(server)
-            assert len(set(pids(server))) == number
+            assert len(server.cache_rank_pids()) == len(cache_ranks(server)) == number
             flush(server)
             together[number] = run(server, prompts, new_tokens=NEW_TOKENS, at_once=8)
     check_equal(alone[count], alone[1], f"{selection}, {count} and one")
     check(agreement(together[count], together[1]), f"{selection}, eight at a time")
-    assert fetched[1] > COUNT * NEW_TOKENS
+    assert (fetched[1] > COUNT * NEW_TOKENS) == (link == "shared")
     # A GPU's counters are those of about a step ago.
     assert fetched[count] == pytest.approx(fetched[1], rel=0.01 if DEVICE == "cuda" else 0)
 
 
 @pytest.mark.parametrize("count", [_TWO, _THREE])
 def test_prefixes_on_other_gpus_give_the_tokens_of_one_cache_rank(
-    count: int, token_ids: list[int]
+    count: int, token_ids: list[int], link: str
 ) -> None:
     """Prompts in several chunks, and such as begin with what the radix tree has."""
     chunk = 512 if DEVICE == "cuda" else 128
     asked = make_families(token_ids, families=4, shortest=chunk, longest=5 * chunk)
     selection, answers = _SPARSE | {"index_dtype": "int8", "predictor_dtype": "native"}, {}
     for number in (1, count):
-        with served(selection, **several(number), chunked_prefill_size=chunk) as server:
+        with served(selection, **several(number, link), chunked_prefill_size=chunk) as server:
             answers[number] = run(server, asked, new_tokens=NEW_TOKENS, at_once=1)
             assert server.values()[0]["far_prefix_passes_total"] == 0
     check_equal(answers[count], answers[1], "chunks and radix hits")
@@ -128,11 +130,12 @@ def reference(prompts: list[list[int]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("count", [_TWO, _THREE])
 @pytest.mark.parametrize("exact_layers", [[], [0, 1]], ids=["as_served", "exact_layers"])
 def test_tokens_are_those_of_stock_where_everything_is_covered(
-    exact_layers: list[int], count: int, prompts: list[list[int]], reference: list[dict[str, Any]]
-) -> None:
+    exact_layers: list[int], count: int, prompts: list[list[int]],
+    reference: list[dict[str, Any]], link: str,
+) -> None:  # fmt: skip
     """A late first layer, W_q in int8, samples; outputs of exact layers come by parts."""
     selection = {"policy": "look_ahead", **COVERING, "exact_layers": exact_layers}
-    with served(selection, **several(count)) as server:
+    with served(selection, **several(count, link)) as server:
         alone = run(server, prompts, new_tokens=NEW_TOKENS, at_once=1)
         check(agreement(alone, reference), f"{selection}, alone")
         flush(server)
@@ -141,18 +144,22 @@ def test_tokens_are_those_of_stock_where_everything_is_covered(
 
 
 @pytest.mark.parametrize("count", [_TWO, _THREE])
-def test_requests_go_on_where_one_was_killed(count: int, prompts: list[list[int]]) -> None:
+def test_requests_go_on_where_one_was_killed(
+    count: int, prompts: list[list[int]], link: str
+) -> None:
     """The others go on living; alone a request gives the same tokens."""
     longest = sorted(prompts, key=len)[-1:]
-    with served(_SPARSE | {"index_dtype": "int8"}, **several(count)) as server:
+    with served(_SPARSE | {"index_dtype": "int8"}, **several(count, link)) as server:
         want = run(server, longest, new_tokens=_LONG, at_once=1)
         for killed in (count - 1, 0):
             flush(server)
-            before = pids(server)
+            before = server.cache_rank_pids()
             found = _killed_while(server, longest, before[killed])
             assert [answer["ids"] for answer in found] == [answer["ids"] for answer in want]
-            _await(lambda: len(pids(server)) == count, "a cache rank does not come back")
-            same = [a == b for a, b in zip(pids(server), before, strict=True)]
+            _await(
+                lambda: len(server.cache_rank_pids()) == count, "a cache rank does not come back"
+            )
+            same = [a == b for a, b in zip(server.cache_rank_pids(), before, strict=True)]
             assert same == [number != killed for number in range(count)]
         values = server.values()[0]
     assert values["cache_rank_lost_total"] == values["pauses_total"] == 2
@@ -160,9 +167,27 @@ def test_requests_go_on_where_one_was_killed(count: int, prompts: list[list[int]
     assert values["reseeded_rows_total"] == values["requests_failed_total"] == 0
 
 
-def pids(server: Server) -> list[int]:
-    """Process ids of the cache ranks that answer, in their order."""
-    return [int(rank["info"]["pid"]) for rank in cache_ranks(server) if "info" in rank]
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(2, id="one_each", marks=pytest.mark.multi_gpu(4, or_one_device=True)),
+        pytest.param(4, id="two_each", marks=pytest.mark.multi_gpu(6, or_one_device=True)),
+    ],
+)
+def test_cache_ranks_of_tensor_parallel_ranks_give_the_tokens_of_one_each(
+    count: int, prompts: list[list[int]], link: str, tmp_path: Path
+) -> None:
+    """That which maps memory is compared with: two processes of SGLang, a cache rank each."""
+    if (count, link) == (2, "shared"):
+        pytest.skip("it would be compared with itself")
+    make_random_model(tmp_path, head_dim=64)  # which is one of FlashInfer's
+    given, answers = {"model": str(tmp_path), "tensor_parallel": 2}, []
+    for number, name in ((2, "shared"), (count, link)):
+        with served(_SPARSE | {"index_dtype": "int8"}, **given, **several(number, name)) as server:
+            answers.append(run(server, prompts, new_tokens=NEW_TOKENS, at_once=1))
+            assert len(server.cache_rank_pids()) == len(cache_ranks(server)) == number
+            assert server.values()[0]["sparse_rows_total"] > 0
+    check(agreement(answers[1], answers[0]), f"{count} cache ranks of two processes, {link}")
 
 
 def _await(is_so: Callable[[], bool], what: str) -> None:

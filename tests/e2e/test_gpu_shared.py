@@ -29,10 +29,7 @@ from stock_agreement import (
     stock,
 )
 
-from tandemkv.cache_rank.protocol.errors import SettingsError
-from tandemkv.cache_rank.protocol.one_device import is_on_one_device
-from tandemkv.cache_rank.protocol.placement import Placement, lies_on_two_gpus
-from tandemkv.server.shared_gpus import check_shared_gpus
+from tandemkv.cache_rank.protocol.placement import lies_on_two_gpus
 
 pytestmark = [
     pytest.mark.e2e,
@@ -53,21 +50,6 @@ _PLACEMENTS: dict[str, dict[str, Any]] = {
 _LONG = 256 if DEVICE == "cuda" else 64
 """Tokens of an answer in the middle of which a process is killed."""
 _INDEXES = ("native", "int8", "int4") if DEVICE == "cuda" else ("native", "int8")
-
-
-@pytest.fixture(params=["shared", "message"])
-def link(request: pytest.FixtureRequest) -> str:
-    """A link between two processes, if these GPUs have it."""
-    name: str = request.param
-    if name == "message" and DEVICE == "cuda":
-        if is_on_one_device():
-            pytest.skip("NCCL connects two GPUs")
-        placement = Placement(link="message", model_device="cuda", two_gpus=True)
-        try:
-            check_shared_gpus(placement)
-        except SettingsError as error:
-            pytest.skip(str(error))
-    return name
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ _START_TIMEOUT_S = 120.0
 def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) -> Iterator[None]:
     """Run the cache ranks of `settings` during the body; nothing if it is in the same process.
 
-    Their output goes to ``cache_rank.log``, of several ``cache_rank_0.log`` and so on, in `folder`,
-    and that of a pump to ``pump.log``. Raises
-    `SettingsError` if it ends, or does not answer in time.
+    Their output goes to `folder`: ``cache_rank.log``, of several ``cache_rank_0.log`` and so on; by
+    messages ``cache_rank.log``, ``cache_rank_1.log``, and of their pumps ``pump.log``,
+    ``pump_1.log``. Raises `SettingsError` if one ends, or does not answer in time.
     """
     is_far = settings.rank_settings.placement.has_far_host
     if is_far:
@@ -39,10 +39,10 @@ def cache_rank_beside(settings: ServeSettings, run_dir: RunDir, folder: Path) ->
     if not launches:
         yield
         return
-    if settings.tensor_parallel > 1 or (is_far and settings.head_shards > 1):
+    if settings.tensor_parallel > 1:
         raise SettingsError(
             f"{settings.rank_settings.placement.num_engines} engines are not measured here; use "
-            "cache_ranks 0, or tensor_parallel 1 with transport shared or cache_ranks 1"
+            "cache_ranks 0, or tensor_parallel 1"
         )
     (run_dir.path / SETTINGS_FILE).write_text(to_yaml(settings), encoding="utf-8")
     with contextlib.ExitStack() as running:

@@ -184,8 +184,9 @@ BUILT_IN: Mapping[str, Configuration] = {
         for name, more in _VARIANTS.items()
     },
     **{
-        f"1+{count}-shared{name}": _own(1, cache_ranks=count, transport="shared", **more)
+        f"1+{count}-{link}{name}": _own(1, cache_ranks=count, transport=link, **more)
         for count in (2, 3, 7)
+        for link in ("shared", "message")
         for name, more in _VARIANTS.items()
     },
 }

@@ -97,14 +97,17 @@ class Engines:
 class Forward:
     """Plays the forward pass of three requests, and goes back a step when the engine is lost."""
 
+    homes = Homes.on_host()
+
     def __init__(self, run_dir: RunDir, model_dir: Path, settings: RankSettings) -> None:
         self.model = read_model_spec(model_dir, dtype="float32", max_context=CONTEXT)
         selection = settings.selection
         self.sizes = RegionSizes(
             num_slots=settings.cache.capacity_tokens + 1, num_rows=4, page_size=1,
-            is_apart=settings.placement.has_far_pool, num_sharing=settings.placement.num_sharing,
+            is_apart=settings.placement.has_far_pool, num_sharing=settings.placement.head_shards,
+            has_whole_pool=settings.placement.has_far_host,
         )  # fmt: skip
-        self.kept = make_kept_tensors(self.model, settings, self.sizes, Homes.on_host(), run_dir)
+        self.kept = make_kept_tensors(self.model, settings, self.sizes, self.homes, run_dir)
         self.pools = pools_of(self.kept, self.model, selection, self.sizes)
         self.counters = Counters()
         ranks = range(settings.placement.head_shards)
@@ -116,18 +119,26 @@ class Forward:
         self.num_cold = DenseLengths.of(selection, selection.num_resident).num_cold
         # What the first call imports would hold up the heartbeat of an epoch.
         torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
-        self.connection.connect(timeout_s=120)
-        self.link = SharedLink(
-            self.connection,
-            HostSignals(self.connection.parts, self.model.num_layers),
-            generation_of=lambda row: 10 + row,
-            rows_on_host=lambda: None,
-        )
+        self.connect()
+        self.link = self.make_link()
         self.window = selection.seed_window
         self.table = self.kept["req_to_token"]
         order = torch.randperm(self.sizes.num_slots - 1, generator=torch.Generator().manual_seed(3))
         self.slots = (order[: 3 * CONTEXT] + 1).view(3, CONTEXT).to(torch.int32)
         self.num_lost = 0
+
+    def connect(self) -> None:
+        """Open the first epoch."""
+        self.connection.connect(timeout_s=120)
+
+    def make_link(self) -> SharedLink:
+        """Return what `decode` and others hand over to."""
+        return SharedLink(
+            self.connection,
+            HostSignals(self.connection.parts, self.model.num_layers),
+            generation_of=lambda row: 10 + row,
+            rows_on_host=lambda: None,
+        )
 
     def random(self, seed: int, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,93 +19,21 @@ from typing import Any
 import pytest
 import torch
 from clusters import write_clusters
+from message_pumps import FarForward, Pumps, check_same
 from shared_forward import LENGTHS, Engines, Forward, settings_of
 from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, HandshakeRefusedError
-from tandemkv.cache_rank.protocol.message.address import LinkAddress
-from tandemkv.cache_rank.protocol.message.door import Door
 from tandemkv.cache_rank.protocol.message.keys import (
-    CACHE_RANK,
-    INFERENCE_RANK,
-    allowed_keys,
     make_keys,
-    own_keys,
-    public_key,
 )
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RankSettings
-from tandemkv.cache_rank.pump.far_service import FarPump
 from tandemkv.cache_rank.pump.near_service import NearPump
 from tandemkv.inference_rank.links.base import ExtendRow
 
 pytestmark = pytest.mark.timeout(120)
 _SELECTION = {"index_dtype": "int8", "sample_tokens": 8}
-
-
-class FarForward(Forward):
-    """The K/V of earlier prompts are on the other host alone, or on several, each its heads."""
-
-    pumps: Sequence[Pumps]
-
-    def far_kv(self) -> torch.Tensor:
-        return torch.cat([pumps.far._kept["kv"] for pumps in self.pumps], dim=3)
-
-    def attended(self, layer: int, query: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        here, self.kept = self.kept, {"kv": self.far_kv()}  # type: ignore[assignment]
-        try:
-            return super().attended(layer, query, lengths)
-        finally:
-            self.kept = here
-
-
-class Pumps:
-    """Both pumps of a cache rank, as threads of this process, on two addresses of it."""
-
-    def __init__(
-        self, near: RunDir, far: RunDir, settings: RankSettings, keys: Path, rank: int = 0,
-        far_rank: int | None = None, address: LinkAddress | None = None,
-    ) -> None:  # fmt: skip
-        self._of_far = far, settings, keys, rank if far_rank is None else far_rank
-        self._running: list[tuple[threading.Event, threading.Thread]] = []
-        self._address = address or LinkAddress("127.0.0.3", 0)
-        if address is None:
-            self._start_far()
-        self.near = NearPump(
-            near,
-            settings,
-            self._address,
-            own_keys(keys, INFERENCE_RANK),
-            public_key(keys, CACHE_RANK),
-            "127.0.0.2",
-            rank=rank,
-        )
-        self._start(self.near)
-
-    def lose_far(self) -> None:
-        """End what holds the K/V, and start another at the same address."""
-        self._stop(0)
-        self._start_far()
-
-    def close(self) -> None:
-        while self._running:
-            self._stop(0)
-
-    def _start_far(self) -> None:
-        far, settings, keys, rank = self._of_far
-        door = Door(self._address, own_keys(keys, CACHE_RANK), allowed_keys(keys))
-        self._address, self.far = door.address, FarPump(far, settings, door, rank)
-        self._start(self.far)
-
-    def _start(self, pump: FarPump | NearPump) -> None:
-        stop = threading.Event()
-        self._running.append((stop, threading.Thread(target=pump.run, args=(stop,))))
-        self._running[-1][1].start()
-
-    def _stop(self, number: int) -> None:
-        stop, thread = self._running.pop(number)
-        stop.set()
-        thread.join()
 
 
 @contextmanager
@@ -156,20 +84,13 @@ def _shared(
     return found
 
 
-def _same(found: list[list[torch.Tensor]], want: list[list[torch.Tensor]]) -> None:
-    assert len(found) == len(want)
-    for number, (mine, theirs) in enumerate(zip(found, want, strict=True)):
-        for layer, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            assert torch.equal(a, b), f"step {number}, tensor {layer}"
-
-
 def _compare(
     folder: Path, policy: str, selection: dict[str, object], *, two_gpus: bool = True
 ) -> None:
     want = _shared(folder, policy, two_gpus=two_gpus, **selection)
     settings = settings_of(policy, {"link": "message", "two_gpus": True}, **selection)
     with _played(folder, settings) as (played, _):
-        _same(played.run(), want)
+        check_same(played.run(), want)
         assert played.num_lost == 0
 
 
@@ -200,7 +121,7 @@ def test_two_cache_ranks_with_a_part_of_the_kv_heads(
     want = _shared(tmp_path, policy, two_gpus=policy != "lfps", config=config, **selection)
     placement = {"link": "message", "two_gpus": True, "head_shards": 2}
     with _played(tmp_path, settings_of(policy, placement, **selection), config) as (played, _):
-        _same(played.run(), want)
+        check_same(played.run(), want)
         assert played.num_lost == 0
         own = [pumps.far._kept["kv"].shape[3] for pumps in played.pumps]
         assert own == heads, "each host has the K/V of its own heads, and no others"
@@ -250,7 +171,7 @@ def test_a_killed_cache_rank(tmp_path: Path, num_shards: int) -> None:
             killer, losses = threading.Thread(target=kill), played.num_lost
             killer.start()
             while killer.is_alive() or played.num_lost == losses:
-                _same(played.run(), want)
+                check_same(played.run(), want)
             killer.join()
         assert played.num_lost == 2
 
@@ -279,7 +200,7 @@ def test_a_host_that_has_lost_the_k_and_v_is_noticed(tmp_path: Path, num_shards:
         connection.resume(())
         assert connection.await_finish(connection.step)
         connection.confirm(connection.step)
-        _same(played.run(), want)
+        check_same(played.run(), want)
 
 
 def test_who_gives_up_in_the_handshake_does_not_hold_up_the_next(
@@ -304,7 +225,7 @@ def test_who_gives_up_in_the_handshake_does_not_hold_up_the_next(
         connection.resume(())
         assert connection.await_finish(connection.step)
         connection.confirm(connection.step)
-        _same(played.run(), want)
+        check_same(played.run(), want)
 
 
 def test_another_server_that_came_meanwhile_has_replaced_the_k_and_v(tmp_path: Path) -> None:
@@ -343,7 +264,7 @@ def test_slots_that_the_radix_tree_has_replaced(tmp_path: Path, policy: str) -> 
         engines.close()
     settings = settings_of(policy, {"link": "message", "two_gpus": True}, **_SELECTION)
     with _played(tmp_path, settings) as (played, _):
-        _same(_with_replaced_slots(played), want)
+        check_same(_with_replaced_slots(played), want)
         assert played.num_lost == 0
 
 

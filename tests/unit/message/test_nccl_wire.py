@@ -19,12 +19,13 @@ from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolErro
 from tandemkv.cache_rank.protocol.message import nccl_wire
 from tandemkv.cache_rank.protocol.message.data_plane import CACHE_END, INFERENCE_END
 from tandemkv.cache_rank.protocol.message.nccl_wire import (
+    MOST_CTAS,
     NcclWire,
     interface_name,
     prepare_nccl,
 )
 from tandemkv.cache_rank.pump import gpu_link
-from tandemkv.cache_rank.pump.gpu_link import open_wires
+from tandemkv.cache_rank.pump.gpu_link import most_ctas, open_wires
 
 _CPU = torch.device("cpu")
 _KEY = "0:1"
@@ -124,15 +125,21 @@ def test_what_is_sent_comes() -> None:
 
 
 def test_each_direction_has_a_wire_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wire(end: int, _: torch.device, *, sends: bool, timeout_s: float) -> NcclWire:
+    taken = list[int]()
+
+    def wire(
+        end: int, _: torch.device, *, sends: bool, timeout_s: float, most_ctas: int
+    ) -> NcclWire:
+        taken.append(most_ctas)
         return NcclWire(end, _CPU, sends=sends, timeout_s=timeout_s)
 
     monkeypatch.setattr(gpu_link, "NcclWire", wire)
     monkeypatch.setattr(gpu_link, "prepare_nccl", lambda _: None)
     gpu = torch.device("cuda", 0)
-    near = open_wires(INFERENCE_END, gpu, "127.0.0.1", 10.0)
+    near = open_wires(INFERENCE_END, gpu, "127.0.0.1", 10.0, num_sharing=3)
     places = tuple(wire.place for wire in near)
-    far = open_wires(CACHE_END, gpu, "127.0.0.1", 10.0, places)
+    far = open_wires(CACHE_END, gpu, "127.0.0.1", 10.0, places, num_sharing=3)
+    assert taken == [4] * 4, "both ends of three cache ranks take a third, as NCCL rounds it"
     with ThreadPoolExecutor(4) as pool:
         met = [pool.submit(wire.meet, place) for wire, place in zip(far, places, strict=True)]
         for wire in near:
@@ -149,6 +156,15 @@ def test_each_direction_has_a_wire_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     for device, given in ((gpu, ()), (_CPU, places)):  # a host with GPUs, and one without
         with pytest.raises(ProtocolError, match="places to meet"):
             open_wires(CACHE_END, device, "127.0.0.1", 10.0, given)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 64])
+def test_transfers_of_one_gpu_take_no_more_of_it_than_one_alone(count: int) -> None:
+    """NCCL rounds up to a power of two."""
+    each = most_ctas(count)
+    assert each == 1 or count * each <= MOST_CTAS < 2 * (count + 1) * each
+    assert each & (each - 1) == 0
+    assert each >= 1
 
 
 def test_abort_ends_a_wait_and_all_that_would_come() -> None:

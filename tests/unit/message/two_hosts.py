@@ -16,9 +16,10 @@ from tape import Tape
 from tandemkv.cache_rank.policies.registry import selection_values
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags
+from tandemkv.cache_rank.protocol.head_shard import HeadShard
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import Timing
-from tandemkv.cache_rank.protocol.model_spec import ModelSpec
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec, part_of
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import RegionSizes, specs_by_life
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
@@ -74,9 +75,21 @@ class Queue:
 
 
 class End:
-    """The memory of one host; `has_all`: filled at random, not with zeros."""
+    """The memory of one host; `has_all`: filled at random, not with zeros.
 
-    def __init__(self, policy: str, *, has_all: bool) -> None:
+    `near`: of the inference rank's host, beside GPUs, where the pump of `shard` maps the heads of
+    all in `kept`. Else all heads are those of the one cache rank, or of its host.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        has_all: bool,
+        model: ModelSpec = MODEL,
+        near: HeadShard | None = None,
+        kept: MappedTensors | None = None,
+    ) -> None:
         given = {
             "policy": policy, "budget_tokens": 16, "resident_factor": 1.0, "num_sink_tokens": 2,
             "num_recent_tokens": 4, "fetch_cap": 3, "sample_tokens": 8, "exact_layers": [2],
@@ -88,16 +101,23 @@ class End:
                 "cache": {"capacity_tokens": 256},
             }
         )
-        sizes = RegionSizes(num_slots=257, num_rows=NUM_ROWS, page_size=1, is_apart=True)
-        self.tensors = MappedTensors()
-        specs = specs_by_life(MODEL, settings.selection, sizes, on_gpu=True)
-        self.tensors.allocate_all(spec for some in specs for spec in some)
-        self.program = EngineProgram(MODEL, settings, timing=TIMINGS[policy])
-        self.side = Side(self.tensors, self.program, settings.selection, lambda: False)
-        self.flags = GpuFlags(self.tensors, MODEL.num_layers)
-        self.positions = torch.zeros(
-            len(self.program.selecting), NUM_ROWS, 2, self.side.resident[0].shape[2]
-        ).int()
+        shard = near or HeadShard()
+        sizes = RegionSizes(
+            num_slots=257, num_rows=NUM_ROWS, page_size=1, is_apart=True, shard=shard,
+            num_sharing=shard.count, has_whole_pool=True,
+        )  # fmt: skip
+        self.kept, self.tensors = kept or MappedTensors(), MappedTensors()
+        model = part_of(model, shard)
+        specs = specs_by_life(model, settings.selection, sizes, on_gpu=True)
+        self.kept.allocate_all(specs.kept)
+        self.tensors.allocate_all((*specs.own, *specs.epoch))
+        self._specs = [spec for some in specs for spec in some]
+        self.tensors.borrow(self.kept)
+        self.program = EngineProgram(model, settings, timing=TIMINGS[policy])
+        self.side = Side(self.tensors, self.program, settings.selection, lambda: False, shard)
+        self.flags = GpuFlags(self.tensors, model.num_layers, shard.index)
+        _, _, width, num_heads, _ = self.side.resident[0].shape
+        self.positions = torch.zeros(len(self.program.selecting), NUM_ROWS, num_heads, width).int()
         if has_all:
             torch.manual_seed(1)
             for spec in (*specs.kept, *specs.own):
@@ -108,7 +128,7 @@ class End:
 
     def memory(self) -> list[torch.Tensor]:
         """Return all that a step may write."""
-        return [self.positions, *(self.tensors[spec.name] for spec in self.tensors.specs)]
+        return [self.positions, *(self.tensors[spec.name] for spec in self._specs)]
 
     def words(self, flag: Flag) -> torch.Tensor:
         """Return the words of a flag in GPU memory."""
@@ -128,10 +148,17 @@ class End:
 
 
 class Way:
-    """Two hosts, and one direction between them; to the cache rank's, or back."""
+    """Two hosts, and one direction between them; to the cache rank's, or back.
 
-    def __init__(self, way: str, policy: str, *, is_back: bool = False) -> None:
-        self.source, self.target = (End(policy, has_all=has_all) for has_all in (True, False))
+    `ends` are where messages come from and where they go, by default with all heads.
+    """
+
+    def __init__(
+        self, way: str, policy: str, *, is_back: bool = False, ends: tuple[End, End] | None = None
+    ) -> None:
+        self.source, self.target = ends or (
+            End(policy, has_all=True), End(policy, has_all=False)
+        )  # fmt: skip
         self.is_queued, self.is_back, self.wire = way != "records", is_back, Queue()
         self.is_captured = way == "captured"
         positions = self.source.positions if is_back else None

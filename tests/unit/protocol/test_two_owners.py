@@ -9,12 +9,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fake_driver import GRANULARITY, FakeDriver
 
 from tandemkv.cache_rank.protocol import shared_devices
 from tandemkv.cache_rank.protocol.errors import ProtocolError, SettingsError
+from tandemkv.cache_rank.protocol.gpu_flags import GpuFlags, flag_specs
 from tandemkv.cache_rank.protocol.handshake import check_hello, make_hello
 from tandemkv.cache_rank.protocol.head_shard import parts_of
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes, MappedTensors
@@ -210,6 +212,45 @@ def test_several_engines_have_layers_of_the_pool_and_what_is_their_own(three: Fa
         kept.allocate("kv_5", (1,), torch.float32, "pool_5")
     kept.close()
     assert three.num_mapped == 0
+
+
+def test_by_messages_the_pumps_of_several_map_one_pool_beside_the_model(
+    driver: FakeDriver,
+) -> None:
+    """Whole, on its GPU; words that all raise are enough for the largest step of each."""
+    count = 3
+    sizes = replace(SIZES, num_rows=33, num_sharing=count, has_whole_pool=True)
+    model = msgspec.structs.replace(MODEL, num_kv_heads=8, num_qo_heads=16)
+    driver.contexts = {0}
+    homes = Homes(inference=FIRST, engine=FIRST, here=FIRST)
+    kept = MappedTensors(homes)
+    kept.allocate_all(specs_by_life(model, SELECTION, sizes, on_gpu=True).kept)
+    assert kept["kv"].shape == (3, 2, 40, 8, 8)
+    assert {owner for owner, _ in driver.created} == {0}
+    own = MappedTensors(homes)
+    own.allocate_all(flag_specs(model.num_layers, sizes.max_batch)[:1])
+    own.borrow(kept)
+    flags = [GpuFlags(own, model.num_layers, number) for number in range(count)]
+    for size in (1, 32):
+        for number, each in enumerate(flags):
+            assert each.ready(1, size).shape == (size,)
+            each.ready(1, size).fill_(10 + number)
+        found = flags[0].all_ready(1, count, size).view(count, size)
+        assert found.tolist() == [[10 + number] * size for number in range(count)]
+    for shard, heads in zip(parts_of(count, 8), (2, 3, 3), strict=True):
+        part = part_of(model, shard)
+        assert part.num_kv_heads == heads
+        here = specs_by_life(part, SELECTION, replace(sizes, shard=shard), on_gpu=True)
+        assert here.kept == kept.specs
+        staged = {spec.name: spec for spec in here.own}
+        assert set(staged) == BESIDE_THE_ENGINE - {"kv"} | {"outputs", "remote_outputs"}
+        assert staged["queries"].shape[2] == 2 * heads
+        far = specs_by_life(part, SELECTION, replace(SIZES, num_rows=33), on_gpu=True)
+        assert next(x for x in far.kept if x.name == "kv").shape == (3, 2, 40, heads, 8)
+        assert far.own == here.own, "a step is staged alike on both hosts"
+    own.close()
+    kept.close()
+    assert driver.num_mapped == 0
 
 
 def test_another_layout_is_refused(driver: FakeDriver) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import write_model
+from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.policies.registry import resolve_selection
 from tandemkv.cache_rank.protocol.errors import SettingsError
@@ -71,6 +71,25 @@ def test_one_gpu_stands_for_two_where_tests_ask_for_it(
         environ = {ONE_DEVICE_VARIABLE: "1"}
         env = sglang_env(launch.settings, environ, run_dir=model_dir, device=launch.device)
         assert env[ONE_DEVICE_VARIABLE] == "1"
+
+
+def test_cache_ranks_at_addresses_need_no_gpu_here(
+    gpus: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether their number is given as well or not."""
+    (tmp_path / "control").touch()  # as where CUDA MPS runs
+    gpus.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    gpus.delenv(ONE_DEVICE_VARIABLE, raising=False)
+    memory = SimpleNamespace(total_memory=139 << 30, name="a GPU")
+    gpus.setattr(torch.cuda, "get_device_properties", lambda _index: memory)
+    heads = {"num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 8}
+    model_dir = write_model(tmp_path / "model", CONFIG | heads)
+    given: dict[str, Any] = {"model": str(model_dir), "port": 0, "link_keys": "keys"}
+    given["cache_rank_address"] = "tcp://10.0.0.2:7400,tcp://10.0.0.3:7400"
+    for more in ({}, {"cache_ranks": 2}):
+        launch = resolve_launch(ServeSettings.model_validate(given | more), lambda _: None)
+        assert launch.device == "cuda"
+        assert (launch.placement.link, launch.placement.head_shards) == ("message", 2)
 
 
 @pytest.mark.parametrize("policy", ["quest", "sfi", "sync_kv"])

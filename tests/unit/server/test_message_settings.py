@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 from rich.console import Console
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server import message_launch
 from tandemkv.server.commands import app
@@ -137,6 +140,72 @@ def test_both_ends_here_have_keys_and_addresses_of_their_own(tmp_path: Path) -> 
     assert [x.spec for x in message_launches(settings, run_dir, is_far_here=False)] == specs[2:]
     run_dir.clear()
     assert not list((tmp_path / "run").iterdir()), "nothing is left"
+
+
+def _on_gpus(run_dir: RunDir, tp_size: int, count: int) -> ServeSettings:
+    given = _settings(transport="message", tensor_parallel=tp_size, cache_ranks=count)
+    placed = given.model_copy(update={"placement": given.placement_on("cuda")})
+    return with_own_link(placed, run_dir)
+
+
+@pytest.mark.parametrize(("tp_size", "count"), [(1, 3), (2, 2), (2, 4)])
+def test_cache_ranks_here_have_the_gpus_behind_those_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int, count: int
+) -> None:
+    """Each with an address; their pumps see what SGLang sees, and use the model's."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    run_dir = RunDir.create(tmp_path / "run")
+    settings = _on_gpus(run_dir, tp_size, count)
+    launches = message_launches(settings, run_dir, is_far_here=True)
+    far, near = (
+        [x.spec for x in part if x.spec is not None]
+        for part in (launches[:count], launches[count:])
+    )
+    seen = [spec.env["CUDA_VISIBLE_DEVICES"] for spec in far]
+    assert seen == [str(tp_size + rank) for rank in range(count)]
+    for rank, (there, here) in enumerate(zip(far, near, strict=True)):
+        assert settings.cache_rank_addresses[rank] in there.argv
+        assert "CUDA_VISIBLE_DEVICES" not in here.env
+        number = ["--rank", str(rank)] if rank else []
+        for spec in (there, here):
+            at = spec.argv.index("--config")
+            assert list(spec.argv[at - len(number) : at]) == number
+    assert {spec.env["CUDA_MPS_CLIENT_PRIORITY"] for spec in far} == {"1"}
+    assert {spec.env["CUDA_MPS_CLIENT_PRIORITY"] for spec in near} == {"0"}
+    run_dir.clear()
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "count", "models"), [(1, 3, [0, 0, 0]), (2, 2, [0, 1]), (2, 4, [0, 0, 1, 1])]
+)
+def test_a_pump_is_on_the_gpu_of_its_inference_rank(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tp_size: int,
+    count: int,
+    models: list[int],
+) -> None:
+    found: list[tuple[int, Homes]] = []
+
+    class Pump:
+        def __init__(self, *_: Any, rank: int, homes: Homes) -> None:
+            found.append((rank, homes))
+
+        def run(self, stop: threading.Event) -> None:
+            assert not stop.is_set()
+
+    run_dir = RunDir.create(tmp_path / "run")
+    settings = _on_gpus(run_dir, tp_size, count)
+    monkeypatch.setattr(message_launch, "NearPump", Pump)
+    monkeypatch.setattr(message_launch, "await_entry", lambda *_: None)
+    monkeypatch.setattr(message_launch.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    for rank in range(count):
+        message_launch.run_pump(settings, run_dir.of_rank(rank, create=True).path, rank)
+    assert [rank for rank, _ in found] == list(range(count))
+    for (_, homes), model in zip(found, models, strict=True):
+        assert {homes.inference, homes.engine, homes.here} == {torch.device("cuda", model)}
+    run_dir.clear()
 
 
 @pytest.mark.parametrize(("seen", "far"), [(None, "1"), ("5, 3", "3"), ("GPU-a,GPU-b", "GPU-b")])

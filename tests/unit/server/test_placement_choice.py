@@ -195,8 +195,7 @@ def test_by_messages_the_other_gpu_may_be_another_hosts(tmp_path: Path, gpus: An
         resolve(tmp_path, transport="message")
     gpus(4)
     assert resolve(tmp_path, transport="message")[0].cache_ranks == 1
-    with pytest.raises(SettingsError, match="one cache rank in this version; use --tp 1"):
-        resolve(tmp_path, transport="message", tensor_parallel=2)
+    assert resolve(tmp_path, transport="message", tensor_parallel=2)[0].cache_ranks == 2
     gpus(2, gib=80)
     with pytest.raises(SettingsError):  # the model's GPU has all K/V as well
         resolve(tmp_path, transport="message")

@@ -60,9 +60,37 @@ def test_heads_that_cannot_be_shared_are_refused(
         resolve(tmp_path, "cpu", **given | {"selection": selection})
 
 
-def test_by_messages_gpus_do_not_share_the_heads(tmp_path: Path, gpus: Any) -> None:
-    gpus(4)
-    with pytest.raises(SettingsError, match="between GPUs transport=message has one cache rank"):
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_by_messages_each_of_several_has_a_gpu_of_its_own(
+    tmp_path: Path, gpus: Any, tp_size: int
+) -> None:
+    """On this host behind those of the model; on others they are not counted."""
+    given = {"tensor_parallel": tp_size, "cache_ranks": 3 * tp_size, "transport": "message"}
+    gpus(4 * tp_size)
+    settings, said = resolve(tmp_path, **given)
+    placement = settings.rank_settings.placement
+    assert (placement.head_shards, placement.num_cache_ranks) == (3, 3 * tp_size)
+    assert (placement.num_sharing, placement.two_gpus) == (1, True), "each has a pool of its own"
+    assert "each with its part of the KV heads, in a process of its own, on another" in said[0]
+    gpus(4 * tp_size - 1)
+    with pytest.raises(SettingsError, match=f"needs {4 * tp_size} GPUs, {4 * tp_size - 1} seen"):
+        resolve(tmp_path, **given)
+    gpus(tp_size)
+    addresses = ",".join(f"tcp://10.0.0.{n}:7400" for n in range(3 * tp_size))
+    far = {"cache_rank_address": addresses, "link_keys": "keys", "tensor_parallel": tp_size}
+    settings, _ = resolve(tmp_path, **far)
+    assert settings.rank_settings.placement.head_shards == 3
+    gpus(32)
+    for more in (given | {"cache_ranks": 16}, far | {"selection": {"policy": "quest"}}):
+        with pytest.raises(SettingsError, match=r"more than the .* KV heads|policy=quest"):
+            resolve(tmp_path, **more)
+
+
+def test_by_messages_the_model_s_gpu_has_all_k_and_v(tmp_path: Path, gpus: Any) -> None:
+    """So several cache ranks give no room there; those that map memory do."""
+    gpus(4, gib=80)
+    assert resolve(tmp_path, cache_ranks=3, transport="shared")
+    with pytest.raises(SettingsError, match="GiB"):
         resolve(tmp_path, cache_ranks=3, transport="message")
 
 

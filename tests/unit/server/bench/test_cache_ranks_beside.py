@@ -37,6 +37,19 @@ def test_all_cache_ranks_answer(count: int, tmp_path: Path) -> None:
     assert logs == (["cache_rank.log"] if count == 1 else ["cache_rank_0.log", "cache_rank_1.log"])
 
 
+def test_by_messages_each_has_a_pump_that_answers(tmp_path: Path) -> None:
+    heads = {"num_key_value_heads": 3, "num_attention_heads": 6, "head_dim": 8}
+    model_dir = write_model(tmp_path / "model", CONFIG | heads)
+    run_dir = RunDir.create(tmp_path / "run")
+    settings = settings_of(model_dir, cache_ranks=2, transport="message")
+    with cache_rank_beside(settings, run_dir, tmp_path):
+        found = [request_status(run_dir.of_rank(n).heartbeat_socket, 5.0) for n in range(2)]
+        assert [status.role for status in found] == ["pump", "pump"]
+        assert len({status.info["address"] for status in found}) == 2
+    logs = {path.name for path in tmp_path.glob("*.log")}
+    assert {"cache_rank.log", "cache_rank_1.log"} <= logs, "a pump that meets nobody says nothing"
+
+
 def test_what_is_not_measured_is_refused(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, cache_ranks=2, tensor_parallel=2)
     run_dir = RunDir.create(tmp_path / "run")
@@ -47,13 +60,15 @@ def test_what_is_not_measured_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_three_cache_gpus_are_built_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("link", ["shared", "message"])
+def test_three_cache_gpus_are_built_in(link: str, tmp_path: Path) -> None:
     """As served, with queries that jump: signs of a head do not depend on the cache ranks."""
-    settings = BUILT_IN["1+3-shared-served"].serve_settings(
+    settings = BUILT_IN[f"1+3-{link}-served"].serve_settings(
         model_dir=tmp_path, capacity_tokens=1 << 20, batch=36
     )
     placement = settings.rank_settings.placement
     assert (placement.head_shards, placement.two_gpus, placement.model_device) == (3, True, "cuda")
+    assert placement.link == link
     assert settings.stress_selection
     assert settings.selection.num_late == 1
     assert BUILT_IN["dense-tp4"].is_reference

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Link ``message`` as between GPUs, with one cache rank and with several, on a CPU.
+
+All that is not CUDA is what runs there: the link's side waits for flags in memory that it maps, as
+its captured graphs do, the pumps' lanes queue messages for wires, weights go once for each cache
+rank. Wires are queues of this process here, and engines are threads of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from message_pumps import FarForward, Pumps, check_same
+from shared_forward import LENGTHS, ROWS, Engines, Forward, settings_of
+from tiny_model import CONFIG, write_model
+
+from tandemkv.cache_rank.counters import Counters
+from tandemkv.cache_rank.protocol.engine_program import DecodeKind
+from tandemkv.cache_rank.protocol.errors import CacheRankLostError
+from tandemkv.cache_rank.protocol.mapped_tensors import Homes
+from tandemkv.cache_rank.protocol.message.keys import make_keys
+from tandemkv.cache_rank.protocol.predictor_weights import PREDICTOR_PREFIX, put_weights
+from tandemkv.cache_rank.protocol.run_dir import RunDir
+from tandemkv.cache_rank.protocol.settings import RankSettings
+from tandemkv.cache_rank.pump import far_service, gpu_link, near_service
+from tandemkv.cache_rank.service import service
+from tandemkv.cache_rank.service.service import SharedEngineService
+from tandemkv.inference_rank.links.base import DecodeRows
+from tandemkv.inference_rank.links.shared import SharedLink
+from tandemkv.inference_rank.links.signals import StreamSignals
+from tandemkv.kernels.query import QueryWeights
+from tandemkv.kernels.step_flags import StepWait, wait_flags
+
+pytestmark = pytest.mark.timeout(120)
+_CPU, _LIMIT_S = torch.device("cpu"), 30.0
+_SHAPE = CONFIG | {"num_key_value_heads": 3, "num_attention_heads": 12, "head_dim": 8}
+_SELECTION: dict[str, object] = {"index_dtype": "int8", "sample_tokens": 8}
+
+
+class PlayedGpu(Homes):
+    """A CPU that is taken for a GPU."""
+
+    are_on_gpu = True  # type: ignore[assignment]
+
+
+HOMES = PlayedGpu(inference=_CPU, engine=_CPU, here=_CPU)
+
+
+class QueueWire:
+    """See `NcclWire`: both ends are in this process."""
+
+    opened: ClassVar[dict[bytes, SimpleQueue[torch.Tensor]]] = {}
+    numbers: ClassVar[Iterator[int]] = itertools.count()
+
+    def __init__(
+        self, end: int, _: torch.device, *, sends: bool, timeout_s: float, most_ctas: int
+    ) -> None:
+        del timeout_s, most_ctas
+        self.sends, self.place, self._reason = sends, b"", ""
+        if end == 0:
+            self.place = str(next(self.numbers)).encode()
+            self._queue = self.opened[self.place] = SimpleQueue()
+
+    def meet(self, place: bytes = b"") -> None:
+        self._queue = self.opened[self.place or place]
+
+    def send(self, body: torch.Tensor) -> None:
+        self._queue.put(body.clone())
+
+    def receive(self, out: torch.Tensor) -> None:
+        while True:
+            try:
+                out.copy_(self._queue.get(timeout=0.01))
+                return
+            except Empty:
+                if self._reason:
+                    raise CacheRankLostError(self._reason) from None
+
+    def held(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def abort(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+
+class WaitingLink(SharedLink):
+    """Waits where a kernel of attention would."""
+
+    def await_set(self, layer: int) -> StepWait | None:
+        wait = super().await_set(layer)
+        if wait is not None:
+            wait_flags(wait.flags, step=wait.step, lost=wait.lost, timeout_s=wait.timeout_s)
+        return None
+
+
+class StreamForward(FarForward):
+    """The forward pass of a GPU; the weights that it hands over are of no use to the policies."""
+
+    homes = HOMES
+
+    def connect(self) -> None:
+        torch.manual_seed(3)
+        model, size = self.model, self.model.num_qo_heads * self.model.head_dim
+        layer = QueryWeights(
+            weight=torch.randn(size, model.hidden_size), head_dim=model.head_dim,
+            norm=torch.randn(model.hidden_size),
+        )  # fmt: skip
+        self.weight = layer.weight
+        for part in self.connection.parts:
+            angles = torch.rand(16, model.head_dim)
+            put_weights(part.own, [layer] * model.num_layers, angles, part.shard)
+        super().connect()
+
+    def make_link(self) -> SharedLink:
+        signals = StreamSignals(
+            self.connection.parts, self.model.num_layers, timeout_s=_LIMIT_S, sends_beside=True
+        )
+        return WaitingLink(
+            self.connection, signals, generation_of=lambda row: 10 + row, rows_on_host=lambda: ROWS
+        )
+
+    def rehearse(self) -> None:
+        """Have decode steps captured, as SGLang does before the first request."""
+        lengths = torch.ones(len(ROWS), dtype=torch.int64)
+        rows = DecodeRows(
+            rows=torch.zeros_like(lengths), lengths=lengths, lengths_on_host=lengths,
+            req_to_token=self.table, num_cold=self.num_cold, is_rehearsal=True,
+        )  # fmt: skip
+        self.link.begin_decode(DecodeKind.SELECTING, rows)
+        self.link.end_step()
+
+
+@pytest.fixture(autouse=True)
+def _played_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(synchronize=lambda: None)
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    near = SimpleNamespace(uuid="GPU-near")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: near)
+    monkeypatch.setattr(gpu_link, "NcclWire", QueueWire)
+    monkeypatch.setattr(gpu_link, "prepare_nccl", lambda _: None)
+    open_wires, gpu = gpu_link.open_wires, torch.device("cuda", 0)
+    for module in (near_service, far_service):
+        monkeypatch.setattr(
+            module,
+            "open_wires",
+            lambda end, _, *more, **named: open_wires(end, gpu, *more, **named),
+        )
+    for far in (far_service, service):
+        monkeypatch.setattr(far, "gpu_uuids", lambda _: ("GPU-far", "GPU-far"))
+
+
+@contextmanager
+def _engine(
+    run_dir: RunDir, model_dir: Path, settings: RankSettings, rank: int
+) -> Iterator[SharedEngineService]:
+    served, stop = threading.Event(), threading.Event()
+    engine = SharedEngineService(
+        run_dir=run_dir, model_dir=model_dir, settings=settings, max_rows=3, counters=Counters(),
+        homes=HOMES, rank=rank,
+    )  # fmt: skip
+    thread = threading.Thread(target=engine.run, args=(stop, served.set))
+    thread.start()
+    try:
+        assert served.wait(30.0)
+        yield engine
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def _played(
+    folder: Path, policy: str, count: int, selection: dict[str, object]
+) -> Iterator[StreamForward]:
+    """A forward pass and so many cache ranks."""
+    placement: dict[str, object] = {"link": "message", "two_gpus": True, "head_shards": count}
+    settings = settings_of(policy, placement, **selection)
+    near, far = RunDir.create(folder / "near"), RunDir.create(folder / "far")
+    model_dir, keys = write_model(folder / "model", _SHAPE), folder / "keys"
+    make_keys(keys)
+    with ExitStack() as running:
+        pumps = []
+        for rank in range(settings.placement.head_shards):
+            here, there = (x.of_rank(rank, create=True) for x in (near, far))
+            running.enter_context(_engine(there, model_dir, settings, rank))
+            pumps.append(Pumps(here, there, settings, keys, rank, homes=HOMES))
+            running.callback(pumps[-1].close)
+        played = StreamForward(near, model_dir, settings)
+        played.pumps = pumps
+        running.callback(played.kept.close)
+        running.callback(played.connection.close)
+        yield played
+
+
+def _shared(folder: Path, policy: str, selection: dict[str, object]) -> list[list[torch.Tensor]]:
+    """What is attended to with one cache rank that maps memory, between two CPUs."""
+    settings = settings_of(policy, {"two_gpus": True}, **selection)
+    run_dir = RunDir.create(folder / "shared")
+    model_dir = write_model(folder / "shared_model", _SHAPE)
+    engines = Engines(run_dir, model_dir, settings)
+    try:
+        played = Forward(run_dir, model_dir, settings)
+        found = played.run()
+        played.connection.close()
+        played.kept.close()
+    finally:
+        engines.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("policy", "heads", "more"),
+    [
+        ("oracle", [3], {}),
+        ("oracle", [1, 2], {"exact_layers": (1,)}),
+        ("last_query", [1, 1, 1], {}),
+    ],
+    ids=["one", "two", "three"],
+)
+def test_what_is_attended_to_is_that_of_one_cache_rank_that_maps_memory(
+    tmp_path: Path, policy: str, heads: list[int], more: dict[str, object]
+) -> None:
+    selection = _SELECTION | more
+    want = _shared(tmp_path, policy, selection)
+    with _played(tmp_path, policy, len(heads), selection) as played:
+        played.rehearse()
+        found = played.run()
+        assert played.num_lost == 0
+        check_same(found, want)
+        kept = [pumps.far._kept for pumps in played.pumps]
+        assert [each["kv"].shape[3] for each in kept] == heads
+        slots = torch.cat([played.slots[row - 1, :n] for row, n in zip(ROWS, LENGTHS, strict=True)])
+        here = played.kept["kv"][:, :, slots.long()]
+        assert torch.equal(played.far_kv()[:, :, slots.long()], here), "which stay here as well"
+        weights = torch.cat([each[f"{PREDICTOR_PREFIX}weight"] for each in kept], dim=1)
+        assert torch.equal(weights, played.weight.expand_as(weights)), "of its heads, each"
+
+
+def test_all_go_on_with_a_host_that_has_lost_its_part_of_the_k_and_v(tmp_path: Path) -> None:
+    """Waits of the forward pass end at once; the lanes of both pumps are made anew."""
+    with _played(tmp_path, "last_query", 2, _SELECTION) as played:
+        played.rehearse()
+        want, connection = played.run(), played.connection
+        played.pumps[-1].lose_far()
+        deadline = time.monotonic() + 30
+        while connection.lost_reason is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        connection.leave("another cache rank is lost")
+        played.link.rewind()
+        opened = connection.open_connection(timeout_s=30)
+        assert opened.has_lost_memory
+        opened.close()
+        connection.forget_rows()
+        connection.adopt(connection.open_connection(timeout_s=30))
+        connection.resume(())
+        assert connection.await_finish(connection.step)
+        connection.confirm(connection.step)
+        check_same(played.run(), want)
