@@ -138,6 +138,7 @@ def named(settings: ServeSettings) -> dict[str, Setting]:
         "tensor_parallel": settings.tensor_parallel,
         "max_running_requests": settings.max_running_requests,
         "capacity_tokens": settings.cache.capacity_tokens,
+        "kv_dtype": settings.cache.kv_dtype,
     }
 
 

@@ -177,7 +177,11 @@ def test_other_campaigns_name_what_differs_from_serve(prepared: Prepare) -> None
     assert changed["budget_tokens"] == (140, 896)
     assert changed["sample_tokens"] == (0, 1024)
     assert changed["exact_layers"] == ([0, 1], [])
-    assert "index_dtype" not in changed
+    assert not {"index_dtype", "kv_dtype"} & set(changed)
+    (sparse,) = (
+        c for c in prepared("cpu", "cache.kv_dtype=fp8_e4m3").configurations if not c.is_dense
+    )
+    assert differences(sparse.resolved, found.choice)["kv_dtype"] == ("fp8_e4m3", "auto")
 
 
 def test_a_grid_is_named_by_what_serve_leaves_of_it(prepared: Prepare, tmp_path: Path) -> None:
