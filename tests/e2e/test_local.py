@@ -24,8 +24,9 @@ _SMALL = {
     "exact_layers": [],
     "late_layers": 1,
     "sample_tokens": 16,
+    "dense_tokens": 116,
 }
-"""A resident set much smaller than the prompts."""
+"""A resident set much smaller than the prompts; as dense as where the pool lies elsewhere."""
 
 
 @pytest.fixture(
