@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from shared_forward import Forward
+from shared_forward import Engines, Forward, settings_of
+from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.protocol.mapped_tensors import Homes
 from tandemkv.cache_rank.protocol.message.address import LinkAddress
@@ -99,3 +101,28 @@ def check_same(found: list[list[torch.Tensor]], want: list[list[torch.Tensor]]) 
     for number, (mine, theirs) in enumerate(zip(found, want, strict=True)):
         for layer, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             assert torch.equal(a, b), f"step {number}, tensor {layer}"
+
+
+def by_link_shared(
+    folder: Path,
+    policy: str,
+    *,
+    two_gpus: bool = True,
+    config: Mapping[str, Any] = CONFIG,
+    **selection: object,
+) -> list[list[torch.Tensor]]:
+    """Return what is attended to with link ``shared``, laid out for two GPUs or for one."""
+    settings = settings_of(policy, {"two_gpus": two_gpus}, **selection)
+    run_dir, model_dir = (
+        RunDir.create(folder / "shared"),
+        write_model(folder / "shared_model", config),
+    )
+    engines = Engines(run_dir, model_dir, settings)
+    try:
+        played = Forward(run_dir, model_dir, settings)
+        found = played.run()
+        played.connection.close()
+        played.kept.close()
+    finally:
+        engines.close()
+    return found

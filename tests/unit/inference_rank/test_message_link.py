@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from clusters import write_clusters
-from message_pumps import FarForward, Pumps, check_same
+from message_pumps import FarForward, Pumps, by_link_shared, check_same
 from shared_forward import LENGTHS, Engines, Forward, settings_of
 from tiny_model import CONFIG, write_model
 
@@ -59,35 +59,10 @@ def _played(
             each.close()
 
 
-def _shared(
-    folder: Path,
-    policy: str,
-    *,
-    two_gpus: bool = True,
-    config: Mapping[str, Any] = CONFIG,
-    **selection: object,
-) -> list[list[torch.Tensor]]:
-    """Return what is attended to with link ``shared``, laid out for two GPUs or for one."""
-    settings = settings_of(policy, {"two_gpus": two_gpus}, **selection)
-    run_dir, model_dir = (
-        RunDir.create(folder / "shared"),
-        write_model(folder / "shared_model", config),
-    )
-    engines = Engines(run_dir, model_dir, settings)
-    try:
-        played = Forward(run_dir, model_dir, settings)
-        found = played.run()
-        played.connection.close()
-        played.kept.close()
-    finally:
-        engines.close()
-    return found
-
-
 def _compare(
     folder: Path, policy: str, selection: dict[str, object], *, two_gpus: bool = True
 ) -> None:
-    want = _shared(folder, policy, two_gpus=two_gpus, **selection)
+    want = by_link_shared(folder, policy, two_gpus=two_gpus, **selection)
     settings = settings_of(policy, {"link": "message", "two_gpus": True}, **selection)
     with _played(folder, settings) as (played, _):
         check_same(played.run(), want)
@@ -95,7 +70,7 @@ def _compare(
 
 
 @pytest.mark.parametrize("policy", ["oracle", "last_query", "quest"])
-def test_what_is_attended_to_is_that_of_link_shared(tmp_path: Path, policy: str) -> None:
+def test_what_is_attended_to_is_that_of_linkby_link_shared(tmp_path: Path, policy: str) -> None:
     _compare(tmp_path, policy, _SELECTION)
 
 
@@ -118,7 +93,7 @@ def test_two_cache_ranks_with_a_part_of_the_kv_heads(
     if policy == "lfps":
         pytest.importorskip("numba")
         selection = {"exact_layers": ()}
-    want = _shared(tmp_path, policy, two_gpus=policy != "lfps", config=config, **selection)
+    want = by_link_shared(tmp_path, policy, two_gpus=policy != "lfps", config=config, **selection)
     placement = {"link": "message", "two_gpus": True, "head_shards": 2}
     with _played(tmp_path, settings_of(policy, placement, **selection), config) as (played, _):
         check_same(played.run(), want)

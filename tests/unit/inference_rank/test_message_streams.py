@@ -20,8 +20,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from message_pumps import FarForward, Pumps, check_same
-from shared_forward import LENGTHS, ROWS, Engines, Forward, settings_of
+from message_pumps import FarForward, Pumps, by_link_shared, check_same
+from shared_forward import LENGTHS, ROWS, settings_of
 from tiny_model import CONFIG, write_model
 
 from tandemkv.cache_rank.counters import Counters
@@ -204,22 +204,6 @@ def _played(
         yield played
 
 
-def _shared(folder: Path, policy: str, selection: dict[str, object]) -> list[list[torch.Tensor]]:
-    """What is attended to with one cache rank that maps memory, between two CPUs."""
-    settings = settings_of(policy, {"two_gpus": True}, **selection)
-    run_dir = RunDir.create(folder / "shared")
-    model_dir = write_model(folder / "shared_model", _SHAPE)
-    engines = Engines(run_dir, model_dir, settings)
-    try:
-        played = Forward(run_dir, model_dir, settings)
-        found = played.run()
-        played.connection.close()
-        played.kept.close()
-    finally:
-        engines.close()
-    return found
-
-
 @pytest.mark.parametrize(
     ("policy", "heads", "more"),
     [
@@ -233,7 +217,7 @@ def test_what_is_attended_to_is_that_of_one_cache_rank_that_maps_memory(
     tmp_path: Path, policy: str, heads: list[int], more: dict[str, object]
 ) -> None:
     selection = _SELECTION | more
-    want = _shared(tmp_path, policy, selection)
+    want = by_link_shared(tmp_path, policy, config=_SHAPE, **selection)
     with _played(tmp_path, policy, len(heads), selection) as played:
         played.rehearse()
         found = played.run()

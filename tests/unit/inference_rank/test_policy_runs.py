@@ -65,13 +65,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", ALL)
-def test_all_selected_gives_the_tokens_of_stock(runs: Path, way: str) -> None:
-    stock = result(runs / f"{NAME}-stock.safetensors")
-    found = result(runs / f"{NAME}-{way}.safetensors")
+def check_tokens(runs: Path, name: str, way: str) -> None:
+    """Whatever the settings of `way`: all is selected, so the tokens are those of stock SGLang."""
+    stock = result(runs / f"{name}-stock.safetensors")
+    found = result(runs / f"{name}-{way}.safetensors")
     assert torch.equal(found["tokens"], stock["tokens"])
     assert float((found["logits"] - stock["logits"]).abs().max()) < 1e-4
     assert found["rows"].tolist() == [0, STEPS * len(LENGTHS), 0], "nothing was selected"
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_all_selected_gives_the_tokens_of_stock(runs: Path, way: str) -> None:
+    check_tokens(runs, NAME, way)
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +92,7 @@ def linear_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("way", OF_LINEAR)
 def test_all_selected_beside_linear_attention(linear_runs: Path, way: str) -> None:
-    stock = result(linear_runs / f"{LINEAR}-stock.safetensors")
-    found = result(linear_runs / f"{LINEAR}-{way}.safetensors")
-    assert torch.equal(found["tokens"], stock["tokens"])
-    assert float((found["logits"] - stock["logits"]).abs().max()) < 1e-4
-    assert found["rows"].tolist() == [0, STEPS * len(LENGTHS), 0], "nothing was selected"
+    check_tokens(linear_runs, LINEAR, way)
 
 
 def test_a_cache_rank_in_another_process_is_refused_by_the_inference_rank(
