@@ -78,8 +78,9 @@ def bench_serving_argv(load: ServeLoad, tokenizer_dir: Path, result: Path) -> tu
 def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
     """Return the rows of the last line of a result file.
 
-    TPOT of a request is (latency - TTFT) / (output tokens - 1), so that stalls count. Raises
-    `BenchError` if no request was completed, or the file is not that of 0.5.17.
+    TPOT of a request is (latency - TTFT) / (output tokens - 1), so that stalls count. ITL is of all
+    gaps between tokens, of all requests: its median is that of steps beside which no prompt is
+    prefilled. Raises `BenchError` if no request was completed, or the file is not that of 0.5.17.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
@@ -101,9 +102,11 @@ def serving_rows(load: ServeLoad, text: str) -> tuple[list[Row], list[Failure]]:
         raise BenchError(f"no request was completed: {' '.join(reason.split())[:300]}")
     tpots = [sum(gaps[index]) / (lengths[index] - 1) for index in good]
     stalls = [max(gaps[index]) for index in good if gaps[index]]
+    between = [gap for index in good for gap in gaps[index]]
     rows = [
         Row.of(f"ttft_ms_{load.label}", Spread.of([first[index] for index in good]), "ms"),
         Row.of(f"tpot_ms_{load.label}", Spread.of(tpots), "ms"),
+        *([Row.of(f"itl_ms_{load.label}", Spread.of(between), "ms")] if between else []),
         Row.of(f"longest_gap_ms_{load.label}", Spread.of(stalls), "ms"),
         Row(
             figure=f"output_tokens_per_s_{load.label}", value=throughput, unit="tok/s", n=len(good)

@@ -44,6 +44,8 @@ def test_serving_rows_by_hand() -> None:
     assert found["ttft_ms_serve_2x4096"].value == pytest.approx(200.0)
     assert found["tpot_ms_serve_2x4096"].value == pytest.approx(25.0)  # of 20 and 30
     assert found["tpot_ms_serve_2x4096"].n == 2
+    assert found["itl_ms_serve_2x4096"].value == pytest.approx(20.0)  # of all six
+    assert found["itl_ms_serve_2x4096"].n == 6
     assert found["longest_gap_ms_serve_2x4096"].p90 == pytest.approx(40.0)
     assert found["output_tokens_per_s_serve_2x4096"].value == 55.5
     assert [item.reason for item in failures] == ["HTTP 503 cache rank lost"]
