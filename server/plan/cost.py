@@ -42,7 +42,9 @@ class CostConstants:
       8 x 64K since.
     - `topk_fixed_us`, `topk_bandwidth`: bound, filter and choice of int4 keys, 25, 33 to 38 and 37
       to 42 us at 8 x 32K, 64K and 96K (docs/benchmarks/codes.json). Of other keys 5 to 14 more.
-    - `exchange_bandwidth`: of the rows of a layer from a second GPU, over NVLink.
+    - `exchange_bandwidth`, `receive_bandwidth`: of the rows of a layer from one other GPU, over
+      NVLink, and from all of them: 36 x 64K from three takes 365 us a layer, where the rest of a
+      selection takes 220 (docs/benchmarks/decode_four_gpus.json).
     - `handover_us`: what a layer of the model takes longer for sending its residual stream to a
       second GPU, and for waiting for a flag that is up.
     - `selection_fixed_us`: norm, RoPE and launches of the prediction. Fitted, with `handover_us`,
@@ -75,6 +77,7 @@ class CostConstants:
     topk_fixed_us: float = 17.0
     topk_bandwidth: float = 1.0e12
     exchange_bandwidth: float = 3.0e11
+    receive_bandwidth: float = 4.5e11
     handover_us: float = 7.0
     selection_fixed_us: float = 10.0
     gather_us: float = 26.0
@@ -232,8 +235,7 @@ def _remote_selection(
         return 0.0, 0.0
     parts, dtype = _num_parts(placement, shape), load.predictor_dtype
     own_us = selection_us(shape, load, parts, cost, predictor_dtype=dtype)
-    # All rows of a layer come to the model's GPU, from however many others.
-    rows_us = exchange_us(shape, load, placement.tp_size, cost)
+    rows_us = exchange_us(shape, load, placement.tp_size, cost, parts)
     select_us = scanned * own_us + (1 - scanned) * gather_us(load, cost) + rows_us
     own_us += rows_us
     if load.waits:
@@ -321,10 +323,18 @@ def gather_us(load: Workload, cost: CostConstants) -> float:
     return cost.gather_us + (cost.sample_weights_us if load.num_samples else 0.0)
 
 
-def exchange_us(shape: ModelShape, load: Workload, num_shards: float, cost: CostConstants) -> float:
-    """Return the time of one layer's rows from a second GPU, every head fetching its cap."""
-    size = load.concurrency * load.fetch_cap_tokens * shape.kv_layer_token_bytes / num_shards
-    return size / cost.exchange_bandwidth * 1e6
+def exchange_us(
+    shape: ModelShape, load: Workload, tp_size: int, cost: CostConstants, num_parts: float = 1
+) -> float:
+    """Return the time of one layer's rows to each of the model's GPUs, in us.
+
+    Every head fetches its cap. A cache GPU sends one of `num_parts` parts, and all that a GPU of
+    the model needs comes to it.
+    """
+    size = load.concurrency * load.fetch_cap_tokens * shape.kv_layer_token_bytes
+    sent_s = size / max(num_parts, tp_size) / cost.exchange_bandwidth
+    received_s = size / tp_size / cost.receive_bandwidth
+    return max(sent_s, received_s) * 1e6
 
 
 def scan_us(shape: ModelShape, load: Workload, num_shards: float, cost: CostConstants) -> float:

@@ -168,4 +168,6 @@ def _measured_constants(found: Measured) -> dict[str, float]:
     }
     if found.peer_bandwidth is not None:
         constants["exchange_bandwidth"] = found.peer_bandwidth
+        # Of several nothing is timed: where they share a bus they bring no more than one.
+        constants["receive_bandwidth"] = found.peer_bandwidth
     return constants

@@ -35,7 +35,7 @@ UNIT = CostConstants(
     sparse_request_us=4.0,
     attention_fixed_us=1.0, attention_bandwidth=1e6, scan_bandwidth_native=1e6,
     scan_fixed_us=17.0, topk_fixed_us=7.0,
-    topk_bandwidth=1e6, exchange_bandwidth=1e6, selection_fixed_us=19.0, gather_us=13.0,
+    topk_bandwidth=1e6, exchange_bandwidth=1e6, receive_bandwidth=2e6, selection_fixed_us=19.0, gather_us=13.0,
     sample_weights_us=29.0, samples_fixed_us=23.0, samples_bandwidth=1e6,
     scan_overlap=0.5, in_process_overlap=0.25,
 )  # fmt: skip
@@ -206,6 +206,10 @@ def test_selecting_prediction_is_near_what_was_measured(
 def test_the_rows_of_a_layer_by_hand() -> None:
     assert exchange_us(TINY, TINY_LOAD, 1, UNIT) == pytest.approx(ROWS_US)
     assert exchange_us(TINY, replace(TINY_LOAD, fetch_cap_tokens=6), 2, UNIT) == 1.5 * ROWS_US
+    # Two cache GPUs send half of it each; what comes to the model's is all of it, twice as fast.
+    assert exchange_us(TINY, TINY_LOAD, 1, UNIT, 2) == ROWS_US / 2
+    slow = replace(UNIT, receive_bandwidth=1e6)
+    assert exchange_us(TINY, TINY_LOAD, 1, slow, 2) == ROWS_US
 
 
 @pytest.mark.parametrize(
@@ -213,7 +217,7 @@ def test_the_rows_of_a_layer_by_hand() -> None:
     [
         (1792, 128, 448, 32768, 6.51), (1792, 128, 448, 65536, 7.69),
         (1792, 128, 448, 98304, 9.21),
-        (896, 1024, 448, 32768, 6.93), (896, 1024, 448, 65536, 7.66), (896, 1024, 448, 98304, 9.17),
+        (896, 1024, 448, 32768, 6.84), (896, 1024, 448, 65536, 7.64), (896, 1024, 448, 98304, 9.19),
     ],
 )  # fmt: skip
 def test_rows_between_two_gpus_cost_what_was_measured(
@@ -226,6 +230,19 @@ def test_rows_between_two_gpus_cost_what_was_measured(
     )  # fmt: skip
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=1)
     assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.04)
+
+
+def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
+    """decode_four_gpus.json, 36 x 64K: what comes to the model's GPU is what a layer waits for."""
+    load = Workload.from_selection(
+        SelectionSettings(num_recent_tokens=128, late_layers=1),
+        context_tokens=65536,
+        concurrency=36,
+        index_dtype="int4",
+    )
+    placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=3)
+    assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(13.15, rel=0.04)
+    assert predict_step(dense(4), QWEN, load).tpot_ms == pytest.approx(23.28, rel=0.04)
 
 
 @pytest.mark.parametrize(
