@@ -157,12 +157,13 @@ def plot(
         list[str] | None,
         typer.Option("--config", help="Configuration to draw; may be repeated. Default: all."),
     ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch to draw. Default: all.")] = None,
 ) -> None:
     """Draw time per token against context as SVG and PNG; needs the extra `bench`."""
     from .plot import draw
     from .report import read_report
 
-    for path in draw([read_report(file) for file in files], out, config or ()):
+    for path in draw([read_report(file) for file in files], out, config or (), batch):
         typer.echo(str(path))
 
 

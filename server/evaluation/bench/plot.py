@@ -34,11 +34,14 @@ class Series(NamedTuple):
     points: tuple[tuple[int, Row], ...]
 
 
-def tpot_series(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Series]:
+def tpot_series(
+    reports: Sequence[Report], names: Sequence[str] = (), batch: int | None = None
+) -> list[Series]:
     """Return the lines that the rows of `reports` give, stock SGLang's first.
 
-    With `names` those of these configurations alone. Raises `SettingsError` if there is none, a
-    name has none, or two reports give one point: ratios across runs are not to be read.
+    With `names` those of these configurations alone, with `batch` of that batch. Raises
+    `SettingsError` if there is none, a name has none, or two reports give one point: ratios across
+    runs are not to be read.
     """
     found: dict[tuple[str, int], dict[int, Row]] = {}
     is_queued = has_queued(reports)
@@ -48,6 +51,8 @@ def tpot_series(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Se
             if match is None or bool(match["queued"]) != is_queued:
                 continue
             if names and match["name"] not in names:
+                continue
+            if batch is not None and int(match["batch"]) != batch:
                 continue
             context = int(match["context"]) * (1024 if match["kilo"] else 1)
             line = found.setdefault((match["name"], int(match["batch"])), {})
@@ -61,9 +66,10 @@ def tpot_series(reports: Sequence[Report], names: Sequence[str] = ()) -> list[Se
     if missing:
         raise SettingsError(f"--config {missing[0]}: none of these reports has it")
     if not found:
-        raise SettingsError("no tpot_ms_* row in these reports; `bench decode` makes them")
+        rows = "tpot_ms_* row" if batch is None else f"tpot_ms_* row of batch {batch}"
+        raise SettingsError(f"no {rows} in these reports; `bench decode` makes them")
     order = sorted(found, key=lambda key: (not key[0].startswith("dense"), key))
-    return [Series(name, batch, tuple(sorted(found[name, batch].items()))) for name, batch in order]
+    return [Series(*key, tuple(sorted(found[key].items()))) for key in order]
 
 
 def has_queued(reports: Sequence[Report]) -> bool:
@@ -71,7 +77,9 @@ def has_queued(reports: Sequence[Report]) -> bool:
     return any(row.figure.startswith("queued_tpot_ms_") for item in reports for row in item.rows)
 
 
-def draw(reports: Sequence[Report], stem: Path, names: Sequence[str] = ()) -> tuple[Path, Path]:
+def draw(
+    reports: Sequence[Report], stem: Path, names: Sequence[str] = (), batch: int | None = None
+) -> tuple[Path, Path]:
     """Draw the lines of `tpot_series` as `stem`.svg and .png, one panel per batch size.
 
     Raises `SettingsError` as `tpot_series` does, or if matplotlib is not installed.
@@ -83,7 +91,7 @@ def draw(reports: Sequence[Report], stem: Path, names: Sequence[str] = ()) -> tu
         from matplotlib import pyplot as plt
     except ImportError as error:
         raise SettingsError("plotting needs matplotlib: pip install 'tandemkv[bench]'") from error
-    lines = tpot_series(reports, names)
+    lines = tpot_series(reports, names, batch)
     batches = sorted({line.batch for line in lines})
     own = iter(_COLOURS * len(lines))
     stock = iter(_GREYS * len(lines))

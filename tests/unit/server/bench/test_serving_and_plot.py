@@ -107,11 +107,14 @@ def test_series_of_reports() -> None:
     # A configuration that two reports have is no obstacle to drawing the others.
     chosen = tpot_series([report("a", "dense-tp2"), report("a", "1+1")], ["1+1", "dense-tp2"])
     assert {line.name for line in chosen} == {"1+1", "dense-tp2"}
+    assert [line.batch for line in tpot_series([report("1+1")], batch=8)] == [8]
 
 
 def test_what_cannot_be_drawn_is_refused() -> None:
     with pytest.raises(SettingsError, match="no tpot_ms"):
         tpot_series([make_report("kernels", [], command=[])])
+    with pytest.raises(SettingsError, match=r"no tpot_ms_\* row of batch 2"):
+        tpot_series([report("a")], batch=2)
     with pytest.raises(SettingsError, match="two of the reports"):
         tpot_series([report("a"), report("a")])
     with pytest.raises(SettingsError, match="--config b: none of these reports has it"):
