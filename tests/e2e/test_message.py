@@ -216,7 +216,9 @@ def _answers_over(
 
 
 def test_a_killed_cache_rank_costs_a_pause(nodes: Nodes, token_ids: list[int]) -> None:
-    want = _tokens(nodes.server, _long_prompts(token_ids)[:2], _MANY)
+    asked = _long_prompts(token_ids)[:2]
+    _tokens(nodes.server, asked, 1)  # from here on the radix tree has the prompts
+    want = _tokens(nodes.server, asked, _MANY)
     (engine,) = [p for p in nodes.cache_rank.main.children() if "cache-rank" in p.cmdline()]
     assert _answers_over(nodes, token_ids, engine.kill) == want
     inference, _ = nodes.server.values()
