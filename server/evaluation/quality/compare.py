@@ -45,10 +45,11 @@ class Comparison(NamedTuple):
 
 
 def compare(one_path: Path, other_path: Path) -> list[Comparison]:
-    """Compare the rows of one name in two reports, or the only row of each.
+    """Compare the rows of one name in two reports, or the only row of each; dense ones first.
 
-    Either path is a report, or a folder that holds one. Raises `SettingsError` if the reports are
-    of different models or samples, or have no row to compare; saying what to do.
+    What two runs of dense differ by is noise, or what a setting of both sides does to the model, as
+    a dtype of K/V. Either path is a report, or a folder that holds one. Raises `SettingsError` if
+    the reports are of different models or samples, or have no row to compare; saying what to do.
     """
     one, other = read_quality_report(one_path), read_quality_report(other_path)
     _check_model(one, other)
@@ -112,12 +113,15 @@ def _why(one: Mapping[str, Any], other: Mapping[str, Any], task: str) -> str:
 
 def _pairs(one: ReportFile, other: ReportFile) -> list[tuple[tuple[str, str], Row, Row]]:
     ours, theirs = one.sparse, other.sparse
+    found = []
+    if one.dense and other.dense:
+        found.append((("dense", "dense"), one.dense, other.dense))
     common = [name for name in ours if name in theirs]
-    if common:
-        return [((name, name), ours[name], theirs[name]) for name in common]
+    if common or (found and not ours and not theirs):
+        return found + [((name, name), ours[name], theirs[name]) for name in common]
     if len(ours) == len(theirs) == 1:
         (a, first), (b, second) = next(iter(ours.items())), next(iter(theirs.items()))
-        return [((a, b), first, second)]
+        return [*found, ((a, b), first, second)]
     raise SettingsError(
         f"no row has one name in both: {one.name} has {_listed(ours)}; {other.name} has "
         f"{_listed(theirs)}. Give reports of the same configurations, or of one each"

@@ -28,6 +28,11 @@ class ReportFile(NamedTuple):
         """Rows that are not the reference, by label and budget."""
         return {f"{row.label}, {row.budget}": row for row in self.rows if row.system != "sglang"}
 
+    @property
+    def dense(self) -> Row | None:
+        """The reference, if it was measured."""
+        return next((row for row in self.rows if row.system == "sglang"), None)
+
 
 def read_quality_report(path: Path) -> ReportFile:
     """Read a report, or that of a folder.

@@ -74,6 +74,20 @@ def test_equal_answers_show_no_difference_and_exit_code_0(tmp_path: Path) -> Non
     assert "no difference seen" in done.output
 
 
+def test_dense_rows_are_compared_where_both_reports_have_one(tmp_path: Path) -> None:
+    """Their difference is noise, or that of a setting of both sides."""
+    files = []
+    for name, items in (("a", ONES), ("b", HALF)):
+        scores = {"niah_single": world.score(items)}
+        rows = [world.dense(scores), world.row("as served", scores)]
+        files.append(world.write(tmp_path / f"{name}.json", rows))
+    dense, sparse = compare(*files)
+    assert dense.names == ("dense", "dense")
+    assert dense.tasks[0].gap.mean == sparse.tasks[0].gap.mean == pytest.approx(-0.5)
+    alone = world.write(tmp_path / "c.json", [world.dense({"niah_single": world.score(ONES)})])
+    assert [found.names for found in compare(alone, alone)] == [("dense", "dense")]
+
+
 def test_the_only_rows_are_compared_whatever_their_names(tmp_path: Path) -> None:
     scores = {"niah_single": world.score(ONES)}
     one = world.write(tmp_path / "a.json", [world.row("as served", scores)])
