@@ -21,7 +21,7 @@ from .model_files import check_model_files
 from .nodes import check_meeting_place
 from .placement_choice import check_runs_on, resolve_alone, resolve_placement
 from .ports import choose_port
-from .query_weights import check_query_weights
+from .query_weights import check_fitted_queries, check_query_weights
 from .settings import EMBEDDED_MODEL, ServeSettings
 from .sglang_args import check_sglang_args
 from .shared_gpus import check_shared_gpus
@@ -83,6 +83,7 @@ def resolve_launch(
     check_model(settings, spec, config)
     check_model_files(model_dir, config, settings.sglang_args)
     check_query_weights(settings, model_dir, config)
+    check_fitted_queries(settings, spec)
     settings = resolve_placement(settings, spec, model_dir, device=device, progress=progress)
     check_shared_gpus(settings.rank_settings.placement)
     check_speculation(settings, spec)

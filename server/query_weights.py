@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tandemkv.cache_rank.protocol.errors import SettingsError, UnsupportedModelError
+from tandemkv.cache_rank.protocol.fitted_queries import FittedQueries
+from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.weight_formats import read_weight_format
 from tandemkv.inference_rank.query_checkpoint import (
     LOADED_FROM_SAFETENSORS,
@@ -17,6 +19,16 @@ from tandemkv.inference_rank.query_checkpoint import (
 
 from .settings import ServeSettings
 from .sglang_args import value_of
+
+
+def check_fitted_queries(settings: ServeSettings, spec: ModelSpec) -> None:
+    """Refuse a file of fitted projections that is not of this model and distance.
+
+    Raises `SettingsError`, saying how to make one that fits.
+    """
+    declared = settings.selection.declared
+    if declared.predictor:
+        FittedQueries(Path(declared.predictor).expanduser(), spec, declared.layers_ahead)
 
 
 def check_query_weights(

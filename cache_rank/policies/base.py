@@ -87,8 +87,9 @@ class PolicyCapabilities:
         return self.timing is Timing.EXACT_STEP
 
     def declare(
-        self, *, layers_ahead: int = 1, refresh_interval: int = 1, refresh_triggers: str = ""
-    ) -> DeclaredPolicy:
+        self, *, layers_ahead: int = 1, predictor: str = "", refresh_interval: int = 1,
+        refresh_triggers: str = "",
+    ) -> DeclaredPolicy:  # fmt: skip
         """Return what settings and the inference rank know of a policy.
 
         `PolicyOptions.declare` enters here what the policy's options say; see `DeclaredPolicy`.
@@ -98,6 +99,7 @@ class PolicyCapabilities:
             all_exact=self.all_exact,
             num_samples=self.default_samples,
             layers_ahead=layers_ahead,
+            predictor=predictor,
             refresh=self.refresh,
             refresh_interval=refresh_interval,
             refresh_triggers=refresh_triggers,

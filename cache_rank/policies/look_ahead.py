@@ -22,10 +22,15 @@ class LookAheadOptions(PolicyOptions):
         le=8,
         description="Layers between the residual stream and the query that it predicts.",
     )
+    predictor: str = Field(
+        default="",
+        description="File of projections that predict queries better than W_q does, made by "
+        "`tandemkv calibrate MODEL --policy look_ahead` for the same distance.",
+    )
 
     def declare(self, capabilities: PolicyCapabilities) -> DeclaredPolicy:
         """See `PolicyOptions.declare`: both ranks follow one program of layers."""
-        return capabilities.declare(layers_ahead=self.distance)
+        return capabilities.declare(layers_ahead=self.distance, predictor=self.predictor)
 
 
 class LookAheadPolicy(ScoringPolicy):

@@ -40,6 +40,12 @@ class DeclaredPolicy(FrozenModel):
         description="Layers between the residual stream and the query that it predicts, where "
         "queries are predicted so; entered from the policy's options.",
     )
+    predictor: str = Field(
+        default="",
+        max_length=4096,
+        description="File of fitted projections that queries are predicted with; empty: the "
+        "model's own W_q; entered from the policy's options.",
+    )
     refresh: RefreshRule = Field(
         default=RefreshRule.NEVER,
         description="Which steps of a sparse row are slow; entered from the policy's class.",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tandemkv.cache_rank.protocol.errors import ContractError
+from tandemkv.cache_rank.protocol.fitted_queries import FittedQueries
 from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.dequantize import dequantize_fp8
 from tandemkv.inference_rank.query_checkpoint import WITHOUT_PREDICTION, QueryCheckpoint
@@ -28,6 +29,8 @@ class QueryPlace:
     """Of hidden states, and so of a W_q that the model has in a quantised form only."""
     checkpoint: QueryCheckpoint | None = None
     """Where such a W_q is read from. None where the model was not loaded from its safetensors."""
+    fitted: FittedQueries | None = None
+    """Projections that predict better, for the layers that it has."""
 
     @property
     def width(self) -> int:
@@ -43,7 +46,8 @@ def read_projection(
     An unquantised module's are views of its tensors, or a copy where a gate's rows lie behind those
     of each head. What is quantised is read from the checkpoint and dequantised here, once. Where
     SGLang has loaded no files (``--load-format dummy``), the module's float8 blocks are
-    dequantised, the one layout that its kernels leave as it was. `name` and `layer` are for errors,
+    dequantised, the one layout that its kernels leave as it was. For a layer that ``place.fitted``
+    has, they are read from there, whatever the module has. `name` and `layer` are for errors,
     and in the checkpoint; `attention` is what of the layer attends (`attention_of`).
 
     Returns
@@ -70,6 +74,11 @@ def read_projection(
             f"{name} has no self_attn.qkv_proj.weight or rotary_emb; look_ahead cannot read "
             "its query projection"
         )
+    if place.fitted is not None:
+        rows = _rows_of(name, place.fitted.num_query_rows, place.width)
+        fitted = place.fitted.layer(layer, rows, dtype=place.dtype, device=place.device)
+        if fitted is not None:
+            return fitted
     # Rows of each head in its order: the query's, then as many of its gate.
     per_query = 2 if getattr(attention, "attn_output_gate", False) else 1
     bias = getattr(projection, "bias", None)
@@ -87,7 +96,7 @@ def read_projection(
     if place.checkpoint is None:
         found = _live_blocks(name, projection, place, num_rows)
         return _without_gates(found, place, per_query), own
-    rows, where = _own_rows(name, place.checkpoint, num_rows), place.device
+    rows, where = _rows_of(name, place.checkpoint.num_query_rows, num_rows), place.device
     if own is not None:  # kernels permute a bias with its matrix
         own = place.checkpoint.bias(layer, rows, dtype=place.dtype, device=where)
     found = place.checkpoint.weight(layer, rows, dtype=place.dtype, device=where)
@@ -101,15 +110,15 @@ def _without_gates(rows: torch.Tensor, place: QueryPlace, per_query: int) -> tor
     return rows.view(place.num_heads, per_query, place.head_dim, -1)[:, 0].flatten(0, 1)
 
 
-def _own_rows(name: str, checkpoint: QueryCheckpoint, width: int) -> range:
-    """Return which rows of all query heads this tensor-parallel rank has."""
-    total, rank = checkpoint.num_query_rows, 0
+def _rows_of(name: str, total: int, width: int) -> range:
+    """Return which rows of all query heads, `total`, this tensor-parallel rank has."""
+    rank = 0
     if total != width:
         rank, num_ranks = sglang_versions.tensor_rank(), sglang_versions.tensor_size()
         if num_ranks * width != total:
             raise ContractError(
                 f"{name}: {num_ranks} ranks of {width} query rows are not the {total} of the "
-                "checkpoint (see docs/models.md)"
+                "file (see docs/models.md)"
             )
     return range(rank * width, (rank + 1) * width)
 

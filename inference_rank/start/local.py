@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from tandemkv.cache_rank.protocol.engine import (
     Allocate,
@@ -19,11 +20,13 @@ from tandemkv.cache_rank.protocol.engine import (
     create_engine,
 )
 from tandemkv.cache_rank.protocol.errors import ContractError, SettingsError
+from tandemkv.cache_rank.protocol.fitted_queries import FittedQueries
 from tandemkv.cache_rank.protocol.mapped_tensors import MappedTensors
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.model_spec import FP8_KV, ModelSpec
 from tandemkv.cache_rank.protocol.settings import RankSettings, SelectionSettings
 from tandemkv.inference_rank import runtime as runtime_module
+from tandemkv.inference_rank import sglang_versions
 from tandemkv.inference_rank.attention.backend import ResidentBackend
 from tandemkv.inference_rank.attention.dense_steps import DenseSteps
 from tandemkv.inference_rank.attention.native_sinks import NativeSinks
@@ -137,7 +140,10 @@ def _create_local_backend(runner: Any, settings: RankSettings) -> ResidentBacken
 def live_predictor(
     runner: Any, settings: RankSettings, model: ModelSpec, *, device: torch.device
 ) -> LiveQueryPredictor:
-    """Return what predicts queries on `device`, by the model's own weights, not loaded yet."""
+    """Return what predicts queries on `device`, by the model's own weights, not loaded yet.
+
+    Or by a file of fitted ones; raises `SettingsError` if that does not fit.
+    """
     dtype = settings.selection.predictor_dtype_of(on_second_gpu=settings.placement.has_far_pool)
     return LiveQueryPredictor(
         runner.model,
@@ -148,9 +154,19 @@ def live_predictor(
             is_int8=dtype == "int8",
             dtype=runner.dtype,
             checkpoint=checkpoint_of(runner),
+            fitted=_fitted_queries(settings.selection, model),
         ),
         skipped=model.other_layers,
     )
+
+
+def _fitted_queries(selection: SelectionSettings, model: ModelSpec) -> FittedQueries | None:
+    declared, num_ranks = selection.declared, sglang_versions.tensor_size()
+    if not declared.predictor:
+        return None
+    whole = structs.replace(model, num_qo_heads=num_ranks * model.num_qo_heads)
+    path = Path(declared.predictor).expanduser()
+    return FittedQueries(path, whole, declared.layers_ahead, selection.num_late)
 
 
 def backend_of(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -26,7 +26,10 @@ from tandemkv.server.evaluation.request_options import option, takes
 from tandemkv.server.evaluation.tokenizing import load_tokenizer
 from tandemkv.server.settings import EMBEDDED_MODEL
 
-Method = Literal["kascade", "sync_kv"]
+if TYPE_CHECKING:
+    from .corpus import Texts
+
+Method = Literal["kascade", "sync_kv", "look_ahead"]
 METHODS = get_args(Method)
 _DTYPES = ("float32", "bfloat16")
 
@@ -46,6 +49,9 @@ class Request:
     top_k: Annotated[int, option("Size of the sets compared.", min=1, max=4096)] = 64
     anchors: Annotated[int, option("kascade: anchor layers.", "--num-anchors", min=1, max=1024)] = 5
     clusters: Annotated[int, option("sync_kv: N_r.", "--num-clusters", min=1, max=1024)] = 2
+    distance: Annotated[
+        int, option("look_ahead: layers from the residual stream to the query.", min=1, max=8)
+    ] = 1
     dtype: Annotated[str, option("To compute in.", metavar="|".join(_DTYPES))] = "float32"
 
     def __post_init__(self) -> None:
@@ -73,9 +79,48 @@ def calibrate(request: Request) -> None:
     console = Console(stderr=True, highlight=False)
     with console.status(f"looking for {request.model} ...") as shown:
         model_dir = resolve_model(request.model, shown.update)
-    found = measure(model_dir, request, console)
-    write_calibration(found, request.out)
-    console.print(f"[green]ok[/]  {request.out}: {_summary(found)}")
+    if request.policy == "look_ahead":
+        summary = fit_queries(model_dir, request, console)
+    else:
+        found = measure(model_dir, request, console)
+        write_calibration(found, request.out)
+        summary = _summary(found)
+    console.print(f"[green]ok[/]  {request.out}: {summary}")
+
+
+def fit_queries(model_dir: Path, request: Request, console: Console) -> str:
+    """Write the projections that predict queries, and return how well they do.
+
+    Raises `CalibrationError` as `measure` does, or if the model's queries cannot be fitted.
+    """
+    from tandemkv.cache_rank.protocol.fitted_queries import write_fitted_queries
+
+    from .look_ahead import QueryMeasurement
+
+    if request.out.parent.resolve() == model_dir.resolve():
+        raise CalibrationError(
+            f"out={request.out}: every safetensors file beside a model is taken for its weights; "
+            "write it into another folder"
+        )
+    spec, corpus = _spec_and_texts(model_dir, request)
+    measurement = QueryMeasurement(model_dir, spec, dtype=request.dtype, distance=request.distance)
+    with _progress(console) as progress:
+        for text in progress.track(corpus.tokens, description=f"reading with {model_dir.name}"):
+            measurement.add(text)
+    with console.status("fitting ..."):
+        found = measurement.result()
+    about = {
+        "model_id": model_dir.name,
+        "sources": ", ".join(corpus.sources),
+        "num_tokens": str(sum(map(len, corpus.tokens))),
+    }
+    layers = {layer: (fit.weight, fit.bias) for layer, fit in found.items()}
+    write_fitted_queries(request.out, spec, request.distance, layers, about)
+    own, fitted = (
+        sum(values) / len(found)
+        for values in zip(*((fit.own, fit.fitted) for fit in found.values()), strict=True)
+    )
+    return f"{own:.1%} of the queries' variance is missed with W_q, {fitted:.1%} with the file"
 
 
 def measure(model_dir: Path, request: Request, console: Console) -> Calibration:
@@ -88,6 +133,29 @@ def measure(model_dir: Path, request: Request, console: Console) -> Calibration:
     UnsupportedModelError
         If the model's attention cannot be served.
     """
+    spec, corpus = _spec_and_texts(model_dir, request)
+    with _progress(console) as progress:
+        texts = progress.track(corpus.tokens, description=f"reading with {model_dir.name}")
+        return Calibration(
+            version=FORMAT_VERSION,
+            source="measured",
+            model=CalibratedModel.of(spec, model_dir.name),
+            corpus=Corpus(
+                sources=corpus.sources,
+                num_texts=len(corpus.tokens),
+                num_tokens=sum(map(len, corpus.tokens)),
+            ),
+            **_measured(model_dir, spec, request, texts),
+        )
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console)
+
+
+def _spec_and_texts(model_dir: Path, request: Request) -> tuple[ModelSpec, Texts]:
+    """Return what the model is, and the texts to read; raises as `measure` does."""
     from .corpus import cut_texts
 
     spec = read_model_spec(model_dir, dtype=request.dtype)
@@ -107,20 +175,7 @@ def measure(model_dir: Path, request: Request, console: Console) -> Calibration:
         num_texts=request.texts,
         num_tokens=request.tokens,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        texts = progress.track(corpus.tokens, description=f"reading with {model_dir.name}")
-        return Calibration(
-            version=FORMAT_VERSION,
-            source="measured",
-            model=CalibratedModel.of(spec, model_dir.name),
-            corpus=Corpus(
-                sources=corpus.sources,
-                num_texts=len(corpus.tokens),
-                num_tokens=sum(map(len, corpus.tokens)),
-            ),
-            **_measured(model_dir, spec, request, texts),
-        )
+    return spec, corpus
 
 
 def _measured(

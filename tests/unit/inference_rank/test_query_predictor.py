@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -163,6 +163,54 @@ def test_copies_in_int8_predict_nearly_the_same(has_bias: bool, has_norm: bool) 
     # Half a scale, 1.5 % of a weight of 1, over a dozen of them.
     assert float((found[1] - found[0]).abs().max()) < 0.2
     assert float(torch.cosine_similarity(found[1], found[0], dim=-1).min()) > 0.999
+
+
+class Fitted:
+    """Of layer 1, with rows for two ranks; `FittedQueries` reads such from a file."""
+
+    num_query_rows = HEADS * DIM
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        self.weight, self.bias = torch.randn(HEADS * DIM, HIDDEN), torch.randn(HEADS * DIM)
+
+    def layer(
+        self, layer: int, rows: range, *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if layer == 0:
+            return None
+        own = slice(rows.start, rows.stop)
+        return self.weight[own].to(device, dtype), self.bias[own].to(device, dtype)
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_fitted_projection_is_used_in_place_of_w_q(has_norm: bool, is_int8: bool) -> None:
+    """Norms, heads and rotation are those of the layer; a layer without one keeps its W_q."""
+    hidden, positions = torch.randn(5, HIDDEN), torch.tensor([0, 3, 70, 5, 900])
+    modules: Any = {"norm": RMSNorm, "rotary": RotaryEmbedding}
+    found = []
+    fitted = Fitted()
+    for given in (fitted, None):
+        model = make_model(has_bias=True, has_norm=has_norm, **modules)
+        place = QueryPlace(
+            num_heads=HEADS, head_dim=DIM, device=torch.device("cpu"), is_int8=is_int8,
+            fitted=cast("Any", given),
+        )  # fmt: skip
+        predict = LiveQueryPredictor(model, place)
+        predict.load()
+        found.append([predict(layer, hidden, positions) for layer in (0, 1)])
+    assert torch.equal(found[0][0], found[1][0])
+    layer = model.model.layers[1]
+    scale = torch.rsqrt(hidden.double().pow(2).mean(-1, keepdim=True) + EPS)
+    normed = hidden.double() * scale * layer.input_layernorm.weight.double()
+    query = normed @ fitted.weight.double().T + fitted.bias.double()
+    query = query.view(5, HEADS, DIM)
+    if has_norm:
+        own = torch.rsqrt(query.pow(2).mean(-1, keepdim=True) + EPS)
+        query = query * own * layer.self_attn.q_norm.weight.double()
+    want, error = rotate(query, positions), 0.2 if is_int8 else 1e-4
+    torch.testing.assert_close(found[0][1].double(), want, rtol=error, atol=error)
 
 
 def test_modules_that_are_called_keep_the_weights_as_they_are() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from tiny_calibrated import make_tiny_model
 from typer.testing import CliRunner
 
 from tandemkv.cache_rank.calibration.format import CalibrationError, read_calibration
@@ -174,30 +175,7 @@ def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of four layers with random weights, and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=8,
-        max_position_embeddings=256,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-    return path
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("pool", [mean_of_group, max_of_group])
