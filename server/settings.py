@@ -58,10 +58,10 @@ class ServeSettings(BaseModel):
         None,
         ge=0,
         le=_MOST_CACHE_RANKS,
-        description="1: a cache rank beside SGLang, with --tp as many as that; more: each with a "
-        "part of the KV heads, on GPUs with a GPU of its own; fewer, on a CPU: each for several "
-        "processes of --tp; 0: inside SGLang's process. Beside a GPU lfps has one, on the host's "
-        "CPU. Default: what is predicted to be faster, see `tandemkv plan`.",
+        description="0: inside SGLang's process; 1: a process of its own, with --tp as many as "
+        "that. More: each has a part of the KV heads, and on GPUs a GPU of its own. Fewer than "
+        "--tp, on a CPU: each serves several processes. lfps beside a GPU has one, on the host's "
+        "CPU. Default: what is predicted to be fastest, see `tandemkv plan`.",
     )
     transport: Link | None = Field(
         None,

@@ -67,7 +67,7 @@ class SelectionSettings(FrozenModel):
 
     policy: str = Field(
         default=DEFAULT_POLICY,
-        description="Who selects: a name from `tandemkv policies`, or module:Class of your own.",
+        description="What selects: a name from `tandemkv policies`, or module:Class of your own.",
     )
     declared: DeclaredPolicy = Field(
         default_factory=DeclaredPolicy, description="What the policy's class declares."
@@ -93,7 +93,7 @@ class SelectionSettings(FrozenModel):
         default=None,
         ge=0,
         le=1024,
-        description="Evenly spaced tokens attended to besides, which count for all that is not "
+        description="Evenly spaced tokens that are attended to and stand for all that are not "
         "resident; even, at most 1024. Default 1024 for look_ahead and oracle, or with K below 896 "
         "at most K, in steps of 128; else 0.",
     )
@@ -111,16 +111,16 @@ class SelectionSettings(FrozenModel):
     )
     exact_layers: tuple[int, ...] | None = Field(
         default=None,
-        description="Layers that always take the exact step on the cache rank; default none for "
-        "look_ahead and oracle with 128 samples or more, else 0,1, where attention is flat.",
+        description="Layers that attend to everything; default none for look_ahead and oracle with "
+        "128 samples or more, else 0,1, where attention is flat.",
     )
     late_layers: int | None = Field(
         default=None,
         ge=0,
         le=8,
-        description="look_ahead: as many first layers are selected for at the end of "
-        "a step, for the next one, so that no step begins with waiting. Default 0; with serve "
-        "where a second GPU selects 1, if layer 0 is not exact.",
+        description="look_ahead: number of first layers whose tokens are selected at the end of "
+        "the step before, so that no step begins with waiting. Default 0; with serve 1 "
+        "where a second GPU selects, if layer 0 is not exact.",
     )
     predictor_dtype: Literal["native", "int8"] | None = Field(
         default=None,
@@ -144,7 +144,7 @@ class SelectionSettings(FrozenModel):
         ge=0,
         le=1 << 24,
         description="Requests up to this length attend to everything (not with a second GPU); "
-        "default what is resident anyway, with serve the length from which selecting is faster, or "
+        "default what is resident anyway, with serve the length up to which that is no slower, or "
         "on a CPU what a step attends to anyway.",
     )
     dense_batch_tokens: TokenCount | None = Field(
@@ -152,7 +152,7 @@ class SelectionSettings(FrozenModel):
         ge=0,
         le=1 << 20,
         description="So do all requests of a step that has no more tokens than this in all; "
-        "default none, with serve as many as take no longer.",
+        "default none, with serve the number up to which that is no slower.",
     )
     pooling: Literal["softmax_mean", "max_logit", "mean_logit"] = Field(
         default="softmax_mean", description="How the query heads of a group are pooled."
@@ -161,11 +161,11 @@ class SelectionSettings(FrozenModel):
         default=0,
         ge=0,
         le=31,
-        description="A token takes the best score of as many tokens before it, too; 1 where a "
-        "selection is used a step later: what follows is asked for next.",
+        description="A token also takes the best score of as many tokens before it. 1 suits "
+        "policies that select for the next step: its query attends to what follows.",
     )
     pool_after: int = Field(
-        default=0, ge=0, le=31, description="And of as many tokens after it; SnapKV: 3 and 3."
+        default=0, ge=0, le=31, description="The same for tokens after it; SnapKV has 3 and 3."
     )
     calibration: str | None = Field(
         default=None,
