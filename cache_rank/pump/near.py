@@ -109,11 +109,6 @@ class StagedSlots:
         number = [spec.name for spec in side.tensors.specs].index("kv")
         self._file = mmap.mmap(side.tensors.descriptors[number], side.tensors.specs[number].nbytes)
 
-    @property
-    def num_slots(self) -> int:
-        """Slots whose K/V are here."""
-        return int(self._is_here.sum())
-
     def note(self, slots: torch.Tensor) -> None:
         """Note that ``slots [n]`` are written."""
         self._is_here[slots] = True

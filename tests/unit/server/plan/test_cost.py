@@ -32,10 +32,9 @@ AT_CAP_128 = replace(LOAD, num_resident=4100, num_late=1, fetch_cap_tokens=128)
 # One layer, all bandwidths 1 byte per us, so that every term is its bytes.
 UNIT = CostConstants(
     weight_bandwidth=1e6, layer_overhead_us=5.0, request_layer_us=2.0, tp_request_layer_us=3.0,
-    sparse_request_us=4.0,
-    attention_fixed_us=1.0, attention_bandwidth=1e6, scan_bandwidth_native=1e6,
-    scan_fixed_us=17.0, topk_fixed_us=7.0,
-    topk_bandwidth=1e6, exchange_bandwidth=1e6, receive_bandwidth=2e6, selection_fixed_us=19.0, gather_us=13.0,
+    sparse_request_us=4.0, attention_fixed_us=1.0, attention_bandwidth=1e6,
+    scan_bandwidth_native=1e6, scan_fixed_us=17.0, topk_fixed_us=7.0, topk_bandwidth=1e6,
+    exchange_bandwidth=1e6, receive_bandwidth=2e6, selection_fixed_us=19.0, gather_us=13.0,
     sample_weights_us=29.0, samples_fixed_us=23.0, samples_bandwidth=1e6,
     scan_overlap=0.5, in_process_overlap=0.25,
 )  # fmt: skip
@@ -235,10 +234,9 @@ def test_rows_between_two_gpus_cost_what_was_measured(
 def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
     """decode_four_gpus.json, 36 x 64K: what comes to the model's GPU is what a layer waits for."""
     load = Workload.from_selection(
-        SelectionSettings(num_recent_tokens=128, late_layers=1),
+        SelectionSettings(num_recent_tokens=128, late_layers=1, index_dtype="int4"),
         context_tokens=65536,
         concurrency=36,
-        index_dtype="int4",
     )
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=3)
     assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(13.15, rel=0.04)
@@ -253,10 +251,9 @@ def test_prediction_of_the_defaults_is_near_what_was_measured(
 ) -> None:
     """decode_grid.json, one H200."""
     load = Workload.from_selection(
-        SelectionSettings(num_recent_tokens=128),
+        SelectionSettings(num_recent_tokens=128, index_dtype="int4"),
         context_tokens=context,
         concurrency=batch,
-        index_dtype="int4",
     )
     own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
     assert predict_step(own, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.04)
