@@ -43,9 +43,7 @@ class NearSender:
     ) -> None:
         self._side, self._plan, self._out = side, plan, out
         self._lane, self._receiver = lane, receiver
-        self._ring = StepRing(
-            side.tensors["ring"], side.flags, announced=side.at.ANNOUNCED, consumed=side.at.CONSUMED
-        )
+        self._ring = StepRing(side.tensors["ring"], side.flags)
         self._staged = None
         if not side.on_gpu:
             self._staged = StagedSlots(side, gives_back=side.shard.index == 0)

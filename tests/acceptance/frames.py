@@ -259,8 +259,8 @@ def ring(_stack: contextlib.ExitStack) -> Decoder:
     """Return what the reader of the ring does with a record."""
     words = torch.zeros(ring_shape(MAX_ROWS), dtype=torch.int64)
     flags = StepFlags(torch.zeros((2, WORDS_APART), dtype=torch.int64))
-    writer = StepRing(words, flags, announced=0, consumed=1)
-    reader = StepRing(words, flags, announced=0, consumed=1)
+    writer = StepRing(words, flags)
+    reader = StepRing(words, flags)
     values = (-1, 0, 1, 2, 3, 4, MAX_ROWS, MAX_ROWS + 1, 2**20, 2**31, 2**62, -(2**63))
 
     def once(rng: random.Random) -> str:
