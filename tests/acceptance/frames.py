@@ -36,6 +36,7 @@ from tandemkv.cache_rank.protocol.messages import (
     HeartbeatReply,
     Hello,
     Message,
+    PolicyTraits,
     Refused,
     StatusReply,
     StatusRequest,
@@ -169,7 +170,10 @@ def messages() -> list[Message]:
     hello = make_hello(token=TOKEN, model=MODEL, settings=RankSettings(), max_rows=8, page_size=1)
     return [
         hello,
-        Welcome(epoch=1, num_slots=100, timing=1, all_exact=False),
+        Welcome(
+            epoch=1, num_slots=100, timing=1, all_exact=False,
+            traits=PolicyTraits(layer_sources=(0, 0, 2), slow_heads=((0,), (0, 1), (1,))),
+        ),
         Refused(field="dtype", message="give both ranks the same"),
         Goodbye(epoch=1),
         Heartbeat(epoch=1, sequence=7),
