@@ -32,10 +32,11 @@ AT_CAP_128 = replace(LOAD, num_resident=4100, num_late=1, fetch_cap_tokens=128)
 # One layer, all bandwidths 1 byte per us, so that every term is its bytes.
 UNIT = CostConstants(
     weight_bandwidth=1e6, layer_overhead_us=5.0, request_layer_us=2.0, tp_request_layer_us=3.0,
-    sparse_request_us=4.0, attention_fixed_us=1.0, attention_bandwidth=1e6,
-    scan_bandwidth_native=1e6, scan_fixed_us=17.0, topk_fixed_us=7.0, topk_bandwidth=1e6,
-    exchange_bandwidth=1e6, receive_bandwidth=2e6, selection_fixed_us=19.0, gather_us=13.0,
-    sample_weights_us=29.0, samples_fixed_us=23.0, samples_bandwidth=1e6,
+    sparse_request_us=4.0,
+    attention_fixed_us=1.0, attention_bandwidth=1e6, scan_bandwidth_native=1e6,
+    scan_fixed_us=17.0, topk_fixed_us=7.0,
+    topk_bandwidth=1e6, exchange_bandwidth=1e6, receive_bandwidth=2e6, selection_fixed_us=19.0,
+    gather_us=13.0, sample_weights_us=29.0, samples_fixed_us=23.0, samples_bandwidth=1e6,
     scan_overlap=0.5, in_process_overlap=0.25,
 )  # fmt: skip
 TINY = ModelShape(
