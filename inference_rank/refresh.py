@@ -45,28 +45,19 @@ def trigger_token_ids(tokenizer: Vocabulary, endings: str, policy: str) -> froze
 
 
 def schedule_for(
-    selection: SelectionSettings,
-    load_tokenizer: Callable[[], Vocabulary] | None,
-    *,
-    triggers: frozenset[int] = frozenset(),
+    selection: SelectionSettings, load_tokenizer: Callable[[], Vocabulary]
 ) -> RefreshSchedule:
     """Return the schedule that the policy of these settings declares.
 
     `selection` has the policy's declaration entered. `load_tokenizer` is called where sentences
-    have to be told apart, unless `triggers`, the tokens that end one, are known already. Raises
-    `SettingsError` if no token of the vocabulary ends a sentence, or there is no tokenizer.
+    have to be told apart. Raises `SettingsError` if no token of the vocabulary ends a sentence.
     """
     declared = selection.declared
     rule = declared.refresh
     if rule is RefreshRule.PERIOD:
         return RefreshSchedule(rule, declared.refresh_interval)
     if rule is RefreshRule.BOUNDARY:
-        if not triggers and load_tokenizer is None:
-            raise SettingsError("a policy with sentence boundaries needs a tokenizer")
-        if not triggers and load_tokenizer is not None:
-            triggers = trigger_token_ids(
-                load_tokenizer(), declared.refresh_triggers, selection.policy
-            )
+        triggers = trigger_token_ids(load_tokenizer(), declared.refresh_triggers, selection.policy)
         return RefreshSchedule(rule, declared.refresh_interval, triggers)
     return RefreshSchedule()
 
@@ -83,38 +74,34 @@ class RefreshSchedule:
     rule: RefreshRule = RefreshRule.NEVER
     period: int = 1
     triggers: frozenset[int] = frozenset()
-    _since: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _since: dict[int, int] = field(default_factory=dict)
 
     @property
     def wants_tokens(self) -> bool:
         """Whether `is_slow` has to be given tokens."""
         return self.rule is RefreshRule.BOUNDARY
 
-    def is_slow(self, row: int, generation: int, token: int | None) -> bool:
+    def is_slow(self, row: int, token: int | None) -> bool:
         """Decide one step of a row, in the order of its steps.
 
         `token` is what the step takes in, the one generated before; None if unknown.
         """
         if self.rule is RefreshRule.NEVER or row == PADDING_ROW:
             return False
-        occupant, steps = self._since.get(row, (-1, 0))
-        slow = occupant != generation or steps + 1 >= self.period
+        steps = self._since.get(row)
+        slow = steps is None or steps + 1 >= self.period
         slow = slow or (self.wants_tokens and token in self.triggers)
-        self._since[row] = (generation, 0 if slow else steps + 1)
+        self._since[row] = 0 if steps is None or slow else steps + 1
         return slow
 
     def restart(self, row: int) -> None:
         """Let the next sparse step of `row` be slow: its tenant, or what is resident, is new."""
         self._since.pop(row, None)
 
-    def snapshot(self) -> dict[int, tuple[int, int]]:
+    def snapshot(self) -> dict[int, int]:
         """Return what deciding a step changes."""
         return dict(self._since)
 
-    def rewind(self, state: dict[int, tuple[int, int]]) -> None:
+    def rewind(self, state: dict[int, int]) -> None:
         """Go back to where `snapshot` was asked."""
         self._since = dict(state)
-
-    def forget(self) -> None:
-        """Forget every row: the next sparse step of each is slow."""
-        self._since.clear()

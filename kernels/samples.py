@@ -32,17 +32,7 @@ from tandemkv.kernels.check import (
     fail,
 )
 from tandemkv.kernels.dispatch import resolve
-from tandemkv.kernels.reference.samples import sample_offsets
-
-__all__ = [
-    "SampleScratch",
-    "attend_samples",
-    "check_num_samples",
-    "load_sample_moves",
-    "load_sample_slots",
-    "make_sample_scratch",
-    "sample_offsets",
-]
+from tandemkv.kernels.reference.samples import sample_offsets as sample_offsets
 
 MOST_SAMPLES = 1024
 SPLIT_SAMPLES = 64

@@ -18,10 +18,10 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 
 from .cache_rank_launch import cache_rank_detail
 from .devices import as_pair, check_one_cache_rank
-from .launch import LaunchError
 from .preflight import resolve_launch
 from .serve import inference_rank_command, refuse_live_server
 from .settings import ServeSettings
+from .supervision import LaunchError
 
 _PAUSE_S = 0.5
 

@@ -24,8 +24,6 @@ from .progress import StartProgress
 from .supervision import LaunchError, RestartRules, SupervisedRank, tail
 from .watchdog import Watchdog
 
-__all__ = ["LaunchError", "LaunchPlan", "Launcher"]
-
 _TICK_S = 0.05
 
 

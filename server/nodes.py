@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -40,11 +39,10 @@ def interface_to_nodes(settings: ServeSettings) -> str:
     if address is None:
         return LOOPBACK
     try:
-        own = _own_address(_resolved(address))
-    except OSError as error:
+        own = _resolved(address).own_host()
+    except CacheRankError as error:
         raise SettingsError(
-            f"dist_init_addr={address}: no way leads there ({error.strerror}); "
-            "give an address of host 0 that this one reaches"
+            f"dist_init_addr={address}: {error}; give an address of host 0 that this one reaches"
         ) from error
     if ipaddress.ip_address(own).is_loopback:
         return LOOPBACK
@@ -55,14 +53,6 @@ def interface_to_nodes(settings: ServeSettings) -> str:
         f"dist_init_addr={address}: no interface here has {own}, from which it is "
         f"reached; name one with the variable {INTERFACE_VARIABLE}"
     )
-
-
-def _own_address(other: LinkAddress) -> str:
-    """Return the address of this host from which `other` is reached; sends nothing."""
-    family = socket.AF_INET6 if other.is_ipv6 else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((other.host, other.port))
-        return str(probe.getsockname()[0])
 
 
 def check_meeting_place(settings: ServeSettings) -> None:

@@ -67,14 +67,14 @@ def _text_in(body: bytes, key: str) -> str:
     return str(found.get(key, "")) if isinstance(found, dict) else ""
 
 
-def fetch_status(url: str, timeout_s: float = 10.0) -> dict[str, Any]:
+def fetch_status(url: str) -> dict[str, Any]:
     """Return the status of the server at `url`.
 
     Raises `StatusUnavailableError` if nothing answers there, or not in the expected form.
     """
     address = f"{url.rstrip('/')}/tandemkv/status"
     try:
-        code, body = _get(address, timeout_s)
+        code, body = _get(address, timeout_s=10.0)
     except ValueError as error:
         raise StatusUnavailableError(f"url={url}: {error}; e.g. http://127.0.0.1:30000") from error
     except (OSError, http.client.HTTPException) as error:

@@ -44,10 +44,11 @@ from .command_classes import (
     VerboseOption,
     add_arguments,
 )
-from .launch import Launcher, LaunchError, LaunchPlan
+from .launch import Launcher, LaunchPlan
 from .options import SERVE_FLAGS, SWITCH, with_flags
 from .settings import ServeSettings
 from .settings_sources import Sourced, load_settings
+from .supervision import LaunchError
 from .torchrun_roles import (
     Role,
     Worker,

@@ -55,11 +55,6 @@ class DescriptorHolder:
         self._thread = threading.Thread(target=self._run, name="holder", daemon=True)
         self._thread.start()
 
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """Names of what is held."""
-        return tuple(self._held)
-
     def close(self) -> None:
         """Let go of everything. Idempotent."""
         if self._stopping.is_set():

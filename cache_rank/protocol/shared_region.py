@@ -93,7 +93,7 @@ class RegionSizes:
 
 
 class FlagIndex:
-    """Numbers of the flags of an epoch, for a model of `num_layers` layers.
+    """Numbers of the flags of an epoch behind the ring's, for a model of `num_layers` layers.
 
     `input` is raised by the forward pass: the layer's residual stream (decode) or K/V and prompt
     queries (prefill) are in place; that of layer `num_layers` ends the step. `query`: so is the
@@ -101,7 +101,7 @@ class FlagIndex:
     engine: the resident set may be attended to, or is filled.
     """
 
-    ANNOUNCED, CONSUMED, LOADED, FINISHED, PROGRESS, ABORTED, CONFIRMED = range(7)
+    LOADED, FINISHED, PROGRESS, ABORTED, CONFIRMED = range(2, 7)
     RESTORED, RESEEDED = range(7, 9)
     _FIRST = 9
 

@@ -35,11 +35,6 @@ class StatusServer:
         self._thread = threading.Thread(target=self._run, name=socket_path.name, daemon=True)
         self._thread.start()
 
-    @property
-    def malformed(self) -> int:
-        """Frames dropped because they were no message of ours."""
-        return self._router.malformed
-
     def close(self) -> None:
         """End the thread and remove the socket. Idempotent."""
         self._stopping.set()

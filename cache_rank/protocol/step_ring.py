@@ -22,6 +22,8 @@ from .fault_points import reach
 from .step_flags import StepFlags
 
 NUM_ENTRIES = 64
+ANNOUNCED, CONSUMED = range(2)
+"""Flags of the latest entry written, and read."""
 _HEADER, _COUNT = 6, 4
 """Numbers before those of requests; which of them says how many requests there are."""
 
@@ -145,15 +147,10 @@ class StepRing:
         `ring_shape`, int64, mapped by both.
     flags : StepFlags
         Of the same epoch.
-    announced, consumed : int
-        Flags of the latest entry written, and read.
     """
 
-    def __init__(
-        self, words: torch.Tensor, flags: StepFlags, *, announced: int, consumed: int
-    ) -> None:
+    def __init__(self, words: torch.Tensor, flags: StepFlags) -> None:
         self._words, self._flags = words.numpy(), flags
-        self._announced, self._consumed = announced, consumed
         self._max_rows = (words.shape[1] - _HEADER) // ROW_WORDS
         self._num = 0
 
@@ -167,14 +164,14 @@ class StepRing:
         number = self._num + 1
         oldest = number - NUM_ENTRIES
         if oldest > 0 and not self._flags.wait(
-            self._consumed, oldest, timeout_s=timeout_s, is_over=is_over
+            CONSUMED, oldest, timeout_s=timeout_s, is_over=is_over
         ):
             raise CacheRankLostError("the cache rank does not read its announcements")
         words = entry.words()
         self._words[number % NUM_ENTRIES, : len(words)] = words
         self._num = number
         if not reach("ring.write"):
-            self._flags.raise_to(self._announced, number)
+            self._flags.raise_to(ANNOUNCED, number)
 
     def read(
         self, *, timeout_s: float, is_over: Callable[[], bool], awake_until: float = 0.0
@@ -186,7 +183,7 @@ class StepRing:
         """
         number = self._num + 1
         if not self._flags.wait(
-            self._announced, number, timeout_s=timeout_s, is_over=is_over, awake_until=awake_until
+            ANNOUNCED, number, timeout_s=timeout_s, is_over=is_over, awake_until=awake_until
         ):
             return None
         words = self._words[number % NUM_ENTRIES]
@@ -194,5 +191,5 @@ class StepRing:
         entry = StepEntry.of(words[:end].tolist())
         self._num = number
         reach("ring.read")
-        self._flags.raise_to(self._consumed, number)
+        self._flags.raise_to(CONSUMED, number)
         return entry

@@ -43,9 +43,7 @@ class FarReceiver:
     ) -> None:
         self._side, self._plan, self._plane, self._lane = side, plan, plane, lane
         self._announced = announced
-        self._ring = StepRing(
-            side.tensors["ring"], side.flags, announced=side.at.ANNOUNCED, consumed=side.at.CONSUMED
-        )
+        self._ring = StepRing(side.tensors["ring"], side.flags)
         self._unannounced: tuple[StepEntry, int] | None = None
         self._wanted = torch.empty(0, dtype=torch.int64)
 

@@ -134,8 +134,7 @@ class FarPump:
             case Meet():
                 self._open(guest, letter)
             case Beat():
-                reply = BeatReply(epoch=letter.epoch, sequence=letter.sequence, busy_s=0.0)
-                self._door.send(peer, reply)
+                self._door.send(peer, BeatReply(epoch=letter.epoch, sequence=letter.sequence))
             case Ended():
                 self._close_epoch(letter.reason)
             case _:

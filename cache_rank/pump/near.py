@@ -43,9 +43,7 @@ class NearSender:
     ) -> None:
         self._side, self._plan, self._out = side, plan, out
         self._lane, self._receiver = lane, receiver
-        self._ring = StepRing(
-            side.tensors["ring"], side.flags, announced=side.at.ANNOUNCED, consumed=side.at.CONSUMED
-        )
+        self._ring = StepRing(side.tensors["ring"], side.flags)
         self._staged = None
         if not side.on_gpu:
             self._staged = StagedSlots(side, gives_back=side.shard.index == 0)
@@ -108,11 +106,6 @@ class StagedSlots:
         self._has_memory = torch.ones_like(self._is_here)
         number = [spec.name for spec in side.tensors.specs].index("kv")
         self._file = mmap.mmap(side.tensors.descriptors[number], side.tensors.specs[number].nbytes)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots whose K/V are here."""
-        return int(self._is_here.sum())
 
     def note(self, slots: torch.Tensor) -> None:
         """Note that ``slots [n]`` are written."""

@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable
 
@@ -279,7 +278,7 @@ class NearPump:
         extra = weights_for(tensors, HeadShard() if self._homes.are_on_gpu else shard)
         token = os.urandom(TOKEN_BYTES)
         limit_s = self._exchange.transfer_timeout_s
-        interface = self._interface or local_address(caller.address)
+        interface = self._interface or caller.address.own_host()
         point = MeetingPoint(
             interface, INFERENCE_END, timeout_s=_TIMEOUT_S, transfer_timeout_s=limit_s
         )
@@ -341,14 +340,3 @@ class NearPump:
             session.close()
         if caller is not None:
             caller.close()
-
-
-def local_address(address: LinkAddress) -> str:
-    """Return the address of this host that leads to `address`; sends nothing."""
-    family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address.host, address.port))
-        except OSError as error:
-            raise CacheRankLostError(f"{address} cannot be reached: {error.strerror}") from error
-        return str(probe.getsockname()[0])

@@ -27,7 +27,6 @@ from tandemkv.cache_rank.protocol.model_spec import ModelSpec
 from tandemkv.cache_rank.protocol.predictor_weights import MappedPredictor
 from tandemkv.cache_rank.protocol.settings import RankSettings
 from tandemkv.cache_rank.protocol.shared_region import (
-    FlagIndex,
     RegionSizes,
     check_region,
     part_books,
@@ -102,8 +101,8 @@ class SharedSession:
         )
         self._over = threading.Event()
         self._on_gpu: StreamSignals | None = None
-        flags, at = StepFlags(tensors["flags"]), FlagIndex(model.num_layers)
-        self._ring = StepRing(tensors["ring"], flags, announced=at.ANNOUNCED, consumed=at.CONSUMED)
+        flags = StepFlags(tensors["flags"])
+        self._ring = StepRing(tensors["ring"], flags)
         self._runner = EntryRunner(
             self.engine,
             tensors,

@@ -332,7 +332,7 @@ class ResidentBackend(AttentionBackend):
         for row, length, token in zip(rows, lengths.tolist(), tokens, strict=True):
             if length <= num_dense:
                 refresh.restart(row)  # nothing was selected for it lately
-            found.append(length > num_dense and refresh.is_slow(row, 0, token))
+            found.append(length > num_dense and refresh.is_slow(row, token))
         return torch.tensor(found)
 
     def kind_of(self, lengths: torch.Tensor, slow: torch.Tensor | None = None) -> DecodeKind:

@@ -267,9 +267,7 @@ class SharedConnection:
         for flag in (at.FINISHED, at.ABORTED):
             self._flags.raise_to(flag, self.step)
         self._flags.raise_to(at.CONFIRMED, self.confirmed)
-        self._ring = StepRing(
-            opened.ours["ring"], self._flags, announced=at.ANNOUNCED, consumed=at.CONSUMED
-        )
+        self._ring = StepRing(opened.ours["ring"], self._flags)
         self.program = EngineProgram.told(self._model, self._settings, welcome)
         self.epoch = welcome.epoch
         self._counters.epochs_total += 1

@@ -16,9 +16,8 @@ from tandemkv.kernels.score import (
     make_score_scratch,
 )
 from tandemkv.kernels.triton_ops.score_scan import pool_kernel, scan_kernel
-from tandemkv.kernels.triton_ops.score_window import rounded_dtype, score_window
-
-__all__ = ["score_keys", "score_window"]
+from tandemkv.kernels.triton_ops.score_window import rounded_dtype
+from tandemkv.kernels.triton_ops.score_window import score_window as score_window
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _TRITON_DTYPE = {

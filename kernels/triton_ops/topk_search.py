@@ -9,13 +9,10 @@ of them, and most searches stop far earlier.
 import triton
 import triton.language as tl
 
-# Below the key of every score that may be chosen.
-NO_KEY = tl.constexpr(-(2**31))
-
 
 @triton.jit
 def score_key(score):
-    """Map float32 to int32 of the same order; -inf and NaN become `NO_KEY`, -0.0 equals 0.0."""
+    """Map float32 to int32 of the same order; -inf and NaN become the least, -0.0 equals 0.0."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(score > float("-inf"), key, -(2**31))
@@ -23,7 +20,7 @@ def score_key(score):
 
 @triton.jit
 def key_score(key):
-    """Undo `score_key`; `NO_KEY` becomes -inf."""
+    """Undo `score_key`; the least key becomes -inf."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return tl.where(key == -(2**31), float("-inf"), bits.to(tl.float32, bitcast=True))
 

@@ -25,12 +25,9 @@ class Spread:
     n: int | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[float], *, scale: float = 1.0) -> Self:
-        """Summarise `samples`, each times `scale`.
-
-        Raises `BenchError` if there is no sample.
-        """
+    def of(cls, samples: Sequence[float]) -> Self:
+        """Summarise `samples`; raises `BenchError` if there is none."""
         if not samples:
             raise BenchError("no sample was measured; raise the number of repetitions")
-        low, middle, high = (scale * np.percentile(samples, (10, 50, 90))).tolist()
+        low, middle, high = np.percentile(samples, (10, 50, 90)).tolist()
         return cls(median=middle, p10=low, p90=high, n=len(samples))

@@ -79,14 +79,12 @@ class Workload:
         concurrency: int,
         chunk_tokens: int = 8192,
         capacity_tokens: int | None = None,
-        index_dtype: str | None = None,
         anchors: tuple[int, ...] | None = None,
         max_context: int | None = None,
     ) -> Self:
         """Take what concerns the resident set from `selection`; `anchors` as a calibration has."""
         from tandemkv.cache_rank.policies.registry import find_policy
 
-        changed = selection.model_copy(update={"index_dtype": index_dtype or selection.index_dtype})
         capabilities = find_policy(selection.policy).capabilities
         is_shared = capabilities.calibration == "kascade" or selection.share_layers
         timing = capabilities.timing
@@ -101,7 +99,7 @@ class Workload:
             num_samples=selection.num_samples,
             fetch_cap_tokens=selection.fetch_cap_tokens,
             selects=selection.num_resident > selection.num_sink_tokens,
-            index_dtype=changed.index_dtype,
+            index_dtype=selection.index_dtype,
             chunk_tokens=chunk_tokens,
             capacity_tokens=capacity_tokens,
             anchors=(anchors or selection.anchors) if is_shared else None,
@@ -110,8 +108,8 @@ class Workload:
             num_late=selection.late_between_gpus,
             seed_window=selection.seed_window,
             max_context=max_context,
-            predictor_dtype=changed.predictor_dtype_of(on_second_gpu=True),
-            own_predictor_dtype=changed.predictor_dtype_of(on_second_gpu=False),
+            predictor_dtype=selection.predictor_dtype_of(on_second_gpu=True),
+            own_predictor_dtype=selection.predictor_dtype_of(on_second_gpu=False),
             predicts=timing is Timing.SAME_STEP_HIDDEN,
         )
 

@@ -59,15 +59,13 @@ class Client:
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._api_key, self._admin_key, self._timeout_s = api_key, admin_key, timeout_s
 
-    def get(
-        self, path: str, *, is_admin: bool = False, timeout_s: float = 10.0
-    ) -> tuple[int, bytes]:
+    def get(self, path: str, *, is_admin: bool = False) -> tuple[int, bytes]:
         """GET; raises `OSError` or `http.client.HTTPException` if there is no answer."""
-        return self._simple("GET", path, is_admin, timeout_s)
+        return self._simple("GET", path, is_admin, timeout_s=10.0)
 
-    def post(self, path: str, *, timeout_s: float = 30.0) -> tuple[int, bytes]:
+    def post(self, path: str) -> tuple[int, bytes]:
         """POST to a route of administrators, without a body."""
-        return self._simple("POST", path, True, timeout_s)
+        return self._simple("POST", path, True, timeout_s=30.0)
 
     def _simple(
         self, method: str, path: str, is_admin: bool, timeout_s: float

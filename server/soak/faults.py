@@ -25,7 +25,7 @@ _TARGETS = {CACHE_RANK: 3, SCHEDULER: 2, HTTP: 1}
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.3, 6.0
 _DELAY_S = 0.2
 _RATES = {"delay": 0.0005, "drop": 0.0005}
-_TICK_S = 0.25
+_TICK_S, _GIVE_UP_S = 0.25, 240.0
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
@@ -99,8 +99,7 @@ class Fault:
 class Chaos:
     """Does one fault after the other, with calm in between, from a thread of its own.
 
-    `calm_s` is the mean time between ready again and the next fault, `give_up_s` the longest wait
-    for ready again.
+    `calm_s` is the mean time between ready again and the next fault.
 
     Attributes
     ----------
@@ -116,12 +115,11 @@ class Chaos:
         processes: ServerProcesses,
         is_ready: Callable[[], bool],
         calm_s: float,
-        give_up_s: float = 240.0,
     ) -> None:
         self._random = random.Random(f"chaos/{seed}")
         self._actions = [name for name in actions if name in _BY_SIGNAL]
         self._processes, self._is_ready = processes, is_ready
-        self._calm_s, self._give_up_s = calm_s, give_up_s
+        self._calm_s = calm_s
         self._stopping = threading.Event()
         self._turn = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
@@ -171,7 +169,7 @@ class Chaos:
 
     def _await_ready(self, fault: Fault, pid: int) -> None:
         """Wait until the server is ready for a while, and as another process if one was ended."""
-        deadline = time.monotonic() + self._give_up_s
+        deadline = time.monotonic() + _GIVE_UP_S
         gone_at, ready_since = fault.began + fault.seconds, None
         is_ended = fault.action != "pause"
         while time.monotonic() < deadline:

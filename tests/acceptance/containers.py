@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -212,14 +212,6 @@ def await_ready(server: Server, *containers: Container) -> None:
             if server.get(route, 5.0)[0] == 200:
                 return
         assert time.monotonic() < deadline, containers[-1].text
-        time.sleep(0.1)
-
-
-def eventually(condition: Callable[[], bool], complaint: str, timeout_s: float) -> None:
-    """Return once `condition` holds; fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, complaint
         time.sleep(0.1)
 
 

@@ -36,6 +36,7 @@ from tandemkv.cache_rank.protocol.messages import (
     HeartbeatReply,
     Hello,
     Message,
+    PolicyTraits,
     Refused,
     StatusReply,
     StatusRequest,
@@ -169,7 +170,10 @@ def messages() -> list[Message]:
     hello = make_hello(token=TOKEN, model=MODEL, settings=RankSettings(), max_rows=8, page_size=1)
     return [
         hello,
-        Welcome(epoch=1, num_slots=100, timing=1, all_exact=False),
+        Welcome(
+            epoch=1, num_slots=100, timing=1, all_exact=False,
+            traits=PolicyTraits(layer_sources=(0, 0, 2), slow_heads=((0,), (0, 1), (1,))),
+        ),
         Refused(field="dtype", message="give both ranks the same"),
         Goodbye(epoch=1),
         Heartbeat(epoch=1, sequence=7),
@@ -259,8 +263,8 @@ def ring(_stack: contextlib.ExitStack) -> Decoder:
     """Return what the reader of the ring does with a record."""
     words = torch.zeros(ring_shape(MAX_ROWS), dtype=torch.int64)
     flags = StepFlags(torch.zeros((2, WORDS_APART), dtype=torch.int64))
-    writer = StepRing(words, flags, announced=0, consumed=1)
-    reader = StepRing(words, flags, announced=0, consumed=1)
+    writer = StepRing(words, flags)
+    reader = StepRing(words, flags)
     values = (-1, 0, 1, 2, 3, 4, MAX_ROWS, MAX_ROWS + 1, 2**20, 2**31, 2**62, -(2**63))
 
     def once(rng: random.Random) -> str:

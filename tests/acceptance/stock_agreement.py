@@ -13,14 +13,17 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from exactness import make_prompts
+from exactness import make_prompts, run
+from nothing_lost import wait_for
 from rank_servers import Server, model_dir
 
 from tandemkv.server.evaluation.quality.servers import stock_server, tandem_server
@@ -91,6 +94,18 @@ def stock() -> Iterator[Server]:
 def prompts_of(token_ids: list[int]) -> list[list[int]]:
     """`COUNT` prompts of up to `LONGEST` tokens."""
     return make_prompts(token_ids, count=COUNT, shortest=50, longest=LONGEST)
+
+
+def killed_while(
+    server: Server, prompts: list[list[int]], pid: int, *, new_tokens: int, at_once: int = 1
+) -> list[dict[str, Any]]:
+    """Answer `prompts`, the process `pid` being killed once they decode."""
+    enough = server.values()[0]["decode_steps_total"] + new_tokens // 4
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(run, server, prompts, new_tokens=new_tokens, at_once=at_once)
+        wait_for(lambda: server.values()[0]["decode_steps_total"] >= enough, "nothing decodes")
+        os.kill(pid, signal.SIGKILL)
+        return found.result()
 
 
 def agreement(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 import yaml
-from containers import Container, await_ready, can_be_apart, eventually, namespaces
+from containers import Container, await_ready, can_be_apart, namespaces
 from exactness import compare, run
 from manifests import CONTAINERS, KUBERNETES, containers_of, pod_of
+from nothing_lost import wait_for
 from rank_servers import (
     CAPACITY_TOKENS,
     CHUNK_TOKENS,
@@ -159,7 +160,7 @@ def test_a_killed_cache_rank_costs_a_pause(
     assert cache_rank.probe("livenessProbe") == 0
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(long_answer, pod, small_asked[-1])
-        eventually(lambda: decoding(pod, steps), "the request does not start", PATIENCE_S)
+        wait_for(lambda: decoding(pod, steps), "the request does not start", PATIENCE_S)
         cache_rank.kill()
         assert cache_rank.probe("livenessProbe") == 1
         assert not answer.done(), "the kill came too late"
@@ -215,14 +216,14 @@ def test_sigterm_drains_and_leaves_nothing(pod: Pod, small_asked: list[list[int]
     ]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(long_answer, pod, small_asked[-1])
-        eventually(lambda: decoding(pod, steps), "the request does not start", PATIENCE_S)
+        wait_for(lambda: decoding(pod, steps), "the request does not start", PATIENCE_S)
         begun = time.monotonic()
         pod["inference-rank"].stop(grace_s)
         assert len(answer.result(timeout=1.0)) == LONG_TOKENS
     for name in ("cache-rank", "memory"):  # as sidecars end: the last that was started first
         assert pod[name].is_running
         pod[name].stop(grace_s - (time.monotonic() - begun))
-    eventually(lambda: not any(p.is_running() for p in every), "processes are left", 5.0)
+    wait_for(lambda: not any(p.is_running() for p in every), "processes are left", 5.0)
     # SGLang's scheduler leaves the file of its socket, which nobody serves: the next start takes it
     # over, and the volume goes with the pod.
     left = {path.name for path in pod.run_dir.glob("*.sock")}

@@ -30,7 +30,6 @@ from stock_agreement import (
 )
 
 _IDLE_S = 30.0
-_SPARSE = {"policy": "look_ahead", "budget_tokens": 256, "dense_tokens": 0, "exact_layers": []}
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 if DEVICE == "cuda":

@@ -7,11 +7,8 @@ request has 16K tokens if the model of ``TANDEMKV_TEST_MODEL`` has as many posit
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from stock_agreement import (
     NEW_TOKENS,
     agreement,
     check,
+    killed_while,
     prompts_of,
     served,
     stock,
@@ -90,12 +88,7 @@ def test_requests_go_on_where_the_cache_rank_was_killed(
     flush(covering)
     before = covering.values()[0]
     pid = _serving(covering)
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run, covering, longest, new_tokens=_LONG_ANSWER, at_once=1)
-        enough = before["decode_steps_total"] + _LONG_ANSWER // 4
-        _await(lambda: covering.values()[0]["decode_steps_total"] >= enough, "nothing decodes")
-        os.kill(pid, signal.SIGKILL)
-        found = future.result()
+    found = killed_while(covering, longest, pid, new_tokens=_LONG_ANSWER)
     assert [answer["ids"] for answer in found] == [answer["ids"] for answer in want]
     after = covering.values()[0]
     names = ("cache_rank_lost_total", "pauses_total", "reseeded_rows_total")
@@ -129,10 +122,3 @@ def _serving(server: Server) -> int:
     """Process id of the cache rank."""
     (rank,) = server.get("/tandemkv/status")[1]["cache_ranks"]
     return int(rank["info"]["pid"])
-
-
-def _await(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)

@@ -9,16 +9,12 @@ says `test_gpu_shared.py`. As that does, this runs on one GPU too, under CUDA MP
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exactness import flush, make_families, run
+from nothing_lost import wait_for
 from random_model import make_random_model
 from rank_servers import Server
 from stock_agreement import (
@@ -28,6 +24,7 @@ from stock_agreement import (
     NEW_TOKENS,
     agreement,
     check,
+    killed_while,
     prompts_of,
     served,
     stock,
@@ -154,9 +151,9 @@ def test_requests_go_on_where_one_was_killed(
         for killed in (count - 1, 0):
             flush(server)
             before = server.cache_rank_pids()
-            found = _killed_while(server, longest, before[killed])
+            found = killed_while(server, longest, before[killed], new_tokens=_LONG)
             assert [answer["ids"] for answer in found] == [answer["ids"] for answer in want]
-            _await(
+            wait_for(
                 lambda: len(server.cache_rank_pids()) == count, "a cache rank does not come back"
             )
             same = [a == b for a, b in zip(server.cache_rank_pids(), before, strict=True)]
@@ -188,23 +185,3 @@ def test_cache_ranks_of_tensor_parallel_ranks_give_the_tokens_of_one_each(
             assert len(server.cache_rank_pids()) == len(cache_ranks(server)) == number
             assert server.values()[0]["sparse_rows_total"] > 0
     check(agreement(answers[1], answers[0]), f"{count} cache ranks of two processes, {link}")
-
-
-def _await(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-def _killed_while(server: Server, prompts: list[list[int]], pid: int) -> list[dict[str, Any]]:
-    """Answer `prompts`, the process `pid` being killed once they decode."""
-    before = server.values()[0]["decode_steps_total"]
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run, server, prompts, new_tokens=_LONG, at_once=1)
-        _await(
-            lambda: server.values()[0]["decode_steps_total"] >= before + _LONG // 4,
-            "nothing decodes",
-        )
-        os.kill(pid, signal.SIGKILL)
-        return future.result()

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from exactness import flush, make_families, run
-from rank_servers import Server
 from stock_agreement import (
     COUNT,
     COVERING,
@@ -24,6 +21,7 @@ from stock_agreement import (
     NEW_TOKENS,
     agreement,
     check,
+    killed_while,
     prompts_of,
     served,
     stock,
@@ -216,7 +214,8 @@ def test_requests_go_on_where_the_engine_was_killed(prompts: list[list[int]], li
         for some, at_once in ((longest[-1:], 1), (longest, 4)):
             want = run(server, some, new_tokens=_LONG, at_once=at_once)
             flush(server)
-            found = _killed_while(server, some, at_once)
+            pid = server.cache_rank_pid()
+            found = killed_while(server, some, pid, new_tokens=_LONG, at_once=at_once)
             if at_once == 1:
                 assert found[0]["ids"] == want[0]["ids"]
             else:
@@ -227,16 +226,3 @@ def test_requests_go_on_where_the_engine_was_killed(prompts: list[list[int]], li
     # The one, and of the four those that had begun and not ended when the engine was killed.
     assert 2 <= values["restored_rows_total"] <= 5
     assert values["reseeded_rows_total"] == values["requests_failed_total"] == 0
-
-
-def _killed_while(server: Server, prompts: list[list[int]], at_once: int) -> list[dict[str, Any]]:
-    """Answer `prompts`, the cache rank being killed once all of them decode."""
-    before = server.values()[0]["decode_steps_total"]
-    deadline = time.monotonic() + 120
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run, server, prompts, new_tokens=_LONG, at_once=at_once)
-        while server.values()[0]["decode_steps_total"] < before + _LONG // 4:
-            assert time.monotonic() < deadline, "nothing decodes"
-            time.sleep(0.01)
-        os.kill(server.cache_rank_pid(), signal.SIGKILL)
-        return future.result()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from exactness import compare, run
+from exactness import check_with_hits, run
 from nothing_lost import killed_while_decoding, make_prompts, pids, undisturbed, values
 from rank_servers import ours
 
@@ -28,10 +28,7 @@ def test_tokens_equal_stock_where_the_budget_covers_all_and_few_are_attended_to_
     prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:
     with ours({"selection": _COVERING}, environ=_ENVIRON) as server:
-        alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
-        assert alone["pass"], alone
-        together = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
-        assert together["pass"], f"with radix hits, four at a time: {together}"
+        check_with_hits(server, prompts, reference, new_tokens=new_tokens)
         _, status = server.get("/tandemkv/status")
         inference, cache = server.values()
     assert "on the host's CPU" in status["inference_rank"]["info"]["placement"]

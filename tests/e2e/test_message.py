@@ -21,9 +21,10 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from containers import Container, await_ready, can_be_apart, eventually
-from exactness import compare, run
+from containers import Container, await_ready, can_be_apart
+from exactness import check_with_hits, run
 from manifests import CACHE_RANK_POD, TWO_NODES, containers_of, manifest, pod_of
+from nothing_lost import wait_for
 from rank_servers import CAPACITY_TOKENS, CHUNK_TOKENS, Server, free_port, model_dir, ours
 
 from tandemkv.cache_rank.protocol.message.keys import make_keys
@@ -59,10 +60,7 @@ def test_tokens_equal_stock(
     prompts: list[list[int]], new_tokens: int, reference: list[Any]
 ) -> None:
     with ours({"transport": "message", "selection": _COVERING}) as server:
-        alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
-        assert alone["pass"], alone
-        together = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
-        assert together["pass"], f"with radix hits, four at a time: {together}"
+        check_with_hits(server, prompts, reference, new_tokens=new_tokens)
         inference, _ = server.values()
         _, status = server.get("/tandemkv/status")
     assert inference["sparse_rows_total"] > 0
@@ -133,7 +131,7 @@ def nodes(of_one_process: list[list[list[int]]]) -> Iterator[Nodes]:
     try:
         inference.start()
         log = work / "near" / "run" / "link" / "pump.log"
-        eventually(
+        wait_for(
             lambda: log.exists() and "nobody listens there" in log.read_text(), "no pump", 120.0
         )
         cache_rank.start()
@@ -208,7 +206,7 @@ def _answers_over(
     steps = nodes.server.values()[0]["decode_steps_total"]
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(_tokens, nodes.server, _long_prompts(token_ids)[:2], _MANY)
-        eventually(
+        wait_for(
             lambda: nodes.server.values()[0]["decode_steps_total"] > steps + 2, "no step", 60.0
         )
         disturb()
@@ -259,4 +257,4 @@ def test_sigterm_to_both_pods_drains(nodes: Nodes, token_ids: list[int]) -> None
     answers = _answers_over(nodes, token_ids, stop)
     assert [len(answer) for answer in answers] == [_MANY] * 2
     nodes.cache_rank.await_end(pod_of(CACHE_RANK_POD)["terminationGracePeriodSeconds"])
-    eventually(lambda: not any(p.is_running() for p in every), "processes are left", 5.0)
+    wait_for(lambda: not any(p.is_running() for p in every), "processes are left", 5.0)

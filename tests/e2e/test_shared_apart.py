@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from exactness import compare, run
+from exactness import check_with_hits
 from nothing_lost import (
     cache_ranks,
     killed_while_decoding,
@@ -57,10 +57,7 @@ def test_tokens_equal_stock(
 ) -> None:
     settings = {"selection": _COVERING, "cache_ranks": count}
     with ours(settings, environ=_ENVIRON) as server:
-        alone = compare(run(server, prompts, new_tokens=new_tokens, at_once=1), reference)
-        assert alone["pass"], alone
-        together = compare(run(server, prompts, new_tokens=new_tokens, at_once=4), reference)
-        assert together["pass"], f"with radix hits, four at a time: {together}"
+        check_with_hits(server, prompts, reference, new_tokens=new_tokens)
         inference, ranks = values(server), cache_ranks(server)
         _, status = server.get("/tandemkv/status")
     assert min(inference["sparse_rows_total"], inference["exact_layer_rows_total"]) > 0

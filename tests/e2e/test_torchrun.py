@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import sockets
 from agents import ENVIRONMENT, segments_of, torchrun, workers
 from exactness import compare, run
+from nothing_lost import wait_for
 from rank_servers import SMALL_SELECTION, Server, ours
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -40,15 +40,8 @@ def server(of_serve: list[Any], temporary: Path, tmp_path_factory: Any) -> Itera
     store = tmp_path_factory.mktemp("store") / "file"
     environ = ENVIRONMENT | {"TMPDIR": str(temporary)}
     with ours(SETTINGS, environ=environ, start=torchrun(store, 2)) as started:
-        eventually(lambda: "Ctrl-C stops" in started.log.read_text(), "no banner")
+        wait_for(lambda: "Ctrl-C stops" in started.log.read_text(), "no banner", PATIENCE_S)
         yield started
-
-
-def eventually(condition: Any, complaint: str, timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.1)
 
 
 def long_answer(server: Server, prompt: list[int]) -> list[int]:
@@ -97,7 +90,7 @@ def test_a_killed_cache_rank_is_started_again_by_its_process(
     before, killed = workers(server.pid), server.cache_rank_pid()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(long_answer, server, small_asked[-1])
-        eventually(lambda: rows(server) > 0, "the request does not start")
+        wait_for(lambda: rows(server) > 0, "the request does not start", PATIENCE_S)
         os.kill(killed, signal.SIGKILL)
         assert answer.result(timeout=120) == want
     assert workers(server.pid) == before
@@ -114,13 +107,11 @@ def test_sigterm_drains_and_leaves_nothing(
     segments = segments_of(processes)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(long_answer, server, small_asked[-1])
-        eventually(lambda: rows(server) > 0, "the request does not start")
+        wait_for(lambda: rows(server) > 0, "the request does not start", PATIENCE_S)
         agent.send_signal(signal.SIGTERM)
         assert len(answer.result(timeout=END_S)) == LONG_TOKENS
     agent.wait(END_S)
-    eventually(
-        lambda: not any(map(psutil.Process.is_running, processes)), "processes are left", 5.0
-    )
+    wait_for(lambda: not any(map(psutil.Process.is_running, processes)), "processes are left", 5.0)
     assert server.log.read_text().count("\nstopped\n") == 1  # one speaks for all
     assert server.run_dir is not None
     assert {path.suffix for path in server.run_dir.iterdir()} == {".log"}

@@ -19,8 +19,8 @@ import psutil
 import pytest
 import yaml
 from agents import ENVIRONMENT, other_agent, segments_of, torchrun, workers
-from containers import eventually
 from exactness import compare, run
+from nothing_lost import wait_for
 from rank_servers import (
     SIZES,
     SMALL_SELECTION,
@@ -88,7 +88,7 @@ def nodes(of_serve: list[Any]) -> Iterator[Nodes]:
             other_agent(argv, work, environ) as far,
             ours(settings, environ=environ, start=near) as server,
         ):
-            eventually(lambda: "Ctrl-C stops" in server.log.read_text(), "no banner", 30.0)
+            wait_for(lambda: "Ctrl-C stops" in server.log.read_text(), "no banner", 30.0)
             yield Nodes(server, psutil.Process(far), work)
     finally:
         shutil.rmtree(work)
@@ -105,7 +105,7 @@ def answer_over(server: Server, prompt: list[int], disturb: Callable[[], object]
     steps = server.values()[0]["decode_steps_total"]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(long_answer, server, prompt)
-        eventually(lambda: server.values()[0]["decode_steps_total"] > steps + 2, "no step", 60.0)
+        wait_for(lambda: server.values()[0]["decode_steps_total"] > steps + 2, "no step", 60.0)
         disturb()
         return answer.result(timeout=120.0)
 
@@ -157,7 +157,7 @@ def test_sigterm_to_both_agents_drains_and_leaves_nothing(
     assert len(answer_over(nodes.server, small_asked[-1], stop)) == LONG_TOKENS
     for agent in agents:
         agent.wait(END_S)
-    eventually(lambda: not any(p.is_running() for p in processes), "processes are left", 5.0)
+    wait_for(lambda: not any(p.is_running() for p in processes), "processes are left", 5.0)
     assert nodes.server.log.read_text().count("\nstopped\n") == 1
     assert not run_dir.exists()
     assert nodes.server.run_dir is not None

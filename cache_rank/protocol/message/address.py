@@ -78,6 +78,19 @@ class LinkAddress:
             ) from error
         return replace(self, host=str(found[0][4][0]))
 
+    def own_host(self) -> str:
+        """Return the address of this host from which this one is reached; sends nothing.
+
+        Raises `CacheRankLostError` if no way leads there.
+        """
+        family = socket.AF_INET6 if self.is_ipv6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((self.host, self.port))
+            except OSError as error:
+                raise CacheRankLostError(f"{self} cannot be reached: {error.strerror}") from error
+            return str(probe.getsockname()[0])
+
     @property
     def is_ipv6(self) -> bool:
         """Whether the interface has an IPv6 address."""

@@ -46,14 +46,13 @@ class _AllowList:
     """Answers whether a key is on the list; what zmq's authenticator asks."""
 
     def __init__(self, keys: Mapping[bytes, str]) -> None:
-        self._keys, self.num_refused = dict(keys), 0
+        self._keys = dict(keys)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether the owner of `key` is let in."""
         del domain
         is_allowed = key in self._keys
         if not is_allowed:
-            self.num_refused += 1
             _LOG.warning("refused: key %s is not on the allow-list", key.decode("ascii", "replace"))
         return is_allowed
 
@@ -94,11 +93,6 @@ class Door(Router[Letter]):
                 "with a free port"
             ) from error
         self.address = LinkAddress.parse(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-
-    @property
-    def num_refused(self) -> int:
-        """Connections whose key was not on the allow-list."""
-        return self._allow_list.num_refused
 
     def close(self) -> None:
         """Close. Idempotent."""

@@ -19,7 +19,6 @@ from tandemkv.cache_rank.protocol.messages import (
     Hello,
     Id,
     Refused,
-    Seconds,
     Text,
     Token,
     Welcome,
@@ -98,11 +97,10 @@ class Beat(_Letter, frozen=True, tag=25):
 
 
 class BeatReply(_Letter, frozen=True, tag=26):
-    """`busy_s` as in `HeartbeatReply`."""
+    """Answers `Beat`, whose numbers it has."""
 
     epoch: Id
     sequence: Id
-    busy_s: Seconds
 
 
 class Ended(_Letter, frozen=True, tag=27):

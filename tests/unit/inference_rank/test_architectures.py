@@ -23,8 +23,6 @@ from tandemkv.server.tensor_shapes import check_shapes
 pytestmark = pytest.mark.timeout(600)
 
 SHORT, LONG = range(len(LENGTHS))
-QUERY_TOLERANCE = 5e-6
-"""Of the largest element; float32 against float64. Found: 3e-7."""
 STREAM_TOLERANCE = dict.fromkeys(MODELS, 1e-5) | {"apertus": 2e-3}
 """SGLang keeps the constants of Apertus' activation in bfloat16, which moves its streams."""
 EXACT_TOLERANCE = dict.fromkeys(MODELS, 1e-5) | {"gpt-oss": 1e-4}
@@ -90,17 +88,12 @@ def test_a_longer_prompt_is_attended_to_in_part(found: Found) -> None:
 @every_model
 def test_queries_equal_float64_of_their_streams(found: Found) -> None:
     """In one operation, in another process, and module by module."""
-    reference, sparse = Reference(found.name, found.folder), found.sparse
+    sparse = found.sparse
     spec = read_model_spec(found.folder, dtype="float32")
     full = set(range(spec.num_layers)) - set(spec.other_layers)
     assert set(sparse["layers"].tolist()) == full
     assert len(sparse["layers"]) == len(full) * STEPS
-    for at, layer in enumerate(sparse["layers"].tolist()):
-        want = reference.query(layer, sparse["streams"][at], sparse["positions"][at])
-        limit = QUERY_TOLERANCE * float(want.abs().max())
-        for way in ("live", "mapped", "by_modules"):
-            error = (sparse[way][at].double() - want).abs().max()
-            assert float(error) < limit, (way, layer, at)
+    Reference(found.name, found.folder).check_queries(sparse)
 
 
 @every_model

@@ -20,8 +20,6 @@ from tiny_models import LAYERS, LENGTHS, STEPS, Reference
 pytestmark = pytest.mark.timeout(600)
 
 SHORT, LONG = range(len(LENGTHS))
-QUERY_TOLERANCE = 5e-6
-"""Of the largest element; float32 against float64, as for unquantised models."""
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +73,6 @@ def test_the_weights_are_those_of_float64_rounded_once(found: Found) -> None:
 @every_model
 def test_queries_equal_float64_of_their_streams(found: Found) -> None:
     """In one operation, in another process, and module by module."""
+    assert set(found.sparse["layers"].tolist()) == set(range(LAYERS))
     base = quantised_models.MODELS[found.name].base
-    reference, sparse = Reference(base, found.folder), found.sparse
-    assert set(sparse["layers"].tolist()) == set(range(LAYERS))
-    for at, layer in enumerate(sparse["layers"].tolist()):
-        want = reference.query(layer, sparse["streams"][at], sparse["positions"][at])
-        limit = QUERY_TOLERANCE * float(want.abs().max())
-        for way in ("live", "mapped", "by_modules"):
-            error = (sparse[way][at].double() - want).abs().max()
-            assert float(error) < limit, (way, layer, at)
+    Reference(base, found.folder).check_queries(found.sparse)

@@ -35,8 +35,8 @@ def test_triggers_that_cannot_fire_are_refused():
         trigger_token_ids(Words(), "%", "sfi")
 
 
-def slow_steps(schedule, tokens, *, row=1, generation=1):
-    return [i for i, token in enumerate(tokens) if schedule.is_slow(row, generation, token)]
+def slow_steps(schedule, tokens, *, row=1):
+    return [i for i, token in enumerate(tokens) if schedule.is_slow(row, token)]
 
 
 def test_first_trigger_and_longest_interval():
@@ -56,9 +56,8 @@ def test_a_new_tenant_of_a_row_starts_anew_and_rows_do_not_mix():
     assert slow_steps(schedule, [None] * 2) == [0]
     assert slow_steps(schedule, [None] * 2, row=2) == [0]
     assert slow_steps(schedule, [None] * 2) == [1]
-    assert slow_steps(schedule, [None] * 2, generation=2) == [0]
-    schedule.forget()
-    assert slow_steps(schedule, [None], generation=2) == [0]
+    schedule.restart(1)
+    assert slow_steps(schedule, [None] * 2) == [0]
 
 
 def test_never_and_padding():
@@ -66,8 +65,8 @@ def test_never_and_padding():
     assert slow_steps(RefreshSchedule(RefreshRule.PERIOD, 1), [None] * 3, row=0) == []
 
 
-def schedule(load_tokenizer=Words, *, triggers=frozenset(), **selection):
-    return schedule_for(resolve_selection(selection), load_tokenizer, triggers=triggers)
+def schedule(**selection):
+    return schedule_for(resolve_selection(selection), Words)
 
 
 def test_the_policy_declares_which_schedule_there_is():
@@ -76,18 +75,3 @@ def test_the_policy_declares_which_schedule_there_is():
     sync = schedule(policy="sync_kv", options={"stride": 3})
     assert (sync.rule, sync.period, sync.triggers) == (RefreshRule.PERIOD, 3, frozenset())
     assert schedule().rule is RefreshRule.NEVER
-
-
-def test_the_vocabulary_is_read_once():
-    reads = []
-
-    def load():
-        reads.append(1)
-        return Words()
-
-    first = schedule(load, policy="sfi")
-    again = schedule(load, policy="sfi", triggers=first.triggers)
-    assert again.triggers == first.triggers
-    assert reads == [1]
-    with pytest.raises(SettingsError, match="tokenizer"):
-        schedule(None, policy="sfi")

@@ -201,6 +201,10 @@ def write_model(name: str, folder: Path) -> None:
     path.write_text(json.dumps(config))
 
 
+QUERY_TOLERANCE = 5e-6
+"""Of the largest element; float32 against float64. Found: 3e-7."""
+
+
 class Reference:
     """A model in float64, by transformers' modules."""
 
@@ -242,6 +246,15 @@ class Reference:
         module(stream, position_embeddings=angles, position_ids=positions[None])
         found: torch.Tensor = module.self_attn.captured[0]
         return found.transpose(0, 1)
+
+    def check_queries(self, sparse: Mapping[str, torch.Tensor]) -> None:
+        """Fail unless the queries of `sparse` are those of its streams, found in whatever way."""
+        for at, layer in enumerate(sparse["layers"].tolist()):
+            want = self.query(layer, sparse["streams"][at], sparse["positions"][at])
+            limit = QUERY_TOLERANCE * float(want.abs().max())
+            for way in ("live", "mapped", "by_modules"):
+                error = (sparse[way][at].double() - want).abs().max()
+                assert float(error) < limit, (way, layer, at)
 
 
 def _attend(

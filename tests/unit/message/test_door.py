@@ -49,7 +49,7 @@ _ANYWHERE = LinkAddress("127.0.0.1", 0)
 
 def _answer(letter: Letter) -> Letter:
     assert isinstance(letter, Beat)
-    return BeatReply(epoch=letter.epoch, sequence=letter.sequence, busy_s=0.0)
+    return BeatReply(epoch=letter.epoch, sequence=letter.sequence)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def _asks(caller: Caller, sequence: int = 1) -> Letter:
 def test_who_has_the_keys_is_answered(keys: Path) -> None:
     with _serving(keys) as door, _calling(door, keys) as caller:
         for sequence in (1, 2):
-            reply = BeatReply(epoch=3, sequence=sequence, busy_s=0.0)
+            reply = BeatReply(epoch=3, sequence=sequence)
             assert _asks(caller, sequence) == reply
 
 
@@ -119,7 +119,6 @@ def test_a_key_that_is_not_on_the_allow_list(keys: Path, tmp_path: Path) -> None
             pytest.raises(HandshakeRefusedError, match=r"not on its allow-list; copy"),
         ):
             _asks(caller)
-        assert door.num_refused > 0
         assert isinstance(_asks(known), BeatReply)  # nothing was disturbed
 
 

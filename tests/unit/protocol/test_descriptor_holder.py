@@ -60,7 +60,6 @@ def test_memory_outlives_its_maker(path: Path, holder: DescriptorHolder) -> None
         assert found["kv"].tolist() == [3.0] * 4
         found.close()
     assert num_descriptors() == before + 1, "one is held"
-    assert holder.groups == ("kept",)
 
 
 def test_what_comes_later_takes_the_place_of_what_was(path: Path, holder: DescriptorHolder) -> None:
@@ -122,7 +121,6 @@ def test_a_probe_is_answered_by_a_holder_that_knows_the_token(
     before = num_descriptors()
     ask_holder(path, token=TOKEN)
     assert num_descriptors() == before
-    assert holder.groups == ("kept",)
     with pytest.raises(CacheRankLostError, match="hung up"):
         ask_holder(path, token=b"x" * 32)
     tensors.close()

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -88,30 +86,6 @@ def test_round_trip(message: Message) -> None:
 def test_random_bytes_are_refused_or_sound(frame: bytes) -> None:
     _outcome(frame)
     hello_version(frame)
-
-
-def test_mutated_frames_are_refused_or_sound() -> None:
-    rng = random.Random(0)
-    frames = [encode(m) for m in MESSAGES]
-    refused = 0
-    for _ in range(20_000):
-        frame = bytearray(rng.choice(frames))
-        for _ in range(rng.randint(1, 4)):
-            kind, at = rng.randrange(4), rng.randrange(len(frame) + 1)
-            if kind == 0 and frame:
-                frame[at % len(frame)] = rng.randrange(256)
-            elif kind == 1:
-                del frame[at : at + rng.randint(1, 8)]
-            elif kind == 2:
-                frame[at:at] = rng.randbytes(rng.randint(1, 8))
-            else:
-                other = rng.choice(frames)
-                frame[at:] = other[rng.randrange(len(other)) :]
-        message = _outcome(bytes(frame))
-        refused += message is None
-        if message is not None:
-            assert decode(encode(message)) == message  # whatever passes is within the bounds
-    assert refused > 10_000
 
 
 @pytest.mark.parametrize(

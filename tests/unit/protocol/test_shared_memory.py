@@ -217,8 +217,8 @@ def test_who_stays_awake_sees_a_flag_without_having_slept(monkeypatch: pytest.Mo
 
 def test_entries_come_in_order_and_a_full_ring_is_an_error() -> None:
     words, shared = torch.zeros(ring_shape(3), dtype=torch.int64), flags()
-    writer = StepRing(words, shared, announced=0, consumed=1)
-    reader = StepRing(words, shared, announced=0, consumed=1)
+    writer = StepRing(words, shared)
+    reader = StepRing(words, shared)
     assert reader.read(timeout_s=0.01, is_over=never) is None
     rows = (StepRow(row=2, generation=1 << 50, length=9, prefix_len=8, window=4, flags=6),)
     entries = [
@@ -247,7 +247,7 @@ def test_entries_come_in_order_and_a_full_ring_is_an_error() -> None:
 def test_every_kind_and_flag_of_an_entry_arrives_and_damaged_ones_are_refused() -> None:
     words = torch.zeros(ring_shape(2), dtype=torch.int64)
     signals = flags(2)
-    writer, reader = (StepRing(words, signals, announced=0, consumed=1) for _ in range(2))
+    writer, reader = (StepRing(words, signals) for _ in range(2))
     sound = StepRow(row=1, generation=2, length=9, prefix_len=8, window=1)
     for kind in EntryKind:
         for flag in (0, SLOW, RESIDENT, SLOW | RESIDENT):

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError
 from tandemkv.server.child_process import ChildSpec
-from tandemkv.server.launch import CacheRankLaunch, Launcher, LaunchError, LaunchPlan
+from tandemkv.server.launch import CacheRankLaunch, Launcher, LaunchPlan
 from tandemkv.server.liveness import Pulse
 from tandemkv.server.probes import ServerState
-from tandemkv.server.supervision import RestartRules
+from tandemkv.server.supervision import LaunchError, RestartRules
 
 FAKE = Path(__file__).with_name("fake_rank.py")
 

@@ -15,7 +15,7 @@ from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import RUN_DIR_VARIABLE, SETTINGS_VARIABLE, RankSettings
 from tandemkv.server import inference_process
 from tandemkv.server.commands import app
-from tandemkv.server.launch import LaunchError
+from tandemkv.server.supervision import LaunchError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,

@@ -15,6 +15,7 @@ from tiny_model import write_model
 
 from tandemkv.cache_rank.protocol.errors import SettingsError
 from tandemkv.cache_rank.protocol.heartbeat import StatusServer
+from tandemkv.cache_rank.protocol.message.address import LinkAddress
 from tandemkv.cache_rank.protocol.messages import StatusReply
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.cache_rank.protocol.settings import NODES_VARIABLE
@@ -124,7 +125,7 @@ class Address(NamedTuple):
 def test_the_interface_is_the_one_that_leads_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface_to_nodes(settings()) == "lo"
     assert interface_to_nodes(settings(nnodes=1, dist_init_addr=None)) == "lo"
-    monkeypatch.setattr(nodes, "_own_address", lambda *_: "10.0.0.2")
+    monkeypatch.setattr(LinkAddress, "own_host", lambda _: "10.0.0.2")
     cards = {"lo": [Address("127.0.0.1")], "eth1": [Address("fe80::1%eth1"), Address("10.0.0.2")]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
     assert interface_to_nodes(settings(dist_init_addr="10.0.0.1:7500")) == "eth1"

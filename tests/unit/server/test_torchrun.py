@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tandemkv.cache_rank.protocol.run_dir import RunDir
 from tandemkv.server.cache_rank_launch import SETTINGS_FILE, SplitLaunch
-from tandemkv.server.launch import LaunchError
+from tandemkv.server.supervision import LaunchError
 from tandemkv.server.torchrun import app, await_settings, cache_rank_plan
 
 

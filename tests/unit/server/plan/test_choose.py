@@ -37,7 +37,7 @@ from tandemkv.server.settings_sources import Sourced, load_settings
 
 QWEN = BUILT_IN_SHAPES["qwen3-8b"]
 LOAD = Workload.from_selection(
-    SelectionSettings(), context_tokens=65536, concurrency=8, index_dtype="int4"
+    SelectionSettings(index_dtype="int4"), context_tokens=65536, concurrency=8
 )
 H200_BYTES = 139 * GIB
 IN_PROCESS = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
@@ -217,8 +217,8 @@ def test_command_prints_json_of_the_same_plan(runner: CliRunner) -> None:
     ],
 )
 def test_only_anchors_are_scanned(selection: dict[str, Any], scanned: int) -> None:
-    chosen = resolve_selection(selection)
-    load = Workload.from_selection(chosen, context_tokens=65536, concurrency=8, index_dtype="int4")
+    chosen = resolve_selection(selection | {"index_dtype": "int4"})
+    load = Workload.from_selection(chosen, context_tokens=65536, concurrency=8)
     assert load.num_scanned(36) == scanned
     layers = 36 if scanned == 34 else scanned
     assert index_bytes(QWEN, load) == 8 * 65536 * layers * 8 * 72

@@ -235,10 +235,9 @@ def test_rows_between_two_gpus_cost_what_was_measured(
 def test_rows_of_three_cache_gpus_cost_what_was_measured() -> None:
     """decode_four_gpus.json, 36 x 64K: what comes to the model's GPU is what a layer waits for."""
     load = Workload.from_selection(
-        SelectionSettings(num_recent_tokens=128, late_layers=1),
+        SelectionSettings(num_recent_tokens=128, late_layers=1, index_dtype="int4"),
         context_tokens=65536,
         concurrency=36,
-        index_dtype="int4",
     )
     placement = Placement(kind=SEPARATE, tp_size=1, num_cache_gpus=3)
     assert predict_step(placement, QWEN, load).tpot_ms == pytest.approx(13.15, rel=0.04)
@@ -253,10 +252,9 @@ def test_prediction_of_the_defaults_is_near_what_was_measured(
 ) -> None:
     """decode_grid.json, one H200."""
     load = Workload.from_selection(
-        SelectionSettings(num_recent_tokens=128),
+        SelectionSettings(num_recent_tokens=128, index_dtype="int4"),
         context_tokens=context,
         concurrency=batch,
-        index_dtype="int4",
     )
     own = Placement(kind=PlacementKind.IN_PROCESS, tp_size=1)
     assert predict_step(own, QWEN, load).tpot_ms == pytest.approx(measured_ms, rel=0.04)

@@ -32,7 +32,7 @@ from tandemkv.server.plan.workload import Workload
 
 QWEN = BUILT_IN_SHAPES["qwen3-8b"]
 LOAD = Workload.from_selection(
-    SelectionSettings(), context_tokens=65536, concurrency=8, index_dtype="int4"
+    SelectionSettings(index_dtype="int4"), context_tokens=65536, concurrency=8
 )
 SLOW_ATTENTION = replace(H200, attention_bandwidth=H200.attention_bandwidth / 4)
 TINY = Sizes(
