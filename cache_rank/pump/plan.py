@@ -228,7 +228,11 @@ class StepPlan:
             elif program.attends_remotely(kind, layer):
                 flag = Flag(FlagKind.READY, layer, size)
                 yield _message([flag], [Part(PartKind.OUTPUT, layer)])
-        changes = (self._changes(layer, size) for layer in rest)
+        # What the next step attends to: behind all that this one waits for.
+        told = [layer for layer in rest if program.tells_of_next(kind, layer)]
+        for layer in told:
+            yield _message([Flag(FlagKind.READY, layer)], self._changes(layer, size))
+        changes = (self._changes(layer, size) for layer in rest if layer not in told)
         yield _message([Flag(FlagKind.FINISHED)], [x for parts in changes for x in parts])
 
     def _grow_back(self) -> Message:
