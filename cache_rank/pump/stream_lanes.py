@@ -283,7 +283,7 @@ class StreamSendLane(StreamLane):
     def _move(self, message: Message) -> None:
         body = self._body(message)
         words = [self._words_of(flag) for flag in message.waits]
-        *earlier, last = words or [self._step[:0]]
+        *earlier, last = words or [self._step]  # which is there
         for each in earlier:
             self._wait(each)
         self._wait(last, body.stamp)
@@ -317,7 +317,7 @@ class StreamReceiveLane(StreamLane):
         self._wire.receive(body.whole)
         self._contents.scatter(body)
         words = [self._words_of(flag) for flag in message.raises]
-        first, *others = words or [self._step[:0]]
+        first, *others = words or [self._step]  # which stays as it is
         self._raise(first, body.stamp)
         for each in others:
             self._raise(each)
