@@ -84,7 +84,12 @@ def send_rows(
 
 
 def raise_flags(
-    flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor, follows: bool = False
+    flags: torch.Tensor,
+    *,
+    step: torch.Tensor,
+    lost: torch.Tensor,
+    follows: bool = False,
+    stamp: torch.Tensor | None = None,
 ) -> None:
     """Raise `flags` ``[n]`` int32 to `step` once everything queued before is complete.
 
@@ -98,6 +103,9 @@ def raise_flags(
         Whether the kernel before this one in its stream is one of a selection. Where those are
         chained (`tandemkv.kernels.streams.let_chain`) this one is launched beside it, and has not
         to wait for room when it ends.
+    stamp : torch.Tensor, optional
+        ``[1]`` int32, a copy of what `wait_flags` has left elsewhere. If it is before the step,
+        `lost` is set to the step, and nothing is raised.
 
     Raises
     ------
@@ -105,12 +113,19 @@ def raise_flags(
         If an argument differs from the above.
     """
     _check(flags, step, lost, "n")
+    if stamp is not None:
+        _check_word(Dims(), "stamp", stamp)
     run = resolve("step_flags", "raise_flags", flags.device)
-    run(flags, step=step, lost=lost, follows=follows)
+    run(flags, step=step, lost=lost, follows=follows, stamp=stamp)
 
 
 def wait_flags(
-    flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor, timeout_s: float
+    flags: torch.Tensor,
+    *,
+    step: torch.Tensor,
+    lost: torch.Tensor,
+    timeout_s: float,
+    stamp: torch.Tensor | None = None,
 ) -> None:
     """Hold back what is queued next until all `flags` are raised to `step`.
 
@@ -123,6 +138,9 @@ def wait_flags(
         another stream ends a wait that is under way.
     timeout_s : float
         Longest wait.
+    stamp : torch.Tensor, optional
+        ``[1]`` int32. Set to the step if the flags were raised and nothing is lost, else to the
+        number before it: what is copied elsewhere tells there how the wait has ended.
 
     Raises
     ------
@@ -130,16 +148,22 @@ def wait_flags(
         If an argument differs from the above.
     """
     StepWait(flags=flags, step=step, lost=lost, timeout_s=timeout_s).check()
+    if stamp is not None:
+        _check_word(Dims(), "stamp", stamp)
     resolve("step_flags", "wait_flags", flags.device)(
-        flags, step=step, lost=lost, timeout_s=timeout_s
+        flags, step=step, lost=lost, timeout_s=timeout_s, stamp=stamp
     )
 
 
 def _check(flags: torch.Tensor, step: torch.Tensor, lost: torch.Tensor, size: str) -> Dims:
     dims = Dims()
     dims.check("flags", flags, size, INT32)
-    for name, word in (("step", step), ("lost", lost)):
-        dims.check(name, word, "one", INT32)
-        if len(word) != 1:
-            fail(f"{name}.shape", tuple(word.shape), "[1]")
+    _check_word(dims, "step", step)
+    _check_word(dims, "lost", lost)
     return dims
+
+
+def _check_word(dims: Dims, name: str, word: torch.Tensor) -> None:
+    dims.check(name, word, "one", INT32)
+    if len(word) != 1:
+        fail(f"{name}.shape", tuple(word.shape), "[1]")

@@ -229,6 +229,16 @@ class EngineProgram:
         is_in_step = kind is DecodeKind.SELECTING and not self.selects_for_next_step
         return is_in_step and layer in self._is_selecting and layer not in self.late_layers
 
+    def tells_of_next(self, kind: DecodeKind, layer: int) -> bool:
+        """Whether the engine tells when `layer` has what a decode step selects for the next one.
+
+        To another host it goes at once, beside the layers that are still to come. Not where the
+        flag tells of an output.
+        """
+        is_for_next = kind is DecodeKind.SELECTING and not self.awaits(kind, layer)
+        is_told = self.tells_all and is_for_next and layer in self._is_selecting
+        return is_told and not self.attends_remotely(kind, layer)
+
     def hands_over_query(self, kind: DecodeKind, layer: int) -> bool:
         """Whether the query of `layer` is handed over before it attends, to select with it."""
         is_in_step = kind is DecodeKind.SELECTING and not self.selects_for_next_step

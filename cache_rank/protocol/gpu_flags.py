@@ -37,8 +37,9 @@ class GpuFlags:
     complete; `input`, once a layer's residual stream (decode, a flag a row) or K/V and prompt
     queries (prefill, one flag) are in place; `query`, once a layer's query is, a flag a row; `end`,
     once all tokens of the step are stored. Raised by the engine: `ready`, once a layer's resident
-    set may be attended to, or is filled, or once the rows of its output are there, a flag a row;
-    `finished`, once nothing that both sides use is read or written for the step any more.
+    set may be attended to, or is filled, or has what is selected for the next step, where that goes
+    to another host (`EngineProgram.tells_of_next`), or once rows of its output are there, a flag
+    a row; `finished`, once nothing that both sides use is read or written for the step any more.
 
     Between two GPUs each flag is memory of the GPU that waits for it: it polls nothing over NVLink.
     `tensors` have those of `flag_specs`. Of several cache ranks this is the one with the number

@@ -25,6 +25,9 @@ from .side import Side
 HEAD_BYTES = _ALIGN = 16
 """A message begins with a word that its receiver finds the step's number in, and each part at a
 multiple of so many bytes."""
+_GPU_PIECE_BYTES = 2 * PIECE_BYTES
+"""Between GPUs: 8 MiB take 42 us and 16 MiB 68 (docs/benchmarks/wires.json), and each message has a
+dozen kernels beside it."""
 _Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -69,19 +72,24 @@ class Contents:
         self._sent = None if positions is None else positions.clone()
         self._slots: torch.Tensor | None = None
         self._is_active: torch.Tensor | None = None
+        self._weighed_rows: torch.Tensor | None = None
         words, device = torch.int64, side.kv.device
         self._kept: torch.Tensor | None = None
         if side.requests is not None:
             self._kept = torch.zeros(3, len(side.requests[0]), dtype=words, device=device)
         self._num_cold = torch.zeros(1, dtype=words, device=device)
-        self.plan = StepPlan(side.program, has_samples=side.has_samples, nbytes=self._nbytes)
+        self.piece_bytes = _GPU_PIECE_BYTES if side.on_gpu else PIECE_BYTES
+        self.plan = StepPlan(
+            side.program, has_samples=side.has_samples, nbytes=self._nbytes,
+            piece_bytes=self.piece_bytes,
+        )  # fmt: skip
 
     def begin(self, entry: StepEntry, *, is_told: bool = False) -> None:
         """Let what follows be about `entry`; `is_told`: behind the message of its requests.
 
         What is read of a decode step on a GPU lies where it was in the steps before.
         """
-        self._entry, self._slots, self._is_active = entry, None, None
+        self._entry, self._slots, self._is_active, self._weighed_rows = entry, None, None, None
         device, rows = self._side.kv.device, entry.rows
         if entry.kind is EntryKind.DECODE and not is_told:
             self._num_cold.fill_(entry.num_cold)
@@ -133,7 +141,7 @@ class Contents:
         entry = StepEntry(kind=EntryKind.EXTEND, step=0, rows=rows)
         lengths = {PartKind.TABLE: width}
         parts = (Part(kind, num=lengths.get(kind, 1)) for kind in PartKind)
-        return HEAD_BYTES + max(PIECE_BYTES, *(self._nbytes(part, entry) for part in parts))
+        return HEAD_BYTES + max(self.piece_bytes, *(self._nbytes(part, entry) for part in parts))
 
     @property
     def beside_bytes(self) -> int:
@@ -246,10 +254,12 @@ class Contents:
         return self._slots
 
     def _keep(self, requests: torch.Tensor) -> None:
-        """Let the step be about ``requests [3, B]``: rows, lengths and newest slots."""
-        if self._kept is not None:
-            requests = self._kept[:, : requests.shape[1]].copy_(requests)
-        self._rows, self._lengths, self._slots = requests
+        """Let the step be about ``requests [3, B]`` of a message: rows, lengths, newest slots."""
+        if self._kept is None:
+            kept = requests.clone()
+        else:
+            kept = self._kept[:, : requests.shape[1]].copy_(requests)
+        self._rows, self._lengths, self._slots = kept
 
     def _active(self) -> torch.Tensor:
         """Return ``[B]`` bool: requests of the step that have a resident set."""
@@ -257,6 +267,15 @@ class Contents:
             is_decode = self._entry.kind is EntryKind.DECODE
             self._is_active = self._lengths > (self._num_cold if is_decode else -1)
         return self._is_active
+
+    def _weighed(self) -> torch.Tensor:
+        """Return ``[B]`` int64, the rows of `_active`, and for others 0, that of padding.
+
+        Nobody reads the weights of that one.
+        """
+        if self._weighed_rows is None:
+            self._weighed_rows = self._rows * self._active()
+        return self._weighed_rows
 
     def _taken(self, part: Part) -> tuple[torch.Tensor, ...]:
         shapes = self._shapes(part, self._entry, self._side.most_changes)
@@ -280,9 +299,9 @@ class Contents:
     def _read(self, part: Part, out: tuple[torch.Tensor, ...]) -> None:
         side, kind, layer = self._side, part.kind, part.layer
         if kind is PartKind.REQUESTS:
-            # Of a later step they may be others, by the time that the last message is made.
-            self._keep(torch.stack((self._rows, self._lengths, self._step_slots())))
             torch.stack((self._rows, self._lengths, self._step_slots()), out=out[0])
+            # Of a later step they may be others, by the time that the last message is made.
+            self._keep(out[0])
         elif kind is PartKind.TABLE:
             out[0].copy_(side.table[part.row, : part.num])
         elif kind is PartKind.KV:
@@ -304,7 +323,7 @@ class Contents:
     def _write(self, part: Part, found: tuple[torch.Tensor, ...]) -> None:
         side, kind, layer = self._side, part.kind, part.layer
         if kind is PartKind.REQUESTS:
-            self._keep(found[0].clone())
+            self._keep(found[0])
             slots = self._step_slots()
             side.check_requests(self._rows, self._lengths, slots)
             if side.requests is not None:
@@ -325,9 +344,7 @@ class Contents:
             for sets, rows in zip(side.resident, found[0], strict=True):
                 sets[layer, part.row] = rows
         elif kind is PartKind.WEIGHTS:
-            weights = side.log_weight[layer]
-            is_active = self._active()[:, None, None]
-            weights[self._rows] = torch.where(is_active, found[0], weights[self._rows])
+            side.log_weight[layer][self._weighed()] = found[0]
         elif kind is not PartKind.IDENTITY:
             self._staging(part)[part.first :][: len(found[0])] = found[0]
 

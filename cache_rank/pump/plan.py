@@ -18,11 +18,10 @@ from typing import NamedTuple
 from tandemkv.cache_rank.protocol.engine_program import DecodeKind, EngineProgram
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry
 
-from .records import PIECE_BYTES
-
 DECODE_KINDS = tuple(DecodeKind)
 _PACK_LAYERS = 4
-"""Layers to a message, of a policy that selects for the next step."""
+"""Layers to a message at most, of a policy that selects for the next step; the last ones are alone,
+for the next step waits until they have been selected for."""
 
 
 class FlagKind(Enum):
@@ -111,7 +110,8 @@ class Message:
 class StepPlan:
     """Plans of the steps of one epoch.
 
-    `nbytes` returns the bytes of a part in a step, at most; one that is too long is cut.
+    `nbytes` returns the bytes of a part in a step, at most; what is longer than about `piece_bytes`
+    is cut.
     """
 
     def __init__(
@@ -120,8 +120,10 @@ class StepPlan:
         *,
         has_samples: bool,
         nbytes: Callable[[Part, StepEntry], int],
+        piece_bytes: int,
     ) -> None:
         self._program, self._has_samples, self._nbytes = program, has_samples, nbytes
+        self._piece_bytes = piece_bytes
         self._decode: dict[tuple[bool, int, int], tuple[Message, ...]] = {}
         self._replaced: set[int] = set()
 
@@ -187,6 +189,7 @@ class StepPlan:
         program, kind, size = self._program, DECODE_KINDS[entry.variant], len(entry.rows)
         yield _message([Flag(FlagKind.BEGIN)], [Part(PartKind.REQUESTS)])
         stored, flags, parts = _Stored(size), list[Flag](), list[Part]()
+        num_later = sum(program.hands_over_later(kind, x) for x in range(program.num_layers))
         for layer in range(program.num_layers):
             is_urgent = False
             if kind is DecodeKind.SELECTING and program.reads_stream(layer):
@@ -194,6 +197,7 @@ class StepPlan:
                 yield _message([*flags, Flag(FlagKind.INPUT, layer, size)], parts)
                 flags, parts = [], []
             is_later = program.hands_over_later(kind, layer)
+            num_later -= is_later
             is_now = program.attends_in(layer) or program.hands_over_query(kind, layer)
             is_remote = program.attends_remotely(kind, layer)
             if is_later or is_now or is_remote:
@@ -202,7 +206,7 @@ class StepPlan:
                 parts.append(Part(PartKind.QUERY, layer))
                 flags.append(Flag(FlagKind.QUERY, layer, size))
                 is_urgent = is_remote or not is_later
-            if is_urgent or len(flags) >= _PACK_LAYERS:
+            if is_urgent or len(flags) >= max(1, min(_PACK_LAYERS, num_later // 2)):
                 yield _message(flags, parts)
                 flags, parts = [], []
         parts += stored.before(program.num_layers)
@@ -228,7 +232,11 @@ class StepPlan:
             elif program.attends_remotely(kind, layer):
                 flag = Flag(FlagKind.READY, layer, size)
                 yield _message([flag], [Part(PartKind.OUTPUT, layer)])
-        changes = (self._changes(layer, size) for layer in rest)
+        # What the next step attends to: behind all that this one waits for.
+        told = [layer for layer in rest if program.tells_of_next(kind, layer)]
+        for layer in told:
+            yield _message([Flag(FlagKind.READY, layer)], self._changes(layer, size))
+        changes = (self._changes(layer, size) for layer in rest if layer not in told)
         yield _message([Flag(FlagKind.FINISHED)], [x for parts in changes for x in parts])
 
     def _grow_back(self) -> Message:
@@ -245,12 +253,12 @@ class StepPlan:
         return tuple(piece for message in messages for piece in self._cut(message, entry))
 
     def _cut(self, message: Message, entry: StepEntry) -> list[Message]:
-        """Return `message` in pieces of about `PIECE_BYTES`: others wait behind each."""
+        """Return `message` in pieces of about `piece_bytes`: others wait behind each."""
         pieces, nbytes = [list[Part]()], 0
         for part in message.parts:
             for each in self._cut_part(part, entry):
                 size = self._nbytes(each, entry)
-                if pieces[-1] and nbytes + size > PIECE_BYTES:
+                if pieces[-1] and nbytes + size > self._piece_bytes:
                     pieces.append([])
                     nbytes = 0
                 pieces[-1].append(each)
@@ -269,7 +277,8 @@ class StepPlan:
         if part.kind not in (PartKind.KV, PartKind.CHANGES, PartKind.WINDOWS):
             yield part
             return
-        width = max(1, PIECE_BYTES // max(1, self._nbytes(part._replace(num=1), entry)))
+        each = self._nbytes(part._replace(num=1), entry)
+        width = max(1, self._piece_bytes // max(1, each))
         end = part.first + part.num
         for first in range(part.first, end, width):
             yield part._replace(first=first, num=min(width, end - first))

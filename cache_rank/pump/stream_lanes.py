@@ -34,13 +34,12 @@ from .captured_steps import CapturedSteps
 from .contents import Body, Contents
 from .plan import Flag, FlagKind, Message
 from .queue_depth import Event, QueueDepth, calls_of
-from .records import PIECE_BYTES, Record
+from .records import Record
 from .side import Side
 
-_AT_ONCE_S = 1e-6
 _MOST_WORDS = 256
 """Of a flag, for which kernels are loaded at start."""
-_BESIDE_BYTES, _SMALL_BYTES, _NUM_SMALL = 2 * PIECE_BYTES, 512 << 10, 32
+_NUM_PIECES, _SMALL_BYTES, _NUM_SMALL = 2, 512 << 10, 32
 """What a lane's stream has of the GPU's memory from the start for what is made on the way, at
 least; beside it the room of a message."""
 REPLAY_CALLS = 200
@@ -56,12 +55,12 @@ def rehearse_flags(device: torch.device, timeout_s: float) -> None:
         return
     with torch.cuda.device(device):
         words = torch.zeros(_MOST_WORDS, dtype=torch.int32, device=device)
-        step, lost = torch.zeros_like(words[:1]), torch.zeros_like(words[:1])
-        wait_flags(words[:1], step=step, lost=lost, timeout_s=_AT_ONCE_S)
+        step, lost, stamp = (torch.zeros_like(words[:1]) for _ in range(3))
         size = 1
         while size <= _MOST_WORDS:  # a kernel for each power of two
-            wait_flags(words[:size], step=step, lost=lost, timeout_s=timeout_s)
-            raise_flags(words[:size], step=step, lost=lost)
+            for each in (None, stamp):
+                wait_flags(words[:size], step=step, lost=lost, timeout_s=timeout_s, stamp=each)
+                raise_flags(words[:size], step=step, lost=lost, stamp=each)
             size *= 2
         torch.cuda.current_stream(device).synchronize()
 
@@ -70,7 +69,8 @@ def _room(device: torch.device, contents: Contents) -> torch.Tensor:
     """Return bytes for messages, and leave the present stream memory to make other tensors in."""
     if device.type != "cuda":
         return torch.empty(0, dtype=torch.uint8, device=device)
-    sizes = (max(_BESIDE_BYTES, contents.beside_bytes), *(_SMALL_BYTES,) * _NUM_SMALL)
+    beside = max(_NUM_PIECES * contents.piece_bytes, contents.beside_bytes)
+    sizes = (beside, *(_SMALL_BYTES,) * _NUM_SMALL)
     kept = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]  # and freed
     room = torch.empty(contents.most_bytes, dtype=torch.uint8, device=device)
     del kept
@@ -241,11 +241,11 @@ class StreamLane(ABC):
             self._bodies[id(message)] = message, body
         return body
 
-    def _wait(self, flags: torch.Tensor, timeout_s: float) -> None:
-        wait_flags(flags, step=self._step, lost=self._lost, timeout_s=timeout_s)
+    def _wait(self, flags: torch.Tensor, stamp: torch.Tensor | None = None) -> None:
+        wait_flags(flags, step=self._step, lost=self._lost, timeout_s=self._timeout_s, stamp=stamp)
 
-    def _raise(self, flags: torch.Tensor) -> None:
-        raise_flags(flags, step=self._step, lost=self._lost)
+    def _raise(self, flags: torch.Tensor, stamp: torch.Tensor | None = None) -> None:
+        raise_flags(flags, step=self._step, lost=self._lost, stamp=stamp)
 
     def _words_of(self, flag: Flag) -> torch.Tensor:
         """Return the words ``[n]`` int32 of a flag."""
@@ -281,12 +281,13 @@ class StreamSendLane(StreamLane):
         raise ProtocolError(f"{message} came beside its step")
 
     def _move(self, message: Message) -> None:
-        for flag in message.waits:
-            self._wait(self._words_of(flag), self._timeout_s)
         body = self._body(message)
+        words = [self._words_of(flag) for flag in message.waits]
+        *earlier, last = words or [self._step]  # which is there
+        for each in earlier:
+            self._wait(each)
+        self._wait(last, body.stamp)
         self._contents.fill(body)
-        body.stamp.zero_()
-        self._raise(body.stamp)
         self._wire.send(body.whole)
 
     def _flags_of(self, messages: list[Message]) -> list[Flag]:
@@ -314,10 +315,12 @@ class StreamReceiveLane(StreamLane):
     def _move(self, message: Message) -> None:
         body = self._body(message)
         self._wire.receive(body.whole)
-        self._wait(body.stamp, _AT_ONCE_S)
         self._contents.scatter(body)
-        for flag in message.raises:
-            self._raise(self._words_of(flag))
+        words = [self._words_of(flag) for flag in message.raises]
+        first, *others = words or [self._step]  # which stays as it is
+        self._raise(first, body.stamp)
+        for each in others:
+            self._raise(each)
 
     def _flags_of(self, messages: list[Message]) -> list[Flag]:
         return [flag for message in messages.copy() for flag in message.raises]

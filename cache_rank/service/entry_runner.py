@@ -268,7 +268,7 @@ class EntryRunner:
                 lane = engine.lane_of(late)
                 with self._lanes.enter(lane, after=before):
                     engine.choose_late(late, streams[late, :size])
-                    engine.fetch(late, size)
+                    self._fetch_for_next(DecodeKind.SELECTING, late, size)
                 before = lane
 
     def _select_now(self, layer: int, size: int) -> None:
@@ -303,7 +303,7 @@ class EntryRunner:
                     engine.observe(layer, query)
                     return
                 engine.choose(layer, query)
-            engine.fetch(layer, size)
+            self._fetch_for_next(kind, layer, size)
 
     def _index_stored(self, layer: int, size: int, lane: int | None = None) -> None:
         """Index the newest keys of layers before `layer`, of one lane if given.
@@ -319,6 +319,11 @@ class EntryRunner:
     def _fetch(self, layers: tuple[int, ...], size: int) -> None:
         for layer in layers:
             self._engine.fetch(layer, size)
+            self._signals.raise_ready(layer)
+
+    def _fetch_for_next(self, kind: DecodeKind, layer: int, size: int) -> None:
+        self._engine.fetch(layer, size)
+        if self._program.tells_of_next(kind, layer):
             self._signals.raise_ready(layer)
 
     def _settle(self, changed: torch.Tensor | None) -> None:

@@ -59,7 +59,7 @@ class EngineSignals(Protocol):
         """Tell that the request table of the step has been read."""
 
     def raise_ready(self, layer: int) -> None:
-        """Tell that the resident set of `layer` may be attended to."""
+        """Tell that the resident set of `layer` may be attended to, in this step or the next."""
 
     def put_output(self, layer: int, output: torch.Tensor) -> None:
         """Hand over the output ``[B, Hq, D]`` of a layer that attends here, and tell of it."""

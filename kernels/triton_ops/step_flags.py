@@ -62,14 +62,24 @@ def _send_kernel(
 
 
 # Flags lie anywhere among others. One kernel for each power of two of them can be loaded ahead.
-_ANYWHERE = {"do_not_specialize": ["num_flags"], "do_not_specialize_on_alignment": ["flags"]}
+_ANYWHERE = {
+    "do_not_specialize": ["num_flags"],
+    "do_not_specialize_on_alignment": ["flags", "stamp"],
+}
 
 
 @triton.jit(**_ANYWHERE)
-def _raise_kernel(flags, num_flags, step, lost, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def _raise_kernel(
+    flags, num_flags, step, lost, stamp,
+    HAS_STAMP: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     at = tl.arange(0, BLOCK)
     follow(CHAINED)
     number, is_lost = tl.load(step), tl.load(lost)
+    if HAS_STAMP:
+        is_missing = tl.load(stamp) - number < 0
+        tl.store(lost, number, mask=is_missing & (is_lost == 0))
+        is_lost = tl.where(is_missing, 1, is_lost)
     tl.atomic_xchg(
         flags + at, tl.full([BLOCK], 0, tl.int32) + number,
         mask=(at < num_flags) & (is_lost == 0), sem="release", scope="sys",
@@ -86,7 +96,10 @@ def _num_missing(flags, mask, wanted, USE_ASM: tl.constexpr):
 def await_step(
     flags, num_flags, step, lost, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr
 ):
-    """Poll until all flags are raised to `step`, or `lost` is; for one program of a kernel."""
+    """Poll until all flags are raised to `step`, or `lost` is; for one program of a kernel.
+
+    Returns whether they are, and nothing is lost.
+    """
     at = tl.arange(0, BLOCK)
     mask = at < num_flags
     wanted, is_lost = tl.load(step), tl.load(lost, volatile=True)
@@ -99,14 +112,17 @@ def await_step(
         if not USE_ASM:  # nobody could raise them meanwhile
             is_late = tl.full([], 1, tl.int32)
     tl.store(lost, wanted, mask=(num_missing > 0) & (is_lost == 0))
+    return (num_missing == 0) & (is_lost == 0)
 
 
 @triton.jit(**_ANYWHERE)
 def _wait_kernel(
-    flags, num_flags, step, lost, timeout_ns, BLOCK: tl.constexpr, USE_ASM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    flags, num_flags, step, lost, stamp, timeout_ns,
+    HAS_STAMP: tl.constexpr, BLOCK: tl.constexpr, USE_ASM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    await_step(flags, num_flags, step, lost, timeout_ns, BLOCK, USE_ASM)
+    is_raised = await_step(flags, num_flags, step, lost, timeout_ns, BLOCK, USE_ASM)
+    if HAS_STAMP:
+        tl.store(stamp, tl.load(step) - tl.where(is_raised, 0, 1))
     lead(CHAINED)  # not before: what is launched takes room
 
 
@@ -136,24 +152,37 @@ def send_rows(
 
 
 def raise_flags(
-    flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor, follows: bool
+    flags: torch.Tensor,
+    *,
+    step: torch.Tensor,
+    lost: torch.Tensor,
+    follows: bool,
+    stamp: torch.Tensor | None,
 ) -> None:
     """Raise; see `tandemkv.kernels.step_flags.raise_flags`."""
-    if len(flags):
-        block, chained = triton.next_power_of_2(len(flags)), follows and is_chained(flags.device)
+    has_stamp = stamp is not None
+    if len(flags) or has_stamp:
+        chained = follows and is_chained(flags.device)
         _raise_kernel[(1,)](
-            flags, len(flags), step, lost, BLOCK=block, CHAINED=chained, launch_pdl=chained,
+            flags, len(flags), step, lost, stamp if has_stamp else lost, HAS_STAMP=has_stamp,
+            BLOCK=triton.next_power_of_2(max(1, len(flags))), CHAINED=chained, launch_pdl=chained,
             num_warps=1,
         )  # fmt: skip
 
 
 def wait_flags(
-    flags: torch.Tensor, *, step: torch.Tensor, lost: torch.Tensor, timeout_s: float
+    flags: torch.Tensor,
+    *,
+    step: torch.Tensor,
+    lost: torch.Tensor,
+    timeout_s: float,
+    stamp: torch.Tensor | None,
 ) -> None:
     """Wait; see `tandemkv.kernels.step_flags.wait_flags`."""
-    if len(flags):
+    has_stamp = stamp is not None
+    if len(flags) or has_stamp:
         _wait_kernel[(1,)](
-            flags, len(flags), step, lost, int(timeout_s * 1e9),
-            BLOCK=triton.next_power_of_2(len(flags)), USE_ASM=not _INTERPRETED,
-            CHAINED=is_chained(flags.device), num_warps=1,
+            flags, len(flags), step, lost, stamp if has_stamp else lost, int(timeout_s * 1e9),
+            HAS_STAMP=has_stamp, BLOCK=triton.next_power_of_2(max(1, len(flags))),
+            USE_ASM=not _INTERPRETED, CHAINED=is_chained(flags.device), num_warps=1,
         )  # fmt: skip

@@ -119,8 +119,10 @@ def _step_flags(device: torch.device) -> None:
     for residual in (None, rows):
         step_flags.send_rows(rows, residual, rows, up, **numbers)
     for follows in (False, True):
-        step_flags.raise_flags(up, follows=follows, **numbers)
-    step_flags.wait_flags(up, timeout_s=20.0, **numbers)
+        step_flags.raise_flags(up, follows=follows, stamp=None, **numbers)
+    for stamp in (None, new(1, dtype=I32)):
+        step_flags.raise_flags(up, follows=False, stamp=stamp, **numbers)
+        step_flags.wait_flags(up, timeout_s=20.0, stamp=stamp, **numbers)
 
 
 def _mirror(

@@ -39,9 +39,15 @@ def instructions(kernel: Any, given: dict[str, str], num_warps: int = 1, **const
     return found
 
 
+@pytest.mark.parametrize("has_stamp", [False, True])
 @pytest.mark.parametrize("chained", [False, True])
-def test_a_raise_is_a_release_at_system_scope_behind_the_kernel_before(chained: bool) -> None:
-    ptx = instructions(step_flags._raise_kernel, _WORDS, BLOCK=8, CHAINED=chained)
+def test_a_raise_is_a_release_at_system_scope_behind_the_kernel_before(
+    chained: bool, has_stamp: bool
+) -> None:
+    given = _WORDS | {"stamp": "*i32"}
+    ptx = instructions(
+        step_flags._raise_kernel, given, HAS_STAMP=has_stamp, BLOCK=8, CHAINED=chained
+    )
     assert ptx.count(_RELEASE) == 1
     assert ptx.count("atom.") == 1
     assert (ptx.find("griddepcontrol.wait") >= 0) is chained
@@ -61,12 +67,18 @@ def test_rows_are_stored_before_their_flag_is_released() -> None:
     assert ptx.rindex("st.global") < barrier, "every thread's stores are behind the barrier"
 
 
-def test_a_wait_polls_with_acquiring_loads_and_leads_when_it_is_over() -> None:
+@pytest.mark.parametrize("has_stamp", [False, True])
+def test_a_wait_polls_with_acquiring_loads_and_leads_when_it_is_over(has_stamp: bool) -> None:
+    given = _WORDS | {"timeout_ns": "i64", "stamp": "*i32"}
     ptx = instructions(
-        step_flags._wait_kernel, _WORDS | {"timeout_ns": "i64"}, BLOCK=8, USE_ASM=True, CHAINED=True
+        step_flags._wait_kernel, given, HAS_STAMP=has_stamp, BLOCK=8, USE_ASM=True, CHAINED=True
     )
     assert ptx.count("ld.acquire.sys.global.u32") >= 2
     assert "trap" not in ptx
     last = ptx.rindex("ld.acquire.sys.global.u32")
     assert last < ptx.index("griddepcontrol.launch_dependents")
     assert "%globaltimer" in ptx
+    # What the wait has found, `lost`, and the stamp: behind the last look.
+    assert ptx.count("st.global") == 1 + has_stamp
+    assert last < ptx.index("st.global")
+    assert ptx.rindex("st.global") < ptx.index("griddepcontrol.launch_dependents")

@@ -26,6 +26,8 @@ def test_bad_arguments() -> None:
     step, lost = words(1), words(0)
     with pytest.raises(ValueError, match="timeout_s=0"):
         wait_flags(words(0), step=step, lost=lost, timeout_s=0)
+    with pytest.raises(ValueError, match="stamp"):
+        wait_flags(words(0), step=step, lost=lost, timeout_s=1, stamp=words(0, 0))
     with pytest.raises(ValueError, match="flags"):
         raise_flags(words(0).long(), step=step, lost=lost)
     with pytest.raises(ValueError, match="lost"):

@@ -17,6 +17,10 @@ def word(value: int) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.int32, device=DEVICE)
 
 
+def _wrapped(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
 @pytest.mark.parametrize("lost", [0, 4])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 7), (3, 64), (5, 5000)])
@@ -47,6 +51,7 @@ def test_rows_arrive_with_their_flags(
         ([3, 2, 3], 3, 1, 1),  # nothing is waited for any more
         ([-(2**31) + 1], 2**31 - 2, 0, 0),  # numbers wrap around
         ([2**31 - 2], -(2**31) + 1, 0, -(2**31) + 1),
+        ([2**31 - 2], -(2**31), 0, -(2**31)),
     ],
 )
 def test_a_wait_compares_step_numbers(
@@ -54,20 +59,40 @@ def test_a_wait_compares_step_numbers(
 ) -> None:
     for module in BOTH:
         flags = torch.tensor([*raised, 0], dtype=torch.int32, device=DEVICE)[: len(raised)]
-        lost = word(before)
-        module.wait_flags(flags, step=word(step), lost=lost, timeout_s=0.01)
-        assert lost.item() == after, module.__name__
-        assert flags.tolist() == raised  # never taken down
+        for stamp in (None, word(8)):
+            lost = word(before)
+            module.wait_flags(flags, step=word(step), lost=lost, timeout_s=0.01, stamp=stamp)
+            assert lost.item() == after, module.__name__
+            assert flags.tolist() == raised  # never taken down
+        assert stamp is not None
+        # Not this step's, and of no later one.
+        assert stamp.item() == (step if not after else _wrapped(step - 1)), module.__name__
 
 
 def test_flags_are_raised_unless_the_epoch_is_lost() -> None:
     for module in BOTH:
         flags = torch.zeros(6, dtype=torch.int32, device=DEVICE)
-        module.raise_flags(flags[:2], step=word(5), lost=word(0), follows=False)
-        module.raise_flags(flags[3:5], step=word(6), lost=word(1), follows=True)
+        module.raise_flags(flags[:2], step=word(5), lost=word(0), follows=False, stamp=None)
+        module.raise_flags(flags[3:5], step=word(6), lost=word(1), follows=True, stamp=None)
         assert flags.tolist() == [5, 5, 0, 0, 0, 0]
-        module.raise_flags(flags[3:5], step=word(6), lost=word(0), follows=True)
+        module.raise_flags(flags[3:5], step=word(6), lost=word(0), follows=True, stamp=None)
         assert flags.tolist() == [5, 5, 0, 6, 6, 0]
+
+
+@pytest.mark.parametrize("num_flags", [0, 3])
+@pytest.mark.parametrize(
+    ("stamp", "before", "after"),
+    [(5, 0, 0), (6, 0, 0), (4, 0, 5), (0, 0, 5), (4, 2, 2), (5, 2, 2)],
+)
+def test_flags_are_raised_for_what_was_stamped(
+    stamp: int, before: int, after: int, num_flags: int
+) -> None:
+    for module in BOTH:
+        flags, lost = torch.zeros(4, dtype=torch.int32, device=DEVICE), word(before)
+        up = flags[:num_flags]
+        module.raise_flags(up, step=word(5), lost=lost, follows=False, stamp=word(stamp))
+        assert lost.item() == after, module.__name__
+        assert flags.tolist() == [0 if after else 5] * num_flags + [0] * (4 - num_flags)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -77,9 +77,9 @@ def _tensors(world: World) -> MappedTensors:
 class Played:
     """An engine of two requests, and the forward pass that it works beside."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, **selection: object) -> None:
         self.memory = Memory()
-        self.world = world_on(self.memory, policy=policy)
+        self.world = world_on(self.memory, policy=policy, **selection)
         self.num_cold = self.world.lengths.num_cold
         self.kept = versions_of(self.world, self.memory)
         self.tensors = _tensors(self.world)
@@ -162,7 +162,7 @@ class Played:
         return found
 
 
-Play = Callable[[str], Played]
+Play = Callable[..., Played]
 
 
 @pytest.fixture
@@ -170,8 +170,8 @@ def play() -> Iterator[Play]:
     """Make what is played, with its memory until the test's end."""
     made: list[Played] = []
 
-    def playing(policy: str) -> Played:
-        made.append(Played(policy))
+    def playing(policy: str, **selection: object) -> Played:
+        made.append(Played(policy, **selection))
         return made[-1]
 
     yield playing
@@ -258,3 +258,31 @@ def test_a_size_that_was_not_prepared_is_queued(play: Play) -> None:
     assert played.kept.stamps[:, 1, 2].max() == 3
     assert played.runner.delays.values() == {}  # the step was announced at no time
     assert played.world.rank.counters()["steps_total"] == 1
+
+
+@pytest.mark.parametrize("tells_all", [False, True])
+@pytest.mark.parametrize("policy", ["last_query", "look_ahead"])
+def test_what_is_selected_for_the_next_step_is_told_where_it_goes_to_another_host(
+    policy: str, tells_all: bool, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = {"late_layers": 1, "exact_layers": ()} if policy == "look_ahead" else {}
+    played = play(policy, **late)
+    program, raised, fetched = played.world.rank.program, list[int](), list[int]()
+    monkeypatch.setattr(program, "tells_all", tells_all)
+    fetch = played.world.rank.fetch
+
+    def noted(layer: int, size: int) -> None:
+        fetch(layer, size)
+        fetched.append(layer)
+
+    def ready(layer: int) -> None:
+        assert fetched[-1] == layer, "behind its rows"
+        raised.append(layer)
+
+    monkeypatch.setattr(played.world.rank, "fetch", noted)
+    monkeypatch.setattr(played.signals, "raise_ready", ready)
+    played.decode(ROWS, [n + 1 for n in LENGTHS])
+    awaited = [x for x in program.selecting if program.awaits(DecodeKind.SELECTING, x)]
+    assert len(awaited) < len(program.selecting)
+    assert sorted(raised) == (program.selecting if tells_all else awaited)
+    assert sorted(fetched) == program.selecting

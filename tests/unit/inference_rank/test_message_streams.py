@@ -210,8 +210,9 @@ def _played(
         ("oracle", [3], {}),
         ("oracle", [1, 2], {"exact_layers": (1,)}),
         ("last_query", [1, 1, 1], {}),
+        ("last_query", [3], {"exact_layers": (1,)}),
     ],
-    ids=["one", "two", "three"],
+    ids=["one", "two", "three", "for the next step"],
 )
 def test_what_is_attended_to_is_that_of_one_cache_rank_that_maps_memory(
     tmp_path: Path, policy: str, heads: list[int], more: dict[str, object]

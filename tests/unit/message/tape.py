@@ -37,6 +37,7 @@ _CALLS = {
     torch.from_numpy: "copies numbers of Python from memory that is not pinned",
 }
 _INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
+_NO_KERNELS = {_aten.empty, _aten._unsafe_view}
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -68,6 +69,8 @@ class Tape(TorchDispatchMode):
     def __init__(self, *, runs_kernels: bool = False) -> None:
         super().__init__()
         self._calls: list[Callable[[], None]] = []
+        self.num_kernels = 0
+        """How many calls do something on a GPU; a kernel of ours counts as one."""
         self._runs_kernels = runs_kernels
 
     def __torch_dispatch__(
@@ -79,6 +82,7 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         _check(func, args)
         out = func(*args, **kwargs)
+        self.num_kernels += not func.is_view and func.overloadpacket not in _NO_KERNELS
         self._calls.append(lambda: _again(func, args, kwargs, out))
         return out
 
@@ -99,6 +103,7 @@ class Tape(TorchDispatchMode):
             Tape.active = None  # one that it calls is a part of it
             out = kernel(*args, **kwargs)
             Tape.active = self
+        self.num_kernels += 1
         self._calls.append(lambda: _again(kernel, args, kwargs, out))
         return out
 

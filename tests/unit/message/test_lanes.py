@@ -8,11 +8,14 @@ to be raised already.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
+from tape import Tape, record_kernels
 from two_hosts import (
     DECODE,
     EXTEND,
@@ -29,9 +32,10 @@ from two_hosts import (
 )
 
 from tandemkv.cache_rank.protocol.errors import CacheRankLostError, ProtocolError
+from tandemkv.cache_rank.protocol.messages import RefreshRule
 from tandemkv.cache_rank.protocol.shared_region import seed_buffer
 from tandemkv.cache_rank.protocol.step_ring import EntryKind, StepEntry, StepRow
-from tandemkv.cache_rank.pump import contents, plan
+from tandemkv.cache_rank.pump import contents
 from tandemkv.cache_rank.pump.contents import HEAD_BYTES, Contents
 from tandemkv.cache_rank.pump.far import Announced, FarReceiver
 from tandemkv.cache_rank.pump.gpu_link import PumpLanes
@@ -216,6 +220,95 @@ def test_a_plan_has_the_k_and_v_of_each_layer_once(policy: str, entry: StepEntry
     assert set(found.values()) == {1}
 
 
+def test_what_is_selected_for_the_next_step_goes_back_as_it_is_selected() -> None:
+    """The next step waits for the last message, and it would be half a gigabyte."""
+    for policy, late in (("last_query", ()), ("look_ahead", (0,))):
+        end = End(policy, has_all=False, late_layers=len(late))
+        messages = Contents(end.side).plan.back(DECODE)
+        changed = {
+            part.layer: message.raises
+            for message in messages
+            for part in message.parts
+            if part.kind is PartKind.CHANGES
+        }
+        assert list(changed) == [x for x in end.program.selecting if x not in late] + [*late]
+        assert changed == {x: (Flag(FlagKind.READY, x),) for x in end.program.selecting}
+        assert (messages[-1].raises, messages[-1].parts) == ((Flag(FlagKind.FINISHED),), ())
+        # What this step itself waits for is not behind it.
+        kinds = [part.kind for message in messages for part in message.parts[:1]]
+        assert PartKind.OUTPUT in kinds
+        if policy == "last_query":
+            assert kinds.index(PartKind.OUTPUT) == 0
+
+
+def test_a_flag_tells_of_an_output_or_of_a_selection() -> None:
+    """A request whose step is slow attends there, in each layer."""
+    end = End("last_query", has_all=False)
+    end.program.slow_steps = RefreshRule.PERIOD
+    messages = Contents(end.side).plan.back(DECODE)
+    flags = [flag for message in messages for flag in message.raises]
+    assert [flag.layer for flag in flags[:-1]] == list(range(MODEL.num_layers))
+    kinds = {part.kind for message in messages[:-1] for part in message.parts}
+    assert kinds == {PartKind.OUTPUT}
+    changed = [part.layer for part in messages[-1].parts if part.kind is PartKind.CHANGES]
+    assert changed == end.program.selecting
+
+
+def test_the_last_queries_of_a_step_are_not_held_up_by_one_another() -> None:
+    model = msgspec.structs.replace(MODEL, num_layers=36)
+    end = End("last_query", has_all=False, model=model)
+    sizes = [
+        sum(flag.kind is FlagKind.QUERY for flag in message.waits)
+        for message in Contents(end.side).plan.outward(DECODE)
+    ]
+    assert sum(sizes) == 36
+    assert max(sizes) == 4
+    assert sizes[-4:] == [1, 1, 1, 0]
+
+
+@POLICIES
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_message_takes_a_kernel_for_each_flag_and_each_part(
+    policy: str, is_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are one behind the other, and the forward pass waits for them in each layer."""
+    link, found = Way("queued", policy, is_back=is_back), list[int]()
+    link.carry(DECODE)
+    for lane in (link.send, link.receive):
+        monkeypatch.setattr(lane, "_move", _counting(lane._move, found))
+    record_kernels(monkeypatch)
+    monkeypatch.setattr(link.target.side, "check_requests", lambda *_: None)  # as on a GPU
+    link.carry(replace(DECODE, step=8))
+    messages = link.messages(DECODE)
+    few = [max(1, len(each.waits)) + len(each.parts) + 1 for each in messages]  # and its own
+    # What a step is about is looked up once.
+    extra = [count - least for count, least in zip(found, (*few, *few), strict=True)]
+    assert [count for count in extra if count] == ([1, 2] if is_back else [4, 5]), extra
+
+
+def _counting(move: Callable[[Message], None], found: list[int]) -> Callable[[Message], None]:
+    """Count kernels; a wire's is one."""
+
+    def counted(message: Message) -> None:
+        tape = Tape(runs_kernels=True).record(lambda: move(message))
+        found.append(tape.num_kernels)
+
+    return counted
+
+
+def test_a_piece_between_gpus_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = End("oracle", has_all=False)
+    monkeypatch.setattr(end.side, "on_gpu", True)
+    found = Contents(end.side)
+    assert found.piece_bytes > PIECE_BYTES
+    num_slots = 3 * found.piece_bytes // end.side.kv[0, :, 0].nbytes
+    row = StepRow(row=3, generation=1, length=num_slots)
+    entry = StepEntry(kind=EntryKind.EXTEND, step=1, rows=(row,))
+    sizes = [found._nbytes(part, entry) for x in found.plan.outward(entry) for part in x.parts]
+    assert PIECE_BYTES < max(sizes) <= found.piece_bytes
+    assert found.most_bytes >= found.piece_bytes
+
+
 def test_the_first_decode_step_behind_a_prompt_has_its_table() -> None:
     """The radix tree may have replaced its slots; of rows taken up records have told them."""
     plan = Contents(End("oracle", has_all=False).side).plan
@@ -273,8 +366,7 @@ def test_a_lane_has_room_for_every_message(
     policy: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that is asked for beside a wait may come only when that ends."""
-    for module in (plan, contents):
-        monkeypatch.setattr(module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(contents, "PIECE_BYTES", piece)
     found = Contents(End(policy, has_all=False).side)
     rows = tuple(StepRow(row=row, generation=1, length=64, window=4) for row in range(1, NUM_ROWS))
     for kind in (EntryKind.EXTEND, EntryKind.GROW, EntryKind.DECODE):
@@ -288,7 +380,7 @@ def test_a_lane_has_room_for_every_message(
 
 
 def test_a_step_is_announced_behind_all_of_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "PIECE_BYTES", 64)
+    monkeypatch.setattr(contents, "PIECE_BYTES", 64)
     end, told = End("oracle", has_all=False), Announced()
     sent, written = Contents(end.side).plan, Contents(end.side)
     lane = HostReceiveLane(end.side, written)
@@ -314,7 +406,7 @@ def test_a_step_is_announced_behind_all_of_its_tables(monkeypatch: pytest.Monkey
 @WAYS
 def test_windows_of_many_requests_are_cut(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message without an end would be one that the other host refuses."""
-    monkeypatch.setattr(plan, "PIECE_BYTES", 256)
+    monkeypatch.setattr(contents, "PIECE_BYTES", 256)
     link = Way(way, "oracle")
     windows = [
         part

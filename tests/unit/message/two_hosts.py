@@ -89,10 +89,12 @@ class End:
         model: ModelSpec = MODEL,
         near: HeadShard | None = None,
         kept: MappedTensors | None = None,
+        late_layers: int = 0,
     ) -> None:
         given = {
             "policy": policy, "budget_tokens": 16, "resident_factor": 1.0, "num_sink_tokens": 2,
             "num_recent_tokens": 4, "fetch_cap": 3, "sample_tokens": 8, "exact_layers": [2],
+            "late_layers": late_layers,
         }  # fmt: skip
         settings = RankSettings.model_validate(
             {

@@ -161,6 +161,26 @@ def test_what_a_layer_awaits_is_asked_for_before(program: EngineProgram, kind: D
 
 
 @pytest.mark.parametrize("timing", list(Timing))
+@pytest.mark.parametrize("link", ["shared", "message"])
+def test_what_is_selected_for_the_next_step_is_told_to_another_host(
+    timing: Timing, link: Link
+) -> None:
+    late = int(timing is Timing.SAME_STEP_HIDDEN)
+    program = program_of(
+        timing=timing, exact_layers=(3,), late_layers=late,
+        placement=Placement(link=link, model_device="cuda", two_gpus=True),
+    )  # fmt: skip
+    for kind in DecodeKind:
+        told = [x for x in range(6) if program.tells_of_next(kind, x)]
+        awaited = [x for x in range(6) if program.awaits(kind, x)]
+        outputs = [x for x in range(6) if program.attends_remotely(kind, x)]
+        assert not {*told} & {*awaited, *outputs}, "one flag for one thing"
+        is_due = kind is DecodeKind.SELECTING and link == "message" and outputs != [*range(6)]
+        due = {*program.selecting} - {*awaited} if is_due else set()
+        assert {*told} == due
+
+
+@pytest.mark.parametrize("timing", list(Timing))
 def test_nothing_is_asked_for_in_dense_steps(timing: Timing) -> None:
     program = program_of(timing=timing, index_interval=1)
     for layer in range(program.num_layers):
